@@ -59,6 +59,7 @@ MOST_SHOWN = 4
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option_fields(CompileOptions, "cost")
 @cost_options
+@option_fields(CompileOptions, "recompute")
 def compile_command(
     model: str,
     out: str,
@@ -195,6 +196,7 @@ def _print(
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.inspection.microbatches import microbatch_lines
     from fxpipe.inspection.shapes import shape_lines
+    from fxpipe.inspection.workers import again_text
     from fxpipe.lowering.own_rounding import rounding_text
     from fxpipe.observe.record import samples_of
     from fxpipe.schedule import of_plan
@@ -238,6 +240,8 @@ def _print(
         *others, chosen = build.costs.partitions
         text = ", ".join(f"{p.mode} {p.efficiency:.3f}" for p in others)
         echo(f"cuts: {chosen.mode}, {chosen.efficiency:.3f} of ideal{f' ({text})' if text else ''}")
+    if again := again_text(build.costs):
+        echo(again)
     if not build.costs.times:
         echo(f"costs: computed{'' if device is None else f' for {device}'}, not measured")
     echo(
@@ -323,7 +327,7 @@ def _print_engines(build: Build) -> None:
 
 def _milliseconds(worker: WorkerSummary) -> dict[str, Any]:
     """The worker's record with times in milliseconds, under names that say so."""
-    times = ("forward", "backward", "weight", "update")
+    times = ("forward", "backward", "weight", "update", "again")
     row = dataclasses.asdict(worker)
     return {f"{name}_ms" if name in times else name: 1e3 * v if name in times else v for name, v in row.items()}
 

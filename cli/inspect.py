@@ -61,6 +61,7 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @option_fields(ModelOptions, meta="For a model larger than memory: its parameters get no values.")
 @option_fields(CompileOptions, "cost")
 @cost_options
+@option_fields(CompileOptions, recompute="For a model: what backwards compute again instead of saving it.")
 @click.pass_context
 def inspect_command(
     context: click.Context,

@@ -150,6 +150,7 @@ def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     parts += [] if options.virtual is None else [f"--virtual {options.virtual}"]
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []
+    parts += [f"--recompute {options.recompute}"] if options.recompute != "auto" else []
     parts += [f"--autocast {options.autocast}"] if options.autocast else []
     parts += [f"--constant-batch {shlex.quote(name)}" for name in options.constant_batch]
     parts += [] if options.pad_to is None else [f"--pad-to {options.pad_to}"]

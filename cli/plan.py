@@ -80,6 +80,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option_fields(CompileOptions, "cost")
 @cost_options
+@option_fields(CompileOptions, "recompute")
 def plan_command(
     target: str,
     cuts: tuple[str, ...],

@@ -16,6 +16,7 @@ from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.merge_equal import MergeEqual
 from fxpipe.passes.order_evaluation import OrderEvaluation
 from fxpipe.passes.place_evaluation import PlaceEvaluation
+from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.scale_loss import ScaleLoss
 from fxpipe.passes.split import Split
@@ -39,11 +40,13 @@ def default_passes(
     microbatches: int = 1,
     encode: Encode | None = None,
     weights_apart: bool = False,
+    recompute: Recompute | None = None,
 ) -> list[Pass]:
     """Captured program in, stage files out, for given cuts and with computed costs."""
     whole_loss = WholeLoss(microbatches) if microbatches > 1 else None
     front = front_passes(split_backward, whole_loss)
-    return [*front, Cost(device=device), *wiring_passes(cuts, weights_apart), *emitting_passes(command, encode)]
+    wiring = wiring_passes(cuts, weights_apart, recompute=recompute)
+    return [*front, Cost(device=device), *wiring, *emitting_passes(command, encode)]
 
 
 def front_passes(
@@ -69,16 +72,20 @@ def front_passes(
     ]
 
 
-def wiring_passes(cuts: Cuts, weights_apart: bool = False, shape: int = 0) -> list[Pass]:
+def wiring_passes(
+    cuts: Cuts, weights_apart: bool = False, shape: int = 0, recompute: Recompute | None = None
+) -> list[Pass]:
     """Program with costs in, program whose edges are known out: codecs can be chosen for them.
 
     Args:
         weights_apart: whether each stage makes weight gradients in a function of their own.
         shape: the number of its batches' shape.
+        recompute: chooses what backward computes again where memory is short; None where nothing is to be.
     """
     return [
         Cut(cuts),  # every node gets its worker
         *([Defer()] if weights_apart else []),  # before rematerialize and comm, which go by phases
+        *([recompute] if recompute else []),  # after defer: what weight gradients read is kept longer
         Rematerialize(),  # before comm: what is computed again is not sent
         Comm(f"shape.{shape}:" if shape else ""),  # after it no value crosses workers but through Send and Recv
     ]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fxpipe.passes.analysis.last_uses import last_uses
 from torch import fx
 
 from fxpipe.ir.printer import argument_text, call_text, heading, type_text
-from fxpipe.ir.program import Level, Program, info, size_of, unit_name, value
+from fxpipe.ir.program import AGAIN, Level, Program, info, size_of, unit_name, value
 from fxpipe.ir.stage import Part, Stage
 from fxpipe.ir.transform import Pass
 from fxpipe.ir.wire import TAKEN, codec_of, is_pack, is_recv, is_send, is_unpack, variable
@@ -46,7 +47,8 @@ class Codegen(Pass):
             header = _totals_header
         stages = []
         for stage in program.stages:
-            functions = [_Function(part, edges) for part in stage.parts.values()]
+            again = frozenset(program.again[stage.worker].values) if program.again else frozenset[str]()
+            functions = [_Function(part, edges, again) for part in stage.parts.values()]
             source = _text(header(program, stage, edges, self.command), functions)
             stages.append(replace(stage, file=self.file.format(worker=stage.worker), source=source))
         return replace(program, level=self.provides, stages=tuple(stages))
@@ -122,6 +124,8 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
         yield f"weights   gradients of {_units(program, weights)}{apart}"
     for _, *again in (r for r in program.cuts.recompute if r[0] == worker):
         yield f"repeats   forward of {_units(program, again)}"
+    if spared := _spared(program, worker):
+        yield spared
     yield f"owns      {len(owned)} parameters, {sum(sizes[n] for n in owned):,} bytes"
     if replicas:
         yield f"replicas  {', '.join(replicas)}: {sum(sizes[n] for n in replicas):,} bytes"
@@ -137,6 +141,15 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     yield '"""'
 
 
+def _spared(program: Program, worker: int) -> str:
+    """What the worker's backward computes again to save memory, for the header; '' if that is nothing."""
+    if not program.again or not program.again[worker].values:
+        return ""
+    again = program.again[worker]
+    less = f", to save {again.bytes:,} bytes a microbatch less" if again.bytes > 0 else ""
+    return f"again     {len(again.values)} values of its own forward{less}"
+
+
 def _units(program: Program, bounds: Sequence[int]) -> str:
     first, end = bounds
     if first == end:
@@ -147,8 +160,9 @@ def _units(program: Program, bounds: Sequence[int]) -> str:
 class _Function:
     """Emits one part as a function."""
 
-    def __init__(self, part: Part, edges: dict[str, EdgeSpec]) -> None:
+    def __init__(self, part: Part, edges: dict[str, EdgeSpec], again: frozenset[str]) -> None:
         self.part = part
+        self.again = again
         self.edges = edges
         self.function = part.function
         self.third = part.third
@@ -173,7 +187,7 @@ class _Function:
         for node in self.part.graph.nodes:
             if node.op != "call_function":
                 continue
-            title = heading(info(node))
+            title = self._title(node)
             if title != last and title:
                 yield f"    # {title}"[:WIDTH].rstrip()
                 last = title
@@ -181,6 +195,11 @@ class _Function:
             if self.dying.get(node):
                 yield f"    del {', '.join(self.dying[node])}"
         yield from self._result()
+
+    def _title(self, node: fx.Node) -> str:
+        """Where a call comes from, and whether it is one of forward's that is computed again to save memory."""
+        title = heading(info(node))
+        return f"again, to save memory: {title}".rstrip(": ") if node.meta.get(AGAIN) in self.again else title
 
     def _arguments(self) -> Iterator[str]:
         spec = self.part.spec
@@ -231,17 +250,5 @@ class _Function:
         return argument_text(tuple(nodes), self.names.__getitem__)
 
     def _last_uses(self) -> dict[fx.Node, list[str]]:
-        """By node, the names that are dropped after it: values with memory that nothing below reads."""
-        last: dict[fx.Node, fx.Node] = {}
-        for node in self.part.graph.nodes:
-            if node.op == "call_function" and not is_send(node):
-                last[node] = node  # until something reads it
-            for source in node.all_input_nodes:
-                last[source] = node
-        weights = len(self.part.spec.weights) + len(self.part.spec.buffers)
-        kept = {n for n in list(self.part.graph.nodes)[:weights] if n.op == "placeholder"}
-        dying: dict[fx.Node, list[str]] = {}
-        for node, reader in last.items():
-            if reader.op != "output" and node not in kept:
-                dying.setdefault(reader, []).append(self.names[node])
-        return dying
+        """By node, the names that are dropped after it."""
+        return {node: [self.names[n] for n in dying] for node, dying in last_uses(self.part).items()}

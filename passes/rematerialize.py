@@ -12,7 +12,7 @@ from fxpipe.passes.fold import remove_dead
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random, viewed
-from fxpipe.ir.program import INFO, Level, Program, info, size_of, value
+from fxpipe.ir.program import AGAIN, INFO, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import Phase
 
@@ -23,13 +23,15 @@ aten = torch.ops.aten
 class Rematerialize(Pass):
     """Copy forward nodes to the workers and into the backward parts that use them.
 
-    Four reasons, in this order; a random node, or a buffer's new value, is never computed twice:
+    Five reasons, in this order; a random node, or a buffer's new value, is never computed twice:
 
     - weights: what backward reads that is made of weights alone (a transpose, a cast under autocast, weight norm) is
       derived again in backward, from the weights that its policy gives it, never from what forward saw;
     - checkpoints: what backward reads of a `torch.utils.checkpoint` region is recomputed from the region's inputs;
     - mismatches: where the cuts say so (`Cuts.recompute`), backward computes units whose forward ran on another worker
       again from what enters them, instead of receiving what they saved; it keeps what its own forward receives;
+    - memory: what `recompute` has chosen (`Program.again`) of a worker's forward is computed again by its backward, of
+      what that forward leaves, instead of being left itself;
     - cheapness: what is made cheaply from constants and the batch (causal masks, position ids, rotary tables) is made
       on the worker that uses it, unless that would need more bytes of batch or weights there than it saves.
 
@@ -46,8 +48,8 @@ class Rematerialize(Pass):
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()
-        kinds = _Kinds(program)
-        copier = _Copier(program.graph, kinds.weights)
+        kinds = Kinds(program)
+        copier = _Copier(program.graph, kinds)
         for node in list(program):
             record = info(node)
             assert record.worker is not None
@@ -59,13 +61,13 @@ class Rematerialize(Pass):
         return program
 
 
-class _Kinds:
+class Kinds:
     """What every forward node is made of, and so whether and how far it can be computed again."""
 
     def __init__(self, program: Program) -> None:
         assert program.cuts is not None
         parameters = {p.node for p in program.parameters}
-        updated = set(program.updates())
+        updated = self.updated = set(program.updates())
         self.cuts = program.cuts
         sources = sources_of(program)
         self.leaves = sources.leaves
@@ -75,6 +77,7 @@ class _Kinds:
         self.present: dict[int, set[str]] = {}  # placeholders each worker reads in any case
         self.once = {n for new in program.updates().values() for n in (new, viewed(new))}  # buffers' new values
         self.inputs = {b.node for b in program.batch if b.node}
+        self.chosen = {(name, worker) for worker, again in enumerate(program.again) for name in again.values}
         for node in program:
             worker = info(node).worker
             if node not in self.cheap and worker is not None:
@@ -97,17 +100,27 @@ class _Kinds:
         if phase != "F" and source in self.weights:
             return lambda n: n in self.weights or n in self.cheap
         region = info(source).region
-        if phase != "F" and region is not None and not self._only_once(source):
+        if phase != "F" and region is not None and not self.only_once(source):
             return lambda n: (
                 n in self.weights
-                or (info(n).region == region and not self._only_once(n))
+                or (info(n).region == region and not self.only_once(n))
                 or self._is_mismatched(n, worker)
+                or self.is_chosen(n, worker)
             )
-        if phase != "F" and self._is_mismatched(source, worker):
-            return lambda n: n in self.weights or self._is_mismatched(n, worker) or self._is_made_anywhere(n, worker)
-        if self._is_made_anywhere(source, worker):
+        if phase != "F" and (self._is_mismatched(source, worker) or self.is_chosen(source, worker)):
+            return lambda n: (
+                n in self.weights
+                or self._is_mismatched(n, worker)
+                or self.is_chosen(n, worker)
+                or self.is_made_anywhere(n, worker)
+            )
+        if self.is_made_anywhere(source, worker):
             return self.cheap.__contains__
         return None
+
+    def is_chosen(self, node: fx.Node, worker: int) -> bool:
+        """Whether that worker's backward computes its own forward's node again because memory is short."""
+        return (node.name, worker) in self.chosen and info(node).worker == worker and not self.only_once(node)
 
     def _is_mismatched(self, node: fx.Node, worker: int) -> bool:
         """Whether the cuts let that worker's backward compute a forward node of another worker again."""
@@ -116,11 +129,11 @@ class _Kinds:
             record.phase == "F"
             and record.worker != worker
             and self.cuts.recomputes(worker, record.unit)
-            and not self._only_once(node)
+            and not self.only_once(node)
             and (node, worker) not in self.arrives
         )
 
-    def _is_made_anywhere(self, node: fx.Node, worker: int) -> bool:
+    def is_made_anywhere(self, node: fx.Node, worker: int) -> bool:
         """Whether a node of another worker is made cheaply there, and moves no more bytes than it saves."""
         if info(node).worker == worker or node not in self.cheap:
             return False
@@ -128,7 +141,7 @@ class _Kinds:
         moved = [n for n in missing if n.name in self.parameters or n.name in self.inputs]  # buffers are everywhere
         return sum(size_of(value(n)) for n in moved) <= size_of(value(node))
 
-    def _only_once(self, node: fx.Node) -> bool:
+    def only_once(self, node: fx.Node) -> bool:
         """Whether the value comes from the random generator, or is a buffer's new value."""
         return is_random(node) or node in self.once or (is_getitem(node) and _counts_once(node))
 
@@ -155,7 +168,7 @@ def _forgets_statistics(node: fx.Node) -> bool:
     return weight is not None or bool(value(read).dtype == value(node)[1].dtype)
 
 
-def _reads(node: fx.Node) -> list[fx.Node]:
+def reads_again(node: fx.Node) -> list[fx.Node]:
     """The inputs that a copy of the node has."""
     if _forgets_statistics(node):
         return [n for n in node.args[:3] if isinstance(n, fx.Node)]
@@ -175,9 +188,9 @@ class _Copier:
     What B has computed again, W does not, unless it is made of weights alone: it is handed through.
     """
 
-    def __init__(self, graph: fx.Graph, weights: set[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, kinds: Kinds) -> None:
         self.graph = graph
-        self.weights = weights
+        self.kinds = kinds
         self.made: dict[tuple[fx.Node, int, Phase], fx.Node] = {}
         self.original: dict[fx.Node, fx.Node] = {}  # by copy: readers of a node may read a copy by now
 
@@ -191,7 +204,7 @@ class _Copier:
             if self._made(node, worker, phase):
                 stack.pop()
                 continue
-            inputs = [self.original.get(n, n) for n in _reads(node)]
+            inputs = [self.original.get(n, n) for n in reads_again(node)]
             needed = [n for n in inputs if n.op == "call_function" and wanted(n) and not self._made(n, worker, phase)]
             if needed:
                 stack.extend(needed)
@@ -205,6 +218,7 @@ class _Copier:
             record = info(node).copy()
             record.phase, record.worker, record.region, record.weight = phase, worker, None, phase == "W"
             made.meta[INFO] = record
+            made.meta[AGAIN] = node.name
             self.made[node, worker, phase] = made
             self.original[made] = node
         found = self._made(source, worker, phase)
@@ -214,7 +228,7 @@ class _Copier:
     def _made(self, node: fx.Node, worker: int, phase: Phase) -> fx.Node | None:
         """The copy that a worker's part reads."""
         found = self.made.get((node, worker, phase))
-        if found is None and phase == "W" and node not in self.weights:
+        if found is None and phase == "W" and node not in self.kinds.weights:
             found = self.made.get((node, worker, "B"))
         return found
 

@@ -193,6 +193,16 @@ def test_weight_gradients_on_another_worker(model_files: dict[str, Path], tmp_pa
     check(build, model_files["momentum"], tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("schedule", ["async", "zb-h1"])
+def test_what_is_computed_again(model_files: dict[str, Path], tmp_path: Path, schedule: str) -> None:
+    where = cuts(CASES["gpt-dropout"], 2, 1)
+    build = lowered("gpt-dropout", 4, workers=2, schedule=schedule, recompute="full", **where)
+    assert all(stage.again for stage in build.plan.stages)
+    check(build, model_files["adamw"], tmp_path)
+
+
 def check(build: Build, model_file: Path, tmp_path: Path) -> None:
     workers = build.plan.workers
     build.save(tmp_path / "build", model_file=model_file)

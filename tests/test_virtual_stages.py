@@ -120,8 +120,8 @@ def test_a_plan_with_a_wrong_placement_is_refused() -> None:
             consistency.check(replace(build.plan, placement=placement))
 
 
-def test_the_planner_shares_the_memory_of_a_process() -> None:
-    """Two workers of a process have half of its memory each, and its links and speed."""
+def test_the_planner_shares_what_a_process_has() -> None:
+    """Two workers of a process share its memory, half of it by what they hold, and have its links and its speed."""
     from fxpipe.lowering.options import CompileOptions
     from fxpipe.planner.links import Links
 
@@ -134,7 +134,8 @@ def test_the_planner_shares_the_memory_of_a_process() -> None:
         links=Links(((9.0, 1.0), (2.0, 9.0)), 0.25, 0.0),
     )
     workers = options.setting().workers(options.stages)
-    assert workers.memory == (50, 30, 30, 50)
+    assert workers.in_flight == (3, 2, 2, 1)
+    assert workers.memory == pytest.approx((62.5, 30, 30, 37.5))
     assert workers.speeds == (1, 0.5, 0.5, 1)
     assert [workers.links.bandwidth_of(a, b) for a, b in ((0, 1), (1, 2), (2, 3), (3, 2), (1, 0))] == [
         *(1, float("inf"), 2, 1, 2)

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.costs.allocations import TrackedAllocations
 from fxpipe.costs.timer import Clock, Rounds, clock_of, quartile, seconds_of
 from fxpipe.errors import PolicyError, TaskError
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.small_copies import hold_still, shrunk, users
-from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes
+from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes, StepMemory
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback, has_momentum
 from fxpipe.policy.optimizers.predict import Predictor
+from fxpipe.policy.optimizers.rules import rule_of
 from fxpipe.task.model_file import MakeOptimizer
 from fxpipe.task.one_optimizer import OptimizerRefused
 
@@ -44,19 +46,19 @@ def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, band
     Raises:
         OptimizerRefused: no run can use it.
     """
-    state, momentum = 1.0, False
+    state, momentum, step = 1.0, False, StepMemory()
     try:
-        state, momentum = _state(named, optimizer)
+        state, momentum, step = _state(named, optimizer)
         if timed:
             seconds, policy = _timed(named, optimizer)
-            return OptimizerCosts(state, seconds, momentum, policy)
+            return OptimizerCosts(state, seconds, momentum, policy, step)
     except OptimizerRefused:
         raise
     except TaskError as error:
         said = " ".join(error.what.split())
         doubt = f"{said}; {state:.3g} bytes of state for each byte of weights and a computed update are assumed"
-        return replace(_computed(state, momentum, bandwidth), doubt=doubt)
-    return _computed(state, momentum, bandwidth)
+        return replace(_computed(state, momentum, bandwidth), step=step, doubt=doubt)
+    return replace(_computed(state, momentum, bandwidth), step=step)
 
 
 def _computed(state: float, momentum: bool, bandwidth: float) -> OptimizerCosts:
@@ -86,20 +88,46 @@ def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | N
     return _state(parameters, optimizer, device)[0]
 
 
-def _state(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> tuple[float, bool]:
-    """The bytes of state for each byte of parameters, and whether every group has momentum."""
+def _state(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> tuple[float, bool, StepMemory]:
+    """The bytes of state for each byte of parameters, whether every group has momentum, and what a step holds."""
     total = sum(t.nbytes for _, t in parameters)
     if not total:
-        return 0.0, False
+        return 0.0, False, StepMemory()
     sample = _sample(parameters, [t.numel() * min(1.0, STATE_SAMPLE / total) for _, t in parameters], device)
     made = _stepped(sample, optimizer)
     if made is None:
-        return 0.0, False
+        return 0.0, False, StepMemory()
     state = 0.0
     for (_, whole), (_, small) in zip(parameters, sample, strict=True):
         for found in _tensors(made.state.get(small, {})):
             state += found.nbytes * (whole.numel() / small.numel() if found.dim() and small.numel() else 1.0)
-    return state / total, all(map(has_momentum, made.param_groups))
+    step = replace(
+        _step_memory(made, [p for _, p in sample]),
+        keeps_gradients=any(rule_of(made, group).gradient for group in made.param_groups),
+    )
+    return state / total, all(map(has_momentum, made.param_groups)), step
+
+
+def _step_memory(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> StepMemory:
+    """What a step holds, from two: one of all parameters, and one of the largest alone."""
+    largest = max(parameters, key=lambda parameter: parameter.nbytes)
+    total = sum(parameter.nbytes for parameter in parameters)
+    held = []
+    try:
+        with users(), TrackedAllocations() as memory:
+            for gone in ([], [p for p in parameters if p is not largest]):
+                for parameter in gone:
+                    parameter.grad = None
+                made.step()  # the first looks at what is there
+                before = memory.live
+                memory.restart()
+                made.step()
+                held.append(memory.peak - before)
+    except Exception:  # code that a run may well take, such as a compiled step, and that cannot be looked into
+        return StepMemory()
+    of_all = (held[0] - held[1]) / (total - largest.nbytes) if total > largest.nbytes else 0.0
+    of_all = max(0.0, of_all)
+    return StepMemory(max(0.0, held[1] / max(largest.nbytes, 1) - of_all), of_all)
 
 
 def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:

@@ -14,10 +14,9 @@ from fxpipe.plan.spec import Phase, Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.device import LAUNCH
 from fxpipe.planner.quantity import size
-from fxpipe.policy import copies
-from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.policy.recipe import choose
 from fxpipe.schedule.base import divisors
-from fxpipe.schedule.check import kept
+from fxpipe.simulator.memory import peak_bytes
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate, steady_minibatches
@@ -32,8 +31,7 @@ class Prospect:
 
     Attributes:
         samples_per_second: in the steady state, as simulated.
-        memory_bytes: of the worker that holds most: weights, their gradients, the copies that the policy keeps, the
-            optimizer's state, replicas, and what the microbatches in flight save.
+        memory_bytes: of the worker that holds most at once (`fxpipe/simulator/memory.py`).
     """
 
     microbatches: int
@@ -80,7 +78,7 @@ def prospects(plan: Plan, costs: BuildCosts, nodes: ProgramTable, counts: Sequen
             continue
         scenario = _resized(scenario_of(other, costs, recipe.demand), least, plan.microbatches / count)
         simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
-        memory = max(_memory(scenario, costs, recipe))
+        memory = max(peak_bytes(other, costs, recipe.demand, plan.microbatches / count))
         yield Prospect(
             count,
             staleness_of(recipe.policy, recipe.demand.versions),
@@ -120,11 +118,3 @@ def _resized(scenario: Scenario, least: dict[tuple[int, Phase | None], float], r
         workers=workers,
         messages=tuple(replace(message, bytes=ratio * message.bytes) for message in scenario.messages),
     )
-
-
-def _memory(scenario: Scenario, costs: BuildCosts, recipe: Recipe) -> Iterator[float]:
-    stashed = copies(recipe.policy, recipe.schedule)
-    for worker, summary in enumerate(costs.workers):
-        cost = scenario.workers[worker]
-        more = (stashed[worker] + costs.optimizer_bytes) * summary.owned_bytes
-        yield cost.static_bytes + kept(recipe.schedule, worker, cost.saved_bytes, cost.deferred_bytes) + more

@@ -33,6 +33,7 @@ _MADE_BY = ", made by: "
 _FOR = {
     "split_backward": ": it is for weight gradients with cuts, or actions, of their own",
     "defer": ": it is for schedules that have weight gradients apart",
+    "recompute": ": it is for workers whose memory is short",
     "whole_loss": ": it is for several microbatches",
     "encode": ": it is for edges that have codecs",
 }
@@ -45,9 +46,12 @@ def pass_names() -> tuple[str, ...]:
     """`capture`, then every pass in the order in which they run."""
     from fxpipe.passes import default_passes
     from fxpipe.passes.encode import Encode
+    from fxpipe.passes.recompute import Recompute
 
     cuts = Cuts((0, 1), (0, 1))
-    passes = default_passes(cuts, split_backward=True, microbatches=2, encode=Encode(), weights_apart=True)
+    passes = default_passes(
+        cuts, split_backward=True, microbatches=2, encode=Encode(), weights_apart=True, recompute=Recompute()
+    )
     return (CAPTURE, *(p.name for p in passes))
 
 
@@ -186,7 +190,7 @@ class _Watched:
         """Lower the program; `text` is then the program after the pass.
 
         Args:
-            plan: whose edges' codecs it gets, where it is of a build.
+            plan: whose edges' codecs it gets, and whose values are computed again, where it is of a build.
 
         Returns:
             The build; None if the lowering ended at the pass.
@@ -198,8 +202,9 @@ class _Watched:
         from fxpipe.lowering.lower import lower
 
         codecs = None if plan is None else as_in(plan)
+        again = () if plan is None else tuple(stage.again for stage in plan.stages)
         try:
-            build = lower(program, options, observers=(self._observe,), codecs=codecs)
+            build = lower(program, options, observers=(self._observe,), codecs=codecs, again=again)
         except _Reached:
             return None
         if not self.text:

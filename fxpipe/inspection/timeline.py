@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,8 @@ from fxpipe.inspection.subject import Subject
 from fxpipe.observe.record import samples_of
 from fxpipe.policy.recipe import Recipe
 from fxpipe.schedule.action import Action
-from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.check import changes
 from fxpipe.simulator.forecast import expect
+from fxpipe.simulator.memory import ActionMemory, memory_of
 from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate
@@ -47,8 +47,12 @@ def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
         "bubble": steady.bubble,
         "busy": [_share(scenario, k, subject.plan.microbatches, period) for k in range(subject.plan.workers)],
     }
-    shown = simulate(recipe.schedule, scenario, _minibatches(subject))
-    return Outlook(forecast, _timeline(shown, scenario, recipe.schedule))
+    shown, rows = _minibatches(subject), range(subject.plan.workers)
+    memory = [
+        memory_of(subject.plan, subject.known, recipe.steady.demand, worker, list(recipe.schedule.until(worker, shown)))
+        for worker in rows
+    ]
+    return Outlook(forecast, _timeline(simulate(recipe.schedule, scenario, shown), memory))
 
 
 def _share(scenario: Scenario, worker: int, microbatches: int, period: float) -> float:
@@ -61,7 +65,7 @@ def _minibatches(subject: Subject) -> int:
     return max(2, min(max(MINIBATCHES, workers + 4), SPANS // (workers * each)))
 
 
-def _timeline(simulation: Simulation, scenario: Scenario, schedule: Schedule) -> dict[str, Any]:
+def _timeline(simulation: Simulation, memory: Sequence[Sequence[ActionMemory]]) -> dict[str, Any]:
     spans = [
         [worker, span.kind, span.action.minibatch, span.action.microbatch, span.start, span.end]
         for worker, row in enumerate(simulation.spans)
@@ -72,29 +76,23 @@ def _timeline(simulation: Simulation, scenario: Scenario, schedule: Schedule) ->
         "seconds": simulation.seconds,
         "minibatches": len(simulation.finished),
         "spans": spans,
-        "memory": [_memory(simulation, scenario, schedule, worker) for worker in range(simulation.workers)],
+        "memory": [_memory(simulation, levels, worker) for worker, levels in enumerate(memory)],
     }
 
 
-def _memory(simulation: Simulation, scenario: Scenario, schedule: Schedule, worker: int) -> dict[str, Any]:
-    """The bytes held from each of several moments on.
-
-    A microbatch has saved values from its F's start to its B's end, deferred ones from there to the end of its W.
-    """
-    cost = scenario.workers[worker]
-    change = changes(schedule, cost.saved_bytes, cost.deferred_bytes)
-    moments: dict[Action, float] = {}
+def _memory(simulation: Simulation, levels: Sequence[ActionMemory], worker: int) -> dict[str, Any]:
+    """The bytes held from each of several moments on: the most of an action from its start, then what it leaves."""
+    begins: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
     for span in simulation.spans[worker]:
-        if span.action.phase == "F":
-            moments.setdefault(span.action, span.start)
-        else:
-            moments[span.action] = span.end
-    steps = sorted((time, change[action.phase]) for action, time in moments.items())
-    held, seconds, sizes = 0.0, [0.0], [cost.static_bytes]
-    for time, more in steps:
-        held += more
-        if time > seconds[-1]:
-            seconds.append(time)
-            sizes.append(0.0)
-        sizes[-1] = cost.static_bytes + held
+        begins.setdefault(span.action, span.start)
+        ends[span.action] = span.end
+    seconds, sizes = [0.0], [levels[0].before if levels else 0.0]
+    for level in levels:
+        for time, size in ((begins[level.action], level.during), (ends[level.action], level.after)):
+            if time > seconds[-1]:
+                seconds.append(time)
+                sizes.append(size)
+            else:
+                sizes[-1] = max(sizes[-1], size)
     return {"worker": worker, "seconds": seconds, "bytes": sizes}

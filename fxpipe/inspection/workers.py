@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.passes.analysis.summary import Traffic, begin, held_bytes
+from fxpipe.passes.analysis.summary import Traffic, begin
+from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.planner.quantity import size
 from fxpipe.policy.recipe import Recipe
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.check import held, kept
+from fxpipe.schedule.check import held
+from fxpipe.simulator.memory import peak_bytes
 
 
 def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic | None = None) -> list[dict[str, Any]]:
@@ -19,7 +22,12 @@ def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic
         traffic: of that recipe.
     """
     schedule = None if recipe is None else recipe.schedule
-    return [_row(subject, rank, schedule, traffic) for rank in range(subject.plan.workers)]
+    memory: list[int | None] = [None] * subject.plan.workers
+    if subject.known.workers and recipe is not None:
+        memory = list(peak_bytes(subject.plan, subject.known, recipe.steady.demand))
+    elif subject.known.workers:
+        memory = [worker.memory_bytes for worker in subject.known.workers]
+    return [_row(subject, rank, schedule, traffic, memory[rank]) for rank in range(subject.plan.workers)]
 
 
 def speed_of(subject: Subject, rank: int) -> float:
@@ -27,7 +35,19 @@ def speed_of(subject: Subject, rank: int) -> float:
     return subject.known.speeds[subject.plan.rank_of(rank)] if subject.known.speeds else 1.0
 
 
-def _row(subject: Subject, rank: int, schedule: Schedule | None, traffic: Traffic | None) -> dict[str, Any]:
+def again_text(costs: BuildCosts) -> str:
+    """What backwards compute again because memory is short, in a line; '' if that is nothing."""
+    found = [
+        f"worker {row.rank} {1e3 * row.again:.2f} ms, to save {size(row.spared_bytes)} less"
+        for row in costs.workers
+        if row.again or row.spared_bytes
+    ]
+    return f"computed again, a microbatch: {'; '.join(found)}" if found else ""
+
+
+def _row(
+    subject: Subject, rank: int, schedule: Schedule | None, traffic: Traffic | None, memory: int | None
+) -> dict[str, Any]:
     plan = subject.plan
     stage = plan.stages[rank]
     owned = plan.owned(rank)
@@ -41,12 +61,6 @@ def _row(subject: Subject, rank: int, schedule: Schedule | None, traffic: Traffi
     flight = None if schedule is None else held(schedule)[rank]
     if flight is None and costs is not None:
         flight = costs.in_flight
-    memory = None
-    if costs is not None and schedule is not None:
-        values = kept(schedule, rank, costs.saved_bytes, costs.deferred_bytes or 0)
-        memory = held_bytes(owned_bytes, replica_bytes, int(values))
-    elif costs is not None:
-        memory = costs.memory_bytes - costs.static_bytes + held_bytes(owned_bytes, replica_bytes, 0)
     forward, backward, update, weight = _spent(subject, rank)
     return {
         "worker": rank,
@@ -70,6 +84,9 @@ def _row(subject: Subject, rank: int, schedule: Schedule | None, traffic: Traffi
         "saved_bytes": costs and costs.saved_bytes,
         "deferred_bytes": costs and costs.deferred_bytes,
         "in_flight": flight,
+        "again": len(stage.again),
+        "again_ms": costs and 1e3 * costs.again,
+        "spared_bytes": costs and costs.spared_bytes,
         "memory_bytes": memory,
         "engines": list(stage.engines),
         "owned_names": [p.name for p in owned],

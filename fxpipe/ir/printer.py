@@ -115,6 +115,9 @@ def _lines(program: Program) -> Iterator[str]:
     for i in program.batch:
         if i.node:
             yield f"{i.node} = {i.leaf.name}  # {types[i.node]}"
+    for worker, again in enumerate(program.again):
+        if again.values:
+            yield f"# backward of worker {worker} computes again: {', '.join(again.values)}"
     last = ""
     for node in program:
         record = info(node)

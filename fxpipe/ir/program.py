@@ -23,6 +23,7 @@ from fxpipe.schedule.loss_scaling import FLOAT16
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
 CORRECTS = "corrects"  # the key in node.meta of a call that a pass has put after its first input: no cut parts the two
+AGAIN = "again"  # the key in node.meta of a copy that `rematerialize` made: the name of the node that it copies
 WRITTEN = "written"  # the key in node.meta of the user's line, of a backward node that no formula of autograd made
 
 
@@ -73,6 +74,21 @@ class NodeInfo:
             self.phase, self.module, self.source, self.text, self.region, self.unit, self.bytes, self.seconds,
             self.worker, self.weight,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a worker's backward computes again of its own forward because memory is short.
+
+    Attributes:
+        values: the names of the forward's nodes.
+        seconds: that it takes a microbatch.
+        bytes: that the forward leaves less for each microbatch.
+    """
+
+    values: tuple[str, ...] = ()
+    seconds: float = 0.0
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,7 @@ class Program:
         batch_spec: the serialised pytree of a batch.
         units: NUMBERED: the module path each unit starts in.
         cuts: PLACED: the units that each worker computes.
+        again: PLACED: what each worker's backward is to compute again; empty where nothing is.
         wires: WIRED: the edge that each Send and Recv is an end of, by node name.
         stages: SPLIT: what each worker executes; EMITTED: with its file.
         loss_of_microbatches: whether a minibatch's loss is the mean of its microbatches' losses, or their sum.
@@ -154,6 +171,7 @@ class Program:
     autocast: str | None = None
     units: tuple[str, ...] = ()
     cuts: Cuts | None = None
+    again: tuple[Again, ...] = ()
     wires: Mapping[str, EdgeSpec] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     warnings: tuple[str, ...] = ()

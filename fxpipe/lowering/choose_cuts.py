@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from fxpipe.errors import CutError, near
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.passes.recompute import LEAST, Room
 from fxpipe.planner.advice import advised_partitions
 from fxpipe.planner.cuts import Cuts
-from fxpipe.planner.partition import Partition
+from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
+from fxpipe.schedule.check import moments
 
 WORTH = 0.02
 """How much faster distinct forward and backward cuts must be than shared ones to be worth their messages."""
@@ -20,10 +22,16 @@ WORTH = 0.02
 
 @dataclass(frozen=True)
 class Choice:
-    """The cuts, and the partitions that the planner compared, the chosen one last; none where the cuts were given."""
+    """The cuts, and what came of choosing them.
+
+    Attributes:
+        partitions: those that the planner compared, the chosen one last; none where the cuts were given.
+        rooms: how much each worker may keep between the actions of microbatches; empty where nothing limits it.
+    """
 
     cuts: Cuts
     partitions: tuple[Partition, ...] = ()
+    rooms: tuple[Room, ...] = ()
 
 
 def choose_cuts(
@@ -44,7 +52,8 @@ def choose_cuts(
     if options.planned:
         found = (known,) if known is not None else _planned(profile, options, setting)
         best = found[-1]
-        return Choice(Cuts(best.forward, best.backward, best.weights, best.recompute), found)
+        cuts = Cuts(best.forward, best.backward, best.weights, best.recompute)
+        return Choice(cuts, found, _rooms(best, options, setting))
     cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)
     count = len(program.units)
     if (cuts.workers, cuts.forward[-1]) != (options.stages, count):
@@ -53,7 +62,24 @@ def choose_cuts(
             f"and {count}"
         )
     _refuse_parted_buffers(program.units, profile, cuts.forward)
-    return Choice(cuts)
+    if not options.recomputes:
+        return Choice(cuts)
+    bounds = (cuts.forward, cuts.backward, cuts.weights)
+    priced = of_cuts(profile, setting.workers(options.stages), *bounds, recompute=cuts.recompute)
+    return Choice(cuts, rooms=_rooms(priced, options, setting))
+
+
+def _rooms(partition: Partition, options: CompileOptions, setting: Setting) -> tuple[Room, ...]:
+    """What each worker's memory leaves for the values that it keeps between actions."""
+    if not options.recomputes:
+        return ()
+    if options.recompute == "full":
+        return (LEAST,) * options.stages
+    schedule = setting.schedule_of(options.stages)
+    memory = setting.workers(options.stages).memory
+    return tuple(
+        Room(memory[k] - (load.memory - load.values), moments(schedule, k)) for k, load in enumerate(partition.loads)
+    )
 
 
 def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tuple[Partition, ...]:

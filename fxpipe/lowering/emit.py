@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxpipe.build.build import Build
@@ -19,16 +19,19 @@ from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.analysis.summary import summarize
 from fxpipe.passes.encode import Encode
+from fxpipe.passes.recompute import Recompute
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile
+from fxpipe.planner.quantity import size
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Ratios
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule import of_plan
+from fxpipe.simulator.memory import process_peaks
 
 Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
 """Gives edges their codecs, by the edges' names."""
@@ -50,6 +53,7 @@ class Emitter:
         codec_times: what codecs take.
         first: the number of the next pass.
         known: the partitions that are known already, by what travels for each byte of values.
+        again: what each worker's backward computes again to save memory, where it is known already.
     """
 
     program: Program
@@ -61,6 +65,7 @@ class Emitter:
     codec_times: Mapping[str, CodecTimes]
     first: int
     known: Mapping[Ratios, Partition] = field(default_factory=dict)
+    again: tuple[tuple[str, ...], ...] = ()
 
     @staticmethod
     def of(
@@ -73,7 +78,7 @@ class Emitter:
     ) -> Emitter:
         """With the profile of the program, whose metrics decide nothing about the cuts."""
         planned = without_metrics(program)
-        profile = profile_of(planned, costs.optimizer.seconds_per_byte)
+        profile = profile_of(planned, costs.optimizer.seconds_per_byte, options.recomputes)
         return Emitter(program, costs, profile, planned, options, setting, codec_times, first)
 
     def choose(self, setting: Setting) -> Choice:
@@ -88,7 +93,10 @@ class Emitter:
         self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines
     ) -> tuple[Program, Build]:
         """The emitted program, and its build."""
-        wiring = wiring_passes(choice.cuts, self.options.weights_apart)
+        recompute = Recompute(choice.rooms) if choice.rooms else None
+        if any(self.again):
+            recompute = Recompute(known=self.again)
+        wiring = wiring_passes(choice.cuts, self.options.weights_apart, recompute=recompute)
         program = run_passes(self.program, wiring, observers, first=self.first)
         found = codecs(program.edges)
         encode = Encode(found, self.codec_times) if found else None
@@ -102,27 +110,48 @@ class Emitter:
         plan = replace(plan, codec=self.options.codec, weights_codec=self.options.encoding.of_weights)
         schedule = of_plan(plan)
         demand = Demand(plan, schedule, make_policy(plan.policy))
-        rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
-        tensors = {row.names[0]: program.values[row.node] for row in rows if not program.values[row.node].is_meta}
+        held: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
+        tensors = {row.names[0]: program.values[row.node] for row in held if not program.values[row.node].is_meta}
+        known = BuildCosts(
+            workers=tuple(summarize(program, plan, demand, costs.optimizer)),
+            timings=edge_timings(program),
+            partitions=choice.partitions,
+            links=setting.links,
+            speeds=setting.speeds,
+            optimizer_bytes=costs.optimizer.state_bytes,
+            step_memory=costs.optimizer.step,
+            policy_times=costs.optimizer.policy,
+        )
         return Build(
             plan=plan,
             files=program.files,
             tensors={name: t.detach().clone() for name, t in tensors.items()},
-            costs=BuildCosts(
-                workers=tuple(summarize(program, plan, demand, costs.optimizer.seconds_per_byte)),
-                timings=edge_timings(program),
-                partitions=choice.partitions,
-                links=setting.links,
-                speeds=setting.speeds,
-                optimizer_bytes=costs.optimizer.state_bytes,
-                policy_times=costs.optimizer.policy,
-            ),
+            costs=known,
             profile=self.profile,
             nodes=table_of(program, plan),
             passes=tuple(lines.lines),
             node_costs=None if costs.nodes is None else costs.nodes.to_json(),
-            warnings=(*program.warnings, *costs.warnings, *(_idle(plan) if choice.partitions else ())),
+            warnings=(
+                *program.warnings,
+                *costs.warnings,
+                *(_idle(plan) if choice.partitions else ()),
+                *_full(plan, known, demand, setting),
+            ),
         )
+
+
+def _full(plan: Plan, costs: BuildCosts, demand: Demand, setting: Setting) -> Iterator[str]:
+    """Processes whose forecast is above the memory that was given, which the planner only estimates."""
+    if not setting.memory:
+        return
+    needed = process_peaks(plan, costs, demand) if plan.virtual else [row.memory_bytes for row in costs.workers]
+    for rank, (need, limit) in enumerate(zip(needed, setting.memory_of(plan.ranks), strict=True)):
+        if need > limit:
+            yield (
+                f"{'process' if plan.virtual else 'worker'} {rank} will need {size(need)} of memory, and has "
+                f"{size(limit)}: more workers, more microbatches or a smaller --memory, for which the planner leaves "
+                "more room"
+            )
 
 
 def _idle(plan: Plan) -> tuple[str, ...]:

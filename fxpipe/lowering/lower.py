@@ -124,6 +124,7 @@ def lower(
     evaluations: Evaluations | None = None,
     codecs: Codecs | None = None,
     chosen: ChosenSchedule | None = None,
+    again: Sequence[Sequence[str]] = (),
     observers: Sequence[Observer] = (),
     say: Say = lambda text: None,
     **changes: Any,
@@ -138,6 +139,8 @@ def lower(
         evaluations: what `capture_evaluations` made of the validation hooks; they are cut where the weights will be.
         codecs: gives the first shape's edges their codecs, where they are known already, in place of the options.
         chosen: what the search found, where it chose the schedule.
+        again: what each worker's backward computes again to save memory, where it is known already, in place of the
+            options.
         observers: are told of every pass.
         say: is told which shape of batch is being worked on, and which part is being put onto engines.
 
@@ -178,6 +181,7 @@ def lower(
     setting = options.setting(program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     emitter = Emitter.of(program, costs, options, setting, times, first=len(front) + 2)
+    emitter = replace(emitter, again=tuple(tuple(names) for names in again))
     if chosen is not None:
         emitter = replace(emitter, known=chosen.known)
     if codecs is None:

@@ -34,6 +34,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
             forward=s.parts["F"].spec,
             backward=s.parts["B"].spec,
             weights=s.parts["W"].spec if "W" in s.parts else None,
+            again=program.again[s.worker].values if program.again else (),
         )
         for s in program.stages
     )

@@ -130,10 +130,11 @@ def profile_step(
     say("costing the step")
     costs = again = step_costs(program, options)
     rate = costs.optimizer.seconds_per_byte
+    levels = options.recomputes
     planned = without_metrics(run_passes(program, [costs.of_nodes]))
-    whole = apart = profile_of(planned, rate)
+    whole = apart = profile_of(planned, rate, levels)
     if len(list(split_up)) != len(list(program)):
         say("costing the step with split backward operators")
         again = step_costs(split_up, options, costs.optimizer)
-        apart = profile_of(without_metrics(run_passes(split_up, [again.of_nodes])), rate)
+        apart = profile_of(without_metrics(run_passes(split_up, [again.of_nodes])), rate, levels)
     return StepProfile(planned, whole, apart, costs, again)

@@ -17,6 +17,7 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 from fxpipe.planner.setting import Setting
+from fxpipe.planner.workers import Recomputation
 from fxpipe.policy import default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
@@ -114,6 +115,8 @@ class CompileOptions:
         cost: 'measured' on this machine or 'analytic' from shapes; measured where None, if the parameters have values.
         split_backward: let operators that make input and weight gradients in one call make them in two, so that
             cuts of weight gradients can part them; three-way planning does so anyway.
+        recompute: what backwards compute again of forward instead of saving it: 'none'; what it takes to fit into
+            `memory`, in the least time, with 'auto'; or with 'full' all that does not enter a worker, and can be.
         device: what 'analytic' computes for; one core of a server where None.
         links: between the workers; what this kind of device usually has where None.
         speeds, memory: of each worker, relative to the device and in bytes; equal and without limit where empty.
@@ -235,6 +238,12 @@ class CompileOptions:
         help="Source of the times that the cuts balance. [default: measured, here]",
     )
     split_backward: bool = False
+    recompute: Recomputation = option(
+        "auto",
+        "--recompute",
+        choices=get_args(Recomputation),
+        help="What backwards compute again instead of saving it; auto: what it takes to fit into --memory.",
+    )
     device: Device | None = None
     links: Links | None = None
     speeds: Sequence[float] = ()
@@ -294,6 +303,12 @@ class CompileOptions:
     def splits_backward(self) -> bool:
         """Whether operators that make input and weight gradients in one call are to make them in two."""
         return self.split_backward or self.weights_apart or (self.planned and self.cuts == "three-way")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backwards may compute forward values again to save memory."""
+        limited = any(math.isfinite(memory) for memory in self.memory)
+        return self.recompute == "full" or (self.recompute == "auto" and limited)
 
     @property
     def weights_apart(self) -> bool:
@@ -417,6 +432,8 @@ class CompileOptions:
             raise CutError(
                 "cuts are chosen or pinned, not both", hint="leave out cuts=, or forward_at= and backward_at="
             )
+        if self.recompute not in get_args(Recomputation):
+            raise CutError(f"recompute={self.recompute!r} is none of {', '.join(get_args(Recomputation))}")
         if self.cost not in (None, *get_args(CostMode)):
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
         if self.synchronous and not self.kind.synchronous:
@@ -443,14 +460,9 @@ class CompileOptions:
         links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
         speeds, memory = tuple(self.speeds), tuple(self.memory)
         return Setting(
-            schedule.name,
-            str(policy),
-            schedule.microbatches,
-            links,
-            speeds,
-            memory,
-            optimizer.state_bytes,
-            optimizer.policy,
+            *(schedule.name, str(policy), schedule.microbatches, links, speeds, memory),
+            *(optimizer.state_bytes, optimizer.policy),
             placement=schedule.placement if schedule.several else (),
             rows=schedule.lines if isinstance(schedule, RowsOfText) else (),
+            recompute=self.recompute,
         )

@@ -24,8 +24,10 @@ from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.totals import with_totals
 from fxpipe.passes import emitting_passes, front_passes, wiring_passes
+from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.encode import Encode
+from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.spec import FUNCTIONS, Plan, ShapeSpec
 from fxpipe.planner.cuts import Cuts
@@ -89,10 +91,10 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     front = front_passes(options.splits_backward, *asked)
     program = run_passes(captured.program, [*front, Cost(device=CPU)], [lines], dumped_as=f"shape_{number}_")
     program = name_constants(program, f"shape.{number}", build.tensors)
-    cuts = cuts_like(plan, program)
-    program = run_passes(
-        program, wiring_passes(cuts, options.weights_apart, number), [lines], dumped_as=f"shape_{number}_"
-    )
+    cuts, again = cuts_like(plan, program), again_like(plan, program)
+    recompute = Recompute(known=again) if any(again) else None
+    wiring = wiring_passes(cuts, options.weights_apart, number, recompute)
+    program = run_passes(program, wiring, [lines], dumped_as=f"shape_{number}_")
     codecs = like(plan)(program.edges)
     emitting = emitting_passes(options.command, Encode(codecs) if codecs else None, number)
     program = run_passes(program, emitting, [lines], dumped_as=f"shape_{number}_")
@@ -175,6 +177,29 @@ def cuts_like(plan: Plan, program: Program) -> Cuts:
     ]
     forward = _within(like.forward, [*updated, *reads], "reads of weights and updates of buffers")
     return dataclasses.replace(like, forward=forward, backward=backward, weights=weights)
+
+
+def again_like(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
+    """By worker, what its backward computes again, as in the plan: the forward's nodes of the same names.
+
+    Those are left out for which a backward would need weights, or buffers that are updated, which the plan's has not.
+    """
+    sources = sources_of(program)
+    nodes = {node.name: node for node in program if info(node).phase == "F"}
+    parameters = {p.node: p.names[0] for p in program.parameters}
+    homes = {b.name for b in plan.buffers if b.home is not None}
+    live = {b.node for b in program.buffers if b.names[0] in homes} - set(program.updates())
+    found = []
+    for stage in plan.stages:
+        read = {name for phase, part in stage.parts.items() if phase != "F" for name in part.weights}
+        mine = []
+        for node in (nodes[name] for name in stage.again if name in nodes):
+            leaves = {leaf for n in node.all_input_nodes for leaf in sources.leaves.get(n, frozenset([n]))}
+            foreign = any(leaf.name in live or parameters.get(leaf.name, "") not in {"", *read} for leaf in leaves)
+            if not foreign:
+                mine.append(node.name)
+        found.append(tuple(mine))
+    return tuple(found)
 
 
 def _moved(bounds: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:

@@ -8,6 +8,34 @@ from fxpipe.plan.spec import FUNCTIONS, Phase
 
 
 @dataclass(frozen=True)
+class PartMemory:
+    """What one function of a stage holds, for one microbatch, in bytes; without weights and buffers.
+
+    Attributes:
+        taken: what the function before it has left for it.
+        received: what it receives, which is there before it begins.
+        left: what it leaves for the next one.
+        sent: what it sends and does not leave: the transport holds it until it has been received.
+        shared: what it sends and leaves, too.
+        peak: the most that it holds at once, `taken`, `received` and `batch` at its start included.
+        peak_unreceived: the same while the transport holds what of `taken` was sent.
+        gradients: what of `peak` is gradients that it returns, whose size is that of their parameters.
+        batch: the tensors of the batch that it is given; they stay until it returns.
+    """
+
+    phase: Phase
+    taken: int
+    received: int
+    left: int
+    sent: int
+    shared: int
+    peak: int
+    peak_unreceived: int
+    gradients: int
+    batch: int = 0
+
+
+@dataclass(frozen=True)
 class WorkerSummary:
     """One worker, as the compiler estimates it from the costs of its nodes.
 
@@ -21,9 +49,12 @@ class WorkerSummary:
             is kept at both ends for encoded differences to build on.
         saved_bytes: what forward keeps for backward, once for each microbatch in flight.
         in_flight: of how many microbatches it keeps saved or deferred values at once.
-        memory_bytes: weights, their gradients, replicas, and the saved and deferred values of all microbatches at once.
-            What the optimizer keeps, temporaries and message buffers come on top.
+        memory_bytes: the most that it holds at once (`fxpipe/simulator/memory.py`).
         deferred_bytes: what backward keeps for weight gradients, where these are apart; None where they are not.
+        again: of `backward` and `weight`, seconds a microbatch in which they compute values of the worker's own forward
+            again because memory is short.
+        spared_bytes: what its forward saves less for that.
+        parts: what its functions hold, in their order.
     """
 
     rank: int
@@ -45,6 +76,9 @@ class WorkerSummary:
     in_flight: int
     memory_bytes: int
     deferred_bytes: int | None = None
+    again: float = 0.0
+    spared_bytes: int = 0
+    parts: tuple[PartMemory, ...] = ()
 
     @property
     def static_bytes(self) -> int:
@@ -99,6 +133,21 @@ class PolicyTimes:
 
 
 @dataclass(frozen=True)
+class StepMemory:
+    """What an optimizer's step holds while it runs, beside weights, gradients and state.
+
+    Attributes:
+        of_largest: bytes for each byte of the largest parameter, of an optimizer that goes from parameter to parameter.
+        of_all: bytes for each byte of all that it trains, of one that takes them together.
+        keeps_gradients: a policy that predicts by this optimizer's rule reads the last gradients after the step.
+    """
+
+    of_largest: float = 0.0
+    of_all: float = 0.0
+    keeps_gradients: bool = False
+
+
+@dataclass(frozen=True)
 class OptimizerCosts:
     """What a model's optimizer costs.
 
@@ -107,6 +156,7 @@ class OptimizerCosts:
         seconds_per_byte: of its step, for each byte of trained parameters.
         momentum: each of its groups has momentum, by its options.
         policy: what policies do to the weights that it trains.
+        step: what its step holds while it runs.
         doubt: one sentence for a warning, if the optimizer could not be tried and the costs are assumed; else None.
     """
 
@@ -114,6 +164,7 @@ class OptimizerCosts:
     seconds_per_byte: float
     momentum: bool = False
     policy: PolicyTimes = field(default_factory=PolicyTimes)
+    step: StepMemory = field(default_factory=StepMemory)
     doubt: str | None = None
 
 

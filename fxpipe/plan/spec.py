@@ -176,7 +176,8 @@ class StageSpec:
 
     `weight_units` are those whose weight gradients it makes, except for operators that make them together with their
     input's gradient: those are in `backward_units`. `engines` run its forward and its backward. `weights` is there if
-    weight gradients are made apart from backward: it then returns the stage's gradients, all of them.
+    weight gradients are made apart from backward: it then returns the stage's gradients, all of them. `again` names the
+    values of its forward that its backward computes again because memory is short.
     """
 
     file: str
@@ -188,6 +189,7 @@ class StageSpec:
     backward: PartSpec
     engines: tuple[str, str] = ("eager", "eager")
     weights: PartSpec | None = None
+    again: tuple[str, ...] = ()
 
     @property
     def parts(self) -> dict[Phase, PartSpec]:

@@ -38,6 +38,8 @@ def advised_partitions(
         enough = f"give every worker {size(error.share * workers.memory[0], enough=True)}"
         more = _enough_workers(profile, setting, count, say)
         error.hint = f"{enough}, or use -n {more}" if more else f"{enough}; more workers alone do not help"
+        if setting.recompute == "none":
+            error.hint += "; or let backwards compute values again (--recompute auto)"
         raise
 
 

@@ -36,6 +36,11 @@ Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer s
 and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
 temporaries. What comes from an earlier worker is in flight for as long as it is there.
 
+**Recomputation** (`Workers.recompute`). A worker whose memory is short keeps less for its own backward, at one of the
+profile's levels (`Unit.levels`): for each microbatch in flight what that level still saves of the units whose F and B
+it has, and what enters them; for each between B and W what W reads of what was computed again; and that once. Of the
+levels whose memory fits, it has the one that costs least.
+
 A codec of weights (`Plan.weights_codec`) is not counted: replicas are priced as they are, and what owners and readers
 keep for differences to build on, one more copy at either end, is in the table of the build alone.
 
@@ -44,14 +49,15 @@ Everything here is arithmetic on arrays of cut positions: any number of candidat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.errors import CutError
 from fxpipe.planner.crossing import Crossing
-from fxpipe.planner.profile import Profile
+from fxpipe.planner.profile import Profile, SavingLevel
 from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, Span, Trim, back, both, front, hull, prefix, total
 from fxpipe.planner.workers import Workers
 
@@ -64,6 +70,8 @@ class Costs:
         cost: max(busy + waits, wire); inf if the memory is too small.
         busy, waits, wire: its parts.
         memory: 0 if it was not asked for.
+        again: of `busy`, what backward computes again of the worker's own forward, to save memory.
+        values: of `memory`, what is kept for its own backward, or computed again there.
     """
 
     cost: Floats
@@ -71,6 +79,8 @@ class Costs:
     waits: Floats
     wire: Floats
     memory: Floats
+    again: Floats
+    values: Floats
 
 
 _Table = tuple[Places, Places, Floats]  # begins, ends, bytes
@@ -107,6 +117,8 @@ class CostModel:
             Trim([w and u.saved_bytes > 0 for w, u in zip(works, units, strict=True)]),
         )
         self._temporary = Maximum([u.temporary_bytes for u in units])
+        self._levels = tuple(_LevelSums.of(level) for level in levels_of(profile))
+        self._keeps_entering = any(u.levels for u in units)
         last = count - 1
         self.activations = Crossing(count, [(v.bytes, v.producer, v.readers) for v in profile.activations])
         self.gradients = Crossing(
@@ -141,15 +153,43 @@ class CostModel:
             waits = wire = np.zeros_like(busy)
         else:
             busy, waits, wire = self._times(worker, begins, ends, spans)
-        cost, memory = np.maximum(busy + waits, wire), np.zeros_like(busy)
-        if with_memory or np.isfinite(self.workers.memory[worker]):
-            memory = self._memory(worker, spans)
-            cost = np.where(memory <= self.workers.memory[worker], cost, np.inf)
-        return Costs(cost, busy, waits, wire, memory)
+        limit, nothing = self.workers.memory[worker], np.zeros_like(busy)
+        if not with_memory and not np.isfinite(limit) and self.workers.recompute != "full":
+            return Costs(np.maximum(busy + waits, wire), busy, waits, wire, nothing, nothing, nothing)
+        others = self._others(worker, spans)
+        best = Costs(np.full_like(busy, np.inf), busy, waits, wire, np.full_like(busy, np.inf), nothing, nothing)
+        for level in self._allowed(worker):
+            values = self._values(worker, spans, level)
+            again = self._again_ms(spans, level) / self.workers.speeds[worker]
+            memory = others + values
+            cost = np.where(memory <= limit, np.maximum(busy + again + waits, wire), np.inf)
+            better = (cost < best.cost) | (np.isinf(best.cost) & (memory < best.memory))
+            found = Costs(cost, busy + again, waits, wire, memory, again, values)
+            names = ("cost", "busy", "memory", "again", "values")
+            taken = {name: np.where(better, getattr(found, name), getattr(best, name)) for name in names}
+            best = replace(best, **taken)
+            if np.isfinite(best.cost).all():
+                break  # what fits with less computed again is faster
+        return best
 
     def memory(self, worker: int, begins: Places, ends: Places) -> Floats:
-        """The bytes that the worker needs; rows as in `price`."""
-        return self._memory(worker, _CandidateSpans.of(self, begins, ends))
+        """The bytes that the worker needs at least; rows as in `price`."""
+        spans = _CandidateSpans.of(self, begins, ends)
+        others = self._others(worker, spans)
+        levels = self._allowed(worker)
+        return others + np.minimum.reduce([self._values(worker, spans, level) for level in levels])
+
+    @property
+    def repeats(self) -> bool:
+        """Whether workers may compute anything again to save memory."""
+        return self.workers.recompute != "none"
+
+    def _allowed(self, worker: int) -> Sequence[int]:
+        """The levels that the worker may have, by what is computed again."""
+        if self.workers.recompute == "full":
+            return (len(self._levels),)
+        limited = self.repeats and np.isfinite(self.workers.memory[worker])
+        return range(len(self._levels) + 1 if limited else 1)
 
     def repeated(self, begin: Places, end: Places) -> list[tuple[int, int]]:
         """The runs [first, end) of units that one worker's backward computes again; one row each."""
@@ -258,15 +298,35 @@ class CostModel:
         twice = total(self._saved_both, both(backward, weight))
         return total(self._saved_b, backward) + total(self._saved_w, weight) - twice
 
-    def _memory(self, worker: int, spans: _CandidateSpans) -> Floats:
+    def _again_ms(self, spans: _CandidateSpans, level: int) -> Floats:
+        """Milliseconds at speed 1 of what a level computes again."""
+        own = both(spans.forward, spans.backward)
+        return total(self._levels[level - 1].again, own) if level else np.zeros(len(own[0]))
+
+    def _values(self, worker: int, spans: _CandidateSpans, level: int) -> Floats:
+        """What forward keeps for the worker's own B and W, and what they have computed again."""
+        forward, backward, weight = spans.forward, spans.backward, spans.weight
+        now, own = self.workers.in_flight[worker], both(forward, backward)
+        plain = self._saved(own, both(forward, weight))
+        if not level:
+            return now * plain
+        sums = self._levels[level - 1]
+        elsewhere = plain - self._saved(own, both(own, weight))  # read by W alone, of units whose B is not here
+        kept = total(sums.saved, own) + elsewhere
+        if self._keeps_entering:
+            kept = kept + np.where(own[1] > own[0], self._entering[np.minimum(own[0], self.count)], 0.0)
+        once = np.minimum(sums.alive.over(own), total(sums.made, own))
+        return now * kept + self.workers.deferred[worker] * total(sums.deferred, own) + once
+
+    def _others(self, worker: int, spans: _CandidateSpans) -> Floats:
+        """All memory but `_values`."""
         own = self.workers
         forward, backward, weight = spans.forward, spans.backward, spans.weight
         frozen = total(self._frozen, forward) + total(self._frozen, backward)
         frozen = frozen - total(self._frozen, both(forward, backward))
         replicas = self._replicas(spans, "in", 0) + self._replicas(spans, "in", 1)
-        kept = self._saved(both(forward, backward), both(forward, weight))
         now, earlier = own.in_flight[worker], own.in_flight[max(worker - 1, 0)]
-        kept = now * (kept + spans.to_front.size + spans.to_back.size + spans.from_back.size)
+        kept = now * (spans.to_front.size + spans.to_back.size + spans.from_back.size)
         kept = kept + earlier * spans.from_front.size
         temporary = np.maximum(
             self._temporary.over(forward), np.maximum(self._temporary.over(backward), self._temporary.over(weight))
@@ -275,6 +335,52 @@ class CostModel:
             temporary = temporary + np.where(run.again, run.saved, 0.0)
         owned = own.owned_factor[worker] * total(self._parameters, weight)
         return owned + own.replica_factor * replicas + frozen + kept + temporary
+
+
+def levels_of(profile: Profile) -> tuple[tuple[SavingLevel, ...], ...]:
+    """The levels of a profile, each with what every unit saves at it.
+
+    If no unit has any, each keeps its inputs and what is random, and is computed again, where that is less.
+    """
+    units = profile.units
+    count = max(len(u.levels) for u in units)
+    if count:
+        padded = [u.levels + (u.levels[-1:] or (SavingLevel(u.saved_bytes, 0.0),)) * count for u in units]
+        return tuple(tuple(of_unit[i] for of_unit in padded) for i in range(count))
+    inputs = [0.0] * len(units)
+    for v in profile.activations:
+        for reader in v.readers:
+            inputs[reader] += v.bytes
+    found = []
+    for u, entering in zip(units, inputs, strict=True):
+        kept = entering + u.fixed_bytes
+        if kept < u.saved_bytes:
+            of_weights = u.saved_bytes if u.weight_ms else 0.0
+            found.append(SavingLevel(kept, u.forward_ms, u.saved_bytes, u.saved_bytes, of_weights))
+        else:
+            found.append(SavingLevel(u.saved_bytes, 0.0))
+    return (tuple(found),)
+
+
+@dataclass(frozen=True)
+class _LevelSums:
+    """One level, as sums and maxima over units."""
+
+    saved: Floats
+    again: Floats
+    made: Floats
+    deferred: Floats
+    alive: Maximum
+
+    @staticmethod
+    def of(level: Sequence[SavingLevel]) -> _LevelSums:
+        return _LevelSums(
+            prefix([unit.saved_bytes for unit in level]),
+            prefix([unit.again_ms for unit in level]),
+            prefix([unit.made_bytes for unit in level]),
+            prefix([unit.deferred_bytes for unit in level]),
+            Maximum([unit.alive_bytes for unit in level]),
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,15 @@ from typing import Any
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.build_folder import COSTS
-from fxpipe.plan.cost_records import EdgeTiming, EngineTime, PolicyTimes, ScheduleForecast, StageTime, WorkerSummary
+from fxpipe.plan.cost_records import (
+    EdgeTiming,
+    EngineTime,
+    PolicyTimes,
+    ScheduleForecast,
+    StageTime,
+    StepMemory,
+    WorkerSummary,
+)
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition
@@ -18,8 +26,8 @@ from fxpipe.planner.profile import MOST
 from fxpipe.planner.setting import MOMENTUM
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
-FORMAT = 3
-"""The first had milliseconds, and no `format`; the second no `places` of timings."""
+FORMAT = 4
+"""The first had milliseconds, and no `format`; the second no `places` of timings; the third no memory of functions."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class BuildCosts:
         partitions: what the planner compared, the chosen one last; empty if the cuts were given.
         links, speeds: what the planner took them to be, between ranks and of ranks; no speeds: all equal.
         optimizer_bytes: of the optimizer's state, for each byte of trained weights.
+        step_memory: of the optimizer's step.
         policy_times: of what policies do to weights.
         engines: what each part of a stage takes on which engine; empty if nothing was measured.
         without_codecs, with_codecs: seconds of a minibatch, by the operators' costs, if no edge had a codec, and with
@@ -47,6 +56,7 @@ class BuildCosts:
     links: Links = field(default_factory=Links)
     speeds: tuple[float, ...] = ()
     optimizer_bytes: float = MOMENTUM
+    step_memory: StepMemory = field(default_factory=StepMemory)
     policy_times: PolicyTimes = field(default_factory=PolicyTimes)
     engines: tuple[EngineTime, ...] = ()
     without_codecs: float | None = None
@@ -109,7 +119,11 @@ def _check(costs: BuildCosts, plan: Plan) -> None:
             raise Malformed("a share is 0 to 1", f", $.timings[{i}]")
     if not all(0 < speed < MOST for speed in costs.speeds):
         raise Malformed("a speed is above 0", ", $.speeds")
-    _check_numbers(dataclasses.asdict(costs.policy_times), ", $.policy_times")
+    for single in ("policy_times", "step_memory"):
+        _check_numbers(dataclasses.asdict(getattr(costs, single)), f", $.{single}")
+    for i, row in enumerate(costs.workers):
+        for j, part in enumerate(row.parts):
+            _check_numbers(dataclasses.asdict(part), f", $.workers[{i}].parts[{j}]")
     for table in ("workers", "times", "engines", "partitions", "schedules"):
         for i, record in enumerate(getattr(costs, table)):
             _check_numbers(dataclasses.asdict(record), f", $.{table}[{i}]")

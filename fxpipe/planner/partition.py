@@ -45,9 +45,10 @@ class Load:
         forward, backward, weight: F, B and W.
         update: a microbatch's share of what is done to weights once a minibatch: the optimizer's step, and the policy's
             prediction and error feedback.
-        recompute: forward that is computed again for mismatched units.
+        recompute: forward that is computed again, for mismatched units or to save memory.
         exposed: what communication adds to them; see `cost_model`.
         total: their sum: the worker's cost.
+        values: of its memory, what is kept for its own backward, or computed again there to save memory.
     """
 
     forward: float
@@ -58,6 +59,7 @@ class Load:
     exposed: float
     total: float
     memory: float
+    values: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ class _PartitionSearch:
         shared = roomy_shared_cuts(costs, where.shared)
         candidates = [*(path.cuts for path in paths), shared, *self.known_empty]
         share, cuts = min(((fullest(costs, c)[0], c) for c in candidates), key=lambda pair: pair[0])
-        proved = mode == "same"
+        proved = mode == "same" and not costs.repeats
         if share > 1 + EPSILON and not proved:
             layers = all_layers(costs, where, mode, np.inf, MEMORY_BUDGET)
             proved = layers is not None
@@ -300,7 +302,7 @@ def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
     """Shared cuts that fit into memory; if there are none, those whose fullest worker is least full.
 
     More units never need less memory, so for a given share of the memory the furthest reach of the first workers
-    decides.
+    decides; not so of what enters a worker that computes values again, where these cuts are only good ones.
     """
 
     def reach(share: float) -> Places | None:
@@ -365,7 +367,8 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
             "weight": sum(u.weight_ms for u in weight) / speed,
             "update": sum(u.update_ms + workers.owned_ms[k] * u.parameter_bytes for u in weight)
             / (speed * workers.microbatches),
-            "recompute": sum(u.forward_ms for run in again for u in profile.units[slice(*run)]) / speed,
+            "recompute": sum(u.forward_ms for run in again for u in profile.units[slice(*run)]) / speed
+            + float(price.again[0]),
         }
         total = float(price.cost[0])
         loads.append(
@@ -374,6 +377,7 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
                 exposed=max(total - sum(parts.values()), 0.0) / 1e3,
                 total=total / 1e3,
                 memory=float(price.memory[0]),
+                values=float(price.values[0]),
             )
         )
     columns = [tuple(int(v) for v in cuts[:, i]) for i in range(3)]

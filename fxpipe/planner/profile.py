@@ -36,6 +36,25 @@ MOST = 1e30
 
 
 @dataclass(frozen=True)
+class SavingLevel:
+    """What a unit saves if its worker's backward computes some of its forward again, and what that takes.
+
+    Attributes:
+        saved_bytes: what its forward still keeps for its B and W.
+        again_ms: what its backward computes again, in milliseconds.
+        made_bytes: what it reads of that.
+        alive_bytes: the most that a backward of all units holds of what it has computed again, while it is at this one.
+        deferred_bytes: what its W reads of it; a backward that has W apart hands that on.
+    """
+
+    saved_bytes: float
+    again_ms: float
+    made_bytes: float = 0.0
+    alive_bytes: float = 0.0
+    deferred_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class Unit:
     """What one unit costs per microbatch. Times are milliseconds, sizes bytes.
 
@@ -52,6 +71,9 @@ class Unit:
         parameter_bytes: its weights; a worker that reads those of another receives them after every update.
         frozen_bytes: weights that are not trained; every worker that reads them has them from the start.
         temporary_bytes: the most it holds while it runs, in addition to inputs and saved values.
+        levels: what it saves instead if more and more is computed again, the same choice of all units at each level; a
+            worker then keeps what enters it, too. If no unit has any, the one level is that each unit keeps its inputs
+            and is computed again.
     """
 
     name: str
@@ -67,6 +89,7 @@ class Unit:
     parameter_bytes: float = 0.0
     frozen_bytes: float = 0.0
     temporary_bytes: float = 0.0
+    levels: tuple[SavingLevel, ...] = ()
 
     def __post_init__(self) -> None:
         if self.gradient_bytes < 0:
@@ -187,6 +210,10 @@ def _check_numbers(body: Mapping[str, Any]) -> None:
             for key, value in row.items():
                 if isinstance(value, int | float) and not 0 <= value < MOST:
                     raise Malformed(f"{value:g} is not a time or size", f", $.{table}[{i}].{key}")
+            for j, level in enumerate(row.get("levels") or ()):
+                for key, value in level.items():
+                    if not 0 <= value < MOST:
+                        raise Malformed(f"{value:g} is not a time or size", f", $.{table}[{i}].levels[{j}].{key}")
 
 
 def _profile(file: _ProfileJson) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fxpipe.errors import CutError
 from fxpipe.planner.links import Links
@@ -18,6 +19,10 @@ class Ratios:
     weights: float = 1.0
 
 
+Recomputation = Literal["none", "auto", "full"]
+"""Whether backwards compute forward values again to save memory: never, where it is short, or all they can."""
+
+
 @dataclass(frozen=True)
 class Workers:
     """The workers that a profile is planned for; by default plain `async` on equal workers without limits.
@@ -29,6 +34,8 @@ class Workers:
         links: between them.
         microbatches: per minibatch; updates and replicas come once for all of them.
         in_flight: the most microbatches that each worker holds; None means N−k (1F1B).
+        deferred: of these, the most that are between B and W at once, where W is apart; empty means none.
+        recompute: what their backwards may compute again to save memory.
         owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
         owned_ms: milliseconds at speed 1 for each byte of an owned weight, by worker, once a minibatch: what the policy
             does to it beside the optimizer's update.
@@ -46,6 +53,8 @@ class Workers:
     owned_ms: tuple[float, ...] = ()
     replica_factor: float = 1.0
     ratios: Ratios = field(default_factory=Ratios)
+    deferred: tuple[int, ...] = ()
+    recompute: Recomputation = "none"
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -57,6 +66,7 @@ class Workers:
             "in_flight": tuple(n - k for k in range(n)),
             "owned_factor": (3.0,) * n,
             "owned_ms": (0.0,) * n,
+            "deferred": (0,) * n,
         }
         for name, default in defaults.items():
             given = getattr(self, name) or default

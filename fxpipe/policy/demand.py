@@ -18,6 +18,8 @@ from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.segments import Segments
 from fxpipe.schedule.versions import versions_of
 
+Reader = tuple[Phase, tuple[int, ...]]  # a phase and its lags: all that reads an owner's weights on one worker
+
 
 @dataclass(frozen=True)
 class WeightReads:
@@ -38,25 +40,30 @@ class WeightReads:
     names: tuple[str, ...]
     positions: tuple[int, ...]
 
+    @property
+    def key(self) -> Reader:
+        """What tells it from the worker's other reads of the owner."""
+        return self.phase, self.lags
+
 
 @dataclass(frozen=True)
 class WeightMessage:
     """Weights of one version, predicted `ahead` updates, for one reader.
 
     Attributes:
-        uses: how many actions of each phase read it.
-        by_phase: the names that actions of each phase read; they do not depend on where the run ends.
+        uses: how many actions read it, by `WeightReads.key`.
+        by_reader: the names that these actions read; they do not depend on where the run ends.
     """
 
     version: int
     ahead: int
-    uses: dict[Phase, int]
-    by_phase: dict[Phase, tuple[str, ...]]
+    uses: dict[Reader, int]
+    by_reader: dict[Reader, tuple[str, ...]]
 
     @property
     def names(self) -> tuple[str, ...]:
         """All of them, each once."""
-        return tuple(dict.fromkeys(name for names in self.by_phase.values() for name in names))
+        return tuple(dict.fromkeys(name for names in self.by_reader.values() for name in names))
 
 
 class Demand:
@@ -171,19 +178,16 @@ class Demand:
 
         With `reader == owner`: what its own actions read of `version`, in place as long as that is the live version.
         """
-        uses: dict[int, dict[Phase, int]] = {}
-        names: dict[int, dict[Phase, dict[str, None]]] = {}
+        uses: dict[int, dict[Reader, int]] = {}
+        names: dict[int, dict[Reader, tuple[str, ...]]] = {}
         for reading in self.readings_of(owner, reader):
             for action in self._reads(reading, version, start):
-                ahead, phase = self.ahead(reading, action, version), reading.phase
-                names.setdefault(ahead, {}).setdefault(phase, {}).update(dict.fromkeys(reading.names))
+                ahead = self.ahead(reading, action, version)
+                names.setdefault(ahead, {})[reading.key] = reading.names
                 if action.minibatch >= since and (stop is None or action.minibatch < stop):
-                    of_phase = uses.setdefault(ahead, {})
-                    of_phase[phase] = of_phase.get(phase, 0) + 1
-        return [
-            WeightMessage(version, ahead, uses[ahead], {phase: tuple(found) for phase, found in names[ahead].items()})
-            for ahead in sorted(uses)
-        ]
+                    of_reader = uses.setdefault(ahead, {})
+                    of_reader[reading.key] = of_reader.get(reading.key, 0) + 1
+        return [WeightMessage(version, ahead, uses[ahead], names[ahead]) for ahead in sorted(uses)]
 
     def _reads(self, reading: WeightReads, version: int, start: int) -> Iterator[Action]:
         """The actions that read `version`, in an endless run."""

@@ -9,6 +9,9 @@ from typing import cast
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 
+LOOKAHEAD = 4
+"""Actions whose receives are posted before they run: two of each phase in the steady state of 1F1B."""
+
 _NUMBER = "0|[1-9][0-9]*"
 _WRITTEN = re.compile(rf"(?P<phase>[FBW])(?P<minibatch>{_NUMBER})(?:\.(?P<microbatch>[1-9][0-9]*))?")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from fxpipe.errors import ScheduleError
@@ -55,6 +56,40 @@ def held(schedule: Schedule) -> tuple[int, ...]:
     return tuple(_at_once(schedule.until(worker, stop), last) for worker in range(schedule.workers))
 
 
+@cache
+def unreceived(schedule: Schedule) -> int:
+    """How many microbatches after an action, by the worker's own forwards, all that it has sent has been received."""
+    report = check(schedule, 2 if schedule.synchronous else 2 * schedule.workers + 2)
+    # Who has ended B of a microbatch has ended W of the one that many earlier.
+    return report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
+
+
+def held_together(schedule: Schedule) -> tuple[int, ...]:
+    """For each worker, the microbatches that it holds when its rank holds most; as `held` where it has a rank alone."""
+    return tuple(sum(counts) for counts in _together(schedule)) if schedule.several else held(schedule)
+
+
+def _together(schedule: Schedule) -> list[tuple[int, int]]:
+    """For each worker, how many microbatches are between F and B, and between B and W, when its rank holds most."""
+    found = [(0, 0)] * schedule.workers
+    for rank in range(schedule.ranks):
+        now, most = dict.fromkeys(schedule.hosted(rank), (0, 0)), 0
+        for worker, action in schedule.row_until(rank, _full(schedule)):
+            now[worker] = _counted(schedule, now[worker], action)
+            if (total := sum(map(sum, now.values()))) > most:
+                most = total
+                for of, counts in now.items():
+                    found[of] = counts
+    return found
+
+
+def _counted(schedule: Schedule, counts: tuple[int, int], action: Action) -> tuple[int, int]:
+    """How many microbatches are between F and B, and between B and W, after one more action."""
+    waiting, later = counts
+    waiting += (action.phase == "F") - (action.phase == "B")
+    return waiting, later + ((action.phase == "B") - (action.phase == "W")) * schedule.weights_apart
+
+
 def changes(schedule: Schedule, saved: float, deferred: float) -> dict[Phase, float]:
     """By how many bytes each action of a microbatch changes what its worker keeps for the later ones.
 
@@ -76,6 +111,22 @@ def kept(schedule: Schedule, worker: int, saved: float, deferred: float = 0.0) -
     change = changes(schedule, saved, deferred)
     row = schedule.until(worker, _full(schedule))
     return max(accumulate(change[action.phase] for action in row))
+
+
+def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
+    """How many microbatches a worker has between F and B, and between B and W, at its fullest moments.
+
+    Those are the moments that no other one exceeds in both. Without actions W, the second number is 0. Of a worker that
+    shares its rank, it is the moment at which the rank holds most.
+    """
+    if schedule.several:
+        return (_together(schedule)[worker],)
+    found: set[tuple[int, int]] = {(0, 0)}
+    counts = 0, 0
+    for action in schedule.until(worker, _full(schedule)):
+        counts = _counted(schedule, counts, action)
+        found.add(counts)
+    return tuple(sorted(m for m in found if not any(m[0] <= n[0] and m[1] <= n[1] for n in found - {m})))
 
 
 def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], str] | None = None) -> str:

@@ -75,7 +75,9 @@ def _roomy(profile: Profile, workers: Workers) -> bool:
 
 def _without_memory(workers: Workers) -> Workers:
     count = workers.count
-    return replace(workers, memory=(inf,) * count, in_flight=(1,) * count, owned_factor=(1.0,) * count)
+    return replace(
+        workers, memory=(inf,) * count, in_flight=(1,) * count, deferred=(0,) * count, owned_factor=(1.0,) * count
+    )
 
 
 def _with_memory_of(profile: Profile, workers: Workers, plan: Partition) -> Partition:

@@ -8,6 +8,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.simulator.memory import peak_bytes
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import Scenario
@@ -32,8 +33,12 @@ def forecast(
 def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Simulation]:
     """What `forecast` simulates, and the simulation, for a build and a recipe, whose synchronous start is left out.
 
+    Its `peak_bytes` are those of `fxpipe/simulator/memory.py`, which knows more than a scenario.
+
     Raises:
         BuildError: like `forecast`.
     """
-    scenario = scenario_of(plan, costs, recipe.steady.demand)
-    return scenario, simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
+    demand = recipe.steady.demand
+    scenario = scenario_of(plan, costs, demand)
+    simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
+    return scenario, dataclasses.replace(simulation, peak_bytes=peak_bytes(plan, costs, demand))

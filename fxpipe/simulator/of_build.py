@@ -21,9 +21,8 @@ _AGAIN = "compile the model again"
 def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     """What a build does on the links it was planned for, for `simulate(choose(plan, …).schedule, …)`.
 
-    Memory is that of the table of `fxpipe compile`: weights, gradients, replicas, and saved values for each microbatch
-    in flight. It does not include stashed and predicted copies, the optimizer's state and temporaries. All times are
-    divided by the speeds that the build was planned for.
+    Memory is weights, gradients, replicas, and saved values for each microbatch in flight alone: all of it is in
+    `fxpipe/simulator/memory.py`. All times are divided by the speeds that the build was planned for.
 
     Args:
         costs: an edge that `timings` does not name is made at the end of its action and needed at the start; measured

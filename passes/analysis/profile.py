@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fxpipe.passes.analysis.levels import levels_of_units
 from fxpipe.passes.analysis.sources import sources_of
 from torch import fx
 
@@ -13,7 +14,7 @@ from fxpipe.ir.program import Program, info, size_of, unit_name, value
 from fxpipe.planner.profile import Profile, Unit, Value, in_turn
 
 
-def profile_of(program: Program, update_seconds_per_byte: float = 0.0) -> Profile:
+def profile_of(program: Program, update_seconds_per_byte: float = 0.0, levels: bool = False) -> Profile:
     """The profile of a program whose nodes have their costs, for one microbatch.
 
     What `rematerialize` will compute where it is used (masks, casts of weights, checkpoint regions) counts as neither
@@ -21,8 +22,9 @@ def profile_of(program: Program, update_seconds_per_byte: float = 0.0) -> Profil
 
     Args:
         update_seconds_per_byte: of the optimizer, for each byte of a trained parameter.
+        levels: whether its units say what they save if values are computed again.
     """
-    return _Profiler(program, update_seconds_per_byte).profile()
+    return _Profiler(program, update_seconds_per_byte).profile(levels)
 
 
 class _Profiler:
@@ -37,17 +39,18 @@ class _Profiler:
         self.anywhere = sources.cheap | sources.fixed  # the worker or the backward that needs them makes them
         self.rows: list[dict[str, float]] = [{} for _ in range(self.count)]
 
-    def profile(self) -> Profile:
+    def profile(self, levels: bool) -> Profile:
         """Everything, unit by unit."""
         self._times()
         self._saved()
         self._weights()
         names: dict[str, int] = {}
         units = []
-        for path, row in zip(self.program.units, self.rows, strict=True):
+        found = levels_of_units(self.program) if levels else [()] * self.count
+        for path, row, own in zip(self.program.units, self.rows, found, strict=True):
             name = unit_name(path)
             names[name] = names.get(name, 0) + 1
-            units.append(Unit(name if names[name] == 1 else f"{name} #{names[name]}", **_complete(row)))
+            units.append(Unit(name if names[name] == 1 else f"{name} #{names[name]}", **_complete(row), levels=own))
         glued = glued_positions(self.program)
         activations, gradients = in_turn(self._activations()), in_turn(self._gradients())
         return Profile(tuple(units), tuple(activations), tuple(gradients), glued)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from fxpipe.passes.analysis.liveness import part_memories
+
 from fxpipe.ir.aten import viewed
 from fxpipe.ir.program import Program, info, size_of, unit_name
 from fxpipe.ir.stage import Part
-from fxpipe.plan.cost_records import WorkerSummary
+from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts, WorkerSummary
 from fxpipe.plan.spec import Plan
+from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.replica_messages import Filling, ReplicaMessages
-from fxpipe.schedule.check import held, kept
+from fxpipe.schedule.check import held
+from fxpipe.simulator.memory import peak_bytes
 
 
-def summarize(
-    program: Program, plan: Plan, demand: Demand, update_seconds_per_byte: float = 0.0
-) -> list[WorkerSummary]:
+def summarize(program: Program, plan: Plan, demand: Demand, optimizer: OptimizerCosts = UNKNOWN) -> list[WorkerSummary]:
     """The table's rows, for a program that has been through every pass.
 
     Args:
         demand: who reads which weights, for the bytes of replicas, under which schedule, for those of values kept.
-        update_seconds_per_byte: of the optimizer, for each byte of a trained parameter.
+        optimizer: what the model's costs.
     """
     seconds: dict[tuple[int, str], float] = {}
     for node in program:
@@ -39,7 +43,6 @@ def summarize(
         saved = _passed_bytes(program, program.stages[rank].parts["B"])
         apart = program.stages[rank].parts.get("W")
         deferred = None if apart is None else _passed_bytes(program, apart)
-        most = int(kept(demand.schedule, rank, saved, deferred or 0))
         rows.append(
             WorkerSummary(
                 rank=rank,
@@ -50,7 +53,7 @@ def summarize(
                 forward=seconds.get((rank, "F"), 0.0),
                 backward=seconds.get((rank, "B"), 0.0),
                 weight=seconds.get((rank, "W"), 0.0),
-                update=update_seconds_per_byte * trained,
+                update=optimizer.seconds_per_byte * trained,
                 owned=len(owned),
                 owned_bytes=owned_bytes,
                 replicas=len(copies),
@@ -59,16 +62,16 @@ def summarize(
                 bytes_out=traffic.leaving[rank],
                 saved_bytes=saved,
                 in_flight=in_flight[rank],
-                memory_bytes=held_bytes(owned_bytes, replica_bytes, most),
+                memory_bytes=0,
                 deferred_bytes=deferred,
+                again=program.again[rank].seconds if program.again else 0.0,
+                spared_bytes=program.again[rank].bytes if program.again else 0,
+                parts=part_memories(program.stages[rank]),
             )
         )
-    return rows
-
-
-def held_bytes(owned: int, replicas: int, values: int) -> int:
-    """`WorkerSummary.memory_bytes`, from the bytes of its parts: owned weights have gradients, too."""
-    return 2 * owned + replicas + values
+    costs = BuildCosts(tuple(rows), optimizer_bytes=optimizer.state_bytes, step_memory=optimizer.step)
+    peaks = peak_bytes(plan, costs, demand)
+    return [replace(row, memory_bytes=peak) for row, peak in zip(rows, peaks, strict=True)]
 
 
 class Traffic:

@@ -143,6 +143,18 @@ def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.
     assert doubts((fine,) * 3, 2, "cuda") == []
 
 
+def test_what_is_computed_again_is_said(model: Path) -> None:
+    asked = ("compile", "model.py", *QUICK, "--schedule", "1f1b", "--microbatches", "2")
+    result = fxpipe(*asked, "--recompute", "full", "--verify")
+    assert result.code == 0
+    assert re.search(r"^computed again, a microbatch: worker 0 \d+\.\d\d ms, to save .+ less", result.out, re.M)
+    assert "--recompute full" in Path("build/stage_0.py").read_text().splitlines()[0]
+    assert "# again, to save memory: " in Path("build/stage_0.py").read_text()
+    plain = fxpipe(*asked, "--memory", "1GiB", "-o", "plain")
+    assert plain.code == 0
+    assert "computed again" not in plain.out
+
+
 def test_json(model: Path) -> None:
     arguments = ("--schedule", "1f1b", "--microbatches", 2, "-o", "here", *QUICK, *DISTINCT)
     result = fxpipe("compile", "model.py", *arguments, "--verify", "--json")
@@ -177,7 +189,7 @@ def test_json(model: Path) -> None:
     assert (said["microbatch_loss"]["differs"], said["microbatch_loss"]["batch_norm"]) == ("", "norm")
     assert (said["forward_cuts"], said["backward_cuts"]) == (["blocks.2"], ["blocks.1"])
     assert [w.partition(":")[0] for w in said["warnings"]] == ["batch norm normalises each microbatch by itself (norm)"]
-    times = {"forward", "backward", "weight", "update"}
+    times = {"forward", "backward", "weight", "update", "again"}
     names = [f"{f.name}_ms" if f.name in times else f.name for f in dataclasses.fields(WorkerSummary)]
     assert [list(w) for w in said["workers"]] == [names] * 2
     assert [w["begins"] for w in said["workers"]] == [["first", "first"], ["blocks.2", "blocks.1"]]

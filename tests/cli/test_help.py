@@ -13,7 +13,7 @@ from commands import fxpipe
 from fxpipe.cli.main import cli
 
 COMMANDS = sorted(cli.commands)
-HEAVY = {"torch", "numpy", "safetensors", "rich", "networkx", "sympy"}
+HEAVY = {"torch", "numpy", "safetensors", "rich", "networkx", "scipy", "sympy"}
 
 
 def test_the_commands() -> None:

@@ -66,8 +66,12 @@ def test_what_does_not_fit_says_what_would(profile: Path) -> None:
     assert result.code == 1
     assert "no three-way plan for 2 workers fits into memory: the least that would be enough is" in result.err
     assert "hint: give every worker" in result.err
-    one = fxpipe("plan", profile, "-n", "2", "--cuts", "same", "--memory", "5kB")
-    assert "or use -n 3" in one.err
+    short = ("plan", profile, "-n", "2", "--cuts", "same", "--memory", "5kB")
+    one = fxpipe(*short, "--recompute", "none")
+    assert "or use -n 3; or let backwards compute values again (--recompute auto)" in one.err
+    found = fxpipe(*short, "--json").json["same"]
+    assert max(found["memory_bytes"]) <= 5000
+    assert max(worker["recompute"] for worker in found["workers"]) > 0
 
 
 def test_a_model_is_planned_without_being_written(

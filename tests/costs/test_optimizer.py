@@ -18,7 +18,7 @@ from fxpipe.costs.optimizer import (
     update_seconds_per_byte,
 )
 from fxpipe.errors import TaskError
-from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes
+from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes, StepMemory
 
 SMALL = [("weight", torch.zeros(256, 256)), ("bias", torch.zeros(256))]
 LARGE = [("weight", torch.empty(1 << 14, 1 << 12, device="meta")), ("bias", torch.empty(1 << 14, device="meta"))]
@@ -46,6 +46,36 @@ def momentum_for_weights(named: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("parameters", [SMALL, LARGE])
 def test_bytes_of_state(parameters: list[tuple[str, Tensor]], optimizer: Any, expected: float) -> None:
     assert optimizer_bytes(parameters, optimizer, "cpu") == pytest.approx(expected, abs=1e-3)
+
+
+def together(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for _, p in named], lr=0.1, foreach=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "largest", "every"), [(sgd, 0.0, 0.0), (momentum, 0.0, 0.0), (adam, 2.0, 0.0), (together, 0.0, 1.0)]
+)
+def test_what_a_step_holds(optimizer: Any, largest: float, every: float) -> None:
+    """Adam takes parameters in turn on a CPU, and all together if it is asked to."""
+    parameters = [("weight", torch.zeros(256, 256)), ("more", torch.zeros(128, 256)), ("bias", torch.zeros(256))]
+    found = optimizer_costs(parameters, optimizer, timed=False, bandwidth=1e9).step
+    assert (found.of_largest, found.of_all) == pytest.approx((largest, every), abs=0.02)
+    assert found.keeps_gradients is (optimizer is sgd)
+
+
+def test_a_step_that_cannot_be_looked_into_holds_nothing() -> None:
+    class Once(torch.optim.SGD):
+        made = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.made += 1
+            if self.made > 2:
+                raise RuntimeError("enough")
+            return super().step(closure)
+
+    found = optimizer_costs(SMALL, lambda named: Once([p for _, p in named], lr=0.1), timed=False, bandwidth=1e9)
+    assert found.step == StepMemory()
+    assert found.doubt is None
 
 
 def test_every_parameter_counts_as_much_as_it_has() -> None:

@@ -43,6 +43,20 @@ def model():
 def train_data():
     return [tuple(t.cuda() for t in batch) for batch in case.batches(4)]
 """
+WIDE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(6))).cuda()
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+def train_data():
+    for step in range(8):
+        yield torch.randn(4096, 1024, device="cuda")
+"""
 
 
 def on_cuda(name: str) -> tuple[nn.Module, Any]:
@@ -101,6 +115,52 @@ def test_distributed_equals_local_on_cuda(tmp_path: Path, schedule: str, microba
         row = real["workers"][rank]
         mine = sum(seconds for kind, seconds in kinds.items() if kind not in ("wait", "data"))
         assert mine == pytest.approx(row["busy"] * max(w["seconds"] for w in real["workers"]), rel=0.01)
+
+
+@pytest.mark.multiproc
+def test_the_peak_of_the_allocator_is_the_forecast(tmp_path: Path) -> None:
+    """Of workers that fill a device: torch's allocator rounds each tensor up, which is much of small ones.
+
+    Over gloo, messages wait in the CPU's memory, where the forecast has them on the device: they are small here.
+    """
+    (tmp_path / "model.py").write_text(WIDE)
+    model, batch = _wide()
+    build = fxpipe.compile(model, _square, batch, workers=2, schedule="1f1b", microbatches=4, forward_at=("3",))
+    build.save(tmp_path / "build", model_file=tmp_path / "model.py")
+    summary = launch(RunOptions(str(tmp_path / "build"), steps=6, out=str(tmp_path / "out")), 2)
+    found = [worker["peak_bytes"] for worker in summary["workers"]]
+    assert summary["forecast"] is not None
+    assert found == pytest.approx([worker["peak_bytes"] for worker in summary["forecast"]["workers"]], rel=0.05)
+
+
+def _wide() -> tuple[nn.Module, torch.Tensor]:
+    layers = (nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(6))
+    return nn.Sequential(*layers).cuda(), torch.randn(4096, 1024, device="cuda")
+
+
+def _square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 4), ("1f1b", 4), ("async", 1)])
+def test_offloaded_values_train_alike_and_leave_the_device(schedule: str, microbatches: int) -> None:
+    """Of wide layers, so that what is saved outweighs all else."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))).cuda()
+    batches = [torch.randn(8192, 256, device="cuda") for _ in range(4)]
+    options: dict[str, Any] = {"workers": 2, "schedule": schedule, "microbatches": microbatches, "cost": "analytic"}
+    build = fxpipe.compile(net, lambda model, x: model(x).square().mean(), batches[0], **options, forward_at=["4"])
+    found, peaks = [], []
+    for offload in (False, True):
+        pipeline = build.local(offload=offload)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        found.append(pipeline.run(batches))
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert found[1] == found[0]
+    if schedule == "gpipe":
+        assert peaks[1] < peaks[0]
 
 
 def test_a_span_is_what_the_device_does() -> None:

@@ -40,7 +40,7 @@ def compiled(folder: Path, name: str, *arguments: object) -> dict[str, str]:
 def test_the_passes_in_their_order() -> None:
     assert pass_names() == (
         "capture", "fold", "whole_loss", "keep_layouts", "split_backward", "units", "cost", "cut", "defer",
-        "rematerialize", "comm", "encode", "split", "codegen",
+        "recompute", "rematerialize", "comm", "encode", "split", "codegen",
     )  # fmt: skip
 
 
@@ -52,14 +52,16 @@ def test_the_passes_in_their_order() -> None:
         ("three-way", ("-n", 3, "--cuts", "three-way", "--schedule", "1f1b", "--microbatches", 2)),
         ("autocast", ("--autocast", "bf16", *PINS)),
         ("apart", ("--schedule", "zb-h1", "--microbatches", 2, *PINS)),
+        ("again", ("--schedule", "1f1b", "--microbatches", 2, "--recompute", "full", *PINS)),
     ],
 )
 def test_of_a_build_it_is_what_its_compile_had(folder: Path, name: str, arguments: tuple[Any, ...]) -> None:
     dumped = compiled(folder, name, *arguments)
     assert ("split_backward" in dumped) == (name in ("three-way", "apart"))
     assert ("defer" in dumped) == (name == "apart")
+    assert ("recompute" in dumped) == (name == "again")
     said: list[str] = []
-    for pass_name in dumped if name == "three-way" else ("units", "cut", "codegen"):
+    for pass_name in dumped if name in ("three-way", "again") else ("units", "cut", "codegen"):
         assert after(folder / name, pass_name, warn=said.append) == dumped[pass_name], pass_name
     assert said == []
     assert after(folder / name, "capture").startswith("# CAPTURED: ")

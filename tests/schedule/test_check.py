@@ -11,6 +11,7 @@ from written_schedule import Written, WrittenApart
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Action, Async, Versions, check, grid, make
+from fxpipe.schedule.check import held, moments
 
 
 def refusal(*rows: str, minibatches: int = 2) -> str:
@@ -74,6 +75,15 @@ def test_an_unlawful_row_with_weight_gradients_apart(row: str, what: str, shown:
 
 def test_weight_gradients_in_a_schedule_without_them() -> None:
     assert "worker 0 does W0, but its backwards make the weight gradients" in refusal("F0 B0 W0 F1 B1")
+
+
+def test_the_fullest_moments() -> None:
+    """Microbatches between F and B, and between B and W: none that another moment exceeds in both."""
+    assert [moments(make("gpipe", 2, 4), worker) for worker in range(2)] == [((4, 0),), ((4, 0),)]
+    assert [moments(make("1f1b", 2, 4), worker) for worker in range(2)] == [((2, 0),), ((1, 0),)]
+    zero_bubble = [moments(make("zb-h1", 3, 6), worker) for worker in range(3)]
+    assert zero_bubble == [((2, 1), (3, 0)), ((1, 2), (2, 1)), ((0, 3), (1, 2))]
+    assert [max(map(sum, found)) for found in zero_bubble] == list(held(make("zb-h1", 3, 6)))
 
 
 def test_what_is_held_until_its_weight_gradients() -> None:

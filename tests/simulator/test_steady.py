@@ -104,3 +104,16 @@ def test_the_period_with_a_flush_is_a_minibatch_from_end_to_end() -> None:
     one = simulate(schedule, scenario, 1)
     assert simulate(schedule, scenario, 7).seconds_per_minibatch == one.seconds == one.seconds_per_minibatch
     assert one.seconds == 27  # worker 1's last F waits for worker 0's, and that for its first B
+
+
+def test_weights_apart_go_at_the_pace_of_the_worker_that_falls_behind() -> None:
+    """Worker 0 waits for no W of worker 1, and so is ahead of its pace for the first minibatches."""
+    costs = ((12, 20, 1), (12, 2, 20))
+    scenario = Scenario(tuple(WorkerCost(forward, backward, weight=weight) for forward, backward, weight in costs))
+    schedule = make("zb-h2", 2, 3)
+    long = simulate(schedule, scenario, 64)
+    steady = long.finished[-1] - long.finished[-2]
+    few = simulate(schedule, scenario, steady_minibatches(schedule))
+    assert few.finished[-1] - few.finished[-2] < steady == 102
+    assert few.seconds_per_minibatch == steady
+    assert few.bubble == long.bubble

@@ -159,7 +159,51 @@ def price(
     span = set(range(min(weight), max(weight) + 1)) if weight else set()
     memory = workers.owned_factor[k] * parameters(weight) + workers.replica_factor * sum(replicas_in)
     memory += sum(units[i].frozen_bytes for i in read)
-    kept = saved(forward & backward, forward & weight) + to_front[0] + to_back[0] + from_back[0]
+    kept = to_front[0] + to_back[0] + from_back[0]
     memory += workers.in_flight[k] * kept + workers.in_flight[max(k - 1, 0)] * from_front[0]
     memory += max((units[i].temporary_bytes for i in read | span), default=0.0) + from_front[2] + from_back[2]
-    return max(spent + waits, wire), memory
+    found = []
+    own = forward & backward
+    for again, values in keepings(profile, workers, k, own, saved(own, forward & weight), saved(own, own & weight)):
+        found.append((max(spent + again / speed + waits, wire), memory + values))
+    fitting = [row for row in found if row[1] <= workers.memory[k]]
+    return min(fitting) if fitting else min(found, key=lambda row: row[1])
+
+
+def keepings(
+    profile: Profile, workers: Workers, k: int, own: set[int], plain: float, here: float
+) -> Iterator[tuple[float, float]]:
+    """Milliseconds computed again and bytes kept for it, for every level that worker k may have.
+
+    Args:
+        own: the units whose F and B it has.
+        plain: what F saves for them, and for W of units whose B is elsewhere; `here`: the first alone.
+    """
+    units, held = profile.units, workers.in_flight[k]
+    count = max(len(u.levels) for u in units)
+    asked = workers.recompute
+    if asked == "none" or (asked == "auto" and workers.memory[k] == float("inf")):
+        yield 0.0, held * plain
+        return
+    if asked == "auto":
+        yield 0.0, held * plain
+    for level in range(count or 1):
+        again = kept = made = later = most = 0.0
+        for i in own:
+            if count:
+                row = units[i].levels[level]
+                mine = (row.again_ms, row.saved_bytes, row.made_bytes, row.deferred_bytes, row.alive_bytes)
+            else:
+                inputs = units[i].fixed_bytes + sum(v.bytes for v in profile.activations if i in v.readers)
+                of_weights = units[i].saved_bytes if units[i].weight_ms else 0.0
+                mine = (units[i].forward_ms, inputs, units[i].saved_bytes, of_weights, units[i].saved_bytes)
+                if inputs >= units[i].saved_bytes:
+                    mine = (0.0, units[i].saved_bytes, 0.0, 0.0, 0.0)
+            again, kept, made, later = again + mine[0], kept + mine[1], made + mine[2], later + mine[3]
+            most = max(most, mine[4])
+        if count and own:
+            first = min(own)
+            kept += sum(v.bytes for v in profile.activations if v.producer < first <= max(v.readers, default=0))
+        values = held * (kept + plain - here) + workers.deferred[k] * later + min(most, made)
+        if asked == "auto" or level == (count or 1) - 1:
+            yield again, values

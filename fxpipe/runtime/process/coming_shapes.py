@@ -13,10 +13,10 @@ import torch
 
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.runtime.wires.addresses import BATCH
 from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.schedule.action import LOOKAHEAD
 
 AHEAD = LOOKAHEAD + 1
 """Minibatches: none of the actions whose receives are posted is of a later one."""

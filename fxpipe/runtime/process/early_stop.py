@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.process.coming_shapes import AHEAD
-from fxpipe.runtime.process.training_loop import LOOKAHEAD
-from fxpipe.schedule.action import Event
+from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import held
 

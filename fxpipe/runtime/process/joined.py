@@ -30,7 +30,6 @@ from fxpipe.runtime.process.own_loop import OVER, OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened
 from fxpipe.runtime.process.step_loss import Losses, StepLoss
 from fxpipe.runtime.process.together import agree_on, gathered, of_worker_0
-from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.runtime.process.warnings import warn_if_edited
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
@@ -43,7 +42,7 @@ from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import LOOKAHEAD, Action
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
 

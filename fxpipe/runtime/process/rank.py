@@ -41,7 +41,7 @@ from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
-from fxpipe.runtime.process.run_summary import summarize_run, take_place, worker_row
+from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
@@ -241,8 +241,9 @@ class RankRun:
         try:
             with self.stop.listening() if self.checkpoints is not None else nullcontext():
                 traces = self._train()
+            peak = peak_row(self.device)
             self.pulse.phase = "writing results"
-            rows = self._rows()
+            rows = self._rows(peak)
             if record is not None and not options.keep_going:
                 check_weights(self.total, rows)
             files = None
@@ -274,10 +275,10 @@ class RankRun:
                 record.close()
         return summary
 
-    def _rows(self) -> list[dict[str, Any]]:
-        """On rank 0, what each worker did."""
+    def _rows(self, peak: dict[str, Any]) -> list[dict[str, Any]]:
+        """On rank 0, what each worker did, and the most memory that its process took."""
         found: list[Any] = [None] * self.plan.ranks
-        own = [worker_row(executor, self.rank) for executor in self.executors]
+        own = [worker_row(executor, self.rank) | peak for executor in self.executors]
         with peers(self.rank):
             dist.gather_object(own, found if self.rank == 0 else None)
         return sorted((row for rows in found for row in rows or ()), key=lambda row: int(row["worker"]))
@@ -297,6 +298,7 @@ class RankRun:
             dist.barrier()
         of_loss = next((e for e in self.executors if e.worker == self.plan.loss_worker), self.executors[0])
         look = check_loss(of_loss, self.options.keep_going, lambda *loss: self._not_finite(stop, *loss))
+        watch_peak(self.device)
         for watch in self.watches:
             watch.begin()
         self.pulse.phase = "training"

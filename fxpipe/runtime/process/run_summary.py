@@ -9,6 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.files import replaced
 from fxpipe.messages import warn
@@ -45,7 +47,7 @@ def worker_row(executor: Executor, rank: int) -> dict[str, Any]:
     updates, and of its updates, each without waits and receives, as the plan has it (see
     `fxpipe.plan.cost_records.StageTime`). `waits` says what the worker waited for and from whom, `fill` how much of
     that came before the first backward that no flush followed. `staleness` is there if it was logged (see
-    `StalenessLog.summary`).
+    `StalenessLog.summary`), `peak_bytes` if the worker had a process to itself on CUDA (`peak_row`).
     """
     watch, log = executor.watch, executor.store.staleness
     forward = watch.seconds(*_OWN, within="F")
@@ -70,6 +72,17 @@ def worker_row(executor: Executor, rank: int) -> dict[str, Any]:
         "loss_scale": None if executor.scaler is None else asdict(executor.scaler.scale),
     }
     return row if log is None else row | {"staleness": log.summary(), "log_problems": log.problems}
+
+
+def watch_peak(device: torch.device) -> None:
+    """Training begins: from now on, a worker on CUDA that has this process to itself measures its peak memory."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_row(device: torch.device) -> dict[str, int]:
+    """On CUDA, the most bytes of tensors that the process has held at once since then, by torch's allocator."""
+    return {"peak_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
 
 
 def take_place(
@@ -259,7 +272,8 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
     """What the simulator forecasts of such a run from the build's costs; None if it cannot.
 
     `milliseconds` is the time of a minibatch between the filling and the emptying of the pipeline. For each worker,
-    `forward_ms` and `backward_ms` are of a microbatch, `update_ms` and `copy_ms` (copying messages) of a minibatch.
+    `forward_ms` and `backward_ms` are of a microbatch, `update_ms` and `copy_ms` (copying messages) of a minibatch,
+    `peak_bytes` is its memory at its fullest.
     `measured` says whether the stages were timed; else their costs were computed.
     """
     try:
@@ -285,6 +299,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
                 "forward_ms": 1e3 * cost.forward,
                 "backward_ms": 1e3 * (cost.backward + cost.weight),
                 "update_ms": 1e3 * cost.update,
+                "peak_bytes": simulation.peak_bytes[k],
                 "copy_ms": 1e3
                 * (scenario.busy(k, count) - count * (cost.forward + cost.backward + cost.weight) - cost.update),
             }

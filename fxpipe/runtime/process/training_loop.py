@@ -20,11 +20,8 @@ from fxpipe.observe.record import OnStep
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.schedule.action import Event
+from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.task.metrics import named_numbers
-
-LOOKAHEAD = 4
-"""Actions of each worker whose receives are posted before they run: two of each phase in the steady state of 1F1B."""
 
 
 def train(

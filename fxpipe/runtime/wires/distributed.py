@@ -35,8 +35,8 @@ from fxpipe.runtime.wires.loopback import Loopback, Passing
 from fxpipe.runtime.wires.meter import Letter, Meter
 from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
 from fxpipe.runtime.wires.transport import Note, Transport
-from fxpipe.schedule import check
 from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.check import unreceived
 from fxpipe.task.callbacks import CALLBACKS
 
 Work = Any
@@ -284,9 +284,7 @@ class DistTransport(Transport):
     @staticmethod
     def of_training(plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule) -> DistTransport:
         """The transport of a worker's messages of training."""
-        report = check(schedule, 2 * plan.workers + 2)
-        # Who has ended B of a microbatch has ended W of the one that many earlier.
-        in_flight = report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
+        in_flight = unreceived(schedule)
         transport = DistTransport(plan, worker, wires, addresses, plan.all_edges, plan.microbatches, in_flight)
         transport.set_order(*(of_shape.edges for of_shape in plan.of_shapes))
         return transport

@@ -22,6 +22,7 @@ from fxpipe.runtime.worker.clip import make_clip
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.initial_weights import initial_weights
 from fxpipe.runtime.worker.loss_scaler import make_scaler
+from fxpipe.runtime.worker.offload import Offload, check_offload
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.stages.loaded import LoadedStage, load_stage
@@ -55,8 +56,11 @@ def open_worker(
         BuildError: the stage or the weights do not fit the plan.
         TaskError: the build has no values of the parameters, and the model does not initialise them.
         BackendError: the engine is not available, or cannot run the stage.
+        RunError: saved values are to be offloaded, and the device is none of CUDA's.
     """
     folder = Path(folder)
+    if options.offload:
+        check_offload(device)
     stages = []
     for of_shape in plan.of_shapes:
         spec = of_shape.stages[worker]
@@ -90,6 +94,7 @@ def open_worker(
         store.staleness = StalenessLog(recipe.demand, worker, store.trained, path, continue_after)
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device)
     executor.scaler = scaler
+    executor.offload = Offload(device) if options.offload else None
     executor.resets = BuffersReset.of(plan, task, options.seed)
     executor.watch.fills = recipe.segments.single * plan.microbatches
     return executor

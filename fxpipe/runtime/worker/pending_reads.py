@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpipe.plan.spec import Phase
-from fxpipe.policy.demand import Demand, WeightMessage
+from fxpipe.policy.demand import Demand, Reader, WeightMessage
 
 Key = tuple[int, int, int]  # owner, version, ahead
 
@@ -15,16 +14,16 @@ class Weights:
     """The weights of one key.
 
     Attributes:
-        left: how many actions of each phase have yet to read them.
+        left: how many actions have yet to read them, by `WeightReads.key`.
     """
 
     message: WeightMessage
-    left: dict[Phase, int]
+    left: dict[Reader, int]
 
     @property
     def names(self) -> list[str]:
         """The names of those that will still be read."""
-        wanted = (self.message.by_phase[phase] for phase, left in self.left.items() if left)
+        wanted = (self.message.by_reader[reader] for reader, left in self.left.items() if left)
         return list(dict.fromkeys(name for names in wanted for name in names))
 
 
@@ -60,10 +59,10 @@ class Unread:
         """As `of`, for a version that was opened: nothing if all of it has been read."""
         return self._versions.get((owner, version), {})
 
-    def read(self, key: Key, phase: Phase) -> bool:
+    def read(self, key: Key, reader: Reader) -> bool:
         """An action has read these weights, or was left out; return whether it was the last."""
         owner, version, ahead = key
-        self.of(owner, version)[ahead].left[phase] -= 1
+        self.of(owner, version)[ahead].left[reader] -= 1
         return self._over(key)
 
     def end(self, stop: int) -> list[Key]:
@@ -73,8 +72,8 @@ class Unread:
             ending = self.demand.messages(owner, self.worker, version, self.start, stop, self.since)
             coming = {message.ahead: message.uses for message in ending}
             for ahead, weights in list(opened.items()):
-                for phase, count in weights.message.uses.items():
-                    weights.left[phase] -= count - coming.get(ahead, {}).get(phase, 0)
+                for reader, count in weights.message.uses.items():
+                    weights.left[reader] -= count - coming.get(ahead, {}).get(reader, 0)
                 if self._over((owner, version, ahead)):
                     over.append((owner, version, ahead))
         self.stop = stop

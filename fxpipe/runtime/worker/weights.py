@@ -255,7 +255,7 @@ class WeightStore:
         """An action is over, or left out: forget what no later action reads."""
         for reading in self._parts[action.phase].readings:
             key = self._key(reading, action)
-            if self._unread.read(key, action.phase):
+            if self._unread.read(key, reading.key):
                 self._forget(key)
 
     def add(self, phase: Phase, gradients: Sequence[Tensor | None], sent: set[int]) -> None:

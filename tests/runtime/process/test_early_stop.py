@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fxpipe.runtime.process.early_stop import ending, furthest
-from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.schedule import SCHEDULES, make
+from fxpipe.schedule.action import LOOKAHEAD
 
 CASES = [
     (name, kind.usual_placement(ranks, virtual), count)

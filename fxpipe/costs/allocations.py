@@ -1,0 +1,71 @@
+"""Tracked allocations: the bytes of the tensors' memory that exists while calls run, on any device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class TrackedAllocations(TorchDispatchMode):
+    """Counts the memory of every tensor that an operator reads or makes in this thread, from then until it is freed.
+
+        with TrackedAllocations() as memory:
+            train()
+        print(memory.peak)
+
+    Views share the memory of their base, which counts once. What an operator allocates for itself alone while it runs
+    is not seen, nor what no operator touches.
+
+    Attributes:
+        live: bytes that are held now.
+        peak: the most that were held at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, int] = {}  # bytes by address of the storage's record
+
+    def restart(self) -> None:
+        """From now on `peak` is that of what follows."""
+        self.peak = self.live
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator and look at what it read and made."""
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, tuple(kwargs.values()))):
+            self._see(tensor)
+        made = func(*args, **kwargs)
+        for tensor in _tensors(made):
+            self._see(tensor)
+        return made
+
+    def _see(self, tensor: Tensor) -> None:
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, key).atexit = False
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, (tuple, list)):
+        for each in found:
+            yield from _tensors(each)

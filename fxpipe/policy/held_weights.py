@@ -1,0 +1,160 @@
+"""The bytes of weights that a worker holds beside the live ones, action by action, as the runtime does.
+
+Replicas of other workers' weights, from when their receive is posted until their last reader is over; versions of its
+own that later actions read; predictions, whose memory is used again and never freed; what prediction and error feedback
+remember of past steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from fxpipe.policy.demand import Demand, WeightReads
+from fxpipe.policy.replica_messages import Filling, ReplicaMessages
+from fxpipe.schedule.action import LOOKAHEAD, Action
+
+_Key = tuple[int, int, int]  # owner, version, ahead
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """Around one action.
+
+    Attributes:
+        during: bytes while its code runs.
+        after: then, with the update that is part of it, if there is one.
+        sent: of the blocks of replicas that its update sends.
+    """
+
+    during: int
+    after: int
+    sent: int
+
+
+def held_weights(demand: Demand, worker: int, row: Sequence[Action]) -> list[HeldWeights]:
+    """What the worker holds in each of its actions, from an empty pipeline on."""
+    return _WeightsOfRow(demand, worker, row).all()
+
+
+class _WeightsOfRow:
+    """Intervals of places, [first, end), in which something is held; what follows an action's code has its own."""
+
+    def __init__(self, demand: Demand, worker: int, row: Sequence[Action]) -> None:
+        self.demand, self.worker, self.row = demand, worker, row
+        self._messages = ReplicaMessages(demand)
+        self._filling = Filling()
+        self._bytes = {parameter.name: parameter.tensor.bytes for parameter in demand.plan.parameters}
+        # Two places for each action: while its code runs, and after that.
+        self._changes = [0] * (2 * len(row) + 1)
+        self._predicted: dict[str, list[int]] = defaultdict(lambda: [0] * (2 * len(row) + 1))
+        self._sent = [0] * len(row)
+        self._updates = {action.minibatch: place for place, action in enumerate(row) if demand.schedule.updates(action)}
+
+    def all(self) -> list[HeldWeights]:
+        """The row's."""
+        for key, reads in self._reads().items():
+            if key[0] != self.worker:
+                self._replica(key, reads)
+            elif key[2]:
+                self._prediction(key, reads)
+            else:
+                self._past(key, reads)
+        for minibatch, place in self._updates.items():
+            self._send(minibatch + 1, place)
+        held = list(accumulate(self._changes))
+        for name, changes in self._predicted.items():
+            most = accumulate(accumulate(changes), max)  # memory for predictions is kept
+            held = [size + count * self._bytes[name] for size, count in zip(held, most, strict=True)]
+        fixed = self._remembered()
+        return [HeldWeights(fixed + held[2 * i], fixed + held[2 * i + 1], sent) for i, sent in enumerate(self._sent)]
+
+    def _reads(self) -> dict[_Key, dict[str, list[int]]]:
+        """For each key that some action reads, the places of the first and the last action by name."""
+        found: dict[_Key, dict[str, list[int]]] = defaultdict(dict)
+        for place, action in enumerate(self.row):
+            for part, reading in self._readings(action):
+                version = self.demand.version(reading, part, 0)
+                names = found[reading.owner, version, self.demand.ahead(reading, part, version)]
+                for name in reading.names:
+                    names.setdefault(name, [place, place])[1] = place
+        return found
+
+    def _readings(self, action: Action) -> Iterable[tuple[Action, WeightReads]]:
+        for phase in self.demand.plan.stages[self.worker].parts:
+            if self.demand.schedule.runs_in(phase) == action.phase:
+                for reading in self.demand.readings(self.worker, phase):
+                    yield replace(action, phase=phase), reading
+
+    def _replica(self, key: _Key, reads: dict[str, list[int]]) -> None:
+        owner, version, ahead = key
+        last = max(end for _, end in reads.values())
+        if version == 0:
+            self._hold(0, 2 * last + 1, sum(map(self._bytes.__getitem__, reads)))
+            return
+        posted = next(
+            place
+            for place, action in enumerate(self.row)
+            for part, reading in self._readings(action)
+            if reading.owner == owner and self.demand.newest(part, self.worker, owner, 0) >= version
+        )
+        pack = self._messages.pack(owner, self.worker, version, ahead, self._filling)
+        self._hold(2 * max(0, posted - LOOKAHEAD), 2 * last + 1, pack.bytes)
+        if pack.differences:  # what is read of the block has memory of its own
+            first = min(begin for begin, _ in reads.values())
+            self._hold(2 * first, 2 * last + 1, sum(map(self._bytes.__getitem__, reads)))
+
+    def _past(self, key: _Key, reads: dict[str, list[int]]) -> None:
+        """Copies of what is read after the version was replaced; all are freed once the last of them is read."""
+        replaced = self._updates.get(key[1], len(self.row))
+        last = max(end for _, end in reads.values())
+        if last > replaced:
+            left = sum(self._bytes[name] for name, (_, end) in reads.items() if end > replaced)
+            self._hold(2 * replaced + 1, 2 * last + 1, left)
+
+    def _prediction(self, key: _Key, reads: dict[str, list[int]]) -> None:
+        replaced = self._updates.get(key[1], len(self.row))
+        last = max(end for _, end in reads.values())
+        for name, (first, end) in reads.items():
+            over = 2 * last + 1 if last <= replaced or end > replaced else 2 * replaced + 1
+            # Before the first update there is no direction: the live weights are read, and copied if read later.
+            begin = 2 * replaced + 1 if key[1] == 0 else min(2 * first, 2 * replaced + 1)
+            if over > begin:
+                self._predict(name, begin, over)
+
+    def _send(self, version: int, place: int) -> None:
+        predicted: set[tuple[int, str]] = set()
+        for reader in self.demand.readers(self.worker):
+            for message in self.demand.messages(self.worker, reader, version, 0, None):
+                pack = self._messages.pack(self.worker, reader, version, message.ahead, self._filling)
+                self._sent[place] += pack.bytes
+                if message.ahead:
+                    predicted |= {(message.ahead, name) for name in message.names}
+        for _, name in predicted:
+            self._predict(name, 2 * place + 1, 2 * place + 2)
+
+    def _remembered(self) -> int:
+        """The last update for the weight form, past steps for error feedback, and the bases of encoded replicas."""
+        trained = [p for p in self.demand.plan.owned(self.worker) if p.trained]
+        policy, workers = self.demand.policy, range(self.demand.plan.workers)
+        held = sum(p.tensor.bytes for p in trained) if policy.weight_form else 0
+        if policy.ef:
+            delays = self.demand.delays(self.worker)
+            held += sum((delays[n] + 1) * self._bytes[n] for n in delays if delays[n])
+        steady = 4 * self.demand.plan.workers
+        for other in workers:
+            for owner, reader in {(self.worker, other), (other, self.worker)}:
+                if reader in self.demand.readers(owner):
+                    held += self._messages.base_bytes(owner, reader, steady, self._filling)
+        return held
+
+    def _hold(self, first: int, end: int, size: int) -> None:
+        self._changes[first] += size
+        self._changes[min(end, len(self._changes) - 1)] -= size
+
+    def _predict(self, name: str, first: int, end: int) -> None:
+        counts = self._predicted[name]
+        counts[first] += 1
+        counts[min(end, len(counts) - 1)] -= 1

@@ -1,0 +1,221 @@
+"""A worker's memory, action by action: what it holds all the time, what microbatches in flight keep, what code adds.
+
+It is that of a worker with a process of its own; `process_peaks` adds up several. While an action runs, a worker holds
+
+    weights, gradients summed so far, the optimizer's state, buffers   always; gradients until the update
+  + what the policy keeps, and replicas                                `fxpipe.policy.held_weights`
+  + the values that other microbatches in flight have left             `PartMemory.left`
+  + the tensors of the microbatches that were read and wait            worker 0
+  + what was sent and is not sure to have been received                `fxpipe.schedule.check.unreceived`
+  + the receives posted for the next actions                           `fxpipe.schedule.action.LOOKAHEAD`
+  + the most that the code of the action holds at once                 `PartMemory.peak`
+
+and while its update runs, in place of the last two lines' code, what the optimizer's step takes (`StepMemory`).
+
+Not counted: what operators and codecs allocate for themselves while they run, the user's data, checkpoints being
+written, averages of weights, evaluations, and what an allocator loses in gaps. Of a build for several shapes of batch,
+it is that of the first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from fxpipe.plan.cost_records import PartMemory, WorkerSummary
+from fxpipe.plan.spec import Phase, Plan
+from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.policy.demand import Demand
+from fxpipe.policy.held_weights import held_weights
+from fxpipe.schedule.action import LOOKAHEAD, Action
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.check import unreceived
+
+
+@dataclass(frozen=True)
+class ActionMemory:
+    """A worker's bytes around one action.
+
+    Attributes:
+        before: when it begins, without what only its code needs.
+        during: the most while it runs, its update included.
+        after: when it is over.
+    """
+
+    action: Action
+    before: float
+    during: float
+    after: float
+
+
+def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand, ratio: float = 1.0) -> tuple[int, ...]:
+    """The most that each worker holds at once in a run that fills its pipeline; see the module.
+
+    Args:
+        ratio: the size of a microbatch over the one that the costs are of.
+    """
+    stop = filling(demand)
+    rows = [list(demand.schedule.until(worker, stop)) for worker in range(plan.workers)]
+    walks = [memory_of(plan, costs, demand, worker, row, ratio) for worker, row in enumerate(rows)]
+    return tuple(ceil(max((moment.during for moment in walk), default=0.0)) for walk in walks)
+
+
+def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
+    """The most that each process holds at once, with all its workers: of one worker, that of `peak_bytes`.
+
+    While one of its workers acts, the others hold what their last action has left.
+    """
+    stop, peaks = filling(demand), []
+    for rank in range(plan.ranks):
+        row = list(demand.schedule.row_until(rank, stop))
+        walks = {
+            worker: memory_of(plan, costs, demand, worker, [action for of, action in row if of == worker])
+            for worker in plan.hosted(rank)
+        }
+        held = {worker: walk[0].before for worker, walk in walks.items()}
+        moments = {worker: iter(walk) for worker, walk in walks.items()}
+        most = 0.0
+        for worker, _ in row:
+            moment = next(moments[worker])
+            most = max(most, moment.during + sum(bytes for of, bytes in held.items() if of != worker))
+            held[worker] = moment.after
+        peaks.append(ceil(most))
+    return tuple(peaks)
+
+
+def filling(demand: Demand) -> int:
+    """After how many minibatches a run has held all that it ever holds: with replicas, their first blocks are free."""
+    schedule = demand.schedule
+    once = 1 if schedule.synchronous else 3 * ceil(schedule.workers / schedule.microbatches)  # as `Versions` studies it
+    blocks = any(demand.readers(worker) for worker in range(schedule.workers))
+    return once + (ceil(_slack(schedule) / schedule.microbatches) if blocks else 0) + 2
+
+
+def memory_of(
+    plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action], ratio: float = 1.0
+) -> list[ActionMemory]:
+    """A worker's row, from an empty pipeline on; the optimizer's state is counted from the beginning."""
+    return _RowWalk(plan, costs, demand, worker, row, ratio).all()
+
+
+class _RowWalk:
+    """One worker's row."""
+
+    def __init__(
+        self, plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action], ratio: float
+    ) -> None:
+        self.schedule, self.row = demand.schedule, row
+        summary: WorkerSummary = costs.workers[worker]
+        self.parts = {part.phase: _resized(part, ratio) for part in summary.parts}
+        self._weights = held_weights(demand, worker, row)
+        trained = [p.tensor.bytes for p in plan.owned(worker) if p.trained]
+        self.gradients = float(sum(trained))
+        frozen = sum(
+            p.tensor.bytes
+            for p in plan.parameters
+            if not p.trained and p.owner != worker and any(reader == worker for reader, _ in p.readers)
+        )
+        step = costs.step_memory
+        self._step = step.of_largest * max(trained, default=0) + step.of_all * self.gradients
+        self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * self.gradients
+        self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
+        # A policy that predicts by the last gradients keeps them until the next ones take their place.
+        self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form
+        leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]
+        self._microbatch = ratio * sum(leaves) if plan.stages[worker].forward.batch else 0.0
+        self._parts: dict[Phase, list[PartMemory]] = {
+            of_action: [part for phase, part in self.parts.items() if self.schedule.runs_in(phase) == of_action]
+            for of_action in self.schedule.phases
+        }
+        self._receives = {phase: sum(part.received for part in parts) for phase, parts in self._parts.items()}
+        self._unreceived = unreceived(demand.schedule)
+        self._slack = _slack(demand.schedule)
+        self._last = next(reversed(self.parts)) if self.parts else "B"
+        self._left: dict[tuple[int, int], float] = {}
+        self._sums = 0.0
+        self._waiting = 0.0  # of the batch
+        self._forwards = 0
+        self._sent: deque[tuple[int, float]] = deque()
+        self._shared: deque[tuple[int, float, tuple[int, int]]] = deque()
+        self._sent_blocks: deque[tuple[int, float]] = deque()
+
+    def all(self) -> list[ActionMemory]:
+        """What is held around each action."""
+        return [self._act(place, action) for place, action in enumerate(self.row)]
+
+    def _act(self, place: int, action: Action) -> ActionMemory:
+        weights, updates = self._weights[place], self.schedule.updates(action)
+        before = self._now() + weights.during + self._posted(place - 1)
+        parts, key = self._parts[action.phase], (action.minibatch, action.microbatch)
+        if action.phase == "F":
+            self._waiting = (self.schedule.microbatches - 1 - action.microbatch) * self._microbatch
+        most = 0.0
+        for i, part in enumerate(parts):
+            posted = sum(later.received for later in parts[i + 1 :]) + self._posted(place)
+            unreceived = any(of == key for _, _, of in self._shared)
+            self._left[key] = part.peak_unreceived if unreceived else part.peak
+            most = max(most, self._now() + weights.during + posted)
+            self._left[key] = part.left
+            if part.sent:
+                self._sent.append((self._forwards, part.sent))
+            if part.shared:
+                self._shared.append((self._forwards, part.shared, key))
+            if part.phase == self._last:
+                self._sums = self.gradients
+        posted = self._posted(place)
+        if not self._left.get(key):
+            self._left.pop(key, None)
+        if updates:
+            most = max(most, self._now() + weights.after + posted + self._step)
+            self._sums = self.gradients if self._keeps else 0.0
+            if weights.sent:
+                self._sent_blocks.append((self._forwards, weights.sent))
+            most = max(most, self._now() + weights.after + posted)
+        if action.phase == "F":
+            self._forwards += 1
+            _received(self._sent, self._forwards - self._unreceived)
+            _received(self._shared, self._forwards - self._unreceived)
+            _received(self._sent_blocks, self._forwards - self._slack)
+        return ActionMemory(action, before, most, self._now() + weights.after + posted)
+
+    def _posted(self, place: int) -> float:
+        """Receives of the actions after this one, which are there already."""
+        coming = self.row[place + 1 : place + 1 + LOOKAHEAD]
+        return sum(self._receives[action.phase] for action in coming)
+
+    def _now(self) -> float:
+        """Between two calls, but for weights and posted receives."""
+        sent = sum(size for _, size in self._sent) + sum(size for _, size in self._sent_blocks)
+        sent += sum(size for _, size, key in self._shared if key not in self._left)
+        return self._fixed + self._sums + sum(self._left.values()) + self._waiting + sent
+
+
+def _slack(schedule: Schedule) -> int:
+    """As `unreceived`, of the blocks of replicas: no reader's lag reaches further."""
+    return unreceived(schedule) + schedule.workers * schedule.microbatches
+
+
+def _received(sent: deque[Any], before: int) -> None:
+    """Forget what was sent before so many forwards."""
+    while sent and sent[0][0] < before:
+        sent.popleft()
+
+
+def _resized(part: PartMemory, ratio: float) -> PartMemory:
+    if ratio == 1:
+        return part
+    of_values = ceil(ratio * (part.peak - part.gradients))
+    return replace(
+        part,
+        taken=ceil(ratio * part.taken),
+        received=ceil(ratio * part.received),
+        left=ceil(ratio * part.left),
+        sent=ceil(ratio * part.sent),
+        shared=ceil(ratio * part.shared),
+        peak=of_values + part.gradients,
+        peak_unreceived=of_values + part.gradients + ceil(ratio * (part.peak_unreceived - part.peak)),
+        batch=ceil(ratio * part.batch),
+    )

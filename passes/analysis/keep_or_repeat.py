@@ -1,0 +1,152 @@
+"""Which values to keep and which to compute again: the least cost at a price for what is kept, by a minimum cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_MOST = 1 << 28
+"""All finite capacities together: flows are 32-bit."""
+
+_LARGE = 1 << 29
+"""The capacity of what no cut may part."""
+
+LEAST = 1e4
+"""The price at which all time is worth a ten thousandth of all bytes."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A value of forward that backward may need.
+
+    Attributes:
+        seconds: what computing it again takes, from its inputs; inf if it cannot be.
+        bytes: what keeping it takes; inf if it cannot be kept by itself, such as a view or a tuple.
+        inputs: positions of the earlier items that it is made of; what is there in any case is left out.
+        needed: whether backward reads it.
+    """
+
+    seconds: float
+    bytes: float
+    inputs: tuple[int, ...] = ()
+    needed: bool = False
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """One choice.
+
+    Attributes:
+        repeated: the positions of the items that are computed again.
+        kept: those of the items that are kept.
+        seconds, bytes: what that takes.
+    """
+
+    repeated: frozenset[int]
+    kept: frozenset[int]
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class KeepOrRepeat:
+    """The choice for some items, each after its inputs.
+
+    Every needed item is kept, or computed again from inputs that are kept or computed again. That is a cut of a graph
+    in which each item v is an edge in(v) → out(v), after the graph of torch's min-cut partitioner (Chen 2022, "Min-cut
+    optimal recomputation", torch/_functorch/partitioners.py). What is on the sink's side is there in backward:
+
+        in(v) → out(v)     bytes(v) · price: cut if v is there only because it was kept
+        source → in(v)     seconds(v): cut if v is computed again
+        out(u) → in(v)     not to be cut, for each input u: v is computed again only if u is there
+        out(v) → in(v)     not to be cut: what is computed again is there
+        out(v) → sink      not to be cut, if v is needed
+
+    Unlike torch's graph this one counts time, too, so that a minimum cut is a point of the lower convex hull of seconds
+    against bytes (a Lagrangian relaxation), and prices from 0 to `LEAST` give all of them.
+    """
+
+    items: Sequence[Item]
+    _seconds: float = field(init=False)
+    _bytes: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "bytes"):
+            finite = (getattr(item, name) for item in self.items)
+            object.__setattr__(self, f"_{name}", sum(v for v in finite if math.isfinite(v)) or 1.0)
+
+    def at(self, price: float) -> Keeping:
+        """The least seconds + price · bytes, each as a share of all items' own; of equal choices, the one that computes
+        least again.
+
+        Raises:
+            ValueError: an item is needed that can neither be kept nor computed again.
+        """
+        from scipy.sparse import csr_matrix
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        count = len(self.items)
+        source, sink = 2 * count, 2 * count + 1
+        scale = _MOST / (1.0 + price)
+        edges: dict[tuple[int, int], int] = {}
+        for v, item in enumerate(self.items):
+            into, out = 2 * v, 2 * v + 1
+            edges[into, out] = _capacity(scale * price * item.bytes / self._bytes)
+            edges[source, into] = _capacity(scale * item.seconds / self._seconds)
+            edges[out, into] = _LARGE
+            edges.update({(2 * u + 1, into): _LARGE for u in item.inputs})
+            if item.needed:
+                edges[out, sink] = _LARGE
+        rows, columns = np.array(list(edges), dtype=np.int32).reshape(-1, 2).T
+        sizes = np.fromiter(edges.values(), dtype=np.int32, count=len(edges))
+        graph = csr_matrix((sizes, (rows, columns)), shape=(2 * count + 2,) * 2)
+        flow = maximum_flow(graph, source, sink)
+        if flow.flow_value >= _LARGE:
+            raise ValueError("an item is needed that can neither be kept nor computed again")
+        left = graph - flow.flow
+        left.data = np.maximum(left.data, 0)
+        left.eliminate_zeros()
+        there = {int(n) for n in breadth_first_order(left.T.tocsr(), sink, return_predecessors=False)}
+        repeated = frozenset(v for v in range(count) if 2 * v in there)
+        return self.keeping(repeated)
+
+    def keeping(self, repeated: frozenset[int]) -> Keeping:
+        """What a choice takes that computes these items again, and keeps of all others what is needed."""
+        wanted = {u for v in repeated for u in self.items[v].inputs}
+        wanted.update(v for v, item in enumerate(self.items) if item.needed)
+        kept = frozenset(wanted - repeated)
+        return Keeping(
+            repeated,
+            kept,
+            sum(self.items[v].seconds for v in repeated),
+            sum(self.items[v].bytes for v in kept),
+        )
+
+    def hull(self, most: int) -> list[Keeping]:
+        """Choices from the fastest to the one that keeps least, each slower and smaller than the one before.
+
+        They are on the lower convex hull of seconds against bytes; if it has more than `most` points, those that leave
+        the smallest gaps between them.
+        """
+        found = [self.at(0.0), self.at(LEAST)]
+        if found[1].bytes >= found[0].bytes:
+            return found[:1]
+        open_ = [0]  # the gaps that may have a point inside, by their first end
+        while open_ and len(found) < most:
+            i = max(open_, key=lambda i: found[i].bytes - found[i + 1].bytes)
+            first, last = found[i], found[i + 1]
+            price = (last.seconds - first.seconds) / self._seconds * self._bytes / (first.bytes - last.bytes)
+            inner = self.at(price)
+            is_new = first.bytes > inner.bytes > last.bytes and first.seconds <= inner.seconds < last.seconds
+            open_.remove(i)
+            if is_new:
+                found.insert(i + 1, inner)
+                open_ = [*(j + (j > i) for j in open_), i, i + 1]
+        return found
+
+
+def _capacity(size: float) -> int:
+    return _LARGE if math.isinf(size) or math.isnan(size) else round(size)

@@ -1,0 +1,111 @@
+"""What every worker's forward leaves for its backward, and its backward for weight gradients, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpipe.ir.aten import is_view
+from fxpipe.ir.program import AGAIN, Program, info, size_of, value
+
+
+@dataclass(frozen=True)
+class LeftValues:
+    """Of one worker and one microbatch.
+
+    Attributes:
+        saved: bytes that forward leaves.
+        deferred: bytes that backward leaves, where weight gradients are apart.
+        repeated: the most bytes that backward holds at once of what it computes again because memory is short.
+        seconds: of its backward and weight gradients.
+    """
+
+    saved: int
+    deferred: int
+    repeated: int
+    seconds: float
+
+
+def left_values(program: Program) -> list[LeftValues]:
+    """By worker, of a program that has been through `rematerialize`, before `comm`; linear in the graph.
+
+    Views of one value count once, as does the batch. What only backward receives is not left by forward.
+    """
+    assert program.cuts is not None
+    found = []
+    calls: list[list[fx.Node]] = [[] for _ in range(program.cuts.workers)]
+    for node in program:
+        calls[info(node).worker or 0].append(node)
+    for worker, mine in enumerate(calls):
+        chosen = frozenset(program.again[worker].values) if program.again else frozenset[str]()
+        later = [node for node in mine if info(node).phase != "F"]
+        weights = [node for node in mine if info(node).phase == "W"]
+        there = _held_by_forward(program, mine, worker)
+        saved = {memory for memory in _read(later) if memory in there}
+        deferred = {m for m in _read(weights) if m in there or (m.op == "call_function" and info(m).phase == "B")}
+        found.append(
+            LeftValues(
+                _size(saved),
+                _size(deferred),
+                _most_at_once([n for n in later if info(n).phase == "B"], chosen),
+                sum(info(node).seconds or 0.0 for node in later),
+            )
+        )
+    return found
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The value whose memory a view on the same worker shows; what came from another worker has memory of its own."""
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        parent = node.all_input_nodes[0]
+        if isinstance(value(parent), (tuple, list)):
+            break
+        if parent.op == "call_function" and info(parent).worker != info(node).worker:
+            return parent
+        node = parent
+    return node
+
+
+def _held_by_forward(program: Program, mine: Iterable[fx.Node], worker: int) -> set[fx.Node]:
+    """What is in memory when a worker's forward ends: what it has made, or read of other workers or of the batch."""
+    placed = {b.node for b in program.batch if b.node} | set(program.updates())
+    found: set[fx.Node] = set()
+    for node in mine:
+        if info(node).phase != "F":
+            continue
+        found.add(node)
+        found.update(n for n in node.all_input_nodes if n.op == "call_function" or n.name in placed)
+    if worker == 0:
+        found.update(n for name, n in program.placeholders.items() if name in placed)
+    return found
+
+
+def _read(calls: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The memory of what calls read."""
+    for node in calls:
+        for source in node.all_input_nodes:
+            yield memory_of(source)
+
+
+def _size(nodes: Iterable[fx.Node]) -> int:
+    return sum(size_of(value(node)) for node in nodes)
+
+
+def _most_at_once(backward: list[fx.Node], chosen: frozenset[str]) -> int:
+    """The most bytes of copies that are there at once, each from where it is made to its last reader."""
+    last: dict[fx.Node, int] = {}
+    for i, node in enumerate(backward):
+        for source in node.all_input_nodes:
+            last[memory_of(source)] = i
+    ending: dict[int, int] = {}
+    now = most = 0
+    for i, node in enumerate(backward):
+        if node.meta.get(AGAIN) in chosen and memory_of(node) is node and hasattr(value(node), "dtype"):
+            size = size_of(value(node))
+            now += size
+            ending[last.get(node, i)] = ending.get(last.get(node, i), 0) + size
+        most = max(most, now)
+        now -= ending.pop(i, 0)
+    return most

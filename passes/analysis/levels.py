@@ -1,0 +1,121 @@
+"""What every unit saves at each of a few levels of recomputation: the planner's view of `recompute`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fxpipe.passes.analysis.left_values import memory_of
+from fxpipe.passes.analysis.sources import sources_of
+from fxpipe.passes.cut import Cut
+from fxpipe.passes.recompute import STEPS, Choices
+from fxpipe.passes.rematerialize import Rematerialize
+from torch import fx
+
+from fxpipe.ir.program import AGAIN, Again, Program, info, size_of, value
+from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.profile import SavingLevel
+
+LEVELS = 5
+"""The most there are, beside saving all."""
+
+
+def levels_of_units(program: Program) -> list[tuple[SavingLevel, ...]]:
+    """For each unit of a program that is not cut yet, its levels; the same number for all, perhaps none.
+
+    They are minimum cuts of the whole graph, as for one worker. Of any run of units, a worker can have the same choice
+    if it also keeps what enters the run.
+    """
+    count = len(program.units)
+    cuts = Cuts((0, count), (0, count))
+    placed = Cut(cuts)(program)
+    plain = Rematerialize()(placed)
+    choices = Choices(placed, plain, 0, LEVELS + 1)
+    sources = sources_of(program)
+    anywhere = frozenset(n.name for n in sources.cheap | sources.fixed)
+    seconds = _seconds(plain, count)
+    found = []
+    for step in range(1, choices.last // STEPS + 1):
+        names = choices.names(step * STEPS)
+        again = Rematerialize()(replace(placed, again=(Again(tuple(names)),)))
+        found.append(_LevelOfOneWorker(again, names, anywhere).of_units(count, seconds))
+    return list(zip(*found, strict=True)) if found else [()] * count
+
+
+def _seconds(program: Program, count: int) -> list[float]:
+    """Of backward, by unit."""
+    found = [0.0] * count
+    for node in _backward(program):
+        found[info(node).unit] += info(node).seconds or 0.0
+    return found
+
+
+def _backward(program: Program) -> Iterable[fx.Node]:
+    return (node for node in program if info(node).phase != "F")
+
+
+@dataclass(frozen=True)
+class _LevelOfOneWorker:
+    """One level of a program on one worker, after `rematerialize`.
+
+    Attributes:
+        names: what backward computes again of forward.
+        anywhere: what counts as neither saved nor sent: masks, casts of weights.
+    """
+
+    program: Program
+    names: frozenset[str]
+    anywhere: frozenset[str]
+
+    def of_units(self, count: int, seconds: Sequence[float]) -> list[SavingLevel]:
+        """Each unit's; `seconds` are those of backward if nothing is computed again."""
+        saved, made, deferred, alive = ([0.0] * count for _ in range(4))
+        inputs = {b.node for b in self.program.batch if b.node}
+        for memory, readers in self._readers().items():
+            size = size_of(value(memory))
+            if memory.op == "placeholder":
+                is_saved = memory.name in inputs
+            else:
+                is_saved = info(memory).phase == "F" and memory.name not in self.anywhere
+            if is_saved:
+                saved[max(info(n).unit for n in readers)] += size
+            elif self._is_chosen(memory):
+                own = [n for n in readers if not self._is_chosen(n)]
+                made[info(memory).unit] += size if own else 0.0
+                deferred[info(memory).unit] += size if any(info(n).weight for n in own) else 0.0
+        for unit, held in self._held():
+            alive[unit] = max(alive[unit], held)
+        now = _seconds(self.program, count)
+        again = [1e3 * max(after - before, 0.0) for after, before in zip(now, seconds, strict=True)]
+        return [SavingLevel(*row) for row in zip(saved, again, made, alive, deferred, strict=True)]
+
+    def _readers(self) -> dict[fx.Node, list[fx.Node]]:
+        """The calls of backward that read a value or a view of it."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in _backward(self.program):
+            for source in node.all_input_nodes:
+                found.setdefault(memory_of(source), []).append(node)
+        return found
+
+    def _is_chosen(self, node: fx.Node) -> bool:
+        return node.meta.get(AGAIN) in self.names
+
+    def _held(self) -> Iterable[tuple[int, float]]:
+        """For each call of backward its unit, and how much that was computed again is there; copies are for the next
+        call that is none."""
+        calls = list(_backward(self.program))
+        last: dict[fx.Node, int] = {}
+        for i, node in enumerate(calls):
+            last.update((memory_of(source), i) for source in node.all_input_nodes)
+        ending: dict[int, float] = {}
+        now = most = 0.0
+        for i, node in enumerate(calls):
+            if self._is_chosen(node):
+                if memory_of(node) is node and hasattr(value(node), "dtype") and node in last:
+                    now += size_of(value(node))
+                    ending[last[node]] = ending.get(last[node], 0.0) + size_of(value(node))
+                most = max(most, now)
+            else:
+                yield info(node).unit, max(most, now)
+                most = 0.0
+            now -= ending.pop(i, 0.0)

@@ -1,0 +1,279 @@
+"""recompute: choose what each worker's backward computes again of its own forward, so that what is saved fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from fxpipe.passes.analysis.keep_or_repeat import Item, KeepOrRepeat
+from fxpipe.passes.analysis.left_values import LeftValues, left_values, memory_of
+from fxpipe.passes.rematerialize import Kinds, Rematerialize, reads_again
+from torch import fx
+
+from fxpipe.ir.aten import is_view
+from fxpipe.ir.program import AGAIN, Again, Level, Program, info, size_of, value
+from fxpipe.ir.transform import Pass
+
+CUTS = 8
+"""How many minimum cuts a worker chooses from, at most."""
+
+STEPS = 16
+"""Into how many choices the way from one minimum cut to the next is divided."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a worker may keep between the actions of microbatches.
+
+    Attributes:
+        bytes: for what is saved and deferred of all microbatches, and what one of them has computed again; inf for no
+            limit.
+        moments: how many microbatches are between F and B, and between B and W, at the fullest moments.
+    """
+
+    bytes: float = math.inf
+    moments: tuple[tuple[int, int], ...] = ((1, 0),)
+
+    def filled(self, left: LeftValues) -> float:
+        """The bytes of `left`, at the fullest moment."""
+        kept = max(waiting * left.saved + later * left.deferred for waiting, later in self.moments)
+        return kept + left.repeated
+
+
+LEAST = Room(-1.0)
+"""Room for nothing: what takes the fewest bytes of each microbatch, at any time."""
+
+
+@dataclass(frozen=True)
+class Recompute(Pass):
+    """Say which forward values the same worker's backward computes again: the least time that fits.
+
+    The choices of a worker are minimum cuts of its part of the graph (`analysis/keep_or_repeat.py`), from saving all
+    that backward reads to keeping hardly more than what enters the worker; between two of them, the later one for what
+    comes last in forward and the earlier one for the rest (of blocks that are alike, a minimum cut takes all or none).
+    What is random, and a buffer's new value, is never computed again. `rematerialize` makes the copies.
+
+    Fields:
+        rooms: of each worker; with `LEAST`, it keeps the fewest bytes.
+        known: in place of rooms: what each worker's backward computes again of a program whose nodes have these names.
+
+    Before: again = ()                     After: again = (Again(("gelu", "addmm"), 2e-3, 65536), Again())
+    """
+
+    name: ClassVar[str] = "recompute"
+    requires: ClassVar[Level] = Level.PLACED
+    provides: ClassVar[Level] = Level.PLACED
+
+    rooms: tuple[Room, ...] = ()
+    known: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)
+
+    def __call__(self, program: Program) -> Program:
+        plain = Rematerialize()(program)
+        before = left_values(plain)
+        if self.known:
+            named = replace(program, again=tuple(Again(names) for names in self.known))
+            after = left_values(Rematerialize()(named))
+            return replace(program.copy(), again=tuple(map(_again, self.known, before, after)))
+        workers = range(len(self.rooms))
+        tight = [k for k in workers if self.rooms[k].filled(before[k]) > self.rooms[k].bytes]
+        if not tight:
+            return program.copy()
+        choices = {k: Choices(program, plain, k) for k in tight}
+        found = _TriedChoices(program, choices)
+        taken = _places(found, {k: self.rooms[k] for k in tight})
+        left = found.left(taken)
+        again = [Again()] * len(self.rooms)
+        for k in tight:
+            names = choices[k].names(taken[k])
+            values = tuple(node.name for node in choices[k].nodes if node.name in names)
+            again[k] = _again(values, before[k], left[k])
+        return replace(program.copy(), again=tuple(again))
+
+
+def _again(values: tuple[str, ...], before: LeftValues, after: LeftValues) -> Again:
+    """What a choice takes and saves, by what is left without it and with it."""
+    if not values:
+        return Again()
+    return Again(values, max(after.seconds - before.seconds, 0.0), before.saved - after.saved)
+
+
+def _places(search: _TriedChoices, rooms: dict[int, Room]) -> dict[int, int]:
+    """For each worker, the fastest of its choices that fits; the smallest if none does."""
+    low = dict.fromkeys(rooms, 0)
+    high = {k: search.choices[k].last for k in rooms}
+    tried: dict[int, dict[int, LeftValues]] = {k: {} for k in rooms}
+
+    def look(places: dict[int, int]) -> None:
+        for k, left in search.left(places).items():
+            tried[k][places[k]] = left
+
+    look(low)  # of one microbatch at a time, nothing is smaller than to save all
+    look(high)
+    while any(low[k] < high[k] for k in rooms):  # all workers at once: a look takes a pass over the whole graph
+        middle = {k: (low[k] + high[k]) // 2 for k in rooms}
+        look(middle)
+        for k, room in rooms.items():
+            if low[k] == high[k]:
+                continue
+            if room.filled(tried[k][middle[k]]) <= room.bytes:
+                high[k] = middle[k]
+            else:
+                low[k] = middle[k] + 1
+    return {k: _best(room, tried[k]) for k, room in rooms.items()}
+
+
+def _best(room: Room, tried: dict[int, LeftValues]) -> int:
+    """The fastest place that fits; the smallest if none does."""
+    fitting = [place for place, left in tried.items() if room.filled(left) <= room.bytes]
+    if fitting:
+        return min(fitting, key=lambda place: tried[place].seconds)
+    if room == LEAST:
+        return min(tried, key=lambda place: tried[place].saved)
+    return min(tried, key=lambda place: room.filled(tried[place]))
+
+
+class _TriedChoices:
+    """What workers leave with one of their choices each."""
+
+    def __init__(self, program: Program, choices: dict[int, Choices]) -> None:
+        self.program = program
+        self.choices = choices
+        self.workers = program.cuts.workers if program.cuts else 0
+
+    def left(self, places: dict[int, int]) -> dict[int, LeftValues]:
+        """By worker, what its forward leaves with the choice at its place."""
+        again = [Again()] * self.workers
+        for k, place in places.items():
+            again[k] = Again(tuple(self.choices[k].names(place)))
+        found = left_values(Rematerialize()(replace(self.program, again=tuple(again))))
+        return {k: found[k] for k in places}
+
+
+class Choices:
+    """What one worker's backward can compute again, from nothing to as much as it can.
+
+    Args:
+        program: PLACED, with costs.
+        plain: the same after `rematerialize`, which has chosen nothing: what its backwards read of forward is needed.
+        worker: whose.
+        most: of minimum cuts.
+    """
+
+    def __init__(self, program: Program, plain: Program, worker: int, most: int = CUTS) -> None:
+        self.nodes, items = _items(program, plain, worker)
+        self._sets = [point.repeated for point in KeepOrRepeat(items).hull(most)] if items else [frozenset[int]()]
+        self._places = {node: v for v, node in enumerate(self.nodes)}
+        self._views = [is_view(node) for node in self.nodes]
+        self.last = STEPS * (len(self._sets) - 1)
+
+    def names(self, place: int) -> frozenset[str]:
+        """The choice at a place from 0 to `last`: of each two minimum cuts, more and more of the second one."""
+        step, share = divmod(place, STEPS)
+        repeated = self._sets[step]
+        if share:
+            changed = sorted(repeated ^ self._sets[step + 1])
+            taken = set(changed[len(changed) - len(changed) * share // STEPS :])
+            repeated = repeated ^ taken
+        return frozenset(self.nodes[v].name for v in repeated if not self._is_kept_view(v, repeated))
+
+    def _is_kept_view(self, v: int, repeated: frozenset[int]) -> bool:
+        """Whether it is a view of what is kept: keeping it, too, takes nothing."""
+        if not self._views[v]:
+            return False
+        memory = memory_of(self.nodes[v])
+        at = self._places.get(memory)
+        return memory is not self.nodes[v] and at is not None and at not in repeated
+
+
+def _items(program: Program, plain: Program, worker: int) -> tuple[list[fx.Node], list[Item]]:
+    """What the worker's backward reads of its forward, and what that is made of; the items, by node."""
+    kinds = Kinds(program)
+    names = {node.name: node for node in program.graph.nodes}
+    needed, copied = _read_later(plain, worker)
+    place: dict[fx.Node, int] = {}
+    nodes: list[fx.Node] = []
+    items: list[Item] = []
+    stack = [(names[name], False) for name in sorted(needed)]
+    while stack:
+        node, is_ready = stack.pop()
+        if node in place or _is_there(node, kinds, worker):
+            continue
+        again = _seconds(node, kinds, worker, copied)
+        inputs = reads_again(node) if math.isfinite(again) else []
+        if not is_ready:
+            stack.append((node, True))
+            stack.extend((n, False) for n in inputs)
+            continue
+        place[node] = len(nodes)
+        nodes.append(node)
+        wanted = node.name in needed
+        read = tuple(sorted({place[n] for n in inputs if n in place}))
+        items.append(Item(again, _bytes(node, kinds, worker, wanted), read, wanted))
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    return _in_order(nodes, items, order)
+
+
+def _in_order(
+    nodes: Sequence[fx.Node], items: Sequence[Item], order: dict[fx.Node, int]
+) -> tuple[list[fx.Node], list[Item]]:
+    """The items in the order of the graph."""
+    ranks = sorted(range(len(nodes)), key=lambda v: order[nodes[v]])
+    new = {v: i for i, v in enumerate(ranks)}
+    return (
+        [nodes[v] for v in ranks],
+        [replace(items[v], inputs=tuple(sorted(new[u] for u in items[v].inputs))) for v in ranks],
+    )
+
+
+def _read_later(plain: Program, worker: int) -> tuple[set[str], set[str]]:
+    """What the worker's backward reads of forward, and what it computes again in any case."""
+    needed: set[str] = set()
+    copied: set[str] = set()
+    for node in plain:
+        if info(node).worker != worker or info(node).phase == "F":
+            continue
+        if AGAIN in node.meta:
+            copied.add(node.meta[AGAIN])
+        needed.update(n.name for n in _of_forward(node, plain))
+    return needed, copied
+
+
+def _of_forward(node: fx.Node, program: Program) -> Iterator[fx.Node]:
+    tables = {p.node for p in program.parameters}
+    for source in node.all_input_nodes:
+        if source.op == "placeholder":
+            if source.name not in tables:
+                yield source
+        elif info(source).phase == "F":
+            yield source
+
+
+def _is_there(node: fx.Node, kinds: Kinds, worker: int) -> bool:
+    """Whether backward has it without its forward keeping it: weights, constants, masks of other workers."""
+    if node.op == "placeholder":
+        return node.name not in kinds.inputs and node.name not in kinds.updated
+    return kinds.is_made_anywhere(node, worker)
+
+
+def _seconds(node: fx.Node, kinds: Kinds, worker: int, copied: set[str]) -> float:
+    """What computing it again adds; inf if it cannot be."""
+    if node.op == "placeholder" or info(node).worker != worker or kinds.only_once(node):
+        return math.inf
+    return 0.0 if node.name in copied else info(node).seconds or 0.0
+
+
+def _bytes(node: fx.Node, kinds: Kinds, worker: int, needed: bool) -> float:
+    """What keeping it takes; inf where rules of `rematerialize` or its own form forbid it."""
+    if node.op == "placeholder" or info(node).worker != worker:
+        return size_of(value(node))
+    if not hasattr(value(node), "dtype"):  # a tuple: its elements are kept
+        return math.inf
+    if kinds.only_once(node):
+        return size_of(value(node))
+    if node in kinds.weights or memory_of(node) is not node:
+        return math.inf
+    if info(node).region is not None and not needed:
+        return math.inf
+    return size_of(value(node))

@@ -1,0 +1,252 @@
+"""Saved values that are computed again: the same numbers under every schedule and policy, in less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from as_eager import equals_eager, optimizer
+from cached import captured, cuts, lowered
+from covering import covering
+from random_cuts import random_cuts
+from small_models import CASES
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.build.build import Build
+from fxpipe.errors import CutError
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.shapes import again_like
+from fxpipe.plan.cost_records import OptimizerCosts
+from fxpipe.plan.spec import PHASES
+from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.partition import TooLittleMemory, of_cuts
+from fxpipe.policy.recipe import choose
+from fxpipe.task.step_hooks import StepHooks
+
+SYNCHRONOUS = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
+NAMES = [name for name in CASES if name != "gpt-dropout"]
+POLICIES = ["stash", "spectrain+ef", "pipeoptim", "vertical", "latest"]
+
+
+def trained(build: Build, name: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of some steps, and the state after them."""
+    batches = captured(name, build.plan.microbatches)[0].batches(4)
+    pipeline = build.local(optimizer=optimizer, **options)
+    losses = [float(loss) for loss in pipeline.run(batches)]
+    return losses, pipeline.state_dict()
+
+
+def are_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert found[0] == expected[0]
+    assert len(set(found[0])) == 4
+    assert found[1].keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        assert torch.equal(found[1][name], tensor), name
+
+
+def again(build: Build) -> int:
+    """How many values are computed again."""
+    return sum(len(stage.again) for stage in build.plan.stages)
+
+
+def short(name: str, share: float, workers: int, microbatches: int, **options: Any) -> Build:
+    """The build for workers whose memory leaves a share of the room that saved values would take."""
+    plain = lowered(name, microbatches, workers=workers, **options)
+    assert plain.profile is not None
+    asked = CompileOptions(workers=workers, microbatches=microbatches, schedule=plain.plan.schedule)
+    setting = asked.setting("cpu", OptimizerCosts(plain.costs.optimizer_bytes, 0.0))
+    where = Cuts.of(plain.plan)
+    loads = of_cuts(plain.profile, setting.workers(workers), where.forward, where.backward, where.weights).loads
+    memory = [load.memory - (1 - share) * load.values for load in loads]
+    return lowered(name, microbatches, workers=workers, memory=memory, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "where"),
+    covering(NAMES, SYNCHRONOUS, [(2, 1), (3, 0), (3, -1), (4, 0), (4, 1)], strength=1),
+)
+def test_it_equals_eager(name: str, schedule: str, where: tuple[int, int]) -> None:
+    workers, shift = where
+    build = lowered(name, 4, workers=workers, schedule=schedule, recompute="full", **cuts(CASES[name], workers, shift))
+    assert again(build)
+    equals_eager(name, 3, build)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "schedule", "where"),
+    covering(NAMES, SYNCHRONOUS, [(2, 0), (2, 1), (3, 0), (3, 1), (3, -1), (4, 0)], strength=2),
+)
+def test_every_pair_equals_eager(name: str, schedule: str, where: tuple[int, int]) -> None:
+    test_it_equals_eager(name, schedule, where)
+
+
+@pytest.mark.parametrize(("name", "schedule", "workers"), covering(list(CASES), SYNCHRONOUS, [2, 3, 4], strength=1))
+def test_any_legal_cuts_have_the_same_bits(name: str, schedule: str, workers: int) -> None:
+    """Forward, backward and weight gradients cut apart, parts empty, mismatched runs recomputed, dropout."""
+    where = random_cuts(name, workers, seed=4)
+    plain, full = (
+        lowered(name, 4, workers=workers, schedule=schedule, cuts=where, recompute=level) for level in ("none", "full")
+    )
+    are_equal(trained(full, name), trained(plain, name))
+
+
+@pytest.mark.parametrize("name", ["gpt-dropout", "conv"])
+def test_schedules_and_levels_have_the_same_bits(name: str) -> None:
+    """Random numbers are saved; batch norm updates its statistics once."""
+    where = cuts(CASES[name], 3, 0)
+    builds = [
+        lowered(name, 4, workers=3, schedule=schedule, split_backward=True, recompute=level, **where)
+        for schedule, level in [("1f1b", "none"), *((schedule, "full") for schedule in SYNCHRONOUS)]
+    ]
+    first, *others = (trained(build, name) for build in builds)
+    for other in others:
+        are_equal(other, first)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h2"])
+def test_part_of_it_has_the_same_bits(schedule: str) -> None:
+    name, where = "gpt-dropout", cuts(CASES["gpt-dropout"], 3, 0)
+    plain = lowered(name, 4, workers=3, schedule=schedule, **where)
+    full = lowered(name, 4, workers=3, schedule=schedule, recompute="full", **where)
+    part = short(name, 0.3, 3, 4, schedule=schedule, **where)
+    assert 0 < again(part) < again(full)
+    are_equal(trained(part, name), trained(plain, name))
+
+
+@pytest.mark.parametrize(("name", "policy"), covering(["gpt", "lstm", "conv"], POLICIES, strength=1))
+def test_under_async_backward_reads_what_its_policy_gives_it(name: str, policy: str) -> None:
+    """What it computes again has the versions of all that it reads."""
+    build = lowered(name, 2, workers=3, policy=policy, recompute="full", **cuts(CASES[name], 3, 0))
+    demand = choose(build.plan, "async", policy).demand
+    lags: dict[tuple[int, str], set[tuple[int, ...]]] = {}
+    for worker in range(3):
+        for phase in PHASES[1:]:
+            for reading in demand.readings(worker, phase):
+                for parameter in reading.names:
+                    lags.setdefault((worker, parameter), set()).add(tuple(reading.lags))
+    assert all(len(found) == 1 for found in lags.values())
+    losses = build.local(optimizer=optimizer).run(captured(name, 2)[0].batches(8))
+    assert losses[-1] < 2 * losses[0]
+
+
+@pytest.mark.parametrize("policy", ["stash", "vertical"])
+def test_where_backward_has_its_forwards_weights_async_has_the_same_bits(policy: str) -> None:
+    where = cuts(CASES["gpt-dropout"], 3, 0)
+    plain, full = (
+        lowered("gpt-dropout", 2, workers=3, policy=policy, recompute=level, **where) for level in ("none", "full")
+    )
+    are_equal(trained(full, "gpt-dropout"), trained(plain, "gpt-dropout"))
+
+
+def left_bytes(build: Build, name: str) -> list[int]:
+    """The bytes that each worker's forward has left for a microbatch, views of one memory once."""
+    found = [0] * build.plan.workers
+    pipeline = build.local(optimizer=optimizer)
+    for executor in pipeline.executors:
+        run_forward = executor._run_forward
+
+        def measured(stage: Any, action: Any, leaves: Any, executor: Any = executor, run: Any = run_forward) -> Any:
+            result = run(stage, action, leaves)
+            values = executor._left[action.minibatch, action.microbatch].values
+            sizes = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}
+            found[executor.worker] = sum(sizes.values())
+            return result
+
+        executor._run_forward = measured
+    pipeline.step(captured(name, build.plan.microbatches)[0].batches(1)[0])
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt", "conv", "function", "lstm"])
+def test_what_forwards_leave_is_what_the_table_says(name: str) -> None:
+    where = cuts(CASES[name], 3, 0)
+    plain, full = (lowered(name, 2, workers=3, schedule="1f1b", recompute=level, **where) for level in ("none", "full"))
+    for build in (plain, full):
+        assert left_bytes(build, name) == pytest.approx([row.saved_bytes for row in build.workers], rel=0.02)
+    assert sum(left_bytes(full, name)) < sum(left_bytes(plain, name)) / 2
+
+
+def test_a_plan_fits_because_of_it() -> None:
+    """The planner refuses without it, and finds cuts with it, whose workers fit."""
+    options: dict[str, Any] = {"workers": 2, "schedule": "gpipe", "cuts": "same"}
+    free = lowered("gpt", 8, size=32, **options)
+    needed = [load.memory for load in free.costs.partitions[-1].loads]
+    memory = [0.7 * max(needed)] * 2
+    with pytest.raises(TooLittleMemory) as refused:
+        lowered("gpt", 8, size=32, memory=memory, recompute="none", **options)
+    assert "--recompute auto" in str(refused.value.hint)
+    build = lowered("gpt", 8, size=32, memory=memory, **options)
+    loads = build.costs.partitions[-1].loads
+    assert all(load.memory <= memory[0] for load in loads)
+    assert again(build)
+    for row, load in zip(build.workers, loads, strict=True):
+        assert 8 * row.saved_bytes <= memory[0] - (load.memory - load.values)
+        assert row.again <= 1.2 * load.recompute + 1e-9
+
+
+def test_enough_memory_computes_nothing_again() -> None:
+    where = cuts(CASES["gpt"], 2, 0)
+    plain = lowered("gpt", 4, schedule="1f1b", **where)
+    roomy = lowered("gpt", 4, schedule="1f1b", memory=[1e9, 1e9], **where)
+    assert roomy.files == plain.files
+
+
+def test_it_is_in_the_code_once_and_said() -> None:
+    build = lowered("function", 2, workers=2, schedule="zb-h1", recompute="full", **cuts(CASES["function"], 2, 0))
+    source = build.files["stage_0.py"]
+    row, stage = build.workers[0], build.plan.stages[0]
+    assert f"again     {len(stage.again)} values of its own forward, to save {row.spared_bytes:,} bytes" in source
+    forward, later = source.split("def backward")
+    backward, weights = later.split("def weights")
+    assert "# again, to save memory: " in backward
+    for name in stage.again:
+        made = [line for line in source.splitlines() if line.strip().startswith(f"{name}_again = ")]
+        assert len(made) <= 1, "once, in whichever comes first"
+    assert "_again = " not in forward
+    assert any(f" {name}_again" in weights for name in stage.again), "handed through"
+
+
+def test_batches_of_another_shape_compute_the_same_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.3))
+    batches = [torch.randn(4, length, 4) for length in (3, 5, 3, 5)]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    options: dict[str, Any] = {
+        **{"workers": 2, "schedule": "1f1b", "microbatches": 2, "cost": "analytic", "forward_at": ["2"]},
+    }
+    plain = fxpipe.compile(model, loss, batches[0], **options, shapes=batches[1:2])
+    both = fxpipe.compile(model, loss, batches[0], **options, shapes=batches[1:2], recompute="full")
+    for plan in both.plan.of_shapes:
+        assert [stage.again for stage in plan.stages] == [stage.again for stage in both.plan.stages]
+        assert all(stage.again for stage in plan.stages)
+    saved = [[len(stage.forward.saved) for stage in plan.stages] for plan in both.plan.of_shapes]
+    assert saved[0] == saved[1]
+    first = fxpipe.compile(model, loss, batches[0], **options, recompute="full")
+    later = first.with_shape_of(batches[1], StepHooks(lambda: model, loss, same=True))
+    for one, other in zip(later.plan.shapes[0].stages, both.plan.shapes[0].stages, strict=True):
+        assert (one.again, one.parts) == (other.again, other.parts)
+    loaded = fxpipe.load(both.save(tmp_path / "build").folder)
+    losses = [build.local(optimizer=optimizer).run(batches) for build in (plain, both, loaded, later)]
+    assert losses[1:] == [losses[0]] * 3
+
+
+def test_a_wrong_level_is_refused() -> None:
+    with pytest.raises(CutError, match="recompute='some' is none of none, auto, full"):
+        lowered("gpt", recompute="some")
+
+
+def test_names_that_a_shape_does_not_have_are_left_out() -> None:
+    """A plan may name what the step of another shape has not."""
+    build = lowered("gpt", 2, schedule="1f1b", recompute="full", **cuts(CASES["gpt"], 2, 0))
+    stages = tuple(replace(stage, again=("not_there", *stage.again)) for stage in build.plan.stages)
+    found = again_like(replace(build.plan, stages=stages), captured("gpt", 2)[2])
+    assert all("not_there" not in names for names in found)
+    assert any(found)
