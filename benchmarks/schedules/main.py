@@ -29,6 +29,7 @@ FXPIPE = {
     "fxpipe 1f1b": ("--schedule", "1f1b"),
     "fxpipe zb-h1": ("--schedule", "zb-h1"),
     "fxpipe zb-h2": ("--schedule", "zb-h2"),
+    "fxpipe zb-v": ("--schedule", "zb-v"),
     "fxpipe auto": ("--schedule", "auto", "--synchronous"),
 }
 AUTO = "fxpipe auto"
