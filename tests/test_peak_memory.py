@@ -21,7 +21,7 @@ from tracked_runs import tracked_peaks
 
 import fxpipe
 from fxpipe.policy.recipe import choose
-from fxpipe.simulator.memory import filling, peak_bytes
+from fxpipe.simulator.memory import filling, peak_bytes, process_peaks
 
 TOLERANCE = 0.05
 
@@ -211,6 +211,27 @@ def test_the_peak_is_the_forecast(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", SLOW, ids=str)
 def test_every_peak_is_its_forecast(case: Case, tmp_path: Path) -> None:
     _check(case, tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
+def test_the_peak_of_a_process_with_several_workers(schedule: str, tmp_path: Path) -> None:
+    """While one of them acts, the others hold what they left."""
+    make, batch = MODELS["gpt"]
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "optimizer": OPTIMIZERS["momentum"]}
+    build = fxpipe.compile(make(False), _loss, batch(0), workers=2, cost="analytic", **options)
+    build.save(tmp_path / "build")
+    demand = choose(build.plan).demand
+    expected = process_peaks(build.plan, build.costs, demand)
+    alone = peak_bytes(build.plan, build.costs, demand)
+    for rank, peak in enumerate(expected):
+        own = [alone[worker] for worker in build.plan.hosted(rank)]
+        assert max(own) < peak < sum(own)
+    found = tracked_peaks(tmp_path / "build", batch, OPTIMIZERS["momentum"], filling(demand) + 1)
+    if schedule == "interleaved":
+        assert found == pytest.approx(expected, rel=TOLERANCE)
+    else:  # at the turn of a V, messages stay within the process, and the forecast has them travel
+        assert all(peak <= most * (1 + TOLERANCE) for peak, most in zip(found, expected, strict=True))
 
 
 def test_checkpointing_lowers_the_forecast() -> None:

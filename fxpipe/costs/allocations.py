@@ -16,7 +16,7 @@ class TrackedAllocations(TorchDispatchMode):
 
         with TrackedAllocations() as memory:
             train()
-        print(memory.peak)
+        most = memory.peak
 
     Views share the memory of their base, which counts once. What an operator allocates for itself alone while it runs
     is not seen, nor what no operator touches.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fxpipe.errors import CutError, ProfileError
+from fxpipe.errors import CutError, ProfileError, ScheduleError
 from fxpipe.planner.candidates import MODES
 from fxpipe.planner.partition import BUDGET, Partition, TooLittleMemory, fits, partitions
 from fxpipe.planner.profile import Profile
@@ -32,12 +32,14 @@ def advised_partitions(
     try:
         return partitions(profile, workers, modes, say, budget)
     except TooLittleMemory as error:
-        if len(set(workers.memory)) > 1 or len(set(workers.speeds)) > 1:
+        if len(set(setting.memory)) > 1 or len(set(setting.speeds)) > 1:
             error.hint = "give that worker more, or use more workers"
             raise
-        enough = f"give every worker {size(error.share * workers.memory[0], enough=True)}"
+        enough = f"give every worker {size(error.share * setting.memory[0], enough=True)}"
         more = _enough_workers(profile, setting, count, say)
-        error.hint = f"{enough}, or use -n {more}" if more else f"{enough}; more workers alone do not help"
+        several = setting.schedule_of(count).several
+        alone = "" if several else "; more workers alone do not help"
+        error.hint = f"{enough}, or use -n {more}" if more else f"{enough}{alone}"
         if setting.recompute == "none":
             error.hint += "; or let backwards compute values again (--recompute auto)"
         raise
@@ -50,12 +52,14 @@ def _enough_workers(
     say: Callable[[str], None],
 ) -> int | None:
     """The smallest number of workers that fits, among the next few and a few larger ones."""
+    if setting.schedule_of(count).several:
+        return None  # of these, a process has some: what more of them would do is another question
     tried = sorted({count + more for more in _TRIED} | {count * times for times in _TRIED[1:]})
     for more in tried:
         say(f"does it fit {more} workers?")
         try:
             if fits(profile, setting.workers(more)):
                 return more
-        except (CutError, ProfileError):  # there are no links for that many
+        except (CutError, ProfileError, ScheduleError):  # there are no links, or there is no such placement
             return None
     return None

@@ -66,7 +66,8 @@ def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand, ratio: float = 1.0
 def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
     """The most that each process holds at once, with all its workers: of one worker, that of `peak_bytes`.
 
-    While one of its workers acts, the others hold what their last action has left.
+    While one of its workers acts, the others hold what their last action has left. Messages between them count as if
+    they travelled, at both ends, though they stay where they are: at the turn of a V that is more than is needed.
     """
     stop, peaks = filling(demand), []
     for rank in range(plan.ranks):

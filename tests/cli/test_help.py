@@ -61,7 +61,7 @@ def test_every_option_is_explained(name: str) -> None:
     [
         (["compile"], "Missing argument 'MODEL'"),
         (["compile", "model.py", "-n", "0"], "0 is not in the range"),
-        (["compile", "model.py", "--schedule", "1f2b"], "'1f2b' is not one of"),
+        (["compile", "model.py", "--cuts", "some"], "'some' is not one of"),
         (["run", "build", "--stesp", "3"], "--steps"),
         (["run", "build", "--steps", "3", "--epochs", "1"], "--steps and --epochs exclude each other"),
         (["trian"], "No such command 'trian'"),
@@ -75,7 +75,15 @@ def test_a_wrong_request_exits_with_2(arguments: list[str], message: str) -> Non
     assert result.out == ""
 
 
-@pytest.mark.parametrize("arguments", [["compile", "nothing.py"], ["run", "nothing"], ["run", "nothing.py"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compile", "nothing.py"],
+        ["compile", "model.py", "--schedule", "1f2b"],
+        ["run", "nothing"],
+        ["run", "nothing.py"],
+    ],
+)
 def test_a_users_mistake_exits_with_1(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = fxpipe(*arguments)

@@ -57,11 +57,11 @@ def tracked_peaks(
     found: dict[int, int] = {}
     once = threading.Lock()
 
-    def tracked(plan: Any, executor: Any, *rest: Any) -> None:
+    def tracked(plan: Any, executors: Any, *rest: Any) -> None:
         with TrackedAllocations() as memory:
-            train(plan, executor, *rest)
+            train(plan, executors, *rest)
         with once:
-            found[executor.worker] = memory.peak
+            found[plan.rank_of(executors[0].worker)] = memory.peak
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strict_wires, "train", tracked)
@@ -69,4 +69,4 @@ def tracked_peaks(
         options = PipelineOptions(policy=policy)
         run = run_in_threads(folder, Batches(make, steps), optimizer, False, schedule, options=options)  # type: ignore[arg-type]
     assert not run.failures, run.failures
-    return [found[worker] for worker in range(len(found))]
+    return [found[rank] for rank in range(len(found))]
