@@ -79,7 +79,7 @@ def test_a_wrong_request_exits_with_2(arguments: list[str], message: str) -> Non
     "arguments",
     [
         ["compile", "nothing.py"],
-        ["compile", "model.py", "--schedule", "1f2b"],
+        ["compile", "model.py", "--schedule", "nothing"],
         ["run", "nothing"],
         ["run", "nothing.py"],
     ],
