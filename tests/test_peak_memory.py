@@ -234,6 +234,26 @@ def test_the_peak_of_a_process_with_several_workers(schedule: str, tmp_path: Pat
         assert all(peak <= most * (1 + TOLERANCE) for peak, most in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_the_peak_of_what_is_computed_again(model: str, schedule: str, tmp_path: Path) -> None:
+    """With `--recompute full`; of gpipe, which holds all microbatches, the peak falls."""
+    make, batch = MODELS[model]
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"workers": 2, "schedule": schedule, "microbatches": 4, "cost": "analytic"}
+    plain, full = (
+        fxpipe.compile(make(False), _loss, batch(0), recompute=level, optimizer=OPTIMIZERS["momentum"], **options)
+        for level in ("none", "full")
+    )
+    full.save(tmp_path / "build")
+    demand = choose(full.plan).demand
+    expected = peak_bytes(full.plan, full.costs, demand)
+    if schedule == "gpipe":
+        assert max(expected) < max(peak_bytes(plain.plan, plain.costs, choose(plain.plan).demand))
+    found = tracked_peaks(tmp_path / "build", batch, OPTIMIZERS["momentum"], filling(demand) + 1)
+    assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
 def test_checkpointing_lowers_the_forecast() -> None:
     peaks = []
     for again in (False, True):
