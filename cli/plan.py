@@ -261,7 +261,7 @@ def _print_partition(profile: Profile, partition: Partition) -> None:
             first, end = cuts[k], cuts[k + 1]
             row.append(f"{profile.units[first].name} ({end - first})" if end > first else "–")
         for value in (load.forward, load.backward, load.weight, load.update, load.recompute, load.exposed, load.total):
-            row.append(f"{value:.2f}")
+            row.append(f"{1e3 * value:.2f}")
         rows.append([*row, size(load.memory)])
     where = ["F from (units)", "B from", *(["W from"] if three else [])]
     echo(f"{partition.mode}, milliseconds a microbatch")

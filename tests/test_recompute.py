@@ -76,15 +76,6 @@ def test_it_equals_eager(name: str, schedule: str, where: tuple[int, int]) -> No
     equals_eager(name, 3, build)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "schedule", "where"),
-    covering(NAMES, SYNCHRONOUS, [(2, 0), (2, 1), (3, 0), (3, 1), (3, -1), (4, 0)], strength=2),
-)
-def test_every_pair_equals_eager(name: str, schedule: str, where: tuple[int, int]) -> None:
-    test_it_equals_eager(name, schedule, where)
-
-
 @pytest.mark.parametrize(("name", "schedule", "workers"), covering(list(CASES), SYNCHRONOUS, [2, 3, 4], strength=1))
 def test_any_legal_cuts_have_the_same_bits(name: str, schedule: str, workers: int) -> None:
     """Forward, backward and weight gradients cut apart, parts empty, mismatched runs recomputed, dropout."""

@@ -256,7 +256,7 @@ class RunOptions(PipelineOptions):
         False, "--keep-going", help="Train on when a loss is not finite, instead of ending with an error."
     )
     threads: int | None = option(
-        None, "--threads", minimum=1, maximum=MOST_THREADS, help="CPU threads of a worker. [default: cores / workers]"
+        None, "--threads", minimum=1, maximum=MOST_THREADS, help="CPU threads of a worker. [default: cores / processes]"
     )
     stall_timeout: float = option(
         60.0,

@@ -54,6 +54,14 @@ def test_messages_cost(profile: Path) -> None:
     assert slow["same"]["workers"][1]["exposed"] >= 2.0, "a worker in the middle waits for two messages"
 
 
+def test_the_table_has_milliseconds(profile: Path) -> None:
+    text = fxpipe("plan", profile, "-n", "2", "--no-communication", "--cuts", "same").out
+    first = next(line.split() for line in text.splitlines() if line.strip().startswith("worker 0"))
+    assert first[:4] == ["worker", "0", "u0", "(3)"]
+    assert first[6:8] == ["6.00", "9.00"]  # F of 1 + 2 + 3, B of 4 + 3 + 2
+    assert first[12] == "15.00"
+
+
 def test_table_and_speeds(profile: Path) -> None:
     result = fxpipe("plan", profile, "-n", "3", "--speed", "1,1,0.5", "--no-communication", "--cuts", "bidirectional")
     assert result.code == 0
