@@ -223,7 +223,11 @@ class CompileOptions:
         help="Run the step under torch.autocast; fp16 scales the loss in a run.",
     )
     threads: int | None = option(
-        None, "--threads", minimum=1, maximum=MOST_THREADS, help="CPU threads of one worker. [default: cores / processes]"
+        None,
+        "--threads",
+        minimum=1,
+        maximum=MOST_THREADS,
+        help="CPU threads of one worker. [default: cores / processes]",
     )
     backend: str = option(
         "eager",
