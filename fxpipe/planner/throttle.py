@@ -29,6 +29,8 @@ def read_throttle(text: str | None, workers: int) -> Links | None:
         links = Links(found.bandwidth, found.latency)
     else:
         rate, comma, delay = text.partition(",")
+        if rate.strip().replace(".", "", 1).isdigit():
+            raise ProfileError(f"--throttle {text}: the bandwidth has no unit", hint=f"give {EXAMPLES}")
         try:
             links = Links(quantity.bandwidth(rate), quantity.seconds(delay) if comma else 0.0)
         except ProfileError as error:

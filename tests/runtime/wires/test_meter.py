@@ -142,7 +142,7 @@ def test_a_throttle_of_a_file(tmp_path: Path) -> None:
         read_throttle(str(path), 3)
 
 
-@pytest.mark.parametrize("text", ["fast", "100Mbit,soon", "0Mbit", "missing.toml", ",20ms"])
+@pytest.mark.parametrize("text", ["fast", "100Mbit,soon", "0Mbit", "missing.toml", ",20ms", "2", "2,20ms"])
 def test_what_is_no_throttle(text: str) -> None:
     with pytest.raises(ProfileError):
         read_throttle(text, 2)
