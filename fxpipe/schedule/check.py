@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
@@ -100,17 +99,6 @@ def changes(schedule: Schedule, saved: float, deferred: float) -> dict[Phase, fl
     if schedule.weights_apart:
         return {"F": saved, "B": deferred - saved, "W": -deferred}
     return {"F": saved, "B": -saved}
-
-
-def kept(schedule: Schedule, worker: int, saved: float, deferred: float = 0.0) -> float:
-    """The most bytes that a worker keeps for microbatches between their actions, once the pipeline is full.
-
-    Args:
-        saved, deferred: as `changes` has them.
-    """
-    change = changes(schedule, saved, deferred)
-    row = schedule.until(worker, _full(schedule))
-    return max(accumulate(change[action.phase] for action in row))
 
 
 def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
