@@ -155,7 +155,8 @@ def _options_of(plan: Plan, folder: Path) -> CompileOptions:
     return CompileOptions(
         workers=plan.ranks,
         virtual=None if plan.rows else plan.workers // plan.ranks,
-        microbatches=plan.microbatches,
+        dp=plan.dp,
+        microbatches=plan.own_microbatches,
         microbatch_dims={leaf.name: leaf.dim for leaf in plan.given},
         constant_batch=[leaf.name for leaf in plan.given if leaf.tensor is None],
         schedule="\n".join(plan.rows) or plan.schedule,

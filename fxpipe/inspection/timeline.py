@@ -45,7 +45,7 @@ def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
         "samples_per_second": rate if period else None,  # JSON has no infinity
         "milliseconds": 1e3 * period,
         "bubble": steady.bubble,
-        "busy": [_share(scenario, k, subject.plan.microbatches, period) for k in range(subject.plan.workers)],
+        "busy": [_share(scenario, k, subject.plan.own_microbatches, period) for k in range(subject.plan.workers)],
     }
     shown, rows = _minibatches(subject), range(subject.plan.workers)
     memory = [
@@ -61,7 +61,7 @@ def _share(scenario: Scenario, worker: int, microbatches: int, period: float) ->
 
 def _minibatches(subject: Subject) -> int:
     """Enough to show the full pipeline, and no more than a page can hold."""
-    workers, each = subject.plan.workers, 4 * subject.plan.microbatches  # spans of a worker's minibatch, about
+    workers, each = subject.plan.workers, 4 * subject.plan.own_microbatches  # spans of a worker's minibatch, about
     return max(2, min(max(MINIBATCHES, workers + 4), SPANS // (workers * each)))
 
 

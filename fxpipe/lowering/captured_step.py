@@ -88,7 +88,7 @@ def _chosen(
         decided, without = _decided(options, [batch, *others], last)
         step = _captured(model, loss, batch, others, decided, say)
     except (BatchError, CaptureError) as error:
-        if decided is not None and decided.count == 1:
+        if decided is not None and decided.own_count == 1:
             raise
         step = _captured(model, loss, batch, others, options.of_microbatches(1), say)
         late = _late(step.options)

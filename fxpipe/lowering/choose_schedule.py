@@ -133,10 +133,10 @@ def counts_of(options: CompileOptions, batches: Sequence[Any]) -> tuple[int, ...
         return (options.microbatches,)
     try:
         dims = None if options.microbatch_dims is None else options.dims(batches[0])
-        samples = math.gcd(*(samples_of(batch, dims, options.constant_batch) for batch in batches))
+        samples = math.gcd(*(samples_of(batch, dims, options.constant_batch) for batch in batches)) // options.dp
     except BatchError:
         return (1,)
-    return microbatch_counts(options.workers, samples, question(options).schedules)
+    return microbatch_counts(options.workers, max(1, samples), question(options).schedules)
 
 
 def for_count(options: CompileOptions, count: int) -> CompileOptions:
@@ -166,7 +166,7 @@ def sized(
         options: with that number.
         profiles: with W in B, and with W apart.
     """
-    setting = replace(for_count(options, options.count).setting(device, optimizer), ratios=ratios)
+    setting = replace(for_count(options, options.own_count).setting(device, optimizer), ratios=ratios)
     return Sized(setting, *profiles, samples=samples, fixed=fixed)
 
 

@@ -77,6 +77,8 @@ class CompileOptions:
     Attributes:
         workers: how many processes a run has, each with a device. Each runs a worker, which has a stage.
         virtual: how many workers each process runs in turn: a stage for each. As the schedule has it where None.
+        dp: how many replicas each worker has: processes with the same stage and the same weights, which share each
+            minibatch's microbatches and add up their gradients.
         cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
             (weight gradients apart, too), or 'auto': bidirectional where they gain more than 2%. Or the cuts
             themselves, as unit numbers, instead of all choosing.
@@ -88,7 +90,8 @@ class CompileOptions:
         synchronous: train exactly as one worker would: only schedules with a flush. `compile(…, synchronous=True)`
             without a schedule takes the fastest of them.
         policy: where None, that of `fxpipe.policy.default_for`.
-        microbatches: how many make a minibatch; the step is captured on one of them. None: a divisor of the batch near
+        microbatches: how many make a minibatch, or, of replicas, the share of each; the step is captured on one of
+            them. None: a divisor of the batch near
             the number of workers, which is 1 for async and two workers; 1 for async, too, where microbatches would
             change the loss.
         microbatch_dims: along which dimension the leaves of a batch are cut into microbatches: in the place of every
@@ -138,6 +141,14 @@ class CompileOptions:
         maximum=MOST_WORKERS,
         help="Number of processes, each with a device; each runs a worker, which has a stage.",
     )
+    dp: int = option(
+        1,
+        "--dp",
+        minimum=1,
+        maximum=MOST_WORKERS,
+        metavar="R",
+        help="Replicas of every worker, which share its microbatches: a run has n times R processes.",
+    )
     cuts: Cuts | CutsMode = option(
         "auto",
         "--cuts",
@@ -175,7 +186,7 @@ class CompileOptions:
         "--microbatches",
         minimum=1,
         maximum=MOST_MICROBATCHES,
-        help="Pieces of a minibatch. [default: a divisor of the batch near -n; 1 for async with -n 2]",
+        help="Pieces of a minibatch, or of a replica's share of it. [default: a divisor of the batch near -n; 1 for async with -n 2]",
     )
     microbatch_dims: Any = option(
         None,
@@ -275,7 +286,12 @@ class CompileOptions:
 
     @property
     def count(self) -> int:
-        """How many microbatches a minibatch has."""
+        """How many microbatches a minibatch has, over all replicas."""
+        return self.own_count * self.dp
+
+    @property
+    def own_count(self) -> int:
+        """How many of them each replica does."""
         return 1 if self.microbatches is None else self.microbatches
 
     def dims(self, batch: Any) -> dict[str, int | None]:
@@ -374,7 +390,7 @@ class CompileOptions:
             ScheduleError: an unknown name, or it cannot have so many workers.
         """
         made = self.from_file
-        return make_schedule(self.schedule, self.stages, self.count, self.placement) if made is None else made
+        return make_schedule(self.schedule, self.stages, self.own_count, self.placement) if made is None else made
 
     def for_batches(self, batches: Sequence[Any]) -> CompileOptions:
         """With the number of microbatches decided where it is not asked: it divides all of these minibatches.
@@ -395,7 +411,8 @@ class CompileOptions:
             samples_of(batch, None if self.microbatch_dims is None else self.dims(batch), self.constant_batch)
             for batch in batches
         ]
-        return self.of_microbatches(kind.usual_microbatches(self.workers, math.gcd(*sizes)))
+        shares = max(1, math.gcd(*sizes) // self.dp)  # what replicas cannot share is refused with the batch
+        return self.of_microbatches(kind.usual_microbatches(self.workers, shares))
 
     def of_microbatches(self, count: int) -> CompileOptions:
         """With so many microbatches, also in the command that makes the build again."""
@@ -469,4 +486,5 @@ class CompileOptions:
             placement=schedule.placement if schedule.several else (),
             rows=schedule.lines if isinstance(schedule, RowsOfText) else (),
             recompute=self.recompute,
+            dp=self.dp,
         )

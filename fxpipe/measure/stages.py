@@ -190,7 +190,7 @@ class _Worker:
         That is when the worker's share of the budget is used, and at least two minibatches after the warm-up have been
         measured, by two microbatches each; if these are long, one minibatch by one microbatch.
         """
-        microbatches, workers = self.plan.microbatches, self.plan.workers
+        microbatches, workers = self.plan.own_microbatches, self.plan.workers
         share = BUDGET / workers
         # Without a flush: then the pipeline is full, and every kind of weights has been read.
         warm = 1 if self.recipe.schedule.synchronous else workers + 1

@@ -329,11 +329,39 @@ class Plan:
     weights_codec: str = ""
     placement: tuple[int, ...] = ()
     rows: tuple[str, ...] = ()
+    replicas: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
-        """How many processes a run has."""
+        """How many processes the pipeline has, each with one device; each has as many replicas as its workers."""
         return max(self.placement, default=self.workers - 1) + 1
+
+    @property
+    def dp(self) -> int:
+        """How many replicas each worker has."""
+        return self.replicas[0] if self.replicas else 1
+
+    @property
+    def processes(self) -> int:
+        """How many processes a run has: all replicas of all ranks."""
+        return self.ranks * self.dp
+
+    def seat(self, process: int) -> tuple[int, int]:
+        """The rank of a process of a run, and which of its replicas it is; those of one rank are next to each other."""
+        return divmod(process, self.dp)
+
+    def process_of(self, worker: int, replica: int) -> int:
+        """The process that has a replica of a worker."""
+        return self.rank_of(worker) * self.dp + replica
+
+    @property
+    def own_microbatches(self) -> int:
+        """How many microbatches of a minibatch each replica of a worker does."""
+        return self.microbatches // self.dp
+
+    def microbatch(self, own: int, replica: int) -> int:
+        """The number, in the whole minibatch, of a replica's own microbatch: replicas take them in turn."""
+        return own * self.dp + replica
 
     @property
     def virtual(self) -> bool:

@@ -34,6 +34,7 @@ class Setting:
         placement: the rank of each worker, if there are that many; else the schedule's usual one.
         rows: of a schedule that was read from a file, as `Plan.rows`.
         recompute: what backwards may compute again to save memory.
+        dp: how many replicas each worker has; `microbatches` are those of one.
     """
 
     schedule: str = "async"
@@ -48,6 +49,7 @@ class Setting:
     placement: tuple[int, ...] = ()
     rows: tuple[str, ...] = ()
     recompute: Recomputation = "none"
+    dp: int = 1
 
     def schedule_of(self, count: int) -> Schedule:
         """The schedule of `count` workers.

@@ -78,12 +78,12 @@ def of_plan(plan: Plan, name: str | None = None) -> Schedule:
     else:
         made = of_text(name)
     if made is None:
-        return make(name or plan.schedule, plan.workers, plan.microbatches, plan.placement)
+        return make(name or plan.schedule, plan.workers, plan.own_microbatches, plan.placement)
     placement = plan.placement or tuple(range(plan.workers))
     for what, found, wanted in (
         ("ranks", made.ranks, plan.ranks),
         ("stages", made.workers, plan.workers),
-        ("microbatches", made.microbatches, plan.microbatches),
+        ("microbatches", made.microbatches, plan.own_microbatches),
     ):
         if found != wanted:
             raise ScheduleError(f"the schedule is for {found} {what}, the build has {wanted}")

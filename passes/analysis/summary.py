@@ -92,7 +92,7 @@ class Traffic:
         written, filling = ReplicaMessages(demand), Filling()
         steady = 4 * plan.workers  # a version that no warm-up reads
         for edge in plan.edges:
-            self._add(edge.src, edge.dst, edge.sent.bytes * plan.microbatches)
+            self._add(edge.src, edge.dst, edge.sent.bytes * plan.own_microbatches)
         for owner in range(plan.workers):
             for reader in demand.readers(owner):
                 messages = demand.messages(owner, reader, steady, 0, None)

@@ -6,6 +6,7 @@ Gives the same bits as the distributed run: the same actions, versions, seeds an
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fxpipe.errors import RunError
 from fxpipe.files import replacing
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.spec import Plan
 from fxpipe.planner.throttle import read_throttle
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
@@ -29,6 +31,7 @@ from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, wr
 from fxpipe.runtime.process.own_loop import OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, restore, resumed_options
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
+from fxpipe.runtime.wires.collective import LocalCollective, LocalExchange
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -41,6 +44,15 @@ from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.metrics import named_numbers
+
+
+class _Seat:
+    """A replica of a worker, and where it is in its row."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.row: Iterator[Action] = iter(())
+        self.next = Action("F", 0)
 
 
 class LocalPipeline(OwnLoop):
@@ -61,6 +73,8 @@ class LocalPipeline(OwnLoop):
         epoch: how many steps an epoch has; asked if a scheduler must know, and the options do not say.
 
     Attributes:
+        executors: of replica 0, by worker.
+        every: those of all replicas.
         fed: how many minibatches it has had, with those before the checkpoint that it goes on from.
         shapes: of batches: those of the build, and those that are made for it on demand.
         checkpoints: what saves it; None if it is not to be saved.
@@ -90,9 +104,12 @@ class LocalPipeline(OwnLoop):
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        throttle = read_throttle(options.throttle, self.plan.ranks)
-        self._mailbox = Mailbox(self.plan.all_edges, throttle, self.recipe.demand, self.plan.placement)
-        self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
+        self.throttle = read_throttle(options.throttle, self.plan.ranks)
+        self._mailboxes = [
+            Mailbox(self.plan.all_edges, self.throttle, self.recipe.demand, self.plan.placement)
+            for _ in range(self.plan.dp)
+        ]
+        self._exchanges = [LocalExchange(self.plan.dp) for _ in range(self.plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
         self._synchronous = self.recipe.schedule.synchronous
@@ -105,37 +122,47 @@ class LocalPipeline(OwnLoop):
         plan, task, options = self.plan, self._task, self.options
         self.resumed = resumed
         self.fed = 0 if resumed is None else resumed.step
-        self.executors: list[Executor] = [
-            open_worker(
-                plan,
-                self.folder,
-                w,
-                self.recipe,
-                transport,
-                task,
-                options,
-                self.device,
-                self._keep_gradients,
-                self._out,
-                self.fed or None,
-                checkpoint,
+        several = plan.dp > 1
+        self._seats = [
+            _Seat(
+                open_worker(
+                    plan,
+                    self.folder,
+                    worker,
+                    self.recipe,
+                    LocalTransport(mailbox, worker),
+                    task,
+                    options,
+                    self.device,
+                    self._keep_gradients,
+                    self._out,
+                    self.fed or None,
+                    checkpoint,
+                    LocalCollective(self._exchanges[worker], replica) if several else None,
+                )
             )
-            for w, transport in enumerate(self.transports)
+            for replica, mailbox in enumerate(self._mailboxes)
+            for worker in range(plan.workers)
         ]
+        self.every = [seat.executor for seat in self._seats]
+        self.executors: list[Executor] = self.every[: plan.workers]
+        for executor in self.every if several else ():
+            executor.store.holds_back = True
         if self._epoch is not None:
-            tell_epoch(self.executors, self._epoch)
+            tell_epoch(self.every, self._epoch)
         self._minibatches = ShapedMinibatches(plan, self.folder, self.executors[0].buffers, task.loss_weight)
         self._shapes: dict[int, int] = {}
-        for executor in self.executors:
+        for executor in self.every:
             executor.shape_of = self._shapes.__getitem__
-        self._shards = [] if resumed is None else restore(self.executors, resumed)
-        self.shapes.attach(self.executors, self._minibatches)
+        self._shards = [] if resumed is None else restore(self.every, resumed)
+        self.shapes.attach(self.every, self._minibatches)
         self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self.executors, resumed, self._shards)
-        self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
+        self._leaves: dict[tuple[int, int], Sequence[Any]] = {}  # by minibatch and, of that, microbatch
         self._losses: dict[int, Tensor] = {}
+        self._unreported: deque[tuple[int, float | None, float | None]] = deque()
         self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
-        self._rows: list[Iterator[Action]] = []
-        self._mailbox.clear()
+        self._begun = False
+        self._clear()
         self._broken = False
         self._evaluation: LocalEvaluation | None = None
         self.callbacks: RunCallbacks | None = None
@@ -181,14 +208,14 @@ class LocalPipeline(OwnLoop):
         self._whole()
         minibatch = self.fed
         shape, parts = self._minibatches(batch, minibatch)
-        if not self._rows:
+        if not self._begun:
             self.begin()
         self._shapes[minibatch] = shape
         for microbatch, leaves in enumerate(parts):
             self._leaves[minibatch, microbatch] = leaves
         self.fed += 1
         self._pump()
-        version = min(executor.store.version for executor in self.executors)
+        version = min(executor.store.version for executor in self.every)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]
 
@@ -199,19 +226,19 @@ class LocalPipeline(OwnLoop):
 
     def flush(self) -> None:
         self._whole()
-        if not self._rows:
+        if not self._begun:
             return
         self._ending = True
-        for executor in self.executors:
+        for executor in self.every:
             executor.store.end(self.fed)
         self._pump()
         if self._in_flight:
             raise self._stuck()
-        self._mailbox.clear()
-        for executor in self.executors:
+        self._clear()
+        for executor in self.every:
             executor.store.flushed()
             executor.store.updater.take_rates(self.fed)
-        self._rows = []
+        self._begun = False
 
     def evaluate(self, batches: Iterable[Any] | EvaluationData) -> dict[str, float]:
         """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are.
@@ -232,7 +259,7 @@ class LocalPipeline(OwnLoop):
         given = batches
         data = EvaluationData(self.plan, lambda: given, self.options.seed, self._task.loss_weight)
         metrics = self.evaluation.run(data, self.fed)
-        for executor in self.executors:
+        for executor in self.every:
             executor.store.updater.evaluated(self.fed, metrics)
         return metrics
 
@@ -241,7 +268,7 @@ class LocalPipeline(OwnLoop):
         """The evaluators of all workers, loaded when they are first asked for."""
         if self._evaluation is None:
             self._evaluation = LocalEvaluation(
-                self.plan, self.folder, self.options.seed, self.executors, self._mailbox.throttle
+                self.plan, self.folder, self.options.seed, self.executors, self.throttle
             )
             self._evaluation.evaluated = self.fed
         return self._evaluation
@@ -309,84 +336,123 @@ class LocalPipeline(OwnLoop):
 
     def begin(self) -> None:
         """Begin with an empty pipeline, or go on with that of the checkpoint."""
-        self._ending = False
+        self._ending, self._begun = False, True
         resumed, shards = self.resumed, self._shards
         self.resumed, self._shards = None, []
-        schedule = self.recipe.schedule
-        if resumed is None:
-            self._rows = [self.recipe.segments.actions(schedule, w, self.fed) for w in range(self.plan.workers)]
-        else:
-            self._rows = [resumed.actions(self.recipe, w) for w in range(self.plan.workers)]
-        self._next = [next(row) for row in self._rows]
-        for worker, executor in enumerate(self.executors):
-            executor.reset()
-            begin_or_go_on(executor, resumed, shards[worker] if shards else [])
+        recipe, schedule = self.recipe, self.recipe.schedule
+        for place, seat in enumerate(self._seats):
+            worker = seat.executor.worker
+            if resumed is None:
+                seat.row = recipe.segments.actions(schedule, worker, self.fed)
+            else:
+                seat.row = resumed.actions(recipe, worker)
+            seat.next = next(seat.row)
+            seat.executor.reset()
+            begin_or_go_on(seat.executor, resumed, shards[place] if shards else [])
+
+    @property
+    def _here(self) -> Sequence[Executor]:
+        return self.every
+
+    def _clear(self) -> None:
+        """Forget all that is under way between workers."""
+        for mailbox in self._mailboxes:
+            mailbox.clear()
+        for exchange in self._exchanges:
+            exchange.clear()
 
     def _pump(self) -> None:
         """Let the workers act in turn, one action each, until none can."""
         self._broken = True
         with self._random_apart(any(executor.draws for executor in self.executors)):
             acted = True
-            while acted or self._mailbox.rest():
+            while acted or any([mailbox.rest() for mailbox in self._mailboxes]):
                 acted = False
-                for worker in range(self.plan.workers):
-                    acted |= self._act(worker)
+                for seat in self._seats:
+                    acted |= self._act(seat)
         self._broken = False
 
-    def _act(self, worker: int) -> bool:
-        if self.executors[worker].unsettled is not None:
-            return self._settle(worker)
-        if self.waits and self._evaluation is not None and self._evaluation.awaits(worker):
+    def _act(self, seat: _Seat) -> bool:
+        executor = seat.executor
+        worker, first = executor.worker, executor.replica == 0
+        if executor.unsettled is not None:
+            return self._settle(seat)
+        if self.waits and self._evaluation is not None and self._evaluation.awaits(executor):
             return False
-        while self._ending and self._next[worker].minibatch >= self.fed:
-            if self.executors[worker].store.version == self.fed:
+        while self._ending and seat.next.minibatch >= self.fed:
+            if executor.store.version == self.fed:
                 return False
-            self._next[worker] = next(self._rows[worker])
-        action = self._next[worker]
-        if not self._ready(worker, action):
+            seat.next = next(seat.row)
+        action = seat.next
+        if not self._ready(executor, action):
             return False
-        key = (action.minibatch, action.microbatch)
-        leaves = self._leaves.pop(key) if worker == 0 and action.phase == "F" else None
-        executor = self.executors[worker]
-        if self._evaluation is not None:
+        leaves = None
+        if worker == 0 and action.phase == "F":
+            leaves = self._leaves.pop((action.minibatch, self.plan.microbatch(action.microbatch, executor.replica)))
+        if self._evaluation is not None and first:
             self._evaluation.before(worker, action)
-        loss = executor.execute(action, leaves)
-        if loss is not None:
-            self._losses[action.minibatch] = loss
-            self._newest = (action.minibatch, loss)
-            if self.callbacks is not None:
-                self.callbacks.tell(action.minibatch, loss)
-        self._next[worker] = next(self._rows[worker])
-        if worker == 0 and self.recipe.schedule.updates(action):
-            reported = self._losses.pop(action.minibatch)
-            if self.report:
-                updater = executor.store.updater
-                value, metrics = named_numbers(reported, self.plan.metrics)
-                self.report(action.minibatch, value, updater.lr, updater.norm, metrics)
-        self._acted(worker)
+        self._heard_loss(executor, action.minibatch, executor.execute(action, leaves))
+        seat.next = next(seat.row)
+        if executor.unsettled is None or self.plan.dp == 1:
+            self._report(executor, action)
+            self._acted(executor)
         return True
 
-    def _settle(self, worker: int) -> bool:
+    def _settle(self, seat: _Seat) -> bool:
         """Make the update that waits for other workers, if what it waits for has arrived."""
-        executor = self.executors[worker]
+        executor = seat.executor
+        if executor.store.can_announce:
+            executor.announce()
+            return True
         if not executor.can_settle:
             return False
-        executor.settle()
-        self._acted(worker)
+        minibatch = executor.unsettled
+        assert minibatch is not None
+        self._heard_loss(executor, minibatch, executor.settle())
+        if self.plan.dp > 1:
+            self._report(executor, self.recipe.schedule.update_of(minibatch))
+        self._acted(executor)
         return True
 
-    def _acted(self, worker: int) -> None:
+    def _heard_loss(self, executor: Executor, minibatch: int, loss: Tensor | None) -> None:
+        if loss is not None and executor.replica == 0:
+            self._losses[minibatch] = loss
+            self._newest = (minibatch, loss)
+            if self.callbacks is not None:
+                self.callbacks.tell(minibatch, loss)
+            self._tell()
+
+    def _report(self, executor: Executor, action: Action) -> None:
+        """Report a minibatch that worker 0 has ended."""
+        if executor.worker == executor.replica == 0 and self.recipe.schedule.updates(action):
+            self._unreported.append((action.minibatch, executor.store.updater.lr, executor.store.updater.norm))
+            self._tell()
+
+    def _tell(self) -> None:
+        """Report the minibatches that worker 0 has ended and whose losses are known."""
+        while self._unreported and self._unreported[0][0] in self._losses:
+            minibatch, rate, norm = self._unreported.popleft()
+            reported = self._losses.pop(minibatch)
+            if self.report:
+                value, metrics = named_numbers(reported, self.plan.metrics)
+                self.report(minibatch, value, rate, norm, metrics)
+
+    def _acted(self, executor: Executor) -> None:
+        if executor.replica:
+            return
         evaluate = None if self._evaluation is None else self._evaluation.after
         executors, callbacks = self.executors, self.callbacks
-        between_actions([executors[worker]], executors, callbacks, self.checkpoints, evaluate, self.waits)
+        between_actions([executor], executors, callbacks, self.checkpoints, evaluate, self.waits)
 
-    def _ready(self, worker: int, action: Action) -> bool:
+    def _ready(self, executor: Executor, action: Action) -> bool:
         if action.minibatch >= self.fed:
             return False
-        executor, transport = self.executors[worker], self.transports[worker]
+        transport = executor.transport
+        assert isinstance(transport, LocalTransport)
         edges, replicas = executor.waits_for(action)
         return (
-            executor.heard(action)
+            (self.plan.dp > 1 or executor.heard(action))
+            and executor.can_begin(action)
             and all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges)
             and all(transport.arrived_weights(*key) for key in replicas)
         )
@@ -396,8 +462,12 @@ class LocalPipeline(OwnLoop):
             raise RunError("an earlier step failed in the middle", hint="make a new pipeline")
 
     def _stuck(self) -> RunError:
-        waiting = ", ".join(f"worker {w} at {action}" for w, action in enumerate(self._next))
+        waiting = ", ".join(f"{_name(seat.executor, self.plan)} at {seat.next}" for seat in self._seats)
         return RunError(
             f"the pipeline is stuck: {waiting}",
             hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another stage waits for",
         )
+
+
+def _name(executor: Executor, plan: Plan) -> str:
+    return f"worker {executor.worker}" + (f", replica {executor.replica}" if plan.dp > 1 else "")

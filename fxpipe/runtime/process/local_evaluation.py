@@ -123,11 +123,10 @@ class LocalEvaluation:
             executor.watch.close()
         report(version, metrics, perf_counter() - begin)
 
-    def awaits(self, worker: int) -> bool:
+    def awaits(self, executor: Executor) -> bool:
         """Whether a worker has reached a version that has yet to be evaluated."""
-        executor = self._executors[worker]
-        version = executor.store.version
-        return self._while_training is not None and version > self.evaluated and executor.evaluates(version)
+        version, due = executor.store.version, self._executors[executor.worker].evaluates
+        return self._while_training is not None and version > self.evaluated and due(version)
 
     def states(self, version: int) -> list[dict[str, Tensor]]:
         """The tensors of each worker after so many updates; may be asked for once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -201,9 +201,9 @@ class OwnLoop(ABC):
             RunError: there are other groups than rates.
         """
         rates = [rate, *more]
-        unfit = (executor.store.updater.unfit(rates) for executor in self.executors)
+        unfit = (executor.store.updater.unfit(rates) for executor in self._here)
         self._agree_on_rates(rates, next((error for error in unfit if error is not None), None))
-        for executor in self.executors:
+        for executor in self._here:
             executor.store.updater.set_rates(self.fed, rates, executor.store.version)
 
     def reset(self) -> None:
@@ -226,7 +226,7 @@ class OwnLoop(ABC):
         return any(executor.resets is not None for executor in self.executors)
 
     def _reset(self) -> None:
-        for executor in self.executors:
+        for executor in self._here:
             if executor.resets is not None:
                 executor.resets(executor.buffers, self.fed)
 
@@ -257,7 +257,12 @@ class OwnLoop(ABC):
 
     @property
     def _in_flight(self) -> bool:
-        return any(executor.store.version < self.fed for executor in self.executors)
+        return any(executor.store.version < self.fed for executor in self._here)
+
+    @property
+    def _here(self) -> Sequence[Executor]:
+        """The executors of this process, of all replicas."""
+        return self.executors
 
     def _random_apart(self, draws: bool) -> AbstractContextManager[None]:
         """Leave the process's own random state alone, if what runs inside draws from it."""

@@ -264,7 +264,7 @@ def _time_losses(
     if forecast is not None and plan.virtual:
         of_ranks = {**forecast, "workers": plans_of_ranks(forecast["workers"], plan.placement)}
     single, name = recipe.segments.single, recipe.schedule.name
-    found = time_losses(rows, of_ranks, seconds, record.own_steps, plan.microbatches, name, single)
+    found = time_losses(rows, of_ranks, seconds, record.own_steps, plan.own_microbatches, name, single)
     return [{**loss, "text": loss["text"].replace("worker", "rank")} for loss in found] if plan.virtual else found
 
 
@@ -288,7 +288,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
         return None
     if not simulation.seconds_per_minibatch:
         return None
-    count = plan.microbatches
+    count = plan.own_microbatches
     return {
         "samples_per_second": simulation.samples_per_second(samples_of(plan)),
         "milliseconds": 1e3 * simulation.seconds_per_minibatch,

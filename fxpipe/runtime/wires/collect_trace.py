@@ -59,7 +59,7 @@ def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Ca
     """
     errors: list[float] = []
     origin = 0
-    with TraceWriter(path, plan.workers, plan.microbatches, plan.placement) as writer:
+    with TraceWriter(path, plan.workers, plan.own_microbatches, plan.placement) as writer:
         for worker in range(plan.workers):
             found = fetch(worker)
             origin = origin if worker else found.before.at

@@ -285,7 +285,7 @@ class DistTransport(Transport):
     def of_training(plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule) -> DistTransport:
         """The transport of a worker's messages of training."""
         in_flight = unreceived(schedule)
-        transport = DistTransport(plan, worker, wires, addresses, plan.all_edges, plan.microbatches, in_flight)
+        transport = DistTransport(plan, worker, wires, addresses, plan.all_edges, plan.own_microbatches, in_flight)
         transport.set_order(*(of_shape.edges for of_shape in plan.of_shapes))
         return transport
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -90,16 +90,25 @@ class EdgeComm:
 
     Args:
         seed: of the run.
+        number: gives the number, in the whole minibatch, of a replica's own microbatch.
 
     Attributes:
         sent: the memory (storage addresses) of what the action has sent.
         memories: by edge of a gradient, what its codec remembers from one message to the next.
     """
 
-    __slots__ = ("_edges", "_microbatch", "_minibatch", "_seed", "_transport", "_watch", "memories", "sent")
+    __slots__ = ("_edges", "_microbatch", "_minibatch", "_number", "_seed", "_transport", "_watch", "memories", "sent")
 
-    def __init__(self, edges: dict[str, EdgeSpec], transport: Transport, watch: Watch, seed: int = 0) -> None:
+    def __init__(
+        self,
+        edges: dict[str, EdgeSpec],
+        transport: Transport,
+        watch: Watch,
+        seed: int = 0,
+        number: Callable[[int], int] = int,
+    ) -> None:
         self._edges = edges
+        self._number = number
         self._seed = seed
         self.memories: dict[str, dict[str, torch.Tensor]] = {}
         self._transport = transport
@@ -134,7 +143,7 @@ class EdgeComm:
         runs them again.
         """
         memory = self.memories.setdefault(name, {}) if self._edges[name].src_phase == "B" else {}
-        return EdgeState(memory, lambda: (self._seed, name, self._minibatch, self._microbatch))
+        return EdgeState(memory, lambda: (self._seed, name, self._minibatch, self._number(self._microbatch)))
 
     def send(self, name: str, value: torch.Tensor) -> None:
         """Send `value` along the edge `name`; it must not be changed in place afterwards."""

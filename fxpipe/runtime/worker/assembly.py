@@ -14,6 +14,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.optimizers.rate_discount import check_rate_discount
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import make_averages
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
@@ -42,6 +43,7 @@ def open_worker(
     out: str | None = None,
     continue_after: int | None = None,
     checkpoint: Checkpoint | None = None,
+    collective: Collective | None = None,
 ) -> Executor:
     """An executor for one worker, holding only that worker's tensors.
 
@@ -51,6 +53,7 @@ def open_worker(
         out: the folder for the file of the staleness log, if the options ask for one; None writes no file.
         continue_after: the step after which an interrupted run goes on; None begins anew.
         checkpoint: the weights to start from; None takes the build's, or the model's own.
+        collective: this replica's end of what the worker's replicas exchange; None where it has no others.
 
     Raises:
         BuildError: the stage or the weights do not fit the plan.
@@ -86,17 +89,18 @@ def open_worker(
         scaler or clip,
         options.seed,
         options.rate_discount,
+        collective,
     )
     store.updater.steps_per_epoch = options.steps_per_epoch
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
-    if options.log_staleness:
+    if options.log_staleness and (collective is None or collective.replica == 0):  # the others' would be the same
         path = None if out is None else Path(out) / staleness_file(worker)
         store.staleness = StalenessLog(recipe.demand, worker, store.trained, path, continue_after)
-    executor = Executor(plan, worker, stages, store, held, transport, options.seed, device)
+    executor = Executor(plan, worker, stages, store, held, transport, options.seed, device, collective)
     executor.scaler = scaler
     executor.offload = Offload(device) if options.offload else None
     executor.resets = BuffersReset.of(plan, task, options.seed)
-    executor.watch.fills = recipe.segments.single * plan.microbatches
+    executor.watch.fills = recipe.segments.single * plan.own_microbatches
     return executor
 
 

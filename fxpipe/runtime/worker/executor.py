@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
+from fxpipe.errors import RunError, listed
 from fxpipe.observe.scaled_step import ScaledStep
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import FUNCTIONS, EdgeSpec, Plan
+from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
@@ -58,6 +60,8 @@ class Executor:
         scaler: gives the scale of the loss; None where it is not scaled.
         resets: the hook `reset(model)`; None without it.
         offload: moves saved values away until their backward; None leaves them.
+        replica: which replica of the worker this is.
+        collective: its end of what the replicas exchange; None where there are no others.
     """
 
     def __init__(
@@ -70,8 +74,11 @@ class Executor:
         transport: Transport,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        collective: Collective | None = None,
     ) -> None:
         self.worker = worker
+        self.collective = collective
+        self.replica = 0 if collective is None else collective.replica
         self.store = store
         self.buffers = buffers
         self.transport = transport
@@ -79,7 +86,7 @@ class Executor:
         self.device = torch.device(device)
         self.watch = transport.watch = Watch(self.device)
         self.schedule = store.demand.schedule
-        self._last = plan.microbatches - 1
+        self._last = plan.own_microbatches - 1
         self._divisor = plan.loss_divisor
         self.stages: tuple[LoadedStage, ...] = ()
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
@@ -98,6 +105,11 @@ class Executor:
         self.offload: Offload | None = None
         self._coming: deque[Action] = deque()  # what was announced, in the order in which it will run
         self._kept: dict[int, dict[str, Tensor]] = {}
+        self._whole_losses: dict[int, Tensor] = {}
+        self._batches: set[int] = set()  # the minibatches whose numbers are being compared
+        self._handed: dict[int, dict[str, list[str]]] = {}  # the buffers that minibatches begin with, by type
+        if collective is not None:
+            store.gathered = self._gathered
 
     @property
     def stage(self) -> LoadedStage:
@@ -110,7 +122,7 @@ class Executor:
 
     def add(self, of_shape: Plan, stage: LoadedStage) -> None:
         """From now on there is one more shape of batch, whose messages the transport carries."""
-        added = StageOfShape(of_shape, self.worker, stage, self.transport, self._plan, self.seed)
+        added = StageOfShape(of_shape, self.worker, stage, self.transport, self._plan, self.seed, self.replica)
         self._stages.append(added)
         self.stages = (*self.stages, stage)
         self.draws |= any(part.random for part in added.parts.values())
@@ -151,7 +163,8 @@ class Executor:
 
         Returns:
             The minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says;
-            with its metrics after it (`Plan.metrics`), if it has some.
+            with its metrics after it (`Plan.metrics`), if it has some. Where the worker has replicas, their sum, after
+            the update.
 
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
@@ -170,12 +183,32 @@ class Executor:
                 for part in self._parts(action):
                     self._run_later(stage, part)
                 if self.schedule.updates(action):
+                    self.store.close_sum(action.minibatch)
                     self.store.update(action.minibatch)
+                    result = self._whole_loss(action.minibatch)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
-        if result is not None and self.on_loss is not None:
+        if result is not None and self.collective is None and self.on_loss is not None:
             self.on_loss(action.minibatch, result.reshape(-1)[0])
         return result
+
+    def compare_batch(self, minibatch: int, number: int) -> None:
+        """On worker 0: all replicas must have read the same minibatch, of which this is a number.
+
+        The update of the minibatch finds out, and raises RunError.
+        """
+        if self.collective is not None:
+            numbers = torch.zeros(self.collective.replicas, dtype=torch.int64)
+            numbers[self.replica] = number
+            self._batches.add(minibatch)
+            self.collective.start_sum(("batch", minibatch), numbers.to(self.device))
+
+    def can_begin(self, action: Action) -> bool:
+        """Whether the buffers that a minibatch begins with have come from replica 0; for drivers of several in turn."""
+        if self.collective is None or action.phase != "F" or action.microbatch > 0:
+            return True
+        kinds = self._handed.get(action.minibatch, {})
+        return all(self.collective.arrived((kind, action.minibatch - 1)) for kind in kinds)
 
     @property
     def unsettled(self) -> int | None:
@@ -192,18 +225,21 @@ class Executor:
         with torch.no_grad():
             self.store.announce()
 
-    def settle(self) -> None:
-        """Make the update that waits for other workers, if there is one."""
-        if self.unsettled is None:
-            return
+    def settle(self) -> Tensor | None:
+        """Make the update that waits for other workers, if there is one; returns what `execute` then would."""
+        minibatch = self.unsettled
+        if minibatch is None:
+            return None
         with torch.no_grad():
             self.store.settle()
+        return self._whole_loss(minibatch)
 
     def state(self, version: int) -> dict[str, Tensor]:
         """The parameters it owns, live, and its buffers as the forwards of minibatch `version` − 1 left them.
 
         An evaluation after `version` updates reads them. Buffers kept for it are given once, then forgotten.
         """
+        self._take_buffers(version)
         own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
         return {**own, **self.buffers, **self._kept.pop(version, {})}
 
@@ -236,6 +272,9 @@ class Executor:
         self._coming.clear()
         self._kept.clear()
         self._loss = None
+        self._whole_losses.clear()
+        self._batches.clear()
+        self._handed.clear()
 
     def _stage(self, action: Action) -> StageOfShape:
         return self._stages[self.shape_of(action.minibatch)]
@@ -248,6 +287,7 @@ class Executor:
     def _run_forward(self, stage: StageOfShape, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
         part = stage.parts["F"]
         if action.microbatch == 0:
+            self._take_buffers(action.minibatch)
             self.beginning(action.minibatch)
             if self.resets is not None and self.resets.due(action.minibatch):
                 self.resets(self.buffers, action.minibatch)
@@ -265,7 +305,10 @@ class Executor:
             self._check(len(saved), len(part.saved), "saved values")
         for name, value in zip(stage.updates, new, strict=True):
             self.buffers[name] = value
+        if action.microbatch == self._last:
+            self._hand_out_buffers(stage, action.minibatch)
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
+            self._take_buffers(action.minibatch + 1)
             self._kept[action.minibatch + 1] = dict(self.buffers)  # later forwards put others in their place
         self._left[action.minibatch, action.microbatch] = _Left(self._set_aside(saved, action), set())
         self.store.release(action)
@@ -326,10 +369,64 @@ class Executor:
         if action.microbatch < self._last:
             return None
         total, self._loss = self._loss, None
+        if self.collective is not None:
+            self._whole_losses[action.minibatch] = total
+            self.collective.start_sum(("loss", action.minibatch), total.reshape(-1))
+            return None
         return total / self._divisor if self._divisor > 1 else total
 
+    def _gathered(self, minibatch: int) -> None:
+        """The gradients of a minibatch have come from all replicas: so have its loss, and the numbers of its batch."""
+        assert self.collective is not None
+        if minibatch in self._batches:
+            self._batches.remove(minibatch)
+            numbers = self.collective.take(("batch", minibatch)).tolist()
+            if len(set(numbers)) > 1:
+                others = [j for j, number in enumerate(numbers) if number != numbers[0]]
+                raise RunError(
+                    f"the replicas of worker 0 read different batches in step {minibatch + 1}: "
+                    f"{listed([f'replica {j}' for j in others])} another than replica 0",
+                    where="train_data()",
+                    hint="every replica reads all data and takes its share: they must come in the same order in every "
+                    "process, as with random numbers of the process's own generators, which are seeded alike",
+                )
+        if minibatch in self._whole_losses:
+            total = self.collective.take(("loss", minibatch)).reshape(self._whole_losses[minibatch].shape)
+            loss = self._whole_losses[minibatch] = total / self._divisor if self._divisor > 1 else total
+            if self.on_loss is not None:
+                self.on_loss(minibatch, loss.reshape(-1)[0])
+
+    def _whole_loss(self, minibatch: int) -> Tensor | None:
+        """The loss over all replicas, if it is known and was not asked for."""
+        if self.collective is None or self.store.version <= minibatch:
+            return None
+        return self._whole_losses.pop(minibatch, None)
+
+    def _hand_out_buffers(self, stage: StageOfShape, minibatch: int) -> None:
+        """Replica 0's buffers, as a minibatch's forwards have left them, are those that all begin the next one with."""
+        if self.collective is None or not stage.updates:
+            return
+        of_dtypes: dict[str, list[str]] = {}
+        for name in dict.fromkeys(stage.updates):
+            of_dtypes.setdefault(f"buffers {self.buffers[name].dtype}", []).append(name)
+        for kind, names in of_dtypes.items():
+            self.collective.start_copy((kind, minibatch), torch.cat([self.buffers[name].reshape(-1) for name in names]))
+        if self.replica:
+            self._handed[minibatch + 1] = of_dtypes
+
+    def _take_buffers(self, minibatch: int) -> None:
+        """Begin a minibatch with replica 0's buffers, if it has changed them in the one before."""
+        for kind, names in self._handed.pop(minibatch, {}).items():
+            assert self.collective is not None
+            flat, place = self.collective.take((kind, minibatch - 1)), 0
+            for name in names:
+                old = self.buffers[name]
+                self.buffers[name] = torch.empty_like(old).copy_(flat[place : place + old.numel()].view(old.shape))
+                place += old.numel()
+
     def _reseed(self, action: Action) -> None:
-        reseed(self.device, self.seed, self.worker, action.phase, action.minibatch, action.microbatch)
+        microbatch = self._plan.microbatch(action.microbatch, self.replica)
+        reseed(self.device, self.seed, self.worker, action.phase, action.minibatch, microbatch)
 
     def _explained(self, stage: StageOfShape, action: Action) -> AbstractContextManager[None]:
         def what() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ class StageOfShape:
         plan: of this shape.
         first: of the first shape.
         seed: of the run.
+        replica: which one of the worker it is for.
 
     Attributes:
         parts: the interfaces of its functions.
@@ -32,7 +34,8 @@ class StageOfShape:
     """
 
     def __init__(
-        self, plan: Plan, worker: int, code: LoadedStage, transport: Transport, first: Plan, seed: int = 0
+        self, plan: Plan, worker: int, code: LoadedStage, transport: Transport, first: Plan, seed: int = 0,
+        replica: int = 0,
     ) -> None:
         spec, of_first = plan.stages[worker], first.stages[worker]
         self.code = code
@@ -44,7 +47,8 @@ class StageOfShape:
             phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in self.parts
         }
         edges = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
-        self.comm = EdgeComm(edges, transport, transport.watch, seed)
+        number = partial(plan.microbatch, replica=replica)
+        self.comm = EdgeComm(edges, transport, transport.watch, seed, number)
         aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
         self.buffers = {phase: [aliases[name] for name in part.buffers] for phase, part in self.parts.items()}
         self.updates = [aliases[name] for name in spec.forward.updates]

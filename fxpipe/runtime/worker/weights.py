@@ -13,6 +13,7 @@ from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import PHASES, ParameterSpec, Phase, Plan
 from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.policy.replica_messages import Filling, ReplicaMessages
+from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages, MovingAverage
 from fxpipe.runtime.worker.clip import Clip
@@ -20,6 +21,7 @@ from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.pending_reads import Key, Unread
 from fxpipe.runtime.worker.predictions import Predictions
 from fxpipe.runtime.worker.replicas import Replicas
+from fxpipe.runtime.worker.replicated_sum import ReplicatedSum
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.schedule.action import Action
@@ -49,6 +51,7 @@ class WeightStore:
         clip: scales the gradients before every update; None leaves them as they are.
         seed: of the run, for random numbers in the optimizer.
         rate_discount: over how many steps the rates of late gradients are discounted; None does not.
+        collective: this replica's end of what the worker's replicas exchange; None where it has no others.
 
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
@@ -59,8 +62,9 @@ class WeightStore:
         averages: of the trained parameters; None unless they are asked for.
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
         leaving: called with the live version before each update.
-        holds_back: other workers of this process take turns with this one, and what an update waits for may be theirs
-            to send: `update` waits for nothing, and `announce` comes before `settle` once all have ended the minibatch.
+        holds_back: others of this process take turns with this one, and what an update waits for may be theirs to
+            send: `update` waits for nothing, and `announce` comes before `settle` once all have ended the minibatch.
+        gathered: called with a minibatch whose gradients are there, from all replicas, before its update; may raise.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class WeightStore:
         clip: Clip | None = None,
         seed: int = 0,
         rate_discount: int | None = None,
+        collective: Collective | None = None,
     ) -> None:
         self.worker = worker
         self.demand = demand
@@ -84,6 +89,7 @@ class WeightStore:
         self.staleness: StalenessLog | None = None
         self.leaving: Callable[[int], None] = lambda version: None
         self.holds_back = False
+        self.gathered: Callable[[int], None] = lambda minibatch: None
         self.parameters: dict[str, nn.Parameter] = {
             p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
         }
@@ -92,6 +98,10 @@ class WeightStore:
         live = list(self.trained.values())
         order = [index[demand.parameters[n].name] for n in plan.stages[worker].gradients]
         self._sum = GradientSum(live, order)
+        self._over_replicas: ReplicatedSum | None = None
+        if collective is not None:
+            buckets: dict[str, list[int]] = {}
+            self._sum = self._over_replicas = ReplicatedSum(live, order, collective, buckets)
         self.updater = Updater(
             worker=worker,
             trained=self.trained,
@@ -117,7 +127,7 @@ class WeightStore:
         self._parts = {phase: self._part(plan, phase, self._frozen) for phase in PHASES}
         self._expected: dict[int, int] = {}
         self._pending: int | None = None
-        self._unannounced = False
+        self._ungathered = self._unannounced = False
         self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
 
     def begin(self, start: int, stop: int | None = None) -> None:
@@ -173,7 +183,7 @@ class WeightStore:
         """Forget all that a pipeline has in flight; return the owners of the replicas that this worker reads."""
         self._unread.begin(start, stop, since)
         self.replicas.begin(Filling(start, since))
-        self._pending, self._unannounced = None, False
+        self._pending, self._ungathered, self._unannounced = None, False, False
         self._copies.clear()
         self.predictions.forget_all()
         self._let_go()
@@ -277,31 +287,59 @@ class WeightStore:
             RunError: the user's optimizer or scheduler failed.
         """
         assert self.version == minibatch, f"update {self.version} by minibatch {minibatch}"
-        watch = self.transport.watch
-        watch.open("update")
+        self.transport.watch.open("update")
         self._keep_past()  # first: some predictions need the last update's gradient, which goes now
-        self.updater.gather()
-        clip = self.updater.clip
-        if clip is None:
-            self._step(minibatch)
-        elif self.holds_back:
-            self._pending, self._unannounced = minibatch, True
-        else:
-            self.updater.announce(minibatch)
-            if clip.waits(minibatch):
-                self._pending = minibatch
-            else:
+        self._pending, self._ungathered, self._unannounced = minibatch, True, self.updater.clip is not None
+        if not self.holds_back:
+            self._announce(minibatch)
+            if self.updater.clip is None or not self.updater.clip.waits(minibatch):
                 self._step(minibatch)
-        watch.close()
+        elif self._over_replicas is None:
+            self._gather(minibatch)
+            if self.updater.clip is None:
+                self._step(minibatch)
+        self.transport.watch.close()
+
+    def reduce(self, bucket: str, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """The last microbatch's gradients of a bucket are there: begin to add up the replicas' sums."""
+        assert self._over_replicas is not None
+        self._over_replicas.start(bucket, minibatch, gradients)
+
+    def close_sum(self, minibatch: int) -> None:
+        """All gradients of a minibatch are added up here."""
+        if self._over_replicas is not None:
+            self._over_replicas.close(minibatch)
+
+    def _gather(self, minibatch: int) -> None:
+        """Take the minibatch's gradients; waits for the other replicas'."""
+        self._ungathered = False
+        self.updater.gather()
+        self.gathered(minibatch)
 
     def announce(self) -> None:
-        """Tell the other workers what an update that was held back is to tell; waits for what the next one tells."""
-        if self._pending is None or not self._unannounced:
+        """Gather the gradients of an update that was held back, and tell the other workers what it is to tell; waits
+        for other replicas, and for what the next worker tells."""
+        if self._pending is None or not (self._ungathered or self._unannounced):
             return
-        self._unannounced = False
         self.transport.watch.open("update")
-        self.updater.announce(self._pending)
+        self._announce(self._pending)
         self.transport.watch.close()
+
+    def _announce(self, minibatch: int) -> None:
+        if self._ungathered:
+            self._gather(minibatch)
+        if self._unannounced:
+            self._unannounced = False
+            self.updater.announce(minibatch)
+
+    @property
+    def can_announce(self) -> bool:
+        """Whether an update was held back whose gradients have arrived; for drivers that run several in turn."""
+        if self._pending is None or not (self._ungathered or self._unannounced):
+            return False
+        clip = self.updater.clip
+        arrived = self._over_replicas is None or not self._ungathered or self._over_replicas.arrived()
+        return arrived and (clip is None or clip.heard(self._pending))
 
     @property
     def unsettled(self) -> int | None:
@@ -311,16 +349,17 @@ class WeightStore:
     @property
     def can_settle(self) -> bool:
         """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
+        if self._pending is None or self._ungathered or self._unannounced:
+            return False
         clip = self.updater.clip
-        return self._pending is not None and (clip is None or clip.ready(self._pending))
+        return clip is None or clip.ready(self._pending)
 
     def settle(self) -> None:
         """Finish the update that was begun, and send replicas of the new version."""
         if self._pending is None:
             return
-        minibatch, self._pending = self._pending, None
         self.transport.watch.open("update")
-        self._step(minibatch)
+        self._step(self._pending)
         self.transport.watch.close()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -329,6 +368,7 @@ class WeightStore:
         return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
 
     def _step(self, minibatch: int) -> None:
+        self._pending = None
         if self.staleness is not None and self.updater.optimizer is not None:
             self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
         self.updater.step(minibatch)

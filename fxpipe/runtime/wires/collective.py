@@ -1,0 +1,113 @@
+"""What the replicas of one worker add up and hand out: sums in the order of replicas, the same bits everywhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Key = tuple[str, int]
+"""What is exchanged, and the minibatch that it is of."""
+
+
+class Collective(ABC):
+    """One replica's end. All replicas of a worker begin the same exchanges in the same order.
+
+    Attributes:
+        replica: which one this is.
+        replicas: how many there are.
+    """
+
+    replica: int
+    replicas: int
+
+    @abstractmethod
+    def start_sum(self, key: Key, flat: Tensor) -> None:
+        """Begin to add up a vector over the replicas; it must not change afterwards."""
+
+    @abstractmethod
+    def start_copy(self, key: Key, flat: Tensor) -> None:
+        """Begin to hand out replica 0's vector, which the others take; they give one of the same size and type."""
+
+    def arrived(self, key: Key) -> bool:
+        """Whether `take` would find its vector at once; for drivers that run several replicas in turn."""
+        raise NotImplementedError(f"{type(self).__name__} cannot say what has arrived")
+
+    @abstractmethod
+    def take(self, key: Key) -> Tensor:
+        """Wait for the result of an exchange; a vector of the caller's own.
+
+        Raises:
+            PeerLost: another replica is gone.
+        """
+
+
+def summed(parts: Sequence[Tensor]) -> Tensor:
+    """((p0 + p1) + p2) + …, in memory of its own."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class LocalExchange:
+    """What the replicas of one worker exchange in one process."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.given: dict[Key, dict[int, Tensor]] = {}
+        self.results: dict[Key, tuple[Tensor, int]] = {}
+
+    def clear(self) -> None:
+        """Forget all that is under way."""
+        self.given.clear()
+        self.results.clear()
+
+    def add(self, key: Key, replica: int, flat: Tensor) -> None:
+        """A replica gives its vector; the last one makes the sum."""
+        parts = self.given.setdefault(key, {})
+        parts[replica] = flat
+        if len(parts) == self.replicas:
+            del self.given[key]
+            self.results[key] = summed([parts[j] for j in range(self.replicas)]), self.replicas
+
+    def hand_out(self, key: Key, flat: Tensor) -> None:
+        """Replica 0 gives its vector, which the others take."""
+        self.results[key] = flat.clone(), self.replicas - 1
+
+    def take(self, key: Key) -> Tensor:
+        """The result, for one of the replicas."""
+        found, left = self.results.pop(key)
+        if left == 1:
+            return found
+        self.results[key] = found, left - 1
+        return found.clone()
+
+
+class LocalCollective(Collective):
+    """The end of a replica in one process with all others."""
+
+    def __init__(self, exchange: LocalExchange, replica: int) -> None:
+        self.replica, self.replicas = replica, exchange.replicas
+        self._exchange = exchange
+
+    def start_sum(self, key: Key, flat: Tensor) -> None:
+        self._exchange.add(key, self.replica, flat)
+
+    def start_copy(self, key: Key, flat: Tensor) -> None:
+        if self.replica == 0:
+            self._exchange.hand_out(key, flat)
+
+    def arrived(self, key: Key) -> bool:
+        return key in self._exchange.results
+
+    def take(self, key: Key) -> Tensor:
+        return self._exchange.take(key)
+
+
+def padded_to(flat: Tensor, replicas: int) -> Tensor:
+    """A vector whose length the replicas divide, with zeros at its end; the same one if they do."""
+    missing = -len(flat) % replicas
+    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat

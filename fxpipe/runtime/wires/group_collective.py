@@ -1,0 +1,169 @@
+"""The replicas of one worker in processes of their own: a process group, over gloo or NCCL.
+
+A sum is an exchange of parts. Each replica gets its part of everybody's vector, adds in the order of replicas, and
+hands the result to all: 2(R − 1)/R of the vector travel from each, as in a ring, and the order of sums is ours.
+
+Over gloo a thread of the process does that while the worker computes. Over NCCL the calls are put on a stream.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.errors import PeerLost
+from fxpipe.observe.watch import Cause, Watch
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.wires.collective import Collective, Key, padded_to, summed
+from fxpipe.runtime.wires.group import peers
+
+
+def replica_group(plan: Plan, process: int, backend: str) -> Any:
+    """The process group of the replicas of this process's rank; called by all processes. None without replicas."""
+    if plan.dp == 1:
+        return None
+    own = None
+    rank, _ = plan.seat(process)
+    with peers(process):
+        for each in range(plan.ranks):
+            members = [each * plan.dp + replica for replica in range(plan.dp)]
+            group = dist.new_group(members, backend=backend)
+            own = group if each == rank else own
+    return own
+
+
+@dataclass
+class _Exchange:
+    """One that has begun."""
+
+    run: Callable[[], Tensor]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Tensor | None = None
+    error: RuntimeError | None = None
+
+
+class GroupCollective(Collective):
+    """The end of one process, for all of its workers; their exchanges have one order.
+
+    Args:
+        group: of the replicas.
+        device: of the vectors.
+        staged: the group cannot carry the device's tensors: they go through the CPU's memory.
+        name: what errors call this process.
+    """
+
+    def __init__(self, group: Any, replica: int, replicas: int, device: torch.device, staged: bool, name: str) -> None:
+        self.replica, self.replicas = replica, replicas
+        self._group, self._device, self._staged, self._name = group, device, staged, name
+        self._on_stream = device.type == "cuda" and not staged
+        self._stream = torch.cuda.Stream(device) if self._on_stream else None
+        self._begun: dict[tuple[int, Key], _Exchange | tuple[Tensor, Any]] = {}
+        self._jobs: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def of_worker(self, worker: int, watch: Watch) -> WorkerCollective:
+        """The end of a worker of this process."""
+        return WorkerCollective(self, worker, watch)
+
+    def begin(
+        self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor, taken: bool = True
+    ) -> None:
+        """Begin an exchange of a worker's, whose result will be `taken` or not."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                flat.record_stream(self._stream)
+                found = run(flat)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+            if taken:
+                self._begun[worker, key] = found, event
+            return
+        exchange = _Exchange(partial(run, flat.cpu() if self._staged else flat))
+        if taken:
+            self._begun[worker, key] = exchange
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="fxpipe-replicas", daemon=True)
+            self._thread.start()
+        self._jobs.put(exchange)
+
+    def take(self, worker: int, key: Key) -> Tensor:
+        """Wait for the result.
+
+        Raises:
+            PeerLost: another replica is gone.
+        """
+        begun = self._begun.pop((worker, key))
+        if isinstance(begun, tuple):
+            found, event = begun
+            torch.cuda.current_stream(self._device).wait_event(event)
+            found.record_stream(torch.cuda.current_stream(self._device))
+            return found
+        begun.done.wait()
+        if begun.error is not None:
+            raise PeerLost(
+                f"{self._name} lost a connection to another replica: {str(begun.error).splitlines()[0]}",
+                hint="another worker stopped first: its own error says why",
+            ) from begun.error
+        assert begun.result is not None
+        return begun.result.to(self._device)
+
+    def end(self) -> None:
+        """No more exchanges."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def sum(self, flat: Tensor) -> Tensor:
+        """Add up over the replicas; returns when that is done, or put on the stream."""
+        whole = padded_to(flat, self.replicas)
+        parts = torch.empty_like(whole)
+        self._group.alltoall_base(parts, whole, [], []).wait()
+        own = summed(parts.view(self.replicas, -1).unbind())
+        found = torch.empty_like(whole)
+        self._group._allgather_base(found, own).wait()
+        return found[: len(flat)]
+
+    def copy(self, flat: Tensor) -> Tensor:
+        """Replica 0's vector."""
+        found = flat.clone()
+        self._group.broadcast([found]).wait()
+        return found
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            while (exchange := self._jobs.get()) is not None:
+                try:
+                    exchange.result = exchange.run()
+                except RuntimeError as error:
+                    exchange.error = error
+                exchange.done.set()
+
+
+class WorkerCollective(Collective):
+    """The end of one worker."""
+
+    def __init__(self, process: GroupCollective, worker: int, watch: Watch) -> None:
+        self.replica, self.replicas = process.replica, process.replicas
+        self._process, self._worker, self._watch = process, worker, watch
+
+    def start_sum(self, key: Key, flat: Tensor) -> None:
+        self._process.begin(self._worker, key, self._process.sum, flat)
+
+    def start_copy(self, key: Key, flat: Tensor) -> None:
+        self._process.begin(self._worker, key, self._process.copy, flat, taken=self.replica > 0)
+
+    def take(self, key: Key) -> Tensor:
+        self._watch.open("wait", Cause("sum", key[0], self._worker))
+        found = self._process.take(self._worker, key)
+        self._watch.close()
+        return found

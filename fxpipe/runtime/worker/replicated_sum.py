@@ -1,0 +1,114 @@
+"""Sums a minibatch's gradients over the microbatches of all replicas of a worker.
+
+A replica adds up its own microbatches' in their order. With its last one, each bucket's sum is sent off as soon as the
+emitted code has made the last of its gradients (`comm.all_reduce`), and the rest of the backward hides that. What no
+bucket of the code has taken is sent off at the backward's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from fxpipe.runtime.wires.collective import Collective, Key
+from fxpipe.runtime.worker.gradients import GradientSum
+
+
+class ReplicatedSum(GradientSum):
+    """As `GradientSum`, over all replicas.
+
+    Args:
+        buckets: by name, the indices of their parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        order: Sequence[int],
+        collective: Collective,
+        buckets: Mapping[str, Sequence[int]],
+    ) -> None:
+        super().__init__(parameters, order)
+        self._collective = collective
+        self._buckets = buckets
+        self._sent: dict[Key, list[int]] = {}  # the parameters of each vector that is under way
+        self._taken: set[int] = set()  # those that a bucket of the present microbatch has
+
+    def start(self, bucket: str, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """The last microbatch's gradients of a bucket are there: send off the sums."""
+        indices = self._buckets[bucket]
+        own = [_plus(self._sums[i], gradient) for i, gradient in zip(indices, gradients, strict=True)]
+        self._start((bucket, minibatch), indices, own)
+        self._taken |= set(indices)
+
+    def add(self, gradients: Sequence[Tensor | None], taken: set[int]) -> None:
+        if self._taken:
+            gradients = [
+                None if index in self._taken else gradient
+                for index, gradient in zip(self._order, gradients, strict=True)
+            ]
+        super().add(gradients, taken)
+
+    def close(self, minibatch: int) -> None:
+        """All gradients of the minibatch are there: send off what is not under way."""
+        rest: dict[torch.dtype, list[int]] = {}
+        for index, value in enumerate(self._sums):
+            if value is not None and index not in self._taken:
+                rest.setdefault(value.dtype, []).append(index)
+        for dtype, indices in rest.items():
+            self._start((f"rest {dtype}", minibatch), indices, [self._sums[i] for i in indices])
+        self._taken = set()
+        self._sums = [None] * len(self._parameters)
+
+    def arrived(self) -> bool:
+        """Whether `take` would find all sums."""
+        return all(map(self._collective.arrived, self._sent))
+
+    def take(self, divisor: int) -> list[Tensor | None]:
+        """The sum over the replicas, divided, by parameter; waits for it."""
+        sums: list[Tensor | None] = [None] * len(self._parameters)
+        for key, indices in self._sent.items():
+            flat, place = self._collective.take(key), 0
+            if divisor > 1:
+                flat /= divisor
+            for index in indices:
+                parameter = self._parameters[index]
+                part = flat[place : place + parameter.numel()]
+                sums[index] = _like(part, parameter)
+                place += parameter.numel()
+        self._sent = {}
+        return sums
+
+    def _start(self, key: Key, indices: Sequence[int], values: Sequence[Tensor | None]) -> None:
+        present = [(index, value) for index, value in zip(indices, values, strict=True) if value is not None]
+        if not present:
+            return
+        size = sum(value.numel() for _, value in present)
+        flat, place = present[0][1].new_empty(size), 0
+        for index, value in present:
+            part = flat[place : place + value.numel()]
+            _like(part, self._parameters[index], of_memory=True).copy_(value)
+            place += value.numel()
+        self._sent[key] = [index for index, _ in present]
+        self._collective.start_sum(key, flat)
+
+
+def _plus(present: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if present is None or gradient is None:
+        return gradient if present is None else present
+    return present + gradient
+
+
+def _like(part: Tensor, parameter: Tensor, of_memory: bool = False) -> Tensor:
+    """A vector as a parameter's gradient, laid out as the parameter is.
+
+    Args:
+        of_memory: the very memory of the vector, in whichever layout.
+    """
+    if is_non_overlapping_and_dense_or_false(parameter):
+        return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+    shaped = part.view(parameter.shape)
+    return shaped if of_memory else torch.empty_like(parameter, requires_grad=False).copy_(shaped)
