@@ -126,7 +126,7 @@ def test_a_replica_says_whose_it_is(build: Build, exported: tuple[Path, list[Exp
     weights = build.plan.stages[0].forward.weights
     assert {owners[name] for name in weights} == {0, 1}
     for name in weights:
-        assert words[name] == ("weight" if owners[name] == 0 else "replica of a weight of worker 1")
+        assert words[name] == ("weight" if owners[name] == 0 else "copy of a weight of worker 1")
 
 
 def test_the_files_chained_by_their_metadata_train_as_eager(

@@ -384,11 +384,11 @@ class LocalPipeline(OwnLoop):
         if action.minibatch >= self.fed:
             return False
         executor, transport = self.executors[worker], self.transports[worker]
-        edges, replicas = executor.waits_for(action)
+        edges, weight_copies = executor.waits_for(action)
         return (
             executor.heard(action)
             and all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges)
-            and all(transport.arrived_weights(*key) for key in replicas)
+            and all(transport.arrived_weights(*key) for key in weight_copies)
         )
 
     def _whole(self) -> None:
