@@ -150,6 +150,6 @@ def test_waiting_for_a_version_that_is_too_new_deadlocks(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("pair", [(2, 0), (0, 2), (-1, 0)])
-def test_a_replica_on_a_worker_that_is_not_there(pair: tuple[int, int]) -> None:
+def test_a_weight_copy_on_a_worker_that_is_not_there(pair: tuple[int, int]) -> None:
     with pytest.raises(ScheduleError, match=r"there are 2"):
         check(Async(2), 2, copies=[pair])

@@ -29,7 +29,7 @@ def test_large_saved_values_and_weights_wait(kind: str, turn: int) -> None:
     assert turn_of(kind, CHUNK + 1) == turn
 
 
-def test_a_replica_lets_a_gradient_pass() -> None:
+def test_a_weight_copy_lets_a_gradient_pass() -> None:
     """Worker 1 sends its weights after B0, at 3, and the gradient of the next microbatch at 5."""
     gradient = Message(1, "B", 0, "B", CHUNK / 2)
     weights = WeightCopy(1, 0, (("F", (4,)),), 4.5 * CHUNK, WEIGHTS)
