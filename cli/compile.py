@@ -34,7 +34,7 @@ MOST_SHOWN = 4
 
 @click.command("compile")
 @click.argument("model", type=click.Path(dir_okay=False))
-@option_fields(CompileOptions, "workers", "virtual")
+@option_fields(CompileOptions, "workers", "virtual", "dp")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(
     CompileOptions,
@@ -214,13 +214,13 @@ def _print(
                 f"{1e3 * (time.backward + time.weight):.1f} ms",
                 f"{1e3 * time.update:.1f} ms" if build.costs.times else "–",
                 f"{w.owned} · {size(w.owned_bytes)}",
-                f"{w.replicas} · {size(w.replica_bytes)}" if w.replicas else "–",
+                f"{w.copies} · {size(w.copy_bytes)}" if w.copies else "–",
                 size(w.bytes_in),
                 size(w.bytes_out),
                 size(w.memory_bytes),
             ]
         )
-    headers = ["", "forward from", "backward from", "F", "B", "update", "owns", "replicas", "in", "out", "memory"]
+    headers = ["", "forward from", "backward from", "F", "B", "update", "owns", "copies", "in", "out", "memory"]
     print_table(headers, rows, left=3)
     _print_engines(build)
     if build.costs.schedules:

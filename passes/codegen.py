@@ -109,7 +109,7 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     names = {p.names[0]: p for p in program.parameters}
     owned = stage.parts[program.phases[-1]].spec.gradients
     read = dict.fromkeys(name for part in stage.parts.values() for name in part.spec.weights)
-    replicas = [n for n in read if n not in owned and names[n].trained]
+    copies = [n for n in read if n not in owned and names[n].trained]
     frozen = [n for n in read if not names[n].trained]
     sizes = {p.names[0]: size_of(program.values[p.node]) for p in program.parameters}
     out = sum(e.sent.bytes for e in edges.values() if e.src == worker)
@@ -127,8 +127,8 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     if spared := _spared(program, worker):
         yield spared
     yield f"owns      {len(owned)} parameters, {sum(sizes[n] for n in owned):,} bytes"
-    if replicas:
-        yield f"replicas  {', '.join(replicas)}: {sum(sizes[n] for n in replicas):,} bytes"
+    if copies:
+        yield f"copies    {', '.join(copies)}: {sum(sizes[n] for n in copies):,} bytes"
     if frozen:
         yield f"frozen    {len(frozen)} parameters, {sum(sizes[n] for n in frozen):,} bytes"
     if metrics := stage.parts["F"].spec.metrics:

@@ -162,7 +162,7 @@ def test_the_grids_of_policies(policy: str, workers: int, minibatches: int) -> N
     assert f"\n{sees(make_policy(policy), make_schedule('async', workers), minibatches)}\n" in text
 
 
-def test_what_the_replica_is() -> None:
+def test_what_the_weight_copy_is() -> None:
     demand = choose(tiny().plan, "async", "spectrain").demand
     (message,) = demand.messages(1, 0, 7, 0, None)
     assert message.names == ("b.weight", "b.bias")

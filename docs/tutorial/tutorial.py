@@ -277,7 +277,7 @@ def planned(page: Page, program: Program) -> Build:
     )
     page.say("""
         The owner of a parameter is the worker that makes its gradient; for a tied one, the worker that adds the
-        gradients up. Other workers that read it have a replica, which the owner sends after every update. What crosses
+        gradients up. Other workers that read it have a copy, which the owner sends after every update. What crosses
         for every microbatch (`total_0` is how many labels the whole minibatch has: its loss is their mean):
     """)
     page.table(
@@ -288,7 +288,7 @@ def planned(page: Page, program: Program) -> Build:
         ),
     )
     page.table(
-        ("", "owns", "replicas", "saved a microbatch", "in flight"), (worker_row(worker) for worker in build.workers)
+        ("", "owns", "copies", "saved a microbatch", "in flight"), (worker_row(worker) for worker in build.workers)
     )
     return build
 
@@ -297,7 +297,7 @@ def worker_row(worker: WorkerSummary) -> tuple[str, ...]:
     return (
         f"worker {worker.rank}",
         f"{worker.owned}: {worker.owned_bytes} B",
-        f"{worker.replicas}: {worker.replica_bytes} B",
+        f"{worker.copies}: {worker.copy_bytes} B",
         f"{worker.saved_bytes} B",
         f"at most {worker.in_flight}",
     )
@@ -358,8 +358,8 @@ def asynchronous(page: Page, net: nn.Module, data: Sequence[Any]) -> None:
     """)
     page.code(sees(make_policy("spectrain"), schedule, minibatches=4))
     page.say("""
-        Those were each worker's own weights. Replicas follow the same rule with their own versions. Under `spectrain`,
-        the forward and the backward of a later minibatch m see these weights:
+        Those were each worker's own weights. Weight copies follow the same rule with their own versions. Under
+        `spectrain`, the forward and the backward of a later minibatch m see these weights:
     """)
     page.table(("action", "weights", "owner", "sees"), seen(build, minibatch=9))
     rows = {policy: trained(build, data, policy) for policy in ("stash", "spectrain")}
@@ -386,7 +386,7 @@ def seen(build: Build, minibatch: int) -> list[tuple[str, ...]]:
                 ahead = demand.ahead(reading, action, version)
                 behind = minibatch - version
                 text = f"version m{f' − {behind}' if behind else ''}{f', predicted {ahead} ahead' if ahead else ''}"
-                owner = f"worker {reading.owner}" + (": a replica" if reading.owner != worker else "")
+                owner = f"worker {reading.owner}" + (": a copy" if reading.owner != worker else "")
                 rows.append((f"{phase} on worker {worker}", ", ".join(reading.names), owner, text))
     return rows
 

@@ -48,7 +48,7 @@ class Shard:
         parameters: those it owns, by their first names.
         buffers: all that the worker has, by their first names.
         past: of parameters it owns, what minibatches in flight read of earlier versions: on all workers, or, where
-            replicas travel as encoded differences, on this one.
+            weight copies travel as encoded differences, on this one.
         sent: then, what other workers have of these versions and of the live one, which differences build on.
         codecs: by edge, what the codec of a gradient that it sends has left out so far, and the like; for the same cuts
             alone.

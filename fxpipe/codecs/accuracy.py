@@ -19,7 +19,7 @@ STUDIED = tuple(dict.fromkeys(codec for codec, _ in LOST))
 
 KINDS = ("input", "activation", "saved", "gradient")
 """The kinds of edges that the study speaks for. It has activations and gradients; saved values and inputs are values of
-the forward, too. Replicas of weights it does not have."""
+the forward, too. Copies of weights it does not have."""
 
 
 def keeps_the_result(codec: str) -> bool:

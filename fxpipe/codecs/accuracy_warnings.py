@@ -15,7 +15,7 @@ Used = Collection[tuple[str, str]]
 
 
 def used_by(plan: Plan) -> Used:
-    """What a plan packs with codecs that lose something; 'weights' for replicas of weights, if there are any."""
+    """What a plan packs with codecs that lose something; 'weights' for copies of weights, if there are any."""
     asked: list[tuple[str, str]] = [(edge.kind, edge.codec) for edge in plan.edges]
     if any(p.trained and any(worker != p.owner for worker, _ in p.readers) for p in plan.parameters):
         asked.append(("weights", plan.weights_codec))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fxpipe.plan.spec import TensorSpec
 
 KINDS = ("input", "activation", "saved", "gradient", "weights")
-"""What a codec can be asked for: the kinds of edges that carry something, and replicas of weights."""
+"""What a codec can be asked for: the kinds of edges that carry something, and copies of weights."""
 
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 

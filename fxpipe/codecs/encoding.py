@@ -20,7 +20,7 @@ _MILDER = {"int4": {"gradient": "int8", "weights": "int8"}}
 
 @dataclass(frozen=True)
 class Encoding:
-    """A codec for each kind of edge, and for replicas of weights.
+    """A codec for each kind of edge, and for copies of weights.
 
     Attributes:
         input, activation, saved, gradient, weights: a codec's text; `none` for those that are sent as they are; '' for
@@ -88,7 +88,7 @@ class Encoding:
 
     @property
     def candidates(self) -> tuple[Encoding, ...]:
-        """What `auto` chooses among, which leaves replicas of weights whole; itself, if it is no `auto`."""
+        """What `auto` chooses among, which leaves copies of weights whole; itself, if it is no `auto`."""
         return tuple(replace(Encoding.parse(text), weights=NONE) for text in HARMLESS) if self.auto else (self,)
 
     @property
@@ -101,7 +101,7 @@ class Encoding:
 
     @property
     def of_weights(self) -> str:
-        """What packs replicas of weights; '' if nothing does."""
+        """What packs copies of weights; '' if nothing does."""
         return "" if self.weights == NONE else self.weights
 
     def check_scaled(self) -> None:

@@ -68,7 +68,7 @@ def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
     if kind == "sent":
         return f"{row['edge']} sent to worker {row['to']}"
     if kind == "weight":
-        return "weight" if worker in (None, row["owner"]) else f"replica of a weight of worker {row['owner']}"
+        return "weight" if worker in (None, row["owner"]) else f"copy of a weight of worker {row['owner']}"
     known = {
         "buffer": "buffer",
         "batch": "leaf of the batch",

@@ -37,4 +37,4 @@ def codec_text(facts: dict[str, Any]) -> str:
         counts[-1] += f" of {facts['of_edges']} edges"
     share = facts["bytes"] / facts["plain_bytes"] if facts["plain_bytes"] else 1.0
     text = f"codecs: {', '.join(counts) or 'no edge'}; values take {share:.2f} of their bytes"
-    return text + (f"; replicas of weights as {facts['weights']} differences" if facts["weights"] else "")
+    return text + (f"; copies of weights as {facts['weights']} differences" if facts["weights"] else "")

@@ -29,7 +29,7 @@ _OF_COSTS = ("cuts", "costs", "speeds", "links", "optimizer_bytes")
 """Settings that a build without `costs.json` does not know: then they are not compared."""
 TIMES = ("forward_ms", "backward_ms", "update_ms")
 BYTES = ("memory_bytes", "bytes_in", "bytes_out")
-_SIZES = (*BYTES, "owned_bytes", "replica_bytes", "saved_bytes")
+_SIZES = (*BYTES, "owned_bytes", "copy_bytes", "saved_bytes")
 
 
 def between(first: Path, second: Path) -> Json:
@@ -189,7 +189,7 @@ def _owners(first: Json, second: Json) -> list[Json]:
 
 def _workers(first: Json, second: Json) -> list[Json]:
     before, now = ({w["worker"]: w for w in facts["workers"]} for facts in (first, second))
-    fields = (*TIMES, *_SIZES, "owned", "replicas", "in_flight", "engines", "speed")
+    fields = (*TIMES, *_SIZES, "owned", "copies", "in_flight", "engines", "speed")
     rows = []
     for worker in sorted(before.keys() | now.keys()):
         sides = [side.get(worker) for side in (before, now)]

@@ -36,8 +36,8 @@ def _node_lines(found: Json) -> Iterator[str]:
 def _parameter_lines(found: Json) -> Iterator[str]:
     value = found["value"]
     yield f"{', '.join(found['names'])}  parameter  {value['type']}  {size(value['bytes'])}"
-    replicas = f", replicas on {_workers(found['replicas'])}" if found["replicas"] else ""
-    yield f"  owned by worker {found['owner']}{replicas} · {value['name']} in the code"
+    copies = f", copies on {_workers(found['copies'])}" if found["copies"] else ""
+    yield f"  owned by worker {found['owner']}{copies} · {value['name']} in the code"
     crossing = (
         f"  from worker {e['src']} after its update, for worker {e['dst']}'s {_phase(e['dst_phase'])}"
         for e in found["edges"]

@@ -35,7 +35,7 @@ def trace(facts: Json, name: str) -> Json:
         By "kind":
         "node": "value", "readers", "kept" (who keeps it for backward, or gets it for that) and "inputs": its steps
         back, each with its "level", and "more" if it has inputs that are not listed after it.
-        "parameter": "value", "names", "owner", "replicas", "edges", "readers" and "gradient" (the node that makes it;
+        "parameter": "value", "names", "owner", "copies", "edges", "readers" and "gradient" (the node that makes it;
         None if it is not trained).
         "module": the module's row with "nodes", the first 40 of its "of" nodes.
         "edge": "edges" and, if it is a node's value, "value" and "readers".
@@ -138,7 +138,7 @@ class _ValueGraph:
             "value": self.value(row),
             "names": names,
             "owner": owner,
-            "replicas": [w["worker"] for w in workers if names[0] in w["replica_names"]],
+            "copies": [w["worker"] for w in workers if names[0] in w["copy_names"]],
             "edges": [e for e in self.facts["edges"] if e["kind"] == "weights" and names[0] in e["names"]],
             "readers": [{**self.value(reader), "via": via} for reader, via in self._readers(row)],
             "gradient": None if made is None else self.value(made),

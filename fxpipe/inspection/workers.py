@@ -52,12 +52,12 @@ def _row(
     stage = plan.stages[rank]
     owned = plan.owned(rank)
     copies = [p for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
-    owned_bytes, replica_bytes = (sum(p.tensor.bytes for p in rows) for rows in (owned, copies))
+    owned_bytes, copy_bytes = (sum(p.tensor.bytes for p in rows) for rows in (owned, copies))
     costs = subject.known.workers[rank] if subject.known.workers else None
     if traffic is not None:
-        replica_bytes += traffic.bases[rank]
+        copy_bytes += traffic.bases[rank]
     elif costs is not None:
-        replica_bytes = costs.replica_bytes
+        copy_bytes = costs.copy_bytes
     flight = None if schedule is None else held(schedule)[rank]
     if flight is None and costs is not None:
         flight = costs.in_flight
@@ -77,8 +77,8 @@ def _row(
         "update_ms": update,
         "owned": len(owned),
         "owned_bytes": owned_bytes,
-        "replicas": len(copies),
-        "replica_bytes": replica_bytes,
+        "copies": len(copies),
+        "copy_bytes": copy_bytes,
         "bytes_in": traffic.arriving[rank] if traffic else costs and costs.bytes_in,
         "bytes_out": traffic.leaving[rank] if traffic else costs and costs.bytes_out,
         "saved_bytes": costs and costs.saved_bytes,
@@ -90,7 +90,7 @@ def _row(
         "memory_bytes": memory,
         "engines": list(stage.engines),
         "owned_names": [p.name for p in owned],
-        "replica_names": [p.name for p in copies],
+        "copy_names": [p.name for p in copies],
         "file": stage.file,
         "edited": stage.file in subject.edited,
     }

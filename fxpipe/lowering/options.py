@@ -186,7 +186,7 @@ class CompileOptions:
         "--microbatches",
         minimum=1,
         maximum=MOST_MICROBATCHES,
-        help="Pieces of a minibatch, or of a replica's share of it. [default: a divisor of the batch near -n; 1 for async with -n 2]",
+        help="Pieces of a minibatch, or of a replica's share. [default: a divisor near -n; 1 for async with -n 2]",
     )
     microbatch_dims: Any = option(
         None,

@@ -1,8 +1,8 @@
 """How long every stage of a build takes, measured: the emitted code, worker by worker, alone, as a run would run it.
 
 The node costs that chose the cuts come from the program before it was cut. What is measured here includes what the
-runtime adds: predicted weights, kept copies, sums of gradients, the update, the packing of replicas. Messages are not
-included: what a worker receives was computed once beforehand and is ready, and what it sends goes nowhere.
+runtime adds: predicted weights, kept copies, sums of gradients, the update, the packing of weight copies. Messages are
+not included: what a worker receives was computed once beforehand and is ready, and what it sends goes nowhere.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def measure_stages(
 
 
 class _Ready(Transport):
-    """A transport on which everything has arrived: values as they were computed once, replicas of initial weights."""
+    """A transport on which everything has arrived: values as they were computed once, copies of initial weights."""
 
     def __init__(
         self,

@@ -44,8 +44,8 @@ class WorkerSummary:
             `weight`, of the units `weight_units`.
         update: seconds a minibatch.
         begins: the module paths where its forward and its backward begin.
-        bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, replicas of weights once.
-        owned_bytes, replica_bytes: of parameters: owned here; replicas of those of other workers, or frozen, and what
+        bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, copies of weights once.
+        owned_bytes, copy_bytes: of parameters: owned here; copies of those of other workers, or frozen, and what
             is kept at both ends for encoded differences to build on.
         saved_bytes: what forward keeps for backward, once for each microbatch in flight.
         in_flight: of how many microbatches it keeps saved or deferred values at once.
@@ -68,8 +68,8 @@ class WorkerSummary:
     update: float
     owned: int
     owned_bytes: int
-    replicas: int
-    replica_bytes: int
+    copies: int
+    copy_bytes: int
     bytes_in: int
     bytes_out: int
     saved_bytes: int
@@ -82,8 +82,8 @@ class WorkerSummary:
 
     @property
     def static_bytes(self) -> int:
-        """Held all the time: owned weights with their gradients, replicas."""
-        return 2 * self.owned_bytes + self.replica_bytes
+        """Held all the time: owned weights with their gradients, weight copies."""
+        return 2 * self.owned_bytes + self.copy_bytes
 
     @property
     def time(self) -> StageTime:
@@ -102,7 +102,7 @@ class StageTime:
             the lower quartile over minibatches, because other work of the machine only ever adds time. Of many
             microbatches, some represent all: the first, which also predicts weights and begins the sum of gradients,
             and some of the others.
-        update: once a minibatch, after its last action: keeping copies, the optimizer's step, packing replicas.
+        update: once a minibatch, after its last action: keeping copies, the optimizer's step, packing weight copies.
         weight: of one microbatch's weight gradients, where they are an action of their own; else part of `backward`.
     """
 

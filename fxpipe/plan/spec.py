@@ -20,7 +20,7 @@ PHASES: tuple[Phase, ...] = ("F", "B", "W")
 FUNCTIONS: dict[Phase, Literal["forward", "backward", "weights"]] = {"F": "forward", "B": "backward", "W": "weights"}
 """What the code calls the function of each phase."""
 
-EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
+EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # copies of weights follow from `parameters`
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ one-forward-one-backward, in milliseconds:
   the schedule may do better; the simulator says by how much.
 - **Other messages** travel in parallel to the round trip, and only what computation does not hide counts: the forward
   of the receiver hides saved values from an earlier worker; the backward of the sender hides those to an earlier
-  worker; the owner's next forward hides replicas to a later worker; the reader's backward hides replicas from a later
-  worker. Nothing hides the gradients that W reads of B elsewhere, because they are needed first. Replicas travel once
-  per minibatch.
+  worker; the owner's next forward hides weights sent to a later worker; the reader's backward hides those from a later
+  worker. Nothing hides the gradients that W reads of B elsewhere, because they are needed first. Weight copies travel
+  once per minibatch.
 - **Mismatch.** For a run of units with F on one side and B or W on the other, B's worker receives the saved values; or
   it receives the activations that cross the start of the run and the random values of the run, and computes the forward
   again. The run begins and ends with units that save something.
@@ -32,8 +32,8 @@ one-forward-one-backward, in milliseconds:
 - A message is priced on the link to the neighbour in its direction, even if it travels further. Only if runs reach past
   a neighbour can the schedule take a little longer than the slowest worker's cost.
 
-Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer state, what the policy keeps) + replicas
-and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
+Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer state, what the policy keeps) + weight
+copies and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
 temporaries. What comes from an earlier worker is in flight for as long as it is there.
 
 **Recomputation** (`Workers.recompute`). A worker whose memory is short keeps less for its own backward, at one of the
@@ -41,8 +41,8 @@ profile's levels (`Unit.levels`): for each microbatch in flight what that level 
 it has, and what enters them; for each between B and W what W reads of what was computed again; and that once. Of the
 levels whose memory fits, it has the one that costs least.
 
-A codec of weights (`Plan.weights_codec`) is not counted: replicas are priced as they are, and what owners and readers
-keep for differences to build on, one more copy at either end, is in the table of the build alone.
+A codec of weights (`Plan.weights_codec`) is not counted: weight copies are priced as they are, and what owners and
+readers keep for differences to build on, one more copy at either end, is in the table of the build alone.
 
 Everything here is arithmetic on arrays of cut positions: any number of candidate workers at once.
 """
@@ -220,8 +220,8 @@ class CostModel:
         before, behind = self._links(worker)
         own_forward = total(self.forward, spans.forward) / speed
         own_backward = total(self.backward, spans.backward) / speed
-        in_front, in_back = share * self._replicas(spans, "in", 0), share * self._replicas(spans, "in", 1)
-        out_front, out_back = share * self._replicas(spans, "out", 0), share * self._replicas(spans, "out", 1)
+        in_front, in_back = share * self._weight_copies(spans, "in", 0), share * self._weight_copies(spans, "in", 1)
+        out_front, out_back = share * self._weight_copies(spans, "out", 0), share * self._weight_copies(spans, "out", 1)
         handed = total(self._handed, spans.weight) - total(self._handed, both(spans.weight, spans.backward))
         handed = ratios.gradient * handed
         from_front, to_front, from_back, to_back = (
@@ -254,7 +254,7 @@ class CostModel:
             found.append(_LinkTimes(rate, 1e3 * links.latency_of(other, worker) if there else 0.0))
         return found[0], found[1]
 
-    def _replicas(self, spans: _CandidateSpans, way: str, side: int) -> Floats:
+    def _weight_copies(self, spans: _CandidateSpans, way: str, side: int) -> Floats:
         """Parameter bytes read on one side of a boundary and owned on the other: side 0 before it, 1 after it.
 
         Coming in: F or B here, W on that side. Going out: W here, F or B on that side.
@@ -324,7 +324,7 @@ class CostModel:
         forward, backward, weight = spans.forward, spans.backward, spans.weight
         frozen = total(self._frozen, forward) + total(self._frozen, backward)
         frozen = frozen - total(self._frozen, both(forward, backward))
-        replicas = self._replicas(spans, "in", 0) + self._replicas(spans, "in", 1)
+        copies = self._weight_copies(spans, "in", 0) + self._weight_copies(spans, "in", 1)
         now, earlier = own.in_flight[worker], own.in_flight[max(worker - 1, 0)]
         kept = now * (spans.to_front.size + spans.to_back.size + spans.from_back.size)
         kept = kept + earlier * spans.from_front.size
@@ -334,7 +334,7 @@ class CostModel:
         for run in (spans.from_front, spans.from_back):  # what was computed again exists at once, for one microbatch
             temporary = temporary + np.where(run.again, run.saved, 0.0)
         owned = own.owned_factor[worker] * total(self._parameters, weight)
-        return owned + own.replica_factor * replicas + frozen + kept + temporary
+        return owned + own.copy_factor * copies + frozen + kept + temporary
 
 
 def levels_of(profile: Profile) -> tuple[tuple[SavingLevel, ...], ...]:

@@ -26,8 +26,9 @@ from fxpipe.planner.profile import MOST
 from fxpipe.planner.setting import MOMENTUM
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
-FORMAT = 4
-"""The first had milliseconds, and no `format`; the second no `places` of timings; the third no memory of functions."""
+FORMAT = 5
+"""The first had milliseconds, and no `format`; the second no `places` of timings; the third no memory of functions; the
+fourth said replicas for copies of weights."""
 
 
 @dataclass(frozen=True)

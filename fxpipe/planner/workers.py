@@ -32,14 +32,14 @@ class Workers:
         speeds: relative to the device that was measured.
         memory: bytes of each; inf for no limit.
         links: between them.
-        microbatches: per minibatch; updates and replicas come once for all of them.
+        microbatches: per minibatch; updates and weight copies come once for all of them.
         in_flight: the most microbatches that each worker holds; None means N−k (1F1B).
         deferred: of these, the most that are between B and W at once, where W is apart; empty means none.
         recompute: what their backwards may compute again to save memory.
         owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
         owned_ms: milliseconds at speed 1 for each byte of an owned weight, by worker, once a minibatch: what the policy
             does to it beside the optimizer's update.
-        replica_factor: bytes of memory for each byte of a replica.
+        copy_factor: bytes of memory for each byte of a weight copy.
         ratios: of what travels.
     """
 
@@ -51,7 +51,7 @@ class Workers:
     in_flight: tuple[int, ...] = ()
     owned_factor: tuple[float, ...] = ()
     owned_ms: tuple[float, ...] = ()
-    replica_factor: float = 1.0
+    copy_factor: float = 1.0
     ratios: Ratios = field(default_factory=Ratios)
     deferred: tuple[int, ...] = ()
     recompute: Recomputation = "none"

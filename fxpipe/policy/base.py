@@ -19,7 +19,7 @@ class Policy(ABC):
 
     The schedule says which version of an owner's weights an action can have at most (`schedule.Versions`). The policy
     says which one it takes (`lag`) and how far ahead of it the weights are predicted (`ahead`). The same functions
-    answer for a worker's own weights and for replicas.
+    answer for a worker's own weights and for weight copies.
 
     The fields of a policy are its options, all of them switches: `pipeoptim+keep` is `PipeOptim(keep=True)`. Your own
     policy is one class in one file, with one line before it, `@register` (`examples/own_policy.py`).

@@ -108,7 +108,7 @@ class Demand:
         return (r for phase in PHASES for r in self.readings(reader, phase) if r.owner == owner)
 
     def readers(self, owner: int) -> tuple[int, ...]:
-        """The other workers that hold replicas of `owner`'s trained parameters."""
+        """The other workers that hold copies of `owner`'s trained parameters."""
         return tuple(
             worker for worker in range(self.plan.workers) if worker != owner and any(self.readings_of(owner, worker))
         )

@@ -1,6 +1,6 @@
 """The bytes of weights that a worker holds beside the live ones, action by action, as the runtime does.
 
-Replicas of other workers' weights, from when their receive is posted until their last reader is over; versions of its
+Copies of other workers' weights, from when their receive is posted until their last reader is over; versions of its
 own that later actions read; predictions, whose memory is used again and never freed; what prediction and error feedback
 remember of past steps.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand, WeightReads
-from fxpipe.policy.replica_messages import Filling, ReplicaMessages
 from fxpipe.schedule.action import LOOKAHEAD, Action
 
 _Key = tuple[int, int, int]  # owner, version, ahead
@@ -26,7 +26,7 @@ class HeldWeights:
     Attributes:
         during: bytes while its code runs.
         after: then, with the update that is part of it, if there is one.
-        sent: of the blocks of replicas that its update sends.
+        sent: of the blocks of weight copies that its update sends.
     """
 
     during: int
@@ -44,7 +44,7 @@ class _WeightsOfRow:
 
     def __init__(self, demand: Demand, worker: int, row: Sequence[Action]) -> None:
         self.demand, self.worker, self.row = demand, worker, row
-        self._messages = ReplicaMessages(demand)
+        self._messages = CopyMessages(demand)
         self._filling = Filling()
         self._bytes = {parameter.name: parameter.tensor.bytes for parameter in demand.plan.parameters}
         # Two places for each action: while its code runs, and after that.
@@ -57,7 +57,7 @@ class _WeightsOfRow:
         """The row's."""
         for key, reads in self._reads().items():
             if key[0] != self.worker:
-                self._replica(key, reads)
+                self._weight_copy(key, reads)
             elif key[2]:
                 self._prediction(key, reads)
             else:
@@ -88,7 +88,7 @@ class _WeightsOfRow:
                 for reading in self.demand.readings(self.worker, phase):
                     yield replace(action, phase=phase), reading
 
-    def _replica(self, key: _Key, reads: dict[str, list[int]]) -> None:
+    def _weight_copy(self, key: _Key, reads: dict[str, list[int]]) -> None:
         owner, version, ahead = key
         last = max(end for _, end in reads.values())
         if version == 0:
@@ -136,7 +136,7 @@ class _WeightsOfRow:
             self._predict(name, 2 * place + 1, 2 * place + 2)
 
     def _remembered(self) -> int:
-        """The last update for the weight form, past steps for error feedback, and the bases of encoded replicas."""
+        """The last update for the weight form, past steps for error feedback, and the bases of encoded copies."""
         trained = [p for p in self.demand.plan.owned(self.worker) if p.trained]
         policy, workers = self.demand.policy, range(self.demand.plan.workers)
         held = sum(p.tensor.bytes for p in trained) if policy.weight_form else 0

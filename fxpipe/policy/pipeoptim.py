@@ -17,7 +17,7 @@ class PipeOptim(PredictingPolicy):
     Version m has all updates of earlier minibatches and no others; synchronous training would see it. A forward that
     can have version v misses s = m − v updates, counted from the schedule (N−1−k on worker k of N, as in the paper,
     without microbatches), and sees Ŵ = W_v − s·(what the optimizer does). A worker's own backward misses none; a
-    replica may miss some, and is predicted in the same way.
+    weight copy may miss some, and is predicted in the same way.
 
         worker 0: F0@0   F1@0+1 F2@0+2 ..     ..     B0@0   F3@1+2 B1@1   ..     B2@2   ..     B3@3
         worker 1: ..     F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@1   F3@2+1 B2@2   ..     B3@3

@@ -16,7 +16,7 @@ class SpecTrain(PredictingPolicy):
 
     In the paper's words, worker k of N predicts s_F = ⌊k/2⌋ + N−1−k updates ahead for a forward and s_B = ⌊k/2⌋ for a
     backward: Ŵ = W − s·η·(momentum). Its forward sees version m − (N−1−k) and its backward m, so both have the target
-    above: s = m + ⌊k/2⌋ − version. A replica has the same target and its own version.
+    above: s = m + ⌊k/2⌋ − version. A weight copy has the same target and its own version.
 
     `F3@1+2` is the forward of minibatch 3 with the weights after 1 update, predicted 2 further:
 

@@ -19,7 +19,7 @@ class XPipe(PredictingPolicy):
 
     Worker k of N, M microbatches: s_F = [(N + M − k/2 − 2)/M] updates ahead for a forward, s_B = [(M + ⌊k/2⌋ − 1)/M]
     for a backward, rounded to the nearest integer, halves down, so that with one microbatch it is SpecTrain. Both count
-    from the version that the first microbatch sees in the full pipeline; a replica has the same target. Here M = 2:
+    from the version that the first microbatch sees in the full pipeline; a weight copy has the same target. Here M = 2:
 
         worker 0: F0@0     F0.1@0   ..       B0@0     F1@0+1   B0.1@0   F1.1@0+1 B1@1     ..       B1.1@1
         worker 1: ..       F0@0+1   B0@0     F0.1@0+1 B0.1@0   F1@1+1   B1@1     F1.1@1+1 B1.1@1

@@ -28,7 +28,7 @@ class Versions:
     minibatch, and an order without cycles stays so when later minibatches are left out.
 
     There is one more bound: minibatch m never sees more than m updates. When B of m reaches worker 0, worker 1 has
-    already applied m's own gradient; worker 0's replica must have the weights before that.
+    already applied m's own gradient; worker 0's weight copy must have the weights before that.
 
     In steady state this is a fixed lag: 0 with a flush; with `async` on N workers N−1−min(reader, owner) for F and
     max(0, reader−owner) for B. On three workers, as F/B:

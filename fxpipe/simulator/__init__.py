@@ -7,18 +7,18 @@ inputs from a build or a partition; they are not imported here.
 from __future__ import annotations
 
 from fxpipe.simulator.result import Simulation, Span, Transfer
-from fxpipe.simulator.scenario import NEVER, Message, Replica, Scenario, WorkerCost
+from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy, WorkerCost
 from fxpipe.simulator.simulate import simulate
 from fxpipe.simulator.timeline import picture
 
 __all__ = [
     "NEVER",
     "Message",
-    "Replica",
     "Scenario",
     "Simulation",
     "Span",
     "Transfer",
+    "WeightCopy",
     "WorkerCost",
     "picture",
     "simulate",

@@ -121,7 +121,7 @@ class Direction:
 
 
 class Channel:
-    """All messages of one `Message`, numbered by microbatch, or of one `Replica`, numbered by version.
+    """All messages of one `Message`, numbered by microbatch, or of one `WeightCopy`, numbered by version.
 
     Args:
         direction: shared with the other channels from `src` to `dst`.

@@ -3,7 +3,7 @@
 It is that of a worker with a process of its own; `process_peaks` adds up several. While an action runs, a worker holds
 
     weights, gradients summed so far, the optimizer's state, buffers   always; gradients until the update
-  + what the policy keeps, and replicas                                `fxpipe.policy.held_weights`
+  + what the policy keeps, and weight copies                           `fxpipe.policy.held_weights`
   + the values that other microbatches in flight have left             `PartMemory.left`
   + the tensors of the microbatches that were read and wait            worker 0
   + what was sent and is not sure to have been received                `fxpipe.schedule.check.unreceived`
@@ -88,7 +88,7 @@ def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, .
 
 
 def filling(demand: Demand) -> int:
-    """After how many minibatches a run has held all that it ever holds: with replicas, their first blocks are free."""
+    """After how many minibatches a run has held all that it ever holds: with copies, their first blocks are free."""
     schedule = demand.schedule
     once = 1 if schedule.synchronous else 3 * ceil(schedule.workers / schedule.microbatches)  # as `Versions` studies it
     blocks = any(demand.readers(worker) for worker in range(schedule.workers))
@@ -195,7 +195,7 @@ class _RowWalk:
 
 
 def _slack(schedule: Schedule) -> int:
-    """As `unreceived`, of the blocks of replicas: no reader's lag reaches further."""
+    """As `unreceived`, of the blocks of weight copies: no reader's lag reaches further."""
     return unreceived(schedule) + schedule.workers * schedule.microbatches
 
 

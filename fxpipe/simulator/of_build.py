@@ -1,4 +1,4 @@
-"""A build as a scenario: its stages' costs, its edges and its replicas of weights."""
+"""A build as a scenario: its stages' costs, its edges and its copies of weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fxpipe.plan.cost_records import EdgeTiming
 from fxpipe.plan.spec import EdgeSpec, Phase, Plan
 from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.policy.copy_messages import STEADY, CopyMessages, Filling
 from fxpipe.policy.demand import Demand
-from fxpipe.policy.replica_messages import STEADY, Filling, ReplicaMessages
 from fxpipe.schedule.action import Action
-from fxpipe.simulator.scenario import NEVER, Message, Replica, Scenario, WorkerCost
+from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy, WorkerCost
 
 _AGAIN = "compile the model again"
 
@@ -21,7 +21,7 @@ _AGAIN = "compile the model again"
 def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     """What a build does on the links it was planned for, for `simulate(choose(plan, …).schedule, …)`.
 
-    Memory is weights, gradients, replicas, and saved values for each microbatch in flight alone: all of it is in
+    Memory is weights, gradients, weight copies, and saved values for each microbatch in flight alone: all of it is in
     `fxpipe/simulator/memory.py`. All times are divided by the speeds that the build was planned for.
 
     Args:
@@ -41,12 +41,12 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     if costs.times and len(costs.times) != plan.workers:
         what = f"there are times of {len(costs.times)} workers, the build has {plan.workers}"
         raise BuildError(what, hint=_AGAIN)
-    sizes = ReplicaMessages(demand)
+    sizes = CopyMessages(demand)
     timings = {timing.name: timing for timing in costs.timings}
     return Scenario(
         workers=tuple(_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)),
         messages=tuple(_message(edge, timings.get(edge.name)) for edge in plan.edges),
-        replicas=tuple(replica for owner in range(plan.workers) for replica in _replicas(demand, sizes, owner)),
+        weight_copies=tuple(copy for owner in range(plan.workers) for copy in _weight_copies(demand, sizes, owner)),
         links=costs.links.on([plan.rank_of(worker) for worker in range(plan.workers)]),
         placement=plan.placement,
     )
@@ -80,7 +80,7 @@ def _cost(costs: BuildCosts, worker: int, rank: int) -> WorkerCost:
     )
 
 
-def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Replica]:
+def _weight_copies(demand: Demand, sizes: CopyMessages, owner: int) -> Iterator[WeightCopy]:
     """What an owner sends after an update: one message for each reader and prediction distance."""
     version, filling = STEADY, Filling()
     for reader in demand.readers(owner):
@@ -96,4 +96,4 @@ def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Re
                 reads.setdefault(ahead, []).append((reading.phase, tuple(of_message)))
         for message in demand.messages(owner, reader, version, 0, None):
             pack = sizes.pack(owner, reader, version, message.ahead, filling)
-            yield Replica(owner, reader, tuple(reads[message.ahead]), pack.bytes, turn)
+            yield WeightCopy(owner, reader, tuple(reads[message.ahead]), pack.bytes, turn)

@@ -14,7 +14,7 @@ from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Ratios, Workers
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions, versions_of
-from fxpipe.simulator.scenario import Message, Replica, Scenario, WorkerCost
+from fxpipe.simulator.scenario import Message, Scenario, WeightCopy, WorkerCost
 
 _Key = tuple[int, Phase, int, Phase]
 PARTS = 8
@@ -30,7 +30,7 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
     return Scenario(
         workers=tuple(_cost(partition, workers, k, schedule) for k in range(workers.count)),
         messages=tuple(_Messages(profile, partition, workers.ratios, schedule.runs_in("W")).all()),
-        replicas=tuple(_replicas(profile, partition, schedule, workers.ratios.weights)),
+        weight_copies=tuple(_weight_copies(profile, partition, schedule, workers.ratios.weights)),
         links=workers.links,
         placement=schedule.placement,
     )
@@ -141,7 +141,7 @@ class _Messages:
                 self._save(source, k, value.bytes, self._share(source, value.producer + 1))
 
 
-def _replicas(profile: Profile, partition: Partition, schedule: Schedule, ratio: float) -> Iterator[Replica]:
+def _weight_copies(profile: Profile, partition: Partition, schedule: Schedule, ratio: float) -> Iterator[WeightCopy]:
     sizes: dict[tuple[int, int], float] = {}
     phases: dict[tuple[int, int], set[Phase]] = {}
     for i, unit in enumerate(profile.units):
@@ -160,7 +160,7 @@ def _replicas(profile: Profile, partition: Partition, schedule: Schedule, ratio:
     versions = versions_of(schedule)
     for (owner, reader), size in sorted(sizes.items()):
         lags = _lags(versions, owner, reader, sorted(phases[owner, reader]), range(schedule.microbatches))
-        yield Replica(owner, reader, tuple(lags), ratio * size, turn_of("weights", size))
+        yield WeightCopy(owner, reader, tuple(lags), ratio * size, turn_of("weights", size))
 
 
 def _lags(

@@ -70,7 +70,7 @@ NEVER = -1
 
 
 @dataclass(frozen=True)
-class Replica:
+class WeightCopy:
     """Weights that their owner sends to one reader after each of its updates, as one message.
 
     Attributes:
@@ -104,7 +104,7 @@ class Scenario:
 
     workers: tuple[WorkerCost, ...]
     messages: tuple[Message, ...] = ()
-    replicas: tuple[Replica, ...] = ()
+    weight_copies: tuple[WeightCopy, ...] = ()
     links: Links = field(default_factory=Links)
     placement: tuple[int, ...] = ()
 
@@ -112,7 +112,7 @@ class Scenario:
         if not self.workers:
             raise ProfileError("a simulation needs at least one worker")
         self.links.check(len(self.workers))
-        problems = [*self._of_workers(), *self._of_messages(), *self._of_replicas()]
+        problems = [*self._of_workers(), *self._of_messages(), *self._of_copies()]
         problems = problems or list(self._of_links())  # these read the links of existing workers
         if problems:
             raise ProfileError(f"this cannot be simulated: {'; '.join(problems)}")
@@ -126,7 +126,7 @@ class Scenario:
         cost = self.workers[worker]
         moved = sum(m.bytes for m in self.messages if worker in (m.src, m.dst) and not self.within(m.src, m.dst))
         weights = sum(
-            r.bytes for r in self.replicas if worker in (r.owner, r.reader) and not self.within(r.owner, r.reader)
+            r.bytes for r in self.weight_copies if worker in (r.owner, r.reader) and not self.within(r.owner, r.reader)
         )
         action = cost.forward + cost.backward + cost.weight + self.links.copy * moved
         return microbatches * action + cost.update + self.links.copy * weights
@@ -149,15 +149,15 @@ class Scenario:
             elif m.src_phase != "F" and m.src < m.dst:
                 yield f"{m}: a backward sends to earlier workers alone"
 
-    def _of_replicas(self) -> Iterator[str]:
-        for r in self.replicas:
+    def _of_copies(self) -> Iterator[str]:
+        for r in self.weight_copies:
             if not self._two_workers(r.owner, r.reader):
                 yield f"{r} names a worker that is not there, or one twice"
             elif not (_possible(r.bytes) and r.reads and all(_readable(lags) for _, lags in r.reads)):
                 yield f"{r} has no bytes above zero, no reader, or a lag below zero"
 
     def _of_links(self) -> Iterator[str]:
-        used = {(m.src, m.dst) for m in self.messages} | {(r.owner, r.reader) for r in self.replicas}
+        used = {(m.src, m.dst) for m in self.messages} | {(r.owner, r.reader) for r in self.weight_copies}
         for a, b in pairwise(range(len(self.workers))):
             used |= {(a, b), (b, a)}
         for a, b in sorted(used):

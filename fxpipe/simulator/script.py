@@ -22,7 +22,7 @@ BEFORE_ALL = -1
 class Point(NamedTuple):  # a tuple: read millions of times
     """`seconds` of compute, then a message to send or to wait for, or the end of the action.
 
-    `lags` are those of a replica, by microbatch; None for a message of the microbatch itself.
+    `lags` are those of a weight copy, by microbatch; None for a message of the microbatch itself.
     """
 
     seconds: float
@@ -67,13 +67,13 @@ def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Sc
         direction = directions.setdefault(ranks, Direction())
         return Channel(src, dst, size, scenario.links, direction, count, turn)
 
-    for replica in scenario.replicas:
-        weights = channel(replica.owner, replica.reader, replica.bytes, minibatches, replica.turn)
+    for copy in scenario.weight_copies:
+        weights = channel(copy.owner, copy.reader, copy.bytes, minibatches, copy.turn)
         weights.ready[0], weights.copied[0] = 0.0, True
-        newest = min(lag for _, lags in replica.reads for lag in lags if lag != NEVER)
-        outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - newest))
-        for phase, lags in replica.reads:
-            steps.setdefault((replica.reader, phase), []).append(
+        newest = min(lag for _, lags in copy.reads for lag in lags if lag != NEVER)
+        outgoing[copy.owner].append(Outgoing(weights, minibatches - 1 - newest))
+        for phase, lags in copy.reads:
+            steps.setdefault((copy.reader, phase), []).append(
                 _ScriptStep(0.0, BEFORE_ALL, Point(0.0, weights, False, lags))
             )
     for m in (*scenario.messages, *tokens(scenario)):

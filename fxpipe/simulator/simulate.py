@@ -209,15 +209,15 @@ def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) 
     for m in scenario.messages:
         if (m.dst, schedule.runs_in(m.dst_phase)) == (worker, action.phase):
             yield m.src, Action(schedule.runs_in(m.src_phase), action.minibatch, action.microbatch)
-    for replica in scenario.replicas:
-        for phase, lags in replica.reads:
+    for copy in scenario.weight_copies:
+        for phase, lags in copy.reads:
             lag = lags[action.microbatch]
             if (
-                (replica.reader, schedule.runs_in(phase)) == (worker, action.phase)
+                (copy.reader, schedule.runs_in(phase)) == (worker, action.phase)
                 and lag != NEVER
                 and action.minibatch > lag
             ):
-                yield replica.owner, schedule.update_of(action.minibatch - lag - 1)
+                yield copy.owner, schedule.update_of(action.minibatch - lag - 1)
 
 
 def _period(schedule: Schedule, row: Sequence[Action], finished: Sequence[float], seconds: float) -> float:

@@ -12,8 +12,8 @@ from fxpipe.ir.stage import Part
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts, WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand
-from fxpipe.policy.replica_messages import Filling, ReplicaMessages
 from fxpipe.schedule.check import held
 from fxpipe.simulator.memory import peak_bytes
 
@@ -22,7 +22,7 @@ def summarize(program: Program, plan: Plan, demand: Demand, optimizer: Optimizer
     """The table's rows, for a program that has been through every pass.
 
     Args:
-        demand: who reads which weights, for the bytes of replicas, under which schedule, for those of values kept.
+        demand: who reads which weights, for the bytes of weight copies, under which schedule, for those of values kept.
         optimizer: what the model's costs.
     """
     seconds: dict[tuple[int, str], float] = {}
@@ -38,8 +38,8 @@ def summarize(program: Program, plan: Plan, demand: Demand, optimizer: Optimizer
         owned = [p.name for p in plan.owned(rank)]
         copies = [p.name for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
         trained = sum(p.tensor.bytes for p in plan.owned(rank) if p.trained)
-        owned_bytes, replica_bytes = (sum(sizes[n] for n in names) for names in (owned, copies))
-        replica_bytes += traffic.bases[rank]
+        owned_bytes, copy_bytes = (sum(sizes[n] for n in names) for names in (owned, copies))
+        copy_bytes += traffic.bases[rank]
         saved = _passed_bytes(program, program.stages[rank].parts["B"])
         apart = program.stages[rank].parts.get("W")
         deferred = None if apart is None else _passed_bytes(program, apart)
@@ -56,8 +56,8 @@ def summarize(program: Program, plan: Plan, demand: Demand, optimizer: Optimizer
                 update=optimizer.seconds_per_byte * trained,
                 owned=len(owned),
                 owned_bytes=owned_bytes,
-                replicas=len(copies),
-                replica_bytes=replica_bytes,
+                copies=len(copies),
+                copy_bytes=copy_bytes,
                 bytes_in=traffic.arriving[rank],
                 bytes_out=traffic.leaving[rank],
                 saved_bytes=saved,
@@ -80,8 +80,8 @@ class Traffic:
     Attributes:
         arriving, leaving: by worker.
         weights: what an owner sends a reader after an update, by (owner, reader).
-        bases: by worker, the bytes that it keeps of the last messages of replicas, sent and received, because the next
-            ones are encoded differences to them.
+        bases: by worker, the bytes that it keeps of the last messages of weight copies, sent and received, because the
+            next ones are encoded differences to them.
     """
 
     def __init__(self, plan: Plan, demand: Demand) -> None:
@@ -89,7 +89,7 @@ class Traffic:
         self.leaving = [0] * plan.workers
         self.weights: dict[tuple[int, int], int] = {}
         self.bases = [0] * plan.workers
-        written, filling = ReplicaMessages(demand), Filling()
+        written, filling = CopyMessages(demand), Filling()
         steady = 4 * plan.workers  # a version that no warm-up reads
         for edge in plan.edges:
             self._add(edge.src, edge.dst, edge.sent.bytes * plan.own_microbatches)

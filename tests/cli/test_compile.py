@@ -50,7 +50,7 @@ def test_the_table(model: Path) -> None:
     assert "warning" not in result.err
     lines = [line.strip() for line in result.out.splitlines() if line.strip()]
     assert re.split(r"  +", lines[0])[:2] == ["forward from", "backward from"]
-    assert lines[0].split()[4:] == ["F", "B", "update", "owns", "replicas", "in", "out", "memory"]
+    assert lines[0].split()[4:] == ["F", "B", "update", "owns", "copies", "in", "out", "memory"]
     first, second = lines[2:4]
     assert first.startswith("worker 0   first (")
     assert second.startswith("worker 1   blocks.2 (")
@@ -194,7 +194,7 @@ def test_json(model: Path) -> None:
     assert [list(w) for w in said["workers"]] == [names] * 2
     assert [w["begins"] for w in said["workers"]] == [["first", "first"], ["blocks.2", "blocks.1"]]
     assert [w["owned"] for w in said["workers"]] == [4, 10]
-    assert [w["replicas"] for w in said["workers"]] == [2, 0], "blocks.1 runs forward away from its owner"
+    assert [w["copies"] for w in said["workers"]] == [2, 0], "blocks.1 runs forward away from its owner"
     assert set(said["verify"]["gradients"]) == PARAMETERS
     assert max(said["verify"]["gradients"].values()) < 1e-5
     assert said["verify"]["loss"] < 1e-6
@@ -242,8 +242,8 @@ def test_a_stage_says_what_it_is(model: Path) -> None:
     assert fields["owns"].startswith("10 parameters, ")
     assert fields["receives"].endswith(" bytes a microbatch")
     assert fields["sends"].endswith(" bytes a microbatch")
-    replicas = (model.parent / "build" / "stage_0.py").read_text().split('"""')[1]
-    assert "replicas  blocks.1.weight, blocks.1.bias: 288 bytes" in replicas
+    header = (model.parent / "build" / "stage_0.py").read_text().split('"""')[1]
+    assert "copies    blocks.1.weight, blocks.1.bias: 288 bytes" in header
     assert "# blocks.2 · model.py:17: x = F.dropout(" in text
     assert str(model.parent) not in text
 

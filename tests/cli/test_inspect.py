@@ -192,9 +192,9 @@ def test_a_stage_as_it_is(build: Path) -> None:
 
 def test_a_node(build: Path) -> None:
     text = fxpipe("inspect", build, "--node", "blocks.1.weight").out
-    assert "owned by worker 1, replicas on worker 0" in text
+    assert "owned by worker 1, copies on worker 0" in text
     found = fxpipe("inspect", build, "--node", "blocks.1.weight", "--json").json
-    assert (found["kind"], found["owner"], found["replicas"]) == ("parameter", 1, [0])
+    assert (found["kind"], found["owner"], found["copies"]) == ("parameter", 1, [0])
 
 
 def test_a_node_needs_no_simulation(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,13 +120,13 @@ def test_names_and_metadata(build: Build, exported: tuple[Path, list[ExportedFil
         assert all(words)
 
 
-def test_a_replica_says_whose_it_is(build: Build, exported: tuple[Path, list[ExportedFile]]) -> None:
+def test_a_weight_copy_says_whose_it_is(build: Build, exported: tuple[Path, list[ExportedFile]]) -> None:
     words = {v.name: v.doc_string for v in onnx.load(exported[0] / "stage_0.forward.onnx").graph.input}
     owners = {name: p.owner for p in build.plan.parameters for name in p.names}
     weights = build.plan.stages[0].forward.weights
     assert {owners[name] for name in weights} == {0, 1}
     for name in weights:
-        assert words[name] == ("weight" if owners[name] == 0 else "replica of a weight of worker 1")
+        assert words[name] == ("weight" if owners[name] == 0 else "copy of a weight of worker 1")
 
 
 def test_the_files_chained_by_their_metadata_train_as_eager(

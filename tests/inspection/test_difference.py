@@ -19,9 +19,9 @@ MODULES = ("tok", "blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"
 def worker(rank: int, *owned: str, **more: Any) -> dict[str, Any]:
     told = {
         "worker": rank, "forward_ms": 10.0, "backward_ms": 20.0, "update_ms": 1.0, "owned": len(owned),
-        "owned_bytes": 8, "replicas": 0, "replica_bytes": 0, "bytes_in": 4, "bytes_out": 4, "saved_bytes": 2,
+        "owned_bytes": 8, "copies": 0, "copy_bytes": 0, "bytes_in": 4, "bytes_out": 4, "saved_bytes": 2,
         "in_flight": 2, "memory_bytes": 64, "engines": ["eager", "eager"], "owned_names": list(owned),
-        "replica_names": [], "speed": 1.0,
+        "copy_names": [], "speed": 1.0,
     }  # fmt: skip
     return {**told, **more}
 

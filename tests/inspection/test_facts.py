@@ -177,12 +177,12 @@ def test_speeds_divide_the_workers_times() -> None:
     assert all(b >= runs * p * (1 - 1e-9) for b, p in zip(busy, per, strict=True))
 
 
-def test_replicas_have_their_edges(found: dict[str, Any]) -> None:
+def test_weight_copies_have_their_edges(found: dict[str, Any]) -> None:
     for worker in found["workers"]:
         sent = [
             n for e in found["edges"] if e["kind"] == "weights" and e["dst"] == worker["worker"] for n in e["names"]
         ]
-        assert sorted(sent) == sorted(worker["replica_names"])
+        assert sorted(sent) == sorted(worker["copy_names"])
 
 
 def test_one_partition_is_the_builds_own(named: str, looked_at: Subject, found: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def test_sends_and_receives_themselves(small: dict[str, Any]) -> None:
 def test_a_parameter_by_any_of_its_names(small: dict[str, Any], name: str) -> None:
     found = trace(small, name)
     assert (found["kind"], found["names"], found["owner"]) == ("parameter", ["b.weight", "c.weight"], 1)
-    assert found["replicas"] == [0]
+    assert found["copies"] == [0]
     assert names(found["readers"]) == ["y", "d_y"]
     assert found["gradient"]["name"] == "d_b"
     assert names(found["edges"]) == ["weights of worker 1"]
@@ -72,10 +72,10 @@ def test_a_parameter_by_any_of_its_names(small: dict[str, Any], name: str) -> No
 def test_names_may_hold_commas(small: dict[str, Any]) -> None:
     small["nodes"]["names"]["b_weight"] = ["b, c.weight", "d"]
     for worker in small["workers"]:
-        for held in ("owned_names", "replica_names"):
+        for held in ("owned_names", "copy_names"):
             worker[held] = [name.replace("b.", "b, c.") for name in worker[held]]
     found = trace(small, "b, c.weight")
-    assert (found["kind"], found["names"], found["owner"], found["replicas"]) == (
+    assert (found["kind"], found["names"], found["owner"], found["copies"]) == (
         "parameter", ["b, c.weight", "d"], 1, [0],
     )  # fmt: skip
     with pytest.raises(BuildError):

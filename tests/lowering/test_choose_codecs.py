@@ -188,7 +188,7 @@ def test_other_microbatches_and_the_planner_agree_on_what_is_small() -> None:
     ratios = ratios_of(Encoding.parse("activation=int4,gradient=int8"))
     assert (ratios.activation, ratios.gradient, ratios.saved, ratios.weights) == (18 / 128, 66 / 256, 1.0, 1.0)
     (auto,) = Encoding.parse("auto").candidates
-    assert ratios_of(auto).weights == 1.0  # auto leaves replicas whole, and so the planner must not think them small
+    assert ratios_of(auto).weights == 1.0  # auto leaves copies whole, and so the planner must not think them small
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_a_prediction_counts_where_it_is_read(sleepers: Any, monkeypatch: pytest
     own, tied = build_of("function", 3), build_of("gpt")
     assert sleepers(own, "function", policy="latest") == [{}] * 3
     assert sleepers(own, "function", policy="spectrain") == [{"forward": PAUSE}] * 3, "the last backward reads it again"
-    assert sleepers(tied, policy="spectrain")[0] == {"forward": PAUSE, "update": PAUSE}, "replicas are sent predicted"
+    assert sleepers(tied, policy="spectrain")[0] == {"forward": PAUSE, "update": PAUSE}, "copies are sent predicted"
 
 
 @pytest.mark.slow

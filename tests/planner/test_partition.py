@@ -56,7 +56,7 @@ def odd_workers(draw: st.DrawFn) -> Workers:
         in_flight=tuple(draw(st.integers(1, 4)) for _ in range(count)),
         owned_factor=tuple(draw(number) for _ in range(count)),
         owned_ms=tuple(draw(st.sampled_from([0.0, 0.05, 0.2])) for _ in range(count)),
-        replica_factor=draw(number),
+        copy_factor=draw(number),
         ratios=draw(ratios()),
     )
 

@@ -68,7 +68,7 @@ def test_processes_of_two_workers_are_the_local_run(toy: Any, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_shorter_run_with_encoded_replicas_goes_on_as_a_longer_one(toy: Any, tmp_path: Path) -> None:
+def test_a_shorter_run_with_encoded_weight_copies_goes_on_as_a_longer_one(toy: Any, tmp_path: Path) -> None:
     """Though its workers knew its end, and did not send what only later minibatches read."""
     folder = str(toy(**MIXED, policy="spectrain", weights_codec="int8").save(tmp_path / "build"))
     whole = launch(RunOptions(folder, steps=15, out=str(tmp_path / "whole")), 3)

@@ -130,11 +130,11 @@ def test_the_grid_aligns_wide_labels_and_many_workers() -> None:
     st.integers(1, 4),
     st.integers(1, 9),
 )
-def test_replicas_are_there_when_they_are_needed(name: str, workers: int, microbatches: int, minibatches: int) -> None:
+def test_copies_are_there_when_they_are_needed(name: str, workers: int, microbatches: int, minibatches: int) -> None:
     schedule = make(name, workers, 1 if name == "async" else microbatches)
     pairs = [(owner, reader) for owner in range(workers) for reader in range(workers)]
     without = check(schedule, minibatches, start=5)
-    found = check(schedule, minibatches, start=5, replicas=pairs)
+    found = check(schedule, minibatches, start=5, copies=pairs)
     assert (found.in_flight, found.held) == (without.in_flight, without.held)
     if not schedule.weights_apart:  # of whose updates no other worker would hear before it needs them
         assert found == without
@@ -146,10 +146,10 @@ def test_waiting_for_a_version_that_is_too_new_deadlocks(monkeypatch: pytest.Mon
     monkeypatch.setattr(Versions, "lag", lambda *_: -1)
     reader = 1 - owner
     with pytest.raises(ScheduleError, match=f"worker {reader} waits at F0 for B0 of worker {owner}"):
-        check(Async(2), 2, replicas=[(owner, reader)])
+        check(Async(2), 2, copies=[(owner, reader)])
 
 
 @pytest.mark.parametrize("pair", [(2, 0), (0, 2), (-1, 0)])
-def test_a_replica_on_a_worker_that_is_not_there(pair: tuple[int, int]) -> None:
+def test_a_weight_copy_on_a_worker_that_is_not_there(pair: tuple[int, int]) -> None:
     with pytest.raises(ScheduleError, match=r"there are 2"):
-        check(Async(2), 2, replicas=[pair])
+        check(Async(2), 2, copies=[pair])

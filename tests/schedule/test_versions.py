@@ -29,14 +29,14 @@ def test_async_sees_its_own_weights_as_the_papers_say(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
-def test_async_replicas_in_closed_form(workers: int) -> None:
+def test_async_weight_copies_in_closed_form(workers: int) -> None:
     versions = Versions(Async(workers))
     for reader, owner in product(range(workers), repeat=2):
         assert versions.lag("F", reader, owner) == workers - 1 - min(reader, owner)
         assert versions.lag("B", reader, owner) == max(0, reader - owner)
 
 
-def test_async_replicas_on_two_workers() -> None:
+def test_async_weight_copies_on_two_workers() -> None:
     """Counted on paper, from the picture
 
         worker 0: F0 F1 .. B0 F2 B1 F3 B2
@@ -53,7 +53,7 @@ def test_async_replicas_on_two_workers() -> None:
     assert lags(versions, "B", owner=1, workers=2) == [0, 0]
 
 
-def test_async_replicas_on_three_workers() -> None:
+def test_async_weight_copies_on_three_workers() -> None:
     """Counted on paper, from the picture
 
         worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4

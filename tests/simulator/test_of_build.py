@@ -151,9 +151,9 @@ def test_the_runtime_sends_the_same(
 
     made = scenario(build)
     found = simulate(choose(build.plan).schedule, made, minibatches)
-    sizes = {(r.owner, r.reader, r.bytes) for r in made.replicas}
+    sizes = {(r.owner, r.reader, r.bytes) for r in made.weight_copies}
     assert sizes.isdisjoint((m.src, m.dst, m.bytes) for m in made.messages)  # so that they can be told apart
-    assert made.replicas
+    assert made.weight_copies
     simulated: Counter[tuple[object, ...]] = Counter()
     for t in found.transfers:
         weights = (t.src, t.dst, t.bytes) in sizes
@@ -170,9 +170,9 @@ def test_versions_are_those_of_the_demand(policy: str) -> None:
     made = scenario(build)
     for worker in range(3):
         wanted = {(r.owner, ph, r.lags) for ph in ("F", "B") for r in demand.readings(worker, ph) if r.owner != worker}
-        found = {(r.owner, *read) for r in made.replicas if r.reader == worker for read in r.reads}
+        found = {(r.owner, *read) for r in made.weight_copies if r.reader == worker for read in r.reads}
         assert found == wanted
-    assert any(len(replica.reads) > 1 for replica in made.replicas) or policy == "latest"
+    assert any(len(copy.reads) > 1 for copy in made.weight_copies) or policy == "latest"
 
 
 @pytest.mark.parametrize(

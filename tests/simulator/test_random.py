@@ -21,7 +21,7 @@ from fxpipe.planner.links import Links
 from fxpipe.schedule import SCHEDULES, Action, Schedule, make
 from fxpipe.schedule.action import Event
 from fxpipe.schedule.order import read
-from fxpipe.simulator import NEVER, Message, Replica, Scenario, Simulation, WorkerCost, simulate
+from fxpipe.simulator import NEVER, Message, Scenario, Simulation, WeightCopy, WorkerCost, simulate
 
 Key = tuple[Any, ...]
 NAMES = {"F": "forward", "B": "backward", "W": "weight"}
@@ -157,7 +157,7 @@ class Events:
                 yield from self.compute(worker, action, "W", cost.weight)
             if action.phase == ("W" if apart else "B") and action.microbatch == last:
                 yield float(cost.update)
-                for i, r in enumerate(self.scenario.replicas):
+                for i, r in enumerate(self.scenario.weight_copies):
                     version = action.minibatch + 1
                     if r.owner == worker and any(
                         version + lag < self.minibatches for _, lags in r.reads for lag in lags if lag != NEVER
@@ -166,7 +166,7 @@ class Events:
             self.ended[worker, action] = self.now
 
     def compute(self, worker: int, action: Action, phase: Phase, seconds: float) -> Iterator[Any]:
-        for i, r in enumerate(self.scenario.replicas):
+        for i, r in enumerate(self.scenario.weight_copies):
             for reads, lags in r.reads:
                 lag = lags[action.microbatch]
                 if (worker, phase) == (r.reader, reads) and lag != NEVER and action.minibatch > lag:
@@ -205,7 +205,7 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     small = st.integers(0, 12).map(lambda v: v / 4)
     share = st.integers(0, 4).map(lambda v: v / 4)
     costs = draw(st.lists(st.builds(WorkerCost, small, small, small, weight=small), min_size=workers, max_size=workers))
-    messages, replicas = [], []
+    messages, weight_copies = [], []
     if workers > 1:
         pair = st.tuples(st.integers(0, workers - 1), st.integers(0, workers - 1)).filter(lambda p: p[0] < p[1])
         for low, high in draw(st.lists(pair, max_size=8)):
@@ -218,11 +218,11 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
         reads = st.lists(st.tuples(st.sampled_from(PHASES), lags), min_size=1, max_size=2)
         for low, high in draw(st.lists(pair, max_size=3)):
             owner, reader = (low, high) if draw(st.booleans()) else (high, low)
-            replicas.append(Replica(owner, reader, tuple(draw(reads)), draw(small)))  # type: ignore[arg-type]
+            weight_copies.append(WeightCopy(owner, reader, tuple(draw(reads)), draw(small)))  # type: ignore[arg-type]
     latency = [[draw(small) for _ in range(schedule.ranks)] for _ in range(schedule.ranks)]
     of_workers = tuple(tuple(latency[a][b] for b in schedule.placement) for a in schedule.placement)
     links = Links(draw(st.sampled_from([0.5, 2.0, float("inf")])), of_workers, draw(st.sampled_from([0.0, 0.25, 1.0])))
-    scenario = Scenario(tuple(costs), tuple(messages), tuple(replicas), links, schedule.placement)
+    scenario = Scenario(tuple(costs), tuple(messages), tuple(weight_copies), links, schedule.placement)
     return schedule, scenario, draw(st.integers(1, 5))
 
 
@@ -236,7 +236,7 @@ def waiting(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     scenario = replace(
         scenario,
         messages=tuple(replace(m, bytes=m.bytes * CHUNK, turn=draw(turn)) for m in scenario.messages),
-        replicas=tuple(replace(r, bytes=r.bytes * CHUNK, turn=draw(turn)) for r in scenario.replicas),
+        weight_copies=tuple(replace(r, bytes=r.bytes * CHUNK, turn=draw(turn)) for r in scenario.weight_copies),
         links=replace(links, bandwidth=links.bandwidth * CHUNK, copy=links.copy / CHUNK),
     )
     return schedule, scenario, minibatches
@@ -268,7 +268,7 @@ def _all_urgent(scenario: Scenario) -> Scenario:
     return replace(
         scenario,
         messages=tuple(replace(m, turn=URGENT) for m in scenario.messages),
-        replicas=tuple(replace(r, turn=URGENT) for r in scenario.replicas),
+        weight_copies=tuple(replace(r, turn=URGENT) for r in scenario.weight_copies),
     )
 
 
@@ -297,7 +297,7 @@ def test_every_worker_is_busy_or_waits(run: tuple[Schedule, Scenario, int]) -> N
         assert found.busy[worker] == busy
         if not schedule.several:
             assert found.busy[worker] + found.waited[worker] == spans[-1].end
-        if not scenario.replicas:  # of whose last versions not all are sent
+        if not scenario.weight_copies:  # of whose last versions not all are sent
             assert busy == minibatches * scenario.busy(worker, schedule.microbatches)
     for src in range(schedule.workers):
         for dst in range(schedule.workers):

@@ -9,7 +9,7 @@ import pytest
 
 from fxpipe.errors import ProfileError
 from fxpipe.planner.links import Links
-from fxpipe.simulator import NEVER, Message, Replica, Scenario, WorkerCost
+from fxpipe.simulator import NEVER, Message, Scenario, WeightCopy, WorkerCost
 
 TWO = (WorkerCost(1, 2), WorkerCost(1, 2))
 
@@ -33,12 +33,15 @@ TWO = (WorkerCost(1, 2), WorkerCost(1, 2))
         ({"messages": (Message(0, "W", 1, "F", 1),)}, "forwards of earlier workers alone"),
         ({"messages": (Message(1, "W", 0, "B", 1),)}, "a backward waits for no weight gradients"),
         ({"messages": (Message(0, "W", 1, "W", 1),)}, "sends to earlier workers alone"),
-        ({"replicas": (Replica(0, 2, (("F", (0,)),), 1),)}, r"Replica\(owner=0.* names a worker that is not there"),
-        ({"replicas": (Replica(1, 1, (("F", (0,)),), 1),)}, "or one twice"),
-        ({"replicas": (Replica(0, 1, (), 1),)}, "no reader"),
-        ({"replicas": (Replica(0, 1, (("F", (NEVER, NEVER)),), 1),)}, "a lag below zero"),
-        ({"replicas": (Replica(0, 1, (("F", (1, -2)),), 1),)}, "a lag below zero"),
-        ({"replicas": (Replica(0, 1, (("F", (0,)),), -1),)}, "no bytes above zero"),
+        (
+            {"weight_copies": (WeightCopy(0, 2, (("F", (0,)),), 1),)},
+            r"Copy\(owner=0.* names a worker that is not there",
+        ),
+        ({"weight_copies": (WeightCopy(1, 1, (("F", (0,)),), 1),)}, "or one twice"),
+        ({"weight_copies": (WeightCopy(0, 1, (), 1),)}, "no reader"),
+        ({"weight_copies": (WeightCopy(0, 1, (("F", (NEVER, NEVER)),), 1),)}, "a lag below zero"),
+        ({"weight_copies": (WeightCopy(0, 1, (("F", (1, -2)),), 1),)}, "a lag below zero"),
+        ({"weight_copies": (WeightCopy(0, 1, (("F", (0,)),), -1),)}, "no bytes above zero"),
         ({"links": Links(bandwidth=0)}, "from worker 0 to 1 has bandwidth 0"),
         ({"links": Links(latency=((0, 0), (-1, 0)))}, "from worker 1 to 0 has bandwidth inf and latency -1"),
         ({"links": Links(copy=-1)}, "copy in -1 seconds a byte"),
@@ -67,7 +70,7 @@ def test_a_minibatchs_busy_seconds() -> None:
     scenario = Scenario(
         (WorkerCost(1, 2, 4), WorkerCost(8, 16), WorkerCost(32, 64)),
         (Message(0, "F", 1, "F", 100), Message(1, "B", 0, "B", 10)),
-        (Replica(1, 0, (("F", (1, 1, 1)), ("B", (0, 0, 0))), 1000),),
+        (WeightCopy(1, 0, (("F", (1, 1, 1)), ("B", (0, 0, 0))), 1000),),
         Links(copy=0.5),
     )
     more = replace(scenario, workers=(replace(scenario.workers[0], weight=7), *scenario.workers[1:]))

@@ -15,7 +15,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
 from fxpipe.schedule.order import play, read
-from fxpipe.simulator import NEVER, Message, Replica, Scenario, Simulation, WorkerCost, simulate
+from fxpipe.simulator import NEVER, Message, Scenario, Simulation, WeightCopy, WorkerCost, simulate
 
 
 def shown(simulation: Simulation) -> list[str]:
@@ -159,7 +159,9 @@ def test_both_ends_copy() -> None:
 def test_weights_are_waited_for_by_the_first_action_that_reads_them() -> None:
     workers = (WorkerCost(1, 1, 0.25), WorkerCost(1, 1, 0.5))
     links = Links(bandwidth=1)
-    found = simulate(make("1f1b", 2, 2), of(workers, replicas=(Replica(1, 0, (("F", (0, 0)),), 4),), links=links), 2)
+    found = simulate(
+        make("1f1b", 2, 2), of(workers, weight_copies=(WeightCopy(1, 0, (("F", (0, 0)),), 4),), links=links), 2
+    )
     assert shown(found) == [
         "F0 0-1, F0.1 1-2, B0 3-4, B0.1 5-6, update 6-6.25, F1 9.5-10.5, F1.1 10.5-11.5, B1 12.5-13.5, "
         "B1.1 14.5-15.5, update 15.5-15.75",
@@ -174,8 +176,8 @@ def test_weights_are_waited_for_by_the_first_action_that_reads_them() -> None:
 def test_weights_of_older_versions_by_phase() -> None:
     """Worker 1's weights: F of minibatch m reads version m − 2, B version m − 1, from one message."""
     links = Links(latency=10, bandwidth=1, copy=0.5)
-    weights = Replica(1, 0, (("F", (2,)), ("B", (1,))), 2)
-    found = simulate(make("1f1b", 2), of(ONES, replicas=(weights,), links=links), 4)
+    weights = WeightCopy(1, 0, (("F", (2,)), ("B", (1,))), 2)
+    found = simulate(make("1f1b", 2), of(ONES, weight_copies=(weights,), links=links), 4)
     assert shown(found)[1].split(", ")[:5] == ["F0 11-12", "B0 12-13", "update 13-14", "F1 35-36", "B1 36-37"]
     assert shown(found)[0].split(", ") == [
         *("F0 0-1", "B0 23-24", "F1 24-25", "B1 47-48", "F2 48-49"),
@@ -191,9 +193,9 @@ def test_microbatches_that_read_other_versions() -> None:
     """The second microbatch reads newer weights than the first: it waits for them, and the first does not."""
     links = Links(bandwidth=1)
     run = partial(simulate, make("1f1b", 2, 2), minibatches=2)
-    newer = run(of(ONES, replicas=(Replica(1, 0, (("F", (1, 0)),), 8),), links=links))
+    newer = run(of(ONES, weight_copies=(WeightCopy(1, 0, (("F", (1, 0)),), 8),), links=links))
     assert shown(newer)[0].split(", ")[4:7] == ["F1 6-7", "F1.1 13-14", "B1 14-15"]
-    only = run(of(ONES, replicas=(Replica(1, 0, (("F", (NEVER, 0)),), 8),), links=links))
+    only = run(of(ONES, weight_copies=(WeightCopy(1, 0, (("F", (NEVER, 0)),), 8),), links=links))
     assert shown(only) == shown(newer)
 
 
@@ -205,8 +207,8 @@ def test_an_action_that_ends_with_a_wait_ends_when_that_is_over() -> None:
 
 
 def test_a_worker_sends_weights_in_the_order_of_the_scenario() -> None:
-    pair = (Replica(1, 0, (("F", (0,)),), 2), Replica(1, 0, (("F", (1,)),), 3))
-    found = simulate(make("1f1b", 2), of(ONES, replicas=pair, links=Links(bandwidth=1)), 3)
+    pair = (WeightCopy(1, 0, (("F", (0,)),), 2), WeightCopy(1, 0, (("F", (1,)),), 3))
+    found = simulate(make("1f1b", 2), of(ONES, weight_copies=pair, links=Links(bandwidth=1)), 3)
     assert [(str(t.action), t.bytes) for t in found.transfers] == [("B0", 2), ("B0", 3), ("B1", 2)]
 
 
@@ -328,9 +330,9 @@ def test_a_deadlock_of_the_rows_is_told_as_check_tells_it() -> None:
 
 
 def test_a_deadlock_for_weights() -> None:
-    too_new = Replica(0, 1, (("F", (0,)),), 1)
+    too_new = WeightCopy(0, 1, (("F", (0,)),), 1)
     with pytest.raises(ScheduleError, match=r"worker 1 waits at F1 for B0 of worker 0"):
-        simulate(make("async", 3), of([WorkerCost(1, 1)] * 3, replicas=(too_new,)), 4)
+        simulate(make("async", 3), of([WorkerCost(1, 1)] * 3, weight_copies=(too_new,)), 4)
 
 
 def test_a_deadlock_for_a_message() -> None:

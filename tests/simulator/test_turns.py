@@ -7,7 +7,7 @@ import pytest
 from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS, turn_of
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
-from fxpipe.simulator import Message, Replica, Scenario, Simulation, WorkerCost, simulate
+from fxpipe.simulator import Message, Scenario, Simulation, WeightCopy, WorkerCost, simulate
 
 ONE_A_SECOND = Links(bandwidth=CHUNK)
 ONES = (WorkerCost(1, 1), WorkerCost(1, 1))
@@ -29,15 +29,15 @@ def test_large_saved_values_and_weights_wait(kind: str, turn: int) -> None:
     assert turn_of(kind, CHUNK + 1) == turn
 
 
-def test_a_replica_lets_a_gradient_pass() -> None:
+def test_a_weight_copy_lets_a_gradient_pass() -> None:
     """Worker 1 sends its weights after B0, at 3, and the gradient of the next microbatch at 5."""
     gradient = Message(1, "B", 0, "B", CHUNK / 2)
-    weights = Replica(1, 0, (("F", (4,)),), 4.5 * CHUNK, WEIGHTS)
+    weights = WeightCopy(1, 0, (("F", (4,)),), 4.5 * CHUNK, WEIGHTS)
     costs = (WorkerCost(1, 1), WorkerCost(1, 1.25))
     found = simulate(make("async", 2), Scenario(costs, (gradient,), (weights,), ONE_A_SECOND), 6)
     first = ["B0 3.25-3.75", "B0 3.75-5.75", "B1 5.75-6.25", "B0 6.25-8.25", "B2 8.25-8.75", "B0 8.75-9.25"]
     assert carried(found, 1, 0)[:6] == first
-    urgent = Replica(1, 0, (("F", (4,)),), 4.5 * CHUNK)
+    urgent = WeightCopy(1, 0, (("F", (4,)),), 4.5 * CHUNK)
     found = simulate(make("async", 2), Scenario(costs, (gradient,), (urgent,), ONE_A_SECOND), 6)
     assert carried(found, 1, 0)[:3] == ["B0 3.25-3.75", "B0 3.75-8.25", "B1 8.25-8.75"]
 
@@ -45,16 +45,16 @@ def test_a_replica_lets_a_gradient_pass() -> None:
 def test_saved_values_go_before_weights_and_activations_before_both() -> None:
     """Two microbatches: the weights of the first minibatch are still on their way when the next forward sends."""
     messages = (Message(0, "F", 1, "B", 2 * CHUNK, turn=SAVED), Message(0, "F", 1, "F", CHUNK))
-    weights = Replica(0, 1, (("F", (1,)),), 3 * CHUNK, WEIGHTS)
+    weights = WeightCopy(0, 1, (("F", (1,)),), 3 * CHUNK, WEIGHTS)
     found = simulate(make("1f1b", 2), Scenario(ONES, messages, (weights,), ONE_A_SECOND), 3)
     assert carried(found, 0, 1)[:5] == ["F0 1-2", "F0 2-4", "B0 6-7", "F1 7-8", "F1 8-10"]
     assert carried(found, 0, 1)[5:7] == ["B0 10-12", "F2 13-14"]
 
 
 def test_a_worker_that_waits_for_weights_has_them_when_the_last_chunk_has_come() -> None:
-    weights = Replica(1, 0, (("F", (0,)),), 2.5 * CHUNK, WEIGHTS)
+    weights = WeightCopy(1, 0, (("F", (0,)),), 2.5 * CHUNK, WEIGHTS)
     links = Links(bandwidth=CHUNK, latency=0.25)
-    found = simulate(make("1f1b", 2), Scenario(ONES, replicas=(weights,), links=links), 2)
+    found = simulate(make("1f1b", 2), Scenario(ONES, weight_copies=(weights,), links=links), 2)
     sent = found.spans[1][1].end
     assert carried(found, 1, 0) == [f"B0 {sent:g}-{sent + 2.5:g}"]
     assert next(span.start for span in found.spans[0] if str(span.action) == "F1") == sent + 2.75

@@ -132,32 +132,32 @@ def price(
         return sum(units[i].parameter_bytes for i in found)
 
     read = forward | backward
-    replicas_in = [parameters(i for i in read if i < start), parameters(i for i in read if i >= end)]
-    replicas_out = [
+    copies_in = [parameters(i for i in read if i < start), parameters(i for i in read if i >= end)]
+    copies_out = [
         parameters({i for i in weight if i < f[0]} | {i for i in weight if i < b[0]}),
         parameters({i for i in weight if i >= f[1]} | {i for i in weight if i >= b[1]}),
     ]
     handed = ratios.gradient * sum(units[i].gradient_bytes for i in (weight - backward) & works)
     given = ratios.gradient * sum(units[i].gradient_bytes for i in (backward - weight) & works)
 
-    replicas = share * ratios.weights
+    copies = share * ratios.weights
     own_f = sum(units[i].forward_ms for i in forward) / speed
     own_b = sum(units[i].backward_ms for i in backward) / speed
     waits = ms(activation, 0) + ms(gradient + handed, 1) + sum(1e3 * links.latency_of(other, k) for other in others)
     waits += max(ms(ratios.saved * from_front[0], 0) - own_f, 0) + max(ms(ratios.saved * to_front[0], 0) - own_b, 0)
-    waits += max(ms(replicas * replicas_out[1], 1) - own_f, 0) + max(ms(replicas * replicas_in[1], 1) - own_b, 0)
+    waits += max(ms(copies * copies_out[1], 1) - own_f, 0) + max(ms(copies * copies_in[1], 1) - own_b, 0)
     arriving = (
-        activation + replicas * replicas_in[0] + ratios.saved * from_front[0],
-        gradient + handed + replicas * replicas_in[1] + ratios.saved * from_back[0],
+        activation + copies * copies_in[0] + ratios.saved * from_front[0],
+        gradient + handed + copies * copies_in[1] + ratios.saved * from_back[0],
     )
     wire = max(ms(arriving[0], 0), ms(arriving[1], 1))
     leaving = sum(v.bytes for v in profile.gradients if v.producer >= b[0] > min(v.readers, default=v.producer))
     sent = ratios.activation * crossing(f[1]) + ratios.gradient * leaving + given
-    sent += replicas * sum(replicas_out) + ratios.saved * (to_front[0] + to_back[0])
+    sent += copies * sum(copies_out) + ratios.saved * (to_front[0] + to_back[0])
     spent = (busy + from_front[1] + from_back[1]) / speed + 1e3 * links.copy * (sum(arriving) + sent)
 
     span = set(range(min(weight), max(weight) + 1)) if weight else set()
-    memory = workers.owned_factor[k] * parameters(weight) + workers.replica_factor * sum(replicas_in)
+    memory = workers.owned_factor[k] * parameters(weight) + workers.copy_factor * sum(copies_in)
     memory += sum(units[i].frozen_bytes for i in read)
     kept = to_front[0] + to_back[0] + from_back[0]
     memory += workers.in_flight[k] * kept + workers.in_flight[max(k - 1, 0)] * from_front[0]

@@ -147,11 +147,11 @@ def _worker(rank: int, units: list[Facts], cost: Facts) -> Facts:
         "backward_from": units[backward[0]]["module"],
         "forward_units": forward, "backward_units": backward, "weight_units": backward,
         "forward_ms": cost["forward"], "backward_ms": cost["backward"], "update_ms": 0.4, "owned": 24,
-        "owned_bytes": 6_291_456, "replicas": 3, "replica_bytes": 1_048_576, "bytes_in": 786_432, "bytes_out": 790_000,
+        "owned_bytes": 6_291_456, "copies": 3, "copy_bytes": 1_048_576, "bytes_in": 786_432, "bytes_out": 790_000,
         "again": 0, "again_ms": 0.0, "spared_bytes": 0,
         "saved_bytes": 9_437_184, "deferred_bytes": None, "weight_ms": None, "in_flight": rank + 1,
         "memory_bytes": 41_943_040 + rank * 5_000_000,
-        "engines": ["eager", "eager"], "owned_names": [f"blocks.{rank}.qkv.weight"], "replica_names": [],
+        "engines": ["eager", "eager"], "owned_names": [f"blocks.{rank}.qkv.weight"], "copy_names": [],
         "file": f"stage_{rank}.py", "edited": False, "speed": 1.0,
     }  # fmt: skip
 

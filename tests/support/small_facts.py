@@ -48,8 +48,8 @@ def small_facts() -> dict[str, Any]:
         "modules": [module("", None), module("a", 0), module("b", 0), module(None, 0)],
         "nodes": {"columns": [*COLUMNS, "inputs"], "rows": rows, "gradients": {"a_weight": 12, "b_weight": 9}, **more},
         "workers": [
-            {"worker": 0, "owned_names": ["a.weight"], "replica_names": ["b.weight"]},
-            {"worker": 1, "owned_names": ["b.weight"], "replica_names": []},
+            {"worker": 0, "owned_names": ["a.weight"], "copy_names": ["b.weight"]},
+            {"worker": 1, "owned_names": ["b.weight"], "copy_names": []},
         ],
         "edges": [
             edge("h", "activation", 0, "F", 1, "F"),

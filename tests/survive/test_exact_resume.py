@@ -171,7 +171,7 @@ ENCODED: list[tuple[int, int, str, str, dict[str, Any], Sequence[int]]] = [
 
 
 @pytest.mark.parametrize("case", ENCODED, ids=lambda case: f"{case[2]}-{'-'.join(map(str, case[4].values()))}")
-def test_goes_on_with_encoded_replicas(case: Any, builds: Callable[..., Build], tmp_path: Path) -> None:
+def test_goes_on_with_encoded_weight_copies(case: Any, builds: Callable[..., Build], tmp_path: Path) -> None:
     """What readers had is in the checkpoint: the owners' own weights would be other ones."""
     workers, microbatches, codec, optimizer, options, steps = case
     plain = builds(workers, microbatches, True)
@@ -210,7 +210,7 @@ def test_goes_on_with_what_codecs_left_out(codec: str, policy: str, microbatches
             assert torch.equal(again.state_dict()[name], value)
 
 
-def test_other_cuts_begin_with_whole_replicas(builds: Callable[..., Build], tmp_path: Path) -> None:
+def test_other_cuts_begin_with_whole_weight_copies(builds: Callable[..., Build], tmp_path: Path) -> None:
     plain, other = builds(4, 1, True), builds(2, 1, True)
     plans = [dataclasses.replace(build.plan, weights_codec="int8") for build in (plain, other)]
     first, second = (dataclasses.replace(b, plan=plan) for b, plan in zip((plain, other), plans, strict=True))

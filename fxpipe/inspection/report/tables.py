@@ -220,7 +220,7 @@ def work(workers: Sequence[Json]) -> Markup:
 def holdings(workers: Sequence[Json]) -> Markup:
     columns = [
         WORKER, counted("owned", "owned"), sized("owned bytes", "owned_bytes"),
-        counted("replicas", "replicas"), sized("replica bytes", "replica_bytes"),
+        counted("copies", "copies"), sized("bytes of copies", "copy_bytes"),
         sized("in, a minibatch", "bytes_in"), sized("out, a minibatch", "bytes_out"),
         sized("saved, a microbatch", "saved_bytes"), counted("in flight", "in_flight"),
         sized("memory", "memory_bytes"),
@@ -231,7 +231,7 @@ def holdings(workers: Sequence[Json]) -> Markup:
 def parameters(workers: Sequence[Json]) -> Markup:
     columns = [
         WORKER, Column("owns", "owned_names", form.listed, "name mono"),
-        Column("keeps replicas of", "replica_names", form.listed, "name mono"),
+        Column("keeps copies of", "copy_names", form.listed, "name mono"),
     ]  # fmt: skip
     return table("Parameters by worker", columns, workers)
 

@@ -267,9 +267,7 @@ class LocalPipeline(OwnLoop):
     def evaluation(self) -> LocalEvaluation:
         """The evaluators of all workers, loaded when they are first asked for."""
         if self._evaluation is None:
-            self._evaluation = LocalEvaluation(
-                self.plan, self.folder, self.options.seed, self.executors, self.throttle
-            )
+            self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed, self.executors, self.throttle)
             self._evaluation.evaluated = self.fed
         return self._evaluation
 
@@ -449,12 +447,12 @@ class LocalPipeline(OwnLoop):
             return False
         transport = executor.transport
         assert isinstance(transport, LocalTransport)
-        edges, replicas = executor.waits_for(action)
+        edges, weight_copies = executor.waits_for(action)
         return (
             (self.plan.dp > 1 or executor.heard(action))
             and executor.can_begin(action)
             and all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges)
-            and all(transport.arrived_weights(*key) for key in replicas)
+            and all(transport.arrived_weights(*key) for key in weight_copies)
         )
 
     def _whole(self) -> None:

@@ -22,7 +22,7 @@ class Addresses:
     """The channel and the tag of every message.
 
     Attributes:
-        channels: all of them, the same list in every process: of edges, replicas, loss reports and evaluations.
+        channels: all of them, the same list in every process: of edges, weight copies, loss reports and evaluations.
     """
 
     def __init__(self, plan: Plan, demand: Demand) -> None:

@@ -73,9 +73,7 @@ class GroupCollective(Collective):
         """The end of a worker of this process."""
         return WorkerCollective(self, worker, watch)
 
-    def begin(
-        self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor, taken: bool = True
-    ) -> None:
+    def begin(self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor, taken: bool = True) -> None:
         """Begin an exchange of a worker's, whose result will be `taken` or not."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

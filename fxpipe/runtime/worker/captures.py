@@ -13,8 +13,8 @@ and, in each of the updates before S, what F8 … F10 read of the version that t
 read it, here or on other workers. These weights depend on nothing but the version, so it does not matter whether those
 forwards have run: a run that ends at S can be made longer.
 
-Where replicas travel as encoded differences, other workers read what they made of these. It is kept by reader, that of
-version S too: the messages of later versions build on it.
+Where weight copies travel as encoded differences, other workers read what they made of these. It is kept by reader,
+that of version S too: the messages of later versions build on it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Captures:
             shard.buffers = dict(self.executor.buffers)
         shard.start = store.start
         self._take_earlier(shard)
-        if store.replicas.encoded:
+        if store.weight_copies.encoded:
             shard.sent.update(_sent(store, step))
         shard.past = dict(sorted(shard.past.items()))
         shard.sent = dict(sorted(shard.sent.items()))
@@ -95,12 +95,12 @@ class Captures:
             shard = self._of(step)
             watch.open("save")
             for reader, ahead, names in _needed(store, version, step):
-                if reader != self.executor.worker and store.replicas.encoded:
+                if reader != self.executor.worker and store.weight_copies.encoded:
                     continue
                 held = shard.past.setdefault((version, ahead), {})
                 found = store.predictions.look(names, ahead)
                 held.update({name: copied(found[name]) for name in names if name not in held})
-            if store.replicas.encoded:
+            if store.weight_copies.encoded:
                 shard.sent.update(_sent(store, step))
             watch.close()
 
@@ -109,7 +109,7 @@ class Captures:
         oldest = shard.step - self.reach
         self._earlier = {key: of for key, of in self._earlier.items() if key[0] >= oldest}
         self._earlier_sent = {key: of for key, of in self._earlier_sent.items() if key[0] >= oldest}
-        encoded = self.executor.store.replicas.encoded
+        encoded = self.executor.store.weight_copies.encoded
         versions = {key[0] for key in self._earlier} | {key[0] for key in self._earlier_sent}
         for version in sorted(version for version in versions if version < self._begun_at):
             for reader, ahead, names in _needed(self.executor.store, version, shard.step):
@@ -149,7 +149,7 @@ def _sent(store: WeightStore, step: int) -> dict[tuple[int, int, int], dict[str,
     found = {}
     for reader, ahead, names in _needed(store, store.version, step):
         if reader != store.worker:
-            made = store.replicas.of_reader(reader, ahead, names, store.predictions.look(names, ahead))
+            made = store.weight_copies.of_reader(reader, ahead, names, store.predictions.look(names, ahead))
             found[store.version, ahead, reader] = _all_copied(made)
     return found
 

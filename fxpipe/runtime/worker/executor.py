@@ -139,7 +139,7 @@ class Executor:
             self.store.expect(part)
 
     def waits_for(self, action: Action) -> tuple[list[EdgeSpec], list[tuple[int, int, int]]]:
-        """The edges an action receives from, and the replicas (owner, version, ahead) it has yet to receive."""
+        """The edges an action receives from, and the weight copies (owner, version, ahead) it has yet to receive."""
         stage, parts = self._stage(action), self._parts(action)
         edges = [edge for part in parts for edge in stage.incoming[part.phase]]
         return edges, [key for part in parts for key in self.store.waits_for(part)]

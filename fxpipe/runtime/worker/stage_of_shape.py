@@ -34,7 +34,13 @@ class StageOfShape:
     """
 
     def __init__(
-        self, plan: Plan, worker: int, code: LoadedStage, transport: Transport, first: Plan, seed: int = 0,
+        self,
+        plan: Plan,
+        worker: int,
+        code: LoadedStage,
+        transport: Transport,
+        first: Plan,
+        seed: int = 0,
         replica: int = 0,
     ) -> None:
         spec, of_first = plan.stages[worker], first.stages[worker]

@@ -1,4 +1,4 @@
-"""One worker's weights: the parameters it owns, replicas of others', and what each action reads of them."""
+"""One worker's weights: the parameters it owns, copies of others', and what each action reads of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fxpipe.checkpoint.shard import Past, Sent
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import PHASES, ParameterSpec, Phase, Plan
+from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand, WeightReads
-from fxpipe.policy.replica_messages import Filling, ReplicaMessages
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages, MovingAverage
@@ -20,10 +20,10 @@ from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.pending_reads import Key, Unread
 from fxpipe.runtime.worker.predictions import Predictions
-from fxpipe.runtime.worker.replicas import Replicas
 from fxpipe.runtime.worker.replicated_sum import ReplicatedSum
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
+from fxpipe.runtime.worker.weight_copies import WeightCopies
 from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import TrainingTask
 
@@ -58,7 +58,7 @@ class WeightStore:
         version: how many updates this worker has made.
         updater: makes them.
         predictions: of the live version.
-        replicas: what other workers have of its weights, and it of theirs.
+        weight_copies: what other workers have of its weights, and it of theirs.
         averages: of the trained parameters; None unless they are asked for.
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
         leaving: called with the live version before each update.
@@ -118,7 +118,7 @@ class WeightStore:
         )
         self.predictions = Predictions(self.updater.predictor, self.trained, transport)
         self._readers = demand.readers(worker)
-        self.replicas = Replicas(ReplicaMessages(demand), worker, transport, seed)
+        self.weight_copies = WeightCopies(CopyMessages(demand), worker, transport, seed)
         self._copies: dict[Key, dict[str, Tensor]] = {}
         self._unread = Unread(demand, worker)
         own = demand.readings_of(worker, worker)
@@ -133,16 +133,16 @@ class WeightStore:
     def begin(self, start: int, stop: int | None = None) -> None:
         """Begin a segment: the pipeline is empty, every owner is at version `start`.
 
-        The replicas of version 0 are the initial weights; those of a later start are sent here.
+        The weight copies of version 0 are the initial weights; those of a later start are sent here.
         """
         assert self.version == start, f"worker {self.worker} is at version {self.version}, not {start}"
         owners = self._empty(start, stop, start)
         if self.updater.clip is not None:
             self.updater.clip.begin()
         if start > 0:
-            self._send_replicas()
+            self._send_copies()
         else:
-            self.replicas.hold_initial(self._readers, self.trained, sorted(owners), self._initial)
+            self.weight_copies.hold_initial(self._readers, self.trained, sorted(owners), self._initial)
             for owner in owners:
                 for ahead, unread in self._unread.of(owner, 0).items():
                     self._copies[owner, 0, ahead] = {name: self._initial[name] for name in unread.message.names}
@@ -177,12 +177,12 @@ class WeightStore:
         if sent:
             self._send_again(self.version, past, sent)
         else:
-            self._send_replicas()
+            self._send_copies()
 
     def _empty(self, start: int, stop: int | None, since: int) -> set[int]:
-        """Forget all that a pipeline has in flight; return the owners of the replicas that this worker reads."""
+        """Forget all that a pipeline has in flight; return the owners of the weight copies that this worker reads."""
         self._unread.begin(start, stop, since)
-        self.replicas.begin(Filling(start, since))
+        self.weight_copies.begin(Filling(start, since))
         self._pending, self._ungathered, self._unannounced = None, False, False
         self._copies.clear()
         self.predictions.forget_all()
@@ -223,11 +223,11 @@ class WeightStore:
             self._forget(key)
 
     def flushed(self) -> None:
-        """The segment is over: the streams of replicas end with it."""
-        self.replicas.begin(self.replicas.filling)
+        """The segment is over: the streams of weight copies end with it."""
+        self.weight_copies.begin(self.weight_copies.filling)
 
     def expect(self, action: Action) -> None:
-        """Tell the transport which replicas an action could wait for: those of the newest versions it can see."""
+        """Tell the transport which weight copies an action could wait for: those of the newest versions it can see."""
         if self.updater.clip is not None:
             self.updater.clip.expect(action)
         for reading in self._parts[action.phase].readings:
@@ -242,12 +242,12 @@ class WeightStore:
             self._expect(owner, self.version)
 
     def waits_for(self, action: Action) -> list[Key]:
-        """The replicas that an action reads and that have not been received yet."""
+        """The weight copies that an action reads and that have not been received yet."""
         keys = [self._key(r, action) for r in self._parts[action.phase].readings if r.owner != self.worker]
         return [key for key in keys if key not in self._copies]
 
     def read(self, action: Action) -> tuple[Any, ...]:
-        """The `weights` argument for an action; waits for replicas. Actions of the same versions share it."""
+        """The `weights` argument for an action; waits for weight copies. Actions of the same versions share it."""
         part = self._parts[action.phase]
         if not part.readings:
             return part.weights
@@ -355,7 +355,7 @@ class WeightStore:
         return clip is None or clip.ready(self._pending)
 
     def settle(self) -> None:
-        """Finish the update that was begun, and send replicas of the new version."""
+        """Finish the update that was begun, and send weight copies of the new version."""
         if self._pending is None:
             return
         self.transport.watch.open("update")
@@ -377,7 +377,7 @@ class WeightStore:
         self.predictions.forget_all()
         self.version += 1
         self._open_own()
-        self._send_replicas()
+        self._send_copies()
         if self.staleness is not None:
             self.staleness.live(self.version, self._unread.start, self.predictions.look)
             self.predictions.forget_all()
@@ -385,7 +385,7 @@ class WeightStore:
     def _expect(self, owner: int, version: int) -> None:
         while self._expected[owner] < version:
             self._expected[owner] += 1
-            for ahead, size in self.replicas.coming(owner, self._expected[owner], self._unread.stop):
+            for ahead, size in self.weight_copies.coming(owner, self._expected[owner], self._unread.stop):
                 self.transport.expect_weights(owner, self._expected[owner], ahead, size)
 
     def _part(self, plan: Plan, phase: Phase, frozen: Mapping[str, Tensor]) -> _Argument:
@@ -418,7 +418,7 @@ class WeightStore:
             assert owner != self.worker, f"version {version} was not kept, live is {self.version}"
             watch = self.transport.watch
             watch.open("receive", Cause("weights", "weights", owner))
-            for each, weights in self.replicas.receive(owner, version, ahead):
+            for each, weights in self.weight_copies.receive(owner, version, ahead):
                 if each == version or ahead in self._unread.of(owner, each):
                     self._copies[owner, each, ahead] = weights
             watch.close()
@@ -439,30 +439,28 @@ class WeightStore:
         for part in self._parts.values():
             part.keys, part.argument = (), ()
 
-    def _send_replicas(self) -> None:
-        self._send_replicas_of(self.version, lambda reader, names, ahead: self.predictions.look(names, ahead))
+    def _send_copies(self) -> None:
+        self._send_copies_of(self.version, lambda reader, names, ahead: self.predictions.look(names, ahead))
         self.predictions.forget_all()
 
     def _send_again(self, version: int, past: Past, sent: Sent) -> None:
         """Send what readers had of a version before the store went on."""
-        encoded = self.replicas.encoded
-        self._send_replicas_of(
+        encoded = self.weight_copies.encoded
+        self._send_copies_of(
             version, lambda reader, names, ahead: sent[version, ahead, reader] if encoded else past[version, ahead]
         )
 
-    def _send_replicas_of(
-        self, version: int, look: Callable[[int, tuple[str, ...], int], Mapping[str, Tensor]]
-    ) -> None:
+    def _send_copies_of(self, version: int, look: Callable[[int, tuple[str, ...], int], Mapping[str, Tensor]]) -> None:
         watch = self.transport.watch
         for reader in self._readers:
-            for message, sent in self.replicas.due(reader, version, self._unread.stop):
+            for message, sent in self.weight_copies.due(reader, version, self._unread.stop):
                 weights = look(reader, message.names, message.ahead)
                 watch.open("send", Cause("weights", "weights", reader))
-                block = self.replicas.write(reader, message, weights)
+                block = self.weight_copies.write(reader, message, weights)
                 if sent:
                     self.transport.send_weights(reader, version, message.ahead, block)
                 watch.close()
-        self.replicas.written(version)
+        self.weight_copies.written(version)
 
     def _keep_past(self) -> None:
         """Before the live version changes: keep what this worker's actions have yet to read of it."""

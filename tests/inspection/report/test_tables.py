@@ -63,7 +63,7 @@ def test_every_number_is_a_fact(page: Any) -> None:
         ],
         "Work of the workers": [[w["forward_ms"], w["backward_ms"], w["update_ms"]] for w in FACTS["workers"]],
         "Parameters, messages and memory of the workers": [
-            [w["owned"], w["owned_bytes"], w["replicas"], w["replica_bytes"], w["bytes_in"], w["bytes_out"]]
+            [w["owned"], w["owned_bytes"], w["copies"], w["copy_bytes"], w["bytes_in"], w["bytes_out"]]
             for w in FACTS["workers"]
         ],
     }  # fmt: skip

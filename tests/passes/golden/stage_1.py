@@ -3,7 +3,7 @@
 forward   units 2 to 8, hidden to (no module)
 backward  units 6 to 8, head to (no module)
 owns      0 parameters, 0 bytes
-replicas  embed.weight, hidden.weight, hidden.bias: 192 bytes
+copies    embed.weight, hidden.weight, hidden.bias: 192 bytes
 receives  144 bytes a microbatch
 sends     328 bytes a microbatch
 

@@ -255,7 +255,7 @@ def large() -> Any:
     )
 
 
-def test_a_gradient_overtakes_a_replica(large: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_overtakes_a_weight_copy(large: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     letters: list[Letter] = []
     overtaking: list[tuple[Letter, int]] = []
     put, send = Meter.put, Meter.send

@@ -1,4 +1,4 @@
-"""How each message of replicas is written: which parameters travel whole, and which as differences.
+"""How each message of weight copies is written: which parameters travel whole, and which as differences.
 
 The messages of one owner, one reader and one prediction distance are a stream. A parameter travels as a difference to
 what the reader made of the version before, if the stream's message of that version held it too and was sent after the
@@ -43,7 +43,7 @@ class Filling:
     since: int = 0
 
 
-class ReplicaMessages:
+class CopyMessages:
     """What every owner sends its readers, as bytes.
 
     Raises:

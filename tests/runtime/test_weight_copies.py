@@ -1,4 +1,4 @@
-"""Readers of encoded replicas: both ends agree, owners are exact, and readers follow them."""
+"""Readers of encoded weight copies: both ends agree, owners are exact, and readers follow them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fxpipe.codecs.casts import Cast
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.base import Policy
+from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import PHASES, Demand
-from fxpipe.policy.replica_messages import Filling, ReplicaMessages
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
-from fxpipe.runtime.worker.replicas import Replicas
+from fxpipe.runtime.worker.weight_copies import WeightCopies
 from fxpipe.schedule import make
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
@@ -120,7 +120,7 @@ def test_readers_follow_and_do_not_drift(batches: Any, pipeline: Any, codec: str
             store = executor.store
             true[executor.worker, store.version] = {n: p.detach().clone() for n, p in store.trained.items()}
         for executor in made.executors:
-            for (owner, version, _), tensors in executor.store.replicas._bases.items():
+            for (owner, version, _), tensors in executor.store.weight_copies._bases.items():
                 if version > 1:
                     now, before = true[owner, version], true[owner, version - 1]
                     apart += [((t - now[n]).norm() / (now[n] - before[n]).norm()).item() for n, t in tensors.items()]
@@ -140,14 +140,14 @@ def test_bases_do_not_grow_and_are_those_of_the_table(
         made.step(batch)
         of_worker = []
         for executor in made.executors:
-            replicas = executor.store.replicas
-            sent = sum(t.nbytes for _, of in replicas._made.values() for t in of.values())
-            received = sum(t.nbytes for of in replicas._bases.values() for t in of.values())
+            held = executor.store.weight_copies
+            sent = sum(t.nbytes for _, of in held._made.values() for t in of.values())
+            received = sum(t.nbytes for of in held._bases.values() for t in of.values())
             of_worker.append((sent, received))
         sizes.append(of_worker)
     assert all(size == sizes[-1] for size in sizes[10:])
     demand = made.recipe.demand
-    messages, workers = ReplicaMessages(demand), range(made.plan.workers)
+    messages, workers = CopyMessages(demand), range(made.plan.workers)
     kept = {(o, r): messages.base_bytes(o, r, 20, Filling()) for o in workers for r in demand.readers(o)}
     for worker in workers:
         sent = sum(size for (owner, _), size in kept.items() if owner == worker)
@@ -212,43 +212,43 @@ class Segment:
         self.demand, self.start, self.since, self.stop = demand, start, since, stop
         self.owners_stop = stop if told else None
         self.mailbox = Mailbox(())
-        self.replicas = [
-            Replicas(ReplicaMessages(demand), worker, LocalTransport(self.mailbox, worker), 0)
+        self.weight_copies = [
+            WeightCopies(CopyMessages(demand), worker, LocalTransport(self.mailbox, worker), 0)
             for worker in range(demand.plan.workers)
         ]
         self.had: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
-        for worker, replicas in enumerate(self.replicas):
-            replicas.begin(Filling(start, since))
+        for worker, held in enumerate(self.weight_copies):
+            held.begin(Filling(start, since))
             if since == 0:
                 owners = [o for o in range(demand.plan.workers) if worker in demand.readers(o)]
                 read = {name: value for owner in owners for name, value in values(demand, owner, 0, 0).items()}
-                replicas.hold_initial(demand.readers(worker), values(demand, worker, 0, 0), owners, read)
+                held.hold_initial(demand.readers(worker), values(demand, worker, 0, 0), owners, read)
 
     def write(self, again: Mapping[tuple[int, int, int, int], dict[str, Tensor]], first: int) -> None:
         """Versions from `first` to the end; those up to `since` in the values of `again`, if it has them."""
-        for owner, replicas in enumerate(self.replicas):
+        for owner, held in enumerate(self.weight_copies):
             for version in range(max(first, 1 if self.since == 0 else 0), self.stop):
                 for reader in self.demand.readers(owner):
-                    for message, sent in replicas.due(reader, version, self.owners_stop):
+                    for message, sent in held.due(reader, version, self.owners_stop):
                         weights = values(self.demand, owner, version, message.ahead)
                         if version <= self.since:
                             weights = again.get((owner, reader, version, message.ahead), weights)
-                        block = replicas.write(reader, message, weights)
-                        made = replicas.of_reader(reader, message.ahead, message.names, weights)
+                        block = held.write(reader, message, weights)
+                        made = held.of_reader(reader, message.ahead, message.names, weights)
                         self.had[owner, reader, version, message.ahead] = made
                         if sent:
-                            replicas.transport.send_weights(reader, version, message.ahead, block)
+                            held.transport.send_weights(reader, version, message.ahead, block)
                             self.sizes_agree(owner, reader, version, message.ahead, block)
-                replicas.written(version)
+                held.written(version)
 
     def sizes_agree(self, owner: int, reader: int, version: int, ahead: int, block: Tensor) -> None:
-        coming = dict(self.replicas[reader].coming(owner, version, self.owners_stop))
+        coming = dict(self.weight_copies[reader].coming(owner, version, self.owners_stop))
         assert coming[ahead] == block.numel()
 
     def read(self) -> int:
         """Every reader reads what its actions do, in their order; returns how many messages they have received."""
         count = 0
-        for worker, replicas in enumerate(self.replicas):
+        for worker, held in enumerate(self.weight_copies):
             found: dict[tuple[int, int, int], dict[str, Tensor]] = {}
             row = self.demand.segments.after(self.demand.schedule, worker, self.since, self.start, self.stop)
             for action in row:
@@ -261,7 +261,7 @@ class Segment:
                     if version == 0:
                         continue
                     if key not in found:
-                        for each, weights in replicas.receive(*key):
+                        for each, weights in held.receive(*key):
                             assert (reading.owner, each, ahead) not in found
                             found[reading.owner, each, ahead] = weights
                             count += 1
@@ -307,7 +307,7 @@ def test_both_ends_agree_under_any_policy(plans: dict[tuple[int, int], Plan], da
 def test_a_stream_begins_whole_and_goes_on_as_differences(plans: dict[tuple[int, int], Plan]) -> None:
     plan = dataclasses.replace(plans[0, 1], weights_codec="int8")
     demand = Demand(plan, make("async", 3, 1), Wild(seed=0))
-    messages, filling = ReplicaMessages(demand), Filling(2, 5)
+    messages, filling = CopyMessages(demand), Filling(2, 5)
     pairs = [(owner, reader) for owner in range(3) for reader in demand.readers(owner)]
     assert pairs
     for owner, reader in pairs:
@@ -329,18 +329,18 @@ def test_without_a_codec_nothing_is_kept(batches: Any, pipeline: Any) -> None:
     for batch in batches:
         made.step(batch)
     for executor in made.executors:
-        assert not executor.store.replicas._bases
-        assert not any(of for _, of in executor.store.replicas._made.values())
+        assert not executor.store.weight_copies._bases
+        assert not any(of for _, of in executor.store.weight_copies._made.values())
     assert all(
         not messages.base_bytes(owner, reader, 9, Filling())
-        for messages in [ReplicaMessages(made.recipe.demand)]
+        for messages in [CopyMessages(made.recipe.demand)]
         for owner in range(3)
         for reader in range(3)
     )
 
 
 def test_every_phase_is_read(plans: dict[tuple[int, int], Plan]) -> None:
-    """The shapes of these tests have replicas of earlier and of later workers, in forward and in backward."""
+    """The shapes of these tests have weight copies of earlier and of later workers, in forward and in backward."""
     found = set()
     for plan in plans.values():
         demand = Demand(plan, make("async", 3, plan.microbatches), Wild(seed=0))

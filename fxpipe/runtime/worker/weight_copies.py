@@ -1,6 +1,6 @@
-"""One worker's ends of the streams of replicas: what it has sent its readers, and what it makes of others' messages.
+"""One worker's ends of the streams of copies: what it has sent its readers, and what it makes of others' messages.
 
-Where messages hold differences (`ReplicaMessages`), both ends keep what the reader made of the last message: the owner
+Where messages hold differences (`CopyMessages`), both ends keep what the reader made of the last message: the owner
 for the next difference, and for checkpoints. Nothing here is ever written to; a later version has memory of its own.
 """
 
@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import WeightMessage
-from fxpipe.policy.replica_messages import Filling, ReplicaMessages
 from fxpipe.runtime.wires.transport import Transport
 
 
-class Replicas:
+class WeightCopies:
     """What one worker sends as an owner, and receives as a reader.
 
     Args:
         seed: of the run.
     """
 
-    def __init__(self, messages: ReplicaMessages, worker: int, transport: Transport, seed: int) -> None:
+    def __init__(self, messages: CopyMessages, worker: int, transport: Transport, seed: int) -> None:
         self.seed = seed
         self.messages = messages
         self.worker = worker
