@@ -35,6 +35,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
             backward=s.parts["B"].spec,
             weights=s.parts["W"].spec if "W" in s.parts else None,
             again=program.again[s.worker].values if program.again else (),
+            buckets=program.buckets[s.worker] if program.buckets else (),
         )
         for s in program.stages
     )
@@ -67,6 +68,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         loss_weight=any(b.leaf.name == LOSS_WEIGHT for b in program.batch),
         placement=setting.placement,
         rows=setting.rows,
+        replicas=program.replicas,
         meta=are_on_meta([program.values[p.node] for p in program.parameters]),
     )
 
