@@ -17,6 +17,7 @@ from fxpipe.passes.merge_equal import MergeEqual
 from fxpipe.passes.order_evaluation import OrderEvaluation
 from fxpipe.passes.place_evaluation import PlaceEvaluation
 from fxpipe.passes.recompute import Recompute
+from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.scale_loss import ScaleLoss
 from fxpipe.passes.split import Split
@@ -41,12 +42,13 @@ def default_passes(
     encode: Encode | None = None,
     weights_apart: bool = False,
     recompute: Recompute | None = None,
+    reduce: Reduce | None = None,
 ) -> list[Pass]:
     """Captured program in, stage files out, for given cuts and with computed costs."""
     whole_loss = WholeLoss(microbatches) if microbatches > 1 else None
     front = front_passes(split_backward, whole_loss)
     wiring = wiring_passes(cuts, weights_apart, recompute=recompute)
-    return [*front, Cost(device=device), *wiring, *emitting_passes(command, encode)]
+    return [*front, Cost(device=device), *wiring, *emitting_passes(command, encode, reduce=reduce)]
 
 
 def front_passes(
@@ -91,15 +93,19 @@ def wiring_passes(
     ]
 
 
-def emitting_passes(command: str = COMMAND, encode: Encode | None = None, shape: int = 0) -> list[Pass]:
+def emitting_passes(
+    command: str = COMMAND, encode: Encode | None = None, shape: int = 0, reduce: Reduce | None = None
+) -> list[Pass]:
     """Wired program in, stage files out.
 
     Args:
         encode: gives edges their codecs; None where no edge has one.
         shape: the number of its batches' shape.
+        reduce: puts gradients into buckets that replicas add up; None where no worker has several.
     """
     return [
         *([encode] if encode else []),  # before split: what packs a value is a call of its sender
+        *([reduce] if reduce else []),  # before split: a call of its worker; after encode: the last nodes are in place
         Split(),  # a graph for each phase of each worker
         Codegen(command, f"stage_{{worker}}_{shape}.py" if shape else "stage_{worker}.py"),  # last: the product
     ]

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from fxpipe.passes.analysis.last_uses import last_uses
 from torch import fx
 
-from fxpipe.ir.printer import argument_text, call_text, heading, type_text
+from fxpipe.ir.printer import argument_text, bucket_text, call_text, heading, type_text
 from fxpipe.ir.program import AGAIN, Level, Program, info, size_of, unit_name, value
 from fxpipe.ir.stage import Part, Stage
 from fxpipe.ir.transform import Pass
-from fxpipe.ir.wire import TAKEN, codec_of, is_pack, is_recv, is_send, is_unpack, variable
+from fxpipe.ir.wire import TAKEN, codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack, variable
 from fxpipe.plan.spec import EdgeSpec
 from fxpipe.tracing.custom_operators import registering
 
@@ -48,7 +48,8 @@ class Codegen(Pass):
         stages = []
         for stage in program.stages:
             again = frozenset(program.again[stage.worker].values) if program.again else frozenset[str]()
-            functions = [_Function(part, edges, again) for part in stage.parts.values()]
+            replicas = program.replicas[stage.worker] if program.replicas else 1
+            functions = [_Function(part, edges, again, replicas) for part in stage.parts.values()]
             source = _text(header(program, stage, edges, self.command), functions)
             stages.append(replace(stage, file=self.file.format(worker=stage.worker), source=source))
         return replace(program, level=self.provides, stages=tuple(stages))
@@ -127,6 +128,9 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     if spared := _spared(program, worker):
         yield spared
     yield f"owns      {len(owned)} parameters, {sum(sizes[n] for n in owned):,} bytes"
+    if program.replicas and (several := program.replicas[worker]) > 1:
+        buckets = len(program.buckets[worker])
+        yield f"replicas  {several}: gradients in {buckets} bucket{'s' if buckets != 1 else ''}"
     if copies:
         yield f"copies    {', '.join(copies)}: {sum(sizes[n] for n in copies):,} bytes"
     if frozen:
@@ -160,8 +164,9 @@ def _units(program: Program, bounds: Sequence[int]) -> str:
 class _Function:
     """Emits one part as a function."""
 
-    def __init__(self, part: Part, edges: dict[str, EdgeSpec], again: frozenset[str]) -> None:
+    def __init__(self, part: Part, edges: dict[str, EdgeSpec], again: frozenset[str], replicas: int) -> None:
         self.part = part
+        self.replicas = replicas
         self.again = again
         self.edges = edges
         self.function = part.function
@@ -169,7 +174,7 @@ class _Function:
         self.names: dict[fx.Node, str] = {}
         self.taken = {*TAKEN, self.function, *(variable(edge.codec) for edge in edges.values() if edge.codec)}
         for node in part.graph.nodes:
-            if not is_send(node):
+            if not (is_send(node) or is_reduce(node)):
                 self.names[node] = self._unique(node.name)
         self.dying = self._last_uses()
 
@@ -223,6 +228,8 @@ class _Function:
             call = f'comm.send("{edge.name}", {self.names[node.args[0]]})'  # type: ignore[index]
             size = f", {edge.sent.bytes:,} of {edge.tensor.bytes:,} bytes" if edge.codec else ""
             return f"{call}  # {edge.kind} to worker {edge.dst}{size}{self._pace(edge, 'its', 'this one')}"
+        if is_reduce(node):
+            return f"{call_text(node, self.names.__getitem__)}  # {bucket_text(node, self.replicas)}"
         comment = type_text(value(node))
         if is_recv(node):
             edge = self.edges[self.part.edges[node.name]]

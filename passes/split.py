@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpipe.ir import wire
 from fxpipe.ir.aten import is_random
-from fxpipe.ir.program import Level, Program, info
+from fxpipe.ir.program import Level, Program, home_of, info
 from fxpipe.ir.stage import Part, Stage, name_in_part
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import FUNCTIONS, PartSpec, Phase
@@ -86,7 +86,7 @@ class _Interface:
     def _left(self, worker: int, before: Iterable[fx.Node], after: Mapping[fx.Node, None]) -> list[fx.Node]:
         """What a worker's later calls read of what is there by then, in the order in which it exists."""
         wanted = dict.fromkeys(n for node in after if not wire.is_recv(node) for n in node.all_input_nodes)
-        wanted.update(dict.fromkeys(n for n in self.gradients.values() if _home(n) == worker))
+        wanted.update(dict.fromkeys(n for n in self.gradients.values() if home_of(n) == worker))
         kept = [n for n in wanted if n not in after and not self._is_local(n)]
         order = {n: i for i, n in enumerate(before)}
         return sorted(kept, key=lambda n: order.get(n, -1))
@@ -99,11 +99,11 @@ class _Interface:
         """One phase of a worker: its calls as a graph, and what goes in and out of it."""
 
         def made_here(outputs: Mapping[str, fx.Node], made_in: Phase) -> dict[str, fx.Node]:
-            return {name: n for name, n in outputs.items() if phase == made_in and _home(n) == worker}
+            return {name: n for name, n in outputs.items() if phase == made_in and home_of(n) == worker}
 
         updates, metrics = made_here(self.updates, "F"), made_here(self.metrics, "F")
         gradients = made_here(self.gradients, self.last)
-        loss = self.loss if phase == "F" and self.loss is not None and _home(self.loss) == worker else None
+        loss = self.loss if phase == "F" and self.loss is not None and home_of(self.loss) == worker else None
 
         read = {n for node in calls if not wire.is_recv(node) for n in node.all_input_nodes}
         read.update(kept, updates.values(), metrics.values(), gradients.values())
@@ -137,6 +137,7 @@ class _Interface:
             loss=loss is not None,
             random=any(is_random(n) for n in calls),
             metrics=self.loss_metrics if loss is not None else tuple(metrics),
+            reduces=tuple(wire.bucket_of(n) for n in calls if wire.is_reduce(n)),
         )
         return Part(function, graph, spec, edges)
 
@@ -165,8 +166,3 @@ class _Interface:
             if node.name in self.wires:
                 edges[mapped[node].name] = self.wires[node.name].name
         return graph, mapped, edges
-
-
-def _home(node: fx.Node) -> int:
-    """The worker where an output is made."""
-    return (info(node).worker or 0) if node.op == "call_function" else 0

@@ -147,9 +147,19 @@ def print_workers(facts: Facts, console: Console) -> None:
         print_text(console, "modules add up their operators; workers were timed as they run")
     if facts["build"]["speeds"]:
         print_text(console, "modules take what they would on a worker of speed 1")
+    for w in facts["workers"]:
+        if w["buckets"]:
+            print_text(console, _buckets(w, facts["build"]["replicas"][w["worker"]]))
     edited = [w["file"] for w in facts["workers"] if w["edited"]]
     if edited:
         print_text(console, f"* {', '.join(edited)}: edited since the compile", "bold yellow")
+
+
+def _buckets(worker: Facts, replicas: int) -> str:
+    """What a worker's replicas add up, in words."""
+    sizes = [bucket["bytes"] for bucket in worker["buckets"]]
+    several = f" in {len(sizes)} buckets" if len(sizes) > 1 else ""
+    return f"worker {worker['worker']}: {replicas} replicas, which add up {size(sum(sizes))} of gradients{several}"
 
 
 def _timed_as_wholes(facts: Facts) -> bool:

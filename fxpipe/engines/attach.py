@@ -89,9 +89,11 @@ class CheckedPart:
         part = self.part.part
         received = {name: receive(part, name, comm) for name in self._spec.receives}
         with without_codecs():
-            returned, sent = self._compared(emitted, weights, buffers, third, received)
-        for name, value in sent.items():
+            returned, held_back = self._compared(emitted, weights, buffers, third, received)
+        for name, value in held_back.sent.items():
             send(part, name, value, comm)
+        for name, bucket in held_back.handed.items():
+            getattr(comm, bucket.call)(name, list(bucket.gradients))
         return returned
 
     def _compared(
@@ -101,8 +103,8 @@ class CheckedPart:
         buffers: Sequence[Any],
         third: Any,
         received: dict[str, Tensor],
-    ) -> tuple[Any, dict[str, Tensor]]:
-        """What the engine returns and sends, once it is known to be right."""
+    ) -> tuple[Any, ReadyComm]:
+        """What the engine returns, and what took what it sends and hands over, once it is known to be right."""
         part = self.part.part
         call = PartCall(part.worker, part.phase, self._spec, tuple(weights), tuple(buffers), tuple(third), received)
         state = random_state()
@@ -126,7 +128,7 @@ class CheckedPart:
 
         check_outputs(self.part, expected, call.result(returned, held_back.sent).flat(), exact)
         set_random_state(after)
-        return returned, held_back.sent
+        return returned, held_back
 
 
 def check_outputs(

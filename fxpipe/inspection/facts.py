@@ -132,6 +132,7 @@ def build_facts(subject: Subject) -> Facts:
         "digest": subject.digest,
         "workers": plan.workers,
         "ranks": plan.ranks,
+        "replicas": list(plan.replicas),
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "policy": plan.policy,

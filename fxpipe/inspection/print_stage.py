@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from fxpipe.messages import plain_lines
 
-_CALL = re.compile(r"\bcomm\.(?:send|recv)\(")
+_CALL = re.compile(r"\bcomm\.(?:send|recv|all_reduce|reduce_scatter)\(")
 
 
 def print_stage(source: str) -> None:
-    """The code as it is, byte for byte; on a terminal with colours and line numbers, and sends and receives marked.
+    """The code as it is, byte for byte; on a terminal with colours and line numbers, and what concerns others marked.
 
     A terminal gets no control characters: the file may be a stranger's.
 
@@ -36,7 +36,7 @@ def _print_coloured(source: str) -> None:
 
 
 def _calls(source: str) -> Iterator[tuple[int, int, int]]:
-    """Where sends and receives are: the line, from 1, and the columns of the call, from 0."""
+    """Where it sends, receives and hands over gradients: the line, from 1, and the columns of the call, from 0."""
     for number, line in enumerate(source.split("\n"), 1):
         found = _CALL.search(line)
         if found:

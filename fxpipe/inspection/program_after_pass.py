@@ -36,6 +36,7 @@ _FOR = {
     "recompute": ": it is for workers whose memory is short",
     "whole_loss": ": it is for several microbatches",
     "encode": ": it is for edges that have codecs",
+    "reduce": ": it is for workers that have replicas",
 }
 """What the passes that do not always run are for."""
 AS_MADE = ModelOptions()
@@ -47,10 +48,17 @@ def pass_names() -> tuple[str, ...]:
     from fxpipe.passes import default_passes
     from fxpipe.passes.encode import Encode
     from fxpipe.passes.recompute import Recompute
+    from fxpipe.passes.reduce import Reduce
 
     cuts = Cuts((0, 1), (0, 1))
     passes = default_passes(
-        cuts, split_backward=True, microbatches=2, encode=Encode(), weights_apart=True, recompute=Recompute()
+        cuts,
+        split_backward=True,
+        microbatches=2,
+        encode=Encode(),
+        weights_apart=True,
+        recompute=Recompute(),
+        reduce=Reduce(),
     )
     return (CAPTURE, *(p.name for p in passes))
 
@@ -191,7 +199,8 @@ class _Watched:
         """Lower the program; `text` is then the program after the pass.
 
         Args:
-            plan: whose edges' codecs it gets, and whose values are computed again, where it is of a build.
+            plan: whose edges' codecs and whose buckets it gets, and whose values are computed again, where it is of a
+                build.
 
         Returns:
             The build; None if the lowering ended at the pass.
@@ -201,11 +210,13 @@ class _Watched:
         """
         from fxpipe.lowering.choose_codecs import as_in
         from fxpipe.lowering.lower import lower
+        from fxpipe.passes.reduce import Reduce
 
         codecs = None if plan is None else as_in(plan)
         again = () if plan is None else tuple(stage.again for stage in plan.stages)
         try:
-            build = lower(program, options, observers=(self._observe,), codecs=codecs, again=again)
+            reduce = None if plan is None else Reduce.like(plan)
+            build = lower(program, options, observers=(self._observe,), codecs=codecs, again=again, reduce=reduce)
         except _Reached:
             return None
         if not self.text:

@@ -8,7 +8,7 @@ from typing import Any
 from fxpipe.inspection.subject import Subject
 from fxpipe.plan.spec import Plan
 
-WIRES = ("send", "recv")
+WIRES = ("send", "recv", "all_reduce", "reduce_scatter")
 """Operators of nodes that compute nothing: an idle worker has some too, since it passes on what keeps the order."""
 
 

@@ -13,9 +13,11 @@ PLACED    every node has one worker; F workers never decrease along an edge, B w
 WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; where the edge has a codec, it
           packs what is sent and unpacks what is received, and nothing else does; F of every worker comes after F of the
           worker before, B after B of the next worker; except in an evaluation, whose caller keeps the workers in step.
+          Every gradient of a worker with replicas is in exactly one bucket, of one dtype, which is handed over once, in
+          the phase that makes gradients.
 SPLIT     every call is in exactly one part, which reads only its inputs, saved values and what it receives.
 EMITTED   the text of every part parses, reads only its arguments and what it defined before, and sends and receives
-          what its part does.
+          what its part does, and hands over its buckets.
 
 Every check is one linear walk. A failure is a defect of a pass: the error shows the nodes around it.
 """
@@ -31,8 +33,9 @@ from fxpipe.errors import VerifyError
 from fxpipe.ir.aten import is_random, repeats
 from fxpipe.ir.pace import first_gap
 from fxpipe.ir.program import INFO, Level, Program, info
+from fxpipe.ir.reduce_law import check_reduced
 from fxpipe.ir.stage_law import check_emitted, check_split
-from fxpipe.ir.wire import codec_of, is_pack, is_recv, is_send, is_unpack
+from fxpipe.ir.wire import codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack
 
 
 def verify(program: Program) -> None:
@@ -88,7 +91,7 @@ def _folded(program: Program) -> None:
     for node in program:
         if (again := repeats(node)) is not None:
             _fail(program, node, f"{node} only repeats {again}")
-        if not node.users and not is_random(node) and not is_send(node) and not is_recv(node):
+        if not (node.users or is_random(node) or is_send(node) or is_recv(node) or is_reduce(node)):
             _fail(program, node, f"nothing reads {node}")
 
 
@@ -194,6 +197,7 @@ def _wired(program: Program) -> None:
                 _fail(program, node, f"{source} → {node} crosses workers without a Send/Recv pair")
     if gap := first_gap(program):
         raise VerifyError(f"nothing makes {gap.phase} of worker {gap.dst} wait for {gap.phase} of worker {gap.src}")
+    check_reduced(program)
 
 
 _LAWS: dict[Level, Callable[[Program], None]] = {

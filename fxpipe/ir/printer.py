@@ -14,7 +14,8 @@ from torch import fx
 
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import INFO, NodeInfo, Program, info, size_of
-from fxpipe.ir.wire import codec_of, is_pack, is_recv, is_send, is_unpack, variable
+from fxpipe.ir.wire import bucket_of, codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack, variable
+from fxpipe.planner.quantity import size
 
 _DTYPES = {
     torch.float32: "f32",
@@ -53,6 +54,8 @@ def call_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     if is_pack(node) or is_unpack(node):
         return _codec_call(node, name)
     target = node.target
+    if is_reduce(node):
+        return f'comm.{target.__name__}("{bucket_of(node)}", {argument_text(node.args[1], name)})'  # type: ignore[union-attr]
     if isinstance(target, torch._ops.OpOverload):
         packet = f"{target.namespace}.{target._opname}.{target._overloadname}"
         function = packet if target.namespace == "aten" else f"torch.ops.{packet}"
@@ -71,6 +74,11 @@ def _codec_call(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
         return f"{called}({', '.join(argument_text(a, name) for a in (value, *more))})"
     state = f', comm.state("{more[0]}")' if more[0] is not None else ""
     return f"{called}({argument_text(value, name)}{state})"
+
+
+def bucket_text(node: fx.Node, replicas: int) -> str:
+    """What a node hands over to be added up: `24.9 MiB over 2 replicas`."""
+    return f"{size(info(node).bytes or 0)} over {replicas} replicas"
 
 
 def argument_text(value: Any, name: Callable[[fx.Node], str]) -> str:
@@ -134,6 +142,9 @@ def _line(program: Program, node: fx.Node) -> str:
     if is_send(node):
         edge = program.wires[node.name]
         return f"{node.name} = send({node.args[0]}, to={edge.dst}, kind={edge.kind!r})"
+    if is_reduce(node):
+        worker = info(node).worker or 0
+        return f"{call_text(node, str)}  # {bucket_text(node, program.replicas[worker])} u{info(node).unit} w{worker}"
     if is_recv(node):
         edge = program.wires[node.name]
         text = f"recv({node.args[0]}, peer={edge.src}, kind={edge.kind!r})"

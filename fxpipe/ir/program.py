@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.stage import Stage
-from fxpipe.plan.spec import EdgeSpec, LeafSpec, Phase
+from fxpipe.plan.spec import BucketSpec, EdgeSpec, LeafSpec, Phase
 from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule.loss_scaling import FLOAT16
 
@@ -145,6 +145,8 @@ class Program:
         cuts: PLACED: the units that each worker computes.
         again: PLACED: what each worker's backward is to compute again; empty where nothing is.
         wires: WIRED: the edge that each Send and Recv is an end of, by node name.
+        replicas: WIRED: how many each worker has; empty where each has one.
+        buckets: WIRED, where there are replicas: by worker, what its gradients are added up in over them.
         stages: SPLIT: what each worker executes; EMITTED: with its file.
         loss_of_microbatches: whether a minibatch's loss is the mean of its microbatches' losses, or their sum.
         differs_from_whole: why that is not meant to be the loss of the whole batch; '' if it is.
@@ -173,6 +175,8 @@ class Program:
     cuts: Cuts | None = None
     again: tuple[Again, ...] = ()
     wires: Mapping[str, EdgeSpec] = field(default_factory=dict)
+    replicas: tuple[int, ...] = ()
+    buckets: tuple[tuple[BucketSpec, ...], ...] = ()
     stages: tuple[Stage, ...] = ()
     warnings: tuple[str, ...] = ()
     loss_of_microbatches: Literal["mean", "sum"] = "mean"
@@ -258,6 +262,11 @@ def info(node: fx.Node) -> NodeInfo:
     """The node's record; only calls have one."""
     record: NodeInfo = node.meta[INFO]
     return record
+
+
+def home_of(node: fx.Node) -> int:
+    """The worker where an output is made."""
+    return (info(node).worker or 0) if node.op == "call_function" else 0
 
 
 def unit_name(path: str) -> str:

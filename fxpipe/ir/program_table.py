@@ -130,6 +130,7 @@ def table_of(program: Program, plan: Plan) -> ProgramTable:
 def _call(node: fx.Node, inputs: tuple[int, ...]) -> Row:
     from fxpipe.ir.printer import type_text
     from fxpipe.ir.program import info, size_of
+    from fxpipe.ir.wire import is_reduce
 
     record = info(node)
     example = node.meta.get("val")
@@ -138,7 +139,7 @@ def _call(node: fx.Node, inputs: tuple[int, ...]) -> Row:
         phase=record.phase,
         module=record.module,
         op=_op(node),
-        type=type_text(example),
+        type="" if is_reduce(node) else type_text(example),
         bytes=size_of(example) if record.bytes is None else record.bytes,
         ms=1e3 * (record.seconds or 0.0),
         worker=record.worker or 0,

@@ -11,7 +11,7 @@ from torch import fx
 from fxpipe.errors import VerifyError
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.stage import Part, Stage, name_in_part
-from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.ir.wire import bucket_of, is_recv, is_reduce, is_send
 from fxpipe.plan.spec import Phase
 
 _BUILTINS = {"float"}
@@ -49,6 +49,7 @@ def _check_part(program: Program, where: str, part: Part, calls: Sequence[fx.Nod
             _compare(f"{node} in {where}", "reads", reads, [name_in_part(source) for source in node.all_input_nodes])
     for names, is_end in ((part.spec.receives, is_recv), (part.spec.sends, is_send)):
         _compare(where, "has the edges", [part.edges[name] for name, n in found.items() if is_end(n)], names)
+    _compare(where, "hands over", [bucket_of(n) for n in found.values() if is_reduce(n)], part.spec.reduces)
 
 
 def _inputs(program: Program, part: Part) -> tuple[list[str], list[str]]:
@@ -86,6 +87,7 @@ def check_emitted(program: Program) -> None:
 def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, known: set[str]) -> None:
     known = known | {argument.arg for argument in function.args.args}
     edges: dict[str, list[str]] = {"recv": [], "send": []}
+    handed: list[str] = []
     for statement in function.body:
         names = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
         for name in names:
@@ -100,9 +102,14 @@ def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, known: 
             match call:
                 case ast.Call(ast.Attribute(ast.Name("comm"), "recv" | "send" as end), [ast.Constant(edge), *_]):
                     edges[end].append(str(edge))
+                case ast.Call(
+                    ast.Attribute(ast.Name("comm"), "all_reduce" | "reduce_scatter"), [ast.Constant(bucket), _]
+                ):
+                    handed.append(str(bucket))
     where = f"{function.name} in {stage.file}"
     _compare(where, "receives", edges["recv"], part.spec.receives)
     _compare(where, "sends", edges["send"], part.spec.sends)
+    _compare(where, "hands over", handed, part.spec.reduces)
 
 
 def _defined(statement: ast.stmt) -> list[str]:

@@ -1,8 +1,11 @@
-"""Send and Recv, and what packs a value for the way between them, as nodes of the program's graph.
+"""Send and Recv, what packs a value for the way between them, and sums over replicas, as nodes of the program's graph.
 
 In the joint graph a Recv takes its Send, and both pass the value on, so that a wired program still runs in one process.
 In a stage they become `comm.send("edge", value)` and `value = comm.recv("edge")`, and the others `int8.pack(value)` and
 `int8.unpack(packed, …)`.
+
+What hands gradients over for the worker's replicas to add up, `comm.all_reduce("bucket", [g1, g2])`, gives no value,
+neither here nor there: the graph is that of one microbatch, and the sum is that of all of them.
 """
 
 from __future__ import annotations
@@ -45,6 +48,18 @@ def unpack(
     return make_codec(codec).unpack(packed, shape, dtype, stride)
 
 
+def all_reduce(bucket: str, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Hand a microbatch's gradients over, to be added up over microbatches and replicas; every replica gets the sums.
+
+    Args:
+        gradients: of the bucket's parameters; None for what gets none.
+    """
+
+
+def reduce_scatter(bucket: str, gradients: Sequence[torch.Tensor | None]) -> None:
+    """The same, but every replica gets only its own part of the sums."""
+
+
 def is_pack(node: fx.Node) -> bool:
     return node.target is pack
 
@@ -62,6 +77,21 @@ def variable(codec: str) -> str:
     """What emitted code calls a codec: `topk_0_01`; with `_` after it where something else has that name."""
     name = "".join(c if c.isalnum() else "_" for c in codec)
     return f"{name}_" if name in TAKEN else name
+
+
+def is_reduce(node: fx.Node) -> bool:
+    """Whether a node hands gradients to the worker's replicas to add up."""
+    return node.target is all_reduce or node.target is reduce_scatter
+
+
+def bucket_of(node: fx.Node) -> str:
+    """The name of the bucket that such a node hands over."""
+    return str(node.args[0])
+
+
+def members_of(node: fx.Node) -> list[fx.Node | None]:
+    """The gradients that it hands over, None for what gets none."""
+    return list(node.args[1])  # type: ignore[arg-type]
 
 
 def is_send(node: fx.Node) -> bool:

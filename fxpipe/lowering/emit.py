@@ -20,6 +20,7 @@ from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.analysis.summary import summarize
 from fxpipe.passes.encode import Encode
 from fxpipe.passes.recompute import Recompute
+from fxpipe.passes.reduce import Reduce
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
@@ -54,6 +55,7 @@ class Emitter:
         first: the number of the next pass.
         known: the partitions that are known already, by what travels for each byte of values.
         again: what each worker's backward computes again to save memory, where it is known already.
+        reduce: puts gradients into buckets for the workers' replicas; None where no worker has several.
     """
 
     program: Program
@@ -66,6 +68,7 @@ class Emitter:
     first: int
     known: Mapping[Ratios, Partition] = field(default_factory=dict)
     again: tuple[tuple[str, ...], ...] = ()
+    reduce: Reduce | None = None
 
     @staticmethod
     def of(
@@ -100,7 +103,7 @@ class Emitter:
         program = run_passes(self.program, wiring, observers, first=self.first)
         found = codecs(program.edges)
         encode = Encode(found, self.codec_times) if found else None
-        emitting = emitting_passes(self.options.command, encode)
+        emitting = emitting_passes(self.options.command, encode, reduce=self.reduce)
         program = run_passes(program, emitting, observers, first=self.first + len(wiring))
         return program, self._build(program, choice, lines)
 

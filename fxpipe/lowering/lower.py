@@ -28,6 +28,7 @@ from fxpipe.measure.engines import choose_engines
 from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed
 from fxpipe.passes import front_passes
+from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
@@ -125,6 +126,7 @@ def lower(
     codecs: Codecs | None = None,
     chosen: ChosenSchedule | None = None,
     again: Sequence[Sequence[str]] = (),
+    reduce: Reduce | None = None,
     observers: Sequence[Observer] = (),
     say: Say = lambda text: None,
     **changes: Any,
@@ -141,6 +143,7 @@ def lower(
         chosen: what the search found, where it chose the schedule.
         again: what each worker's backward computes again to save memory, where it is known already, in place of the
             options.
+        reduce: says how many replicas each worker has, and puts their gradients into buckets; None for one each.
         observers: are told of every pass.
         say: is told which shape of batch is being worked on, and which part is being put onto engines.
 
@@ -181,7 +184,7 @@ def lower(
     setting = options.setting(program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     emitter = Emitter.of(program, costs, options, setting, times, first=len(front) + 2)
-    emitter = replace(emitter, again=tuple(tuple(names) for names in again))
+    emitter = replace(emitter, again=tuple(tuple(names) for names in again), reduce=reduce or options.reduce)
     if chosen is not None:
         emitter = replace(emitter, known=chosen.known)
     if codecs is None:

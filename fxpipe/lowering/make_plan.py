@@ -35,6 +35,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
             backward=s.parts["B"].spec,
             weights=s.parts["W"].spec if "W" in s.parts else None,
             again=program.again[s.worker].values if program.again else (),
+            buckets=program.buckets[s.worker] if program.buckets else (),
         )
         for s in program.stages
     )
@@ -46,7 +47,6 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         sources={},
         workers=cuts.workers,
         microbatches=setting.microbatches * setting.dp,
-        replicas=(setting.dp,) * program.cuts.workers if setting.dp > 1 else (),
         schedule=setting.schedule,
         policy=str(setting.policy),
         autocast=program.autocast,
@@ -68,6 +68,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         loss_weight=any(b.leaf.name == LOSS_WEIGHT for b in program.batch),
         placement=setting.placement,
         rows=setting.rows,
+        replicas=program.replicas,
         meta=are_on_meta([program.values[p.node] for p in program.parameters]),
     )
 

@@ -29,6 +29,7 @@ from fxpipe.schedule.option import schedule_text
 
 if TYPE_CHECKING:
     from fxpipe.codecs.encoding import Encoding
+    from fxpipe.passes.reduce import Reduce
     from fxpipe.passes.whole_loss import WholeLoss
     from fxpipe.plan.spec import PadSpec
     from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
@@ -313,6 +314,13 @@ class CompileOptions:
         if self.count == 1:
             return None
         return WholeLoss(self.count, weighted=self.loss_weight is not None, accepted=self.accept_microbatch_loss)
+
+    @property
+    def reduce(self) -> Reduce | None:
+        """The pass that puts gradients into buckets for replicas; None where there are none."""
+        from fxpipe.passes.reduce import Reduce
+
+        return Reduce((self.dp,) * self.stages) if self.dp > 1 else None
 
     @property
     def planned(self) -> bool:

@@ -28,6 +28,7 @@ from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.encode import Encode
 from fxpipe.passes.recompute import Recompute
+from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.spec import FUNCTIONS, Plan, ShapeSpec
 from fxpipe.planner.cuts import Cuts
@@ -96,7 +97,7 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     wiring = wiring_passes(cuts, options.weights_apart, number, recompute)
     program = run_passes(program, wiring, [lines], dumped_as=f"shape_{number}_")
     codecs = like(plan)(program.edges)
-    emitting = emitting_passes(options.command, Encode(codecs) if codecs else None, number)
+    emitting = emitting_passes(options.command, Encode(codecs) if codecs else None, number, Reduce.like(plan))
     program = run_passes(program, emitting, [lines], dumped_as=f"shape_{number}_")
     made = make_plan(program, options.setting(program.device))
     if made.metrics != plan.metrics:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.plan.limits import MOST_ELEMENTS, MOST_MICROBATCHES, MOST_WORKERS
-from fxpipe.plan.spec import EdgeSpec, LeafSpec, PartSpec, Plan, TensorSpec
+from fxpipe.plan.spec import EdgeSpec, LeafSpec, PartSpec, Plan, StageSpec, TensorSpec
 from fxpipe.typed_json import Malformed, convert, parse
 
 _DTYPES = frozenset(
@@ -57,6 +57,7 @@ def check(plan: Plan) -> None:
         len(plan.placement) != plan.workers or ranks != set(range(len(ranks))) or plan.placement[0] or not plan.virtual
     ):
         raise Malformed(f"{plan.workers} workers cannot run on ranks {list(plan.placement)[:80]}", ", $.placement")
+    _check_replicas(plan)
     for place, worker in _workers(plan):
         if not 0 <= worker < plan.workers:
             raise Malformed(f"there is no worker {worker}", place)
@@ -77,6 +78,7 @@ def check(plan: Plan) -> None:
             place = f", {at}.stages[{i}]"
             if (stage.weights is None) == plan.weights_apart:
                 raise Malformed("some stages make weight gradients apart, and it does not", place)
+            _check_buckets(plan, i, stage, place)
             for phase, part in stage.parts.items():
                 _check_names(plan, part, shape.edges, shape.batch, place)
                 _check_held(part, plan.stages[i].part(phase), place)
@@ -94,6 +96,35 @@ def check(plan: Plan) -> None:
     for file in (plan.weights_file, *(code.file for code in plan.code)):
         if not file or "/" in file or "\\" in file or file == "..":
             raise Malformed(f"{file[:80]!r} is not a file of the build", ", $")
+
+
+def _check_replicas(plan: Plan) -> None:
+    """Whether each worker has some replicas, with a microbatch for each, and those of one rank equally many."""
+    counts = plan.replicas
+    if counts and (len(counts) != plan.workers or not all(1 <= count <= plan.microbatches for count in counts)):
+        what = f"{plan.workers} workers cannot have {list(counts)[:80]} replicas for {plan.microbatches} microbatches"
+        raise Malformed(what, ", $.replicas")
+    for rank in range(plan.ranks if counts else 0):
+        if len({counts[worker] for worker in plan.hosted(rank)}) > 1:
+            raise Malformed(f"the workers of rank {rank} have different numbers of replicas", ", $.replicas")
+
+
+def _check_buckets(plan: Plan, worker: int, stage: StageSpec, place: str) -> None:
+    """Whether the buckets of a stage have all gradients, each once, are handed over, and are the first shape's."""
+    first = plan.stages[worker]
+    several = bool(plan.replicas) and plan.replicas[worker] > 1
+    members = [name for bucket in stage.buckets for name in bucket.parameters]
+    if sorted(members) != sorted(first.gradients if several else ()):
+        what = "there are buckets without replicas" if not several else "its buckets do not have each gradient once"
+        raise Malformed(what, f"{place}.buckets")
+    if stage.buckets != first.buckets:
+        raise Malformed("its buckets are not those of the first shape", f"{place}.buckets")
+    names = tuple(bucket.name for bucket in stage.buckets)
+    if len(set(names)) < len(names) or any(bucket.bytes < 0 for bucket in stage.buckets):
+        raise Malformed("two buckets have one name, or one has less than no bytes", f"{place}.buckets")
+    *before, last = stage.parts.values()
+    if last.reduces != names or any(part.reduces for part in before):
+        raise Malformed("its code does not hand over its buckets, in their order, where it makes gradients", place)
 
 
 def _shapes(plan: Plan) -> Iterator[tuple[str, Plan]]:

@@ -134,6 +134,29 @@ class PadSpec:
 
 
 @dataclass(frozen=True)
+class BucketSpec:
+    """Gradients of one dtype that a worker's replicas add up in one go.
+
+    Attributes:
+        name: other than those of the worker's other buckets.
+        parameters: whose gradients, in the order in which the code hands them over.
+        bytes: of all of them.
+        sharded: whether each replica gets only its own part of the sums (`comm.reduce_scatter`), not all of them
+            (`comm.all_reduce`).
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    bytes: int
+    sharded: bool = False
+
+    @property
+    def call(self) -> Literal["all_reduce", "reduce_scatter"]:
+        """What the code calls of its `comm`."""
+        return "reduce_scatter" if self.sharded else "all_reduce"
+
+
+@dataclass(frozen=True)
 class PartSpec:
     """The interface of one function of a stage: `forward`, `backward`, `weights`; every tuple in the code's order.
 
@@ -150,6 +173,7 @@ class PartSpec:
         random: whether the code draws random numbers.
         metrics: of an evaluation: the names of the metrics that its function returns first; of a forward that returns
             the loss: of those that come after it, in one tensor of float32.
+        reduces: names of the buckets that the function hands to the worker's replicas to add up.
     """
 
     weights: tuple[str, ...] = ()
@@ -164,6 +188,7 @@ class PartSpec:
     random: bool = False
     metrics: tuple[str, ...] = ()
     deferred: tuple[str, ...] = ()
+    reduces: tuple[str, ...] = ()
 
     def third(self, phase: Phase) -> tuple[str, ...]:
         """The names in the third argument of the function of a phase: leaves of the batch, saved or deferred values."""
@@ -177,7 +202,8 @@ class StageSpec:
     `weight_units` are those whose weight gradients it makes, except for operators that make them together with their
     input's gradient: those are in `backward_units`. `engines` run its forward and its backward. `weights` is there if
     weight gradients are made apart from backward: it then returns the stage's gradients, all of them. `again` names the
-    values of its forward that its backward computes again because memory is short.
+    values of its forward that its backward computes again because memory is short. `buckets` are what its gradients
+    are added up in over the worker's replicas, in the order of the code; there are none without replicas.
     """
 
     file: str
@@ -190,6 +216,7 @@ class StageSpec:
     engines: tuple[str, str] = ("eager", "eager")
     weights: PartSpec | None = None
     again: tuple[str, ...] = ()
+    buckets: tuple[BucketSpec, ...] = ()
 
     @property
     def parts(self) -> dict[Phase, PartSpec]:
@@ -265,6 +292,7 @@ class Plan:
     Attributes:
         model_file: the user's file, relative to the build directory; None when compiled from objects.
         sources: digest of the user's file and of each file of the user's own that it imports, by relative path.
+        microbatches: their number in the whole minibatch, of which each of a worker's replicas does its share.
         batch: the leaves of one microbatch in pytree order, then those that worker 0 makes (`made`); `batch_spec` is
             the serialised pytree of what the user gives.
         loss_of_microbatches: whether a minibatch's loss and gradients are the mean of the microbatches', or their sum.
@@ -292,6 +320,8 @@ class Plan:
             file has it.
         weights_codec: what packs the changes of weights that owners send to their readers (`fxpipe.codecs`), with its
             option; '' sends the weights as they are.
+        replicas: how many processes each worker has, with the same stage and the same weights; empty where each has
+            one. Microbatch i of a minibatch is done by replica i mod r of a worker that has r.
     """
 
     fxpipe: str

@@ -9,7 +9,7 @@ import linecache
 import re
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,9 +194,12 @@ def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> l
     if len(arguments) != len(ARGUMENTS[name]):
         return [f"takes ({', '.join(arguments)}), not ({', '.join(ARGUMENTS[name])})"]
     found: list[str] = []
-    for verb, expected in (("recv", part.receives), ("send", part.sends)):
-        names = _message_names(function, arguments[3], verb)
-        verbs = "receives" if verb == "recv" else "sends"
+    for verbs, calls, expected in (
+        ("receives", ("recv",), part.receives),
+        ("sends", ("send",), part.sends),
+        ("hands over", ("all_reduce", "reduce_scatter"), part.reduces),
+    ):
+        names = _message_names(function, arguments[3], calls)
         missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
         twice = sorted({n for n in names if names.count(n) > 1})
         if missing:
@@ -214,13 +217,13 @@ def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> l
     return found + _return_differences(function, part, name)
 
 
-def _message_names(function: ast.FunctionDef, comm: str, verb: str) -> list[str]:
+def _message_names(function: ast.FunctionDef, comm: str, calls: Collection[str]) -> list[str]:
     names = []
     for node in ast.walk(function):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
-            and node.func.attr == verb
+            and node.func.attr in calls
             and isinstance(node.func.value, ast.Name)
             and node.func.value.id == comm
         ):

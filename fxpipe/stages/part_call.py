@@ -1,16 +1,16 @@
-"""One call of one part of a stage: what it is given, and what it returns and sends."""
+"""One call of one part of a stage: what it is given, and what it returns, sends and hands over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.plan.spec import PartSpec, Phase
-from fxpipe.stages.comm import ReadyComm
+from fxpipe.stages.comm import Handed, ReadyComm
 
 Function = Callable[[Sequence[Any], Sequence[Any], Any, Any], Any]
 """An emitted function, or what takes its place: `(weights, buffers, batch or saved or deferred, comm)`."""
@@ -18,7 +18,7 @@ Function = Callable[[Sequence[Any], Sequence[Any], Any, Any], Any]
 
 @dataclass(frozen=True)
 class PartResult:
-    """What a part returned, and by edge what it sent."""
+    """What a part returned, by edge what it sent, and by bucket what it handed over of the gradients."""
 
     loss: Tensor | None = None
     updates: tuple[Tensor, ...] = ()
@@ -26,9 +26,10 @@ class PartResult:
     deferred: list[Any] = field(default_factory=list)
     gradients: tuple[Tensor, ...] = ()
     sent: Mapping[str, Tensor] = field(default_factory=dict)
+    handed: Mapping[str, Handed] = field(default_factory=dict)
 
     def flat(self) -> list[Tensor]:
-        """All of it, in the order of `PurePart.outputs`."""
+        """What it returned and sent, in the order of `PurePart.outputs`."""
         loss = [] if self.loss is None else [self.loss]
         return [*loss, *self.updates, *self.saved, *self.deferred, *self.gradients, *self.sent.values()]
 
@@ -64,7 +65,7 @@ class PartCall:
             torch.manual_seed(seed)
         comm = ReadyComm(self.received)
         result = function(self.weights, self.buffers, list(self.third), comm)
-        return self.result(result, comm.sent)
+        return replace(self.result(result, comm.sent), handed=comm.handed)
 
     def result(self, returned: Any, sent: Mapping[str, Tensor]) -> PartResult:
         """What the part's function returned and sent, as a `PartResult`."""

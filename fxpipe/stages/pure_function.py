@@ -21,7 +21,7 @@ Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 class PureFunction:
     """Called as the emitted function is: `(weights, buffers, batch or saved, comm)`.
 
-    Everything is received before anything is computed, and sent after it.
+    Everything is received before anything is computed, and sent or handed over to be added up after it.
     """
 
     def __init__(self, part: PurePart, compute: Compute) -> None:
@@ -43,6 +43,8 @@ class PureFunction:
         count = len(outputs) - len(self._sends)
         for name, value in zip(self._sends, outputs[count:], strict=True):
             send(self.part, name, value, comm)
+        for bucket in self.part.handed:
+            bucket.to(comm, outputs)
         if self.part.phase == "B":
             return list(outputs[:count])
         saved = self._loss + self._updates

@@ -28,6 +28,7 @@ from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_random
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import FUNCTIONS, EdgeSpec, Phase, Plan, TensorSpec
+from fxpipe.stages.comm import Handed
 from fxpipe.stages.loaded import LoadedStage, stage_line
 from fxpipe.stages.part_call import PartCall
 from fxpipe.stages.random_inputs import PLACE, Draw, hoist_draws
@@ -58,6 +59,19 @@ class PartOutput:
 
 
 @dataclass(frozen=True)
+class HandedOver:
+    """A bucket that a part hands over to be added up: which outputs are its gradients; None for what gets none."""
+
+    bucket: str
+    call: Literal["all_reduce", "reduce_scatter"]
+    outputs: tuple[int | None, ...]
+
+    def to(self, comm: Any, outputs: Sequence[Any]) -> None:
+        """Hand it over, out of all outputs of the part."""
+        getattr(comm, self.call)(self.bucket, [None if i is None else outputs[i] for i in self.outputs])
+
+
+@dataclass(frozen=True)
 class PurePart:
     """One function of a stage without side effects.
 
@@ -67,6 +81,7 @@ class PurePart:
             forward the loss (if there), updates, saved, sent; backward gradients or deferred, sent.
         draws: what makes the masks, in the order in which the emitted code would draw them.
         edges: by name, those that travel packed. What packs and unpacks them is not in the graph.
+        handed: what is to be handed over to be added up once the outputs are there, in the order of the code.
     """
 
     worker: int
@@ -77,6 +92,7 @@ class PurePart:
     draws: tuple[Draw, ...]
     device: str
     edges: Mapping[str, EdgeSpec] = field(default_factory=dict)
+    handed: tuple[HandedOver, ...] = ()
 
     @property
     def name(self) -> str:
@@ -116,6 +132,7 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
     inputs = tuple(_inputs(plan, worker, phase, saved))
     spec = plan.stages[worker].part(phase)
     kept: list[PartOutput] = []
+    handed: list[HandedOver] = []
 
     def step(*flat: Tensor) -> list[Tensor]:
         """The outputs of the stage's function; notes what they are."""
@@ -136,6 +153,7 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
         named += [("gradient", n, v) for n, v in zip(spec.gradients, result.gradients, strict=True)]
         named += [("sent", n, v) for n, v in result.sent.items()]
         kept[:] = [PartOutput(kind, name, tensor_spec(v)) for kind, name, v in named]
+        handed[:] = _handed_over(result.handed, [v if kind == "gradient" else None for kind, _, v in named])
         return [v for _, _, v in named]
 
     mode = KernelStrides(allow_non_fake_inputs=True)  # what was captured with them relies on them
@@ -143,6 +161,9 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
     try:
         with torch.no_grad(), without_codecs(), mode:
             module = make_fx(step)(*examples)
+    except BackendError as error:
+        error.where = str(stage.path)
+        raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         if re.search(DATA_DEPENDENT, text):
@@ -158,7 +179,20 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
     module.recompile()
     masks = tuple(PartInput("mask", f"mask_{i}", draw.tensor) for i, draw in enumerate(draws))
     packed = {e.name: e for e in plan.edges if e.codec and e.name in (*spec.receives, *spec.sends)}
-    return PurePart(worker, phase, module, (*inputs, *masks), tuple(kept), draws, plan.device, packed)
+    return PurePart(worker, phase, module, (*inputs, *masks), tuple(kept), draws, plan.device, packed, tuple(handed))
+
+
+def _handed_over(handed: Mapping[str, Handed], gradients: Sequence[Tensor | None]) -> Iterator[HandedOver]:
+    """What is handed over, by its places among the outputs; of these, those that are no gradients are None."""
+    places = {id(value): i for i, value in enumerate(gradients) if value is not None}
+    for bucket, given in handed.items():
+        if any(value is not None and id(value) not in places for value in given.gradients):
+            raise BackendError(
+                f"the stage hands other gradients over to be added up, in {bucket}, than it returns",
+                hint="only `run --backend eager` runs such code: return what is handed over, or undo the edit",
+            )
+        found = (None if value is None else places[id(value)] for value in given.gradients)
+        yield HandedOver(bucket, given.call, tuple(found))
 
 
 def _inputs(plan: Plan, worker: int, phase: Phase, saved: Sequence[TensorSpec]) -> Iterator[PartInput]:

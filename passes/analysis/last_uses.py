@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe.ir.stage import Part
-from fxpipe.ir.wire import is_send
+from fxpipe.ir.wire import is_reduce, is_send
 
 
 def last_uses(part: Part) -> dict[fx.Node, list[fx.Node]]:
@@ -15,7 +15,7 @@ def last_uses(part: Part) -> dict[fx.Node, list[fx.Node]]:
     """
     last: dict[fx.Node, fx.Node] = {}
     for node in part.graph.nodes:
-        if node.op == "call_function" and not is_send(node):
+        if node.op == "call_function" and not (is_send(node) or is_reduce(node)):
             last[node] = node  # until something reads it
         for source in node.all_input_nodes:
             last[source] = node

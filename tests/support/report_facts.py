@@ -32,7 +32,7 @@ def made_facts(
         "fxpipe": "0.1.0",
         "build": {
             "folder": "build", "model": name, "digest": "5d41402abc4b2a76b9719d911017c592", "workers": workers,
-            "ranks": workers, "microbatches": 1, "schedule": "async", "policy": "spectrain", "autocast": None,
+            "ranks": workers, "replicas": [], "microbatches": 1, "schedule": "async", "policy": "spectrain", "autocast": None,
             "codec": "none", "device": "cpu",
             "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional",
             "efficiency": 0.95, "costs": "measured", "speeds": [],
@@ -151,7 +151,7 @@ def _worker(rank: int, units: list[Facts], cost: Facts) -> Facts:
         "again": 0, "again_ms": 0.0, "spared_bytes": 0,
         "saved_bytes": 9_437_184, "deferred_bytes": None, "weight_ms": None, "in_flight": rank + 1,
         "memory_bytes": 41_943_040 + rank * 5_000_000,
-        "engines": ["eager", "eager"], "owned_names": [f"blocks.{rank}.qkv.weight"], "copy_names": [],
+        "engines": ["eager", "eager"], "buckets": [], "owned_names": [f"blocks.{rank}.qkv.weight"], "copy_names": [],
         "file": f"stage_{rank}.py", "edited": False, "speed": 1.0,
     }  # fmt: skip
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause, Watch
 from fxpipe.plan.spec import EdgeSpec
 
@@ -95,9 +96,22 @@ class EdgeComm:
     Attributes:
         sent: the memory (storage addresses) of what the action has sent.
         memories: by edge of a gradient, what its codec remembers from one message to the next.
+        reduce: takes the name of a bucket and a microbatch's gradients, to add them up over microbatches and replicas;
+            None where the worker has no replicas.
     """
 
-    __slots__ = ("_edges", "_microbatch", "_minibatch", "_number", "_seed", "_transport", "_watch", "memories", "sent")
+    __slots__ = (
+        "_edges",
+        "_microbatch",
+        "_minibatch",
+        "_number",
+        "_seed",
+        "_transport",
+        "_watch",
+        "memories",
+        "reduce",
+        "sent",
+    )
 
     def __init__(
         self,
@@ -116,6 +130,7 @@ class EdgeComm:
         self._minibatch = 0
         self._microbatch = 0
         self.sent: set[int] = set()
+        self.reduce: Callable[[str, Sequence[torch.Tensor | None]], None] | None = None
 
     @property
     def edges(self) -> set[str]:
@@ -152,3 +167,24 @@ class EdgeComm:
         self.sent.add(value.untyped_storage().data_ptr())
         self._transport.send(edge, self._minibatch, self._microbatch, value)
         self._watch.close()
+
+    def all_reduce(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Hand the gradients of the bucket `name` over to be added up; None for a parameter that gets none.
+
+        Raises:
+            RunError: the code is of a worker with replicas, and this one has none.
+        """
+        if self.reduce is None:
+            raise RunError(
+                f"the stage hands the gradients of {name} to its replicas, and this worker has none",
+                hint="compile the model again: fxpipe compile MODEL -o BUILD",
+            )
+        self.reduce(name, gradients)
+
+    def reduce_scatter(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The same where each replica gets only its own part of the sums.
+
+        Raises:
+            RunError: as `all_reduce`.
+        """
+        self.all_reduce(name, gradients)

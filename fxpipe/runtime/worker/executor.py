@@ -97,6 +97,7 @@ class Executor:
         for of_shape, stage in zip(plan.of_shapes, stages, strict=True):
             self.add(of_shape, stage)
         self._left: dict[tuple[int, int], _Left] = {}
+        self._now = Action("F", 0)
         self._loss: Tensor | None = None
         self.evaluates: Callable[[int], bool] = lambda version: False
         self.on_loss: Callable[[int, Tensor], None] | None = None
@@ -123,6 +124,8 @@ class Executor:
     def add(self, of_shape: Plan, stage: LoadedStage) -> None:
         """From now on there is one more shape of batch, whose messages the transport carries."""
         added = StageOfShape(of_shape, self.worker, stage, self.transport, self._plan, self.seed, self.replica)
+        if self.collective is not None:
+            added.comm.reduce = self._reduce
         self._stages.append(added)
         self.stages = (*self.stages, stage)
         self.draws |= any(part.random for part in added.parts.values())
@@ -174,6 +177,7 @@ class Executor:
         self._bring_next()
         stage.comm.bind(action.minibatch, action.microbatch)
         self.watch.at(action)
+        self._now = action
         result = None
         self.watch.open(action.phase)
         with torch.no_grad():
@@ -401,6 +405,11 @@ class Executor:
         if self.collective is None or self.store.version <= minibatch:
             return None
         return self._whole_losses.pop(minibatch, None)
+
+    def _reduce(self, bucket: str, gradients: Sequence[Tensor | None]) -> None:
+        """The code has made a bucket's gradients: those of the last microbatch complete the sums of this replica."""
+        if self._now.microbatch == self._last:
+            self.store.reduce(bucket, self._now.minibatch, gradients)
 
     def _hand_out_buffers(self, stage: StageOfShape, minibatch: int) -> None:
         """Replica 0's buffers, as a minibatch's forwards have left them, are those that all begin the next one with."""

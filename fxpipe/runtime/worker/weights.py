@@ -100,7 +100,10 @@ class WeightStore:
         self._sum = GradientSum(live, order)
         self._over_replicas: ReplicatedSum | None = None
         if collective is not None:
-            buckets: dict[str, list[int]] = {}
+            buckets = {
+                bucket.name: [index[demand.parameters[name].name] for name in bucket.parameters]
+                for bucket in plan.stages[worker].buckets
+            }
             self._sum = self._over_replicas = ReplicatedSum(live, order, collective, buckets)
         self.updater = Updater(
             worker=worker,

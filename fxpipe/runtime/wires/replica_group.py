@@ -50,7 +50,7 @@ class _Exchange:
     error: RuntimeError | None = None
 
 
-class GroupCollective(Collective):
+class ReplicaProcess:
     """The end of one process, for all of its workers; their exchanges have one order.
 
     Args:
@@ -93,7 +93,7 @@ class GroupCollective(Collective):
             self._thread.start()
         self._jobs.put(exchange)
 
-    def take(self, worker: int, key: Key) -> Tensor:
+    def result(self, worker: int, key: Key) -> Tensor:
         """Wait for the result.
 
         Raises:
@@ -150,7 +150,7 @@ class GroupCollective(Collective):
 class WorkerCollective(Collective):
     """The end of one worker."""
 
-    def __init__(self, process: GroupCollective, worker: int, watch: Watch) -> None:
+    def __init__(self, process: ReplicaProcess, worker: int, watch: Watch) -> None:
         self.replica, self.replicas = process.replica, process.replicas
         self._process, self._worker, self._watch = process, worker, watch
 
@@ -162,6 +162,6 @@ class WorkerCollective(Collective):
 
     def take(self, key: Key) -> Tensor:
         self._watch.open("wait", Cause("sum", key[0], self._worker))
-        found = self._process.take(self._worker, key)
+        found = self._process.result(self._worker, key)
         self._watch.close()
         return found

@@ -1,0 +1,174 @@
+"""reduce: the gradients of a worker that has replicas are put into buckets, which the replicas add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxpipe.errors import CutError
+from fxpipe.ir import wire
+from fxpipe.ir.aten import is_sparse
+from fxpipe.ir.program import INFO, Level, NodeInfo, Program, home_of, info, size_of, value
+from fxpipe.ir.transform import Pass
+from fxpipe.plan.spec import BucketSpec, Plan
+
+BUCKET_BYTES = 25 * 2**20
+"""What DistributedDataParallel takes by default."""
+
+LAST_BYTES = 2**20
+"""The sums of other buckets go on while the rest is computed; nothing hides that of the last one, so it is small.
+
+DistributedDataParallel makes its *first* bucket this small, to have something to send early; here the first bucket is
+what the others leave.
+"""
+
+
+@dataclass(frozen=True)
+class Reduce(Pass):
+    """Hand gradients over to be added up over replicas, as soon as those of a bucket exist.
+
+    Buckets hold gradients in the order in which the code makes them, in the phase that returns them: B, or W where
+    weight gradients are apart. They are filled from the last gradient backwards, and each has one dtype. What is
+    handed over is still returned: the part is the same but for the calls.
+
+    Fields:
+        replicas: how many each worker has.
+        bucket_bytes: the most that a bucket has, unless one gradient alone has more.
+        last_bytes: the same for the last bucket of a dtype, if that is less.
+        sharded: whether a replica gets only its own part of the sums.
+        buckets: by worker, those of another shape of batch, to be made again in their order; then no others are made,
+            and a parameter that gets no gradient here is None.
+
+    Before:  d2 = mm(g, h)                   After:  d2 = mm(g, h)
+             d1 = mm(g2, x)                          comm.all_reduce("bucket_0", [d2])
+             return (d1, d2)                         d1 = mm(g2, x)
+                                                     comm.all_reduce("bucket_1", [d1])
+                                                     return (d1, d2)
+    """
+
+    name: ClassVar[str] = "reduce"
+    requires: ClassVar[Level] = Level.WIRED
+    provides: ClassVar[Level] = Level.WIRED
+
+    replicas: tuple[int, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
+    last_bytes: int = LAST_BYTES
+    sharded: bool = False
+    buckets: tuple[tuple[BucketSpec, ...], ...] = ()
+
+    @staticmethod
+    def like(plan: Plan) -> Reduce | None:
+        """Makes the buckets of a plan; None for one without replicas."""
+        return Reduce(plan.replicas, buckets=tuple(s.buckets for s in plan.stages)) if plan.replicas else None
+
+    def __call__(self, program: Program) -> Program:
+        if max(self.replicas, default=1) == 1:
+            return program
+        assert program.cuts is not None
+        assert len(self.replicas) == program.cuts.workers
+        program = program.copy(replicas=self.replicas)
+        made = [
+            self._of_worker(_Gradients(program, worker)) if count > 1 else ()
+            for worker, count in enumerate(self.replicas)
+        ]
+        return replace(program, buckets=tuple(made))
+
+    def _of_worker(self, gradients: _Gradients) -> tuple[BucketSpec, ...]:
+        buckets = self.buckets[gradients.worker] if self.buckets else self._fill(gradients)
+        gradients.check_in(buckets)
+        after: fx.Node | None = None
+        for bucket in buckets:
+            after = gradients.hand_over(bucket, after)
+        return buckets
+
+    def _fill(self, gradients: _Gradients) -> tuple[BucketSpec, ...]:
+        """Buckets of all gradients, in the order in which their last members become ready."""
+        closed: list[list[str]] = []
+        filling: dict[torch.dtype, list[str]] = {}
+        room: dict[torch.dtype, int] = {}
+        names = list(gradients.nodes)
+        for name in reversed(names):
+            dtype, size = value(gradients.nodes[name]).dtype, gradients.size(name)
+            if size > room.get(dtype, 0):
+                limit = self.bucket_bytes if dtype in room else min(self.last_bytes, self.bucket_bytes)
+                filling[dtype], room[dtype] = [], limit
+                closed.append(filling[dtype])
+            filling[dtype].append(name)
+            room[dtype] -= size
+        place = {name: i for i, name in enumerate(names)}
+        ordered = sorted((members[::-1] for members in closed), key=lambda members: place[members[-1]])
+        return tuple(
+            BucketSpec(f"bucket_{i}", tuple(members), sum(map(gradients.size, members)), self.sharded)
+            for i, members in enumerate(ordered)
+        )
+
+
+class _Gradients:
+    """The gradients that a worker makes.
+
+    Attributes:
+        nodes: by parameter, in the order in which they become ready in the phase that returns them.
+    """
+
+    def __init__(self, program: Program, worker: int) -> None:
+        self.graph = program.graph
+        self.worker = worker
+        self.phase = program.phases[-1]
+        self.calls = [n for n in program if info(n).worker == worker and info(n).phase == self.phase]
+        self.order = {node: i for i, node in enumerate(program.graph.nodes)}
+        self.made = set(self.calls)  # what the phase is given is there from its start
+        names = {p.node: p.names[0] for p in program.parameters}
+        found = {names[p]: node for p, node in program.gradients().items() if home_of(node) == worker}
+        ready = sorted(found.items(), key=lambda row: (row[1] in self.made, self.order[row[1]]))
+        self.nodes = dict(ready)
+        for name, node in ready:
+            if is_sparse(node):
+                raise CutError(
+                    f"the gradient of {name} is sparse, and cannot be summed over replicas",
+                    where=f"{info(node).source}: {info(node).text}" if node.op == "call_function" else None,
+                    hint="make it dense where it is made (an embedding: sparse=False), or give its worker one replica",
+                )
+
+    def size(self, name: str) -> int:
+        """Bytes of a parameter's gradient."""
+        return size_of(value(self.nodes[name]))
+
+    def check_in(self, buckets: Sequence[BucketSpec]) -> None:
+        """Refuse gradients that no bucket has.
+
+        Raises:
+            CutError: names one.
+        """
+        known = {name for bucket in buckets for name in bucket.parameters}
+        if more := [name for name in self.nodes if name not in known]:
+            raise CutError(
+                f"{more[0]} gets a gradient on worker {self.worker}, but not for batches of the first shape: its "
+                "replicas do not add it up",
+                hint="let the first batch be one that gives every parameter a gradient",
+                page="batch-shapes",
+            )
+
+    def hand_over(self, bucket: BucketSpec, after: fx.Node | None) -> fx.Node:
+        """The call for a bucket: after its last member, and after another call."""
+        members = [self.nodes.get(name) for name in bucket.parameters]
+        made = [node for node in members if node in self.made]
+        last = max((node for node in made if node is not None), key=self.order.__getitem__, default=None)
+        anchor = max((n for n in (after, last) if n is not None), key=self.order.__getitem__, default=None)
+        target = wire.reduce_scatter if bucket.sharded else wire.all_reduce
+        begin = anchor.next if anchor else self.calls[0] if self.calls else self.graph.output_node()
+        name = f"{self.phase.lower()}_{self.worker}_{bucket.name}"
+        with self.graph.inserting_before(begin):
+            node = self.graph.create_node("call_function", target, (bucket.name, members), {}, name=name)
+        known = next((info(n) for n in (last, *self.calls) if n), NodeInfo(self.phase))
+        weight = self.phase == "W" or any(n.op == "call_function" and info(n).weight for n in members if n)
+        node.meta["val"] = None
+        node.meta[INFO] = NodeInfo(
+            self.phase, known.module, known.source, known.text, None, max(known.unit, 0), bucket.bytes, 0.0,
+            self.worker, weight,
+        )  # fmt: skip
+        self.order[node] = self.order[anchor] if anchor else -1
+        return node
