@@ -189,7 +189,7 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
         return run_local(options)
     from fxpipe.runtime.process.launch import launch
 
-    return launch(options, plan.ranks, plan.placement)
+    return launch(options, plan.processes, plan.mesh)
 
 
 def _other_node(build: str) -> str | None:

@@ -431,7 +431,7 @@ class CompileOptions:
         """With what a model file and this machine decide where nothing was asked."""
         from fxpipe.threads import threads_for
 
-        threads = threads_for(self.threads, self.workers)
+        threads = threads_for(self.threads, self.workers * self.dp)
         pad_to = task.pad_to if self.pad_to is None else self.pad_to
         return replace(
             self,

@@ -78,7 +78,7 @@ def choose_engines(
     names_kept: dict[tuple[int, Phase, str], str] = {}
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_engines_") as temporary,
-        worker_threads(threads, plan.ranks),
+        worker_threads(threads, plan.processes),
         torch.random.fork_rng([torch.cuda.current_device()] if plan.device == "cuda" else []),
         torch.no_grad(),
         without_codecs(),  # they are not the engine's, and would show a difference of rounding as one of a whole step

@@ -85,7 +85,7 @@ def measure_stages(
     cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_build_") as temporary,
-        worker_threads(threads, plan.ranks),
+        worker_threads(threads, plan.processes),
         torch.random.fork_rng(cuda),
         torch.no_grad(),
     ):

@@ -220,7 +220,7 @@ def _grouped(rows: Iterable[Mapping[str, Any]], fill: float) -> tuple[Wait, ...]
     sums: dict[tuple[int, str], dict[str, float]] = {}
     for row in rows:
         what, source = row["what"], row["from"]
-        family = what if what in ("weights", "norm", "overflow", "loss") else "values"
+        family = what if what in ("weights", "norm", "overflow", "loss", "sum") else "values"
         group = sums.setdefault((-1 if source is None else source, family), {})
         group[what] = group.get(what, 0.0) + float(row["seconds"])
     values = sum(sum(group.values()) for (_, family), group in sums.items() if family == "values")

@@ -43,7 +43,7 @@ AS_PLANNED = 0.9
 def wait_cause(run: TimedRun, worker: TimedWorker, wait: Wait) -> WaitCause:
     """Why a worker of the run waits for another."""
     unknown = WaitCause(("wait", worker.rank, wait.source, wait.whats), "wait", "")
-    if run.plans is None or wait.source not in run.workers or wait.whats[0] in ("norm", "overflow", "loss"):
+    if run.plans is None or wait.source not in run.workers or wait.whats[0] in ("norm", "overflow", "loss", "sum"):
         return unknown
     round_trip = _followed(run, worker, wait)
     blamed = min(round_trip, key=lambda r: (run.workers[r].waiting, round_trip.index(r)))
@@ -129,7 +129,9 @@ def _followed(run: TimedRun, worker: TimedWorker, wait: Wait) -> list[int]:
     while place not in way:
         way.append(place)
         here = run.workers[place]
-        known = [w for w in here.waits if w.source in run.workers and w.whats[0] not in ("norm", "overflow", "loss")]
+        known = [
+            w for w in here.waits if w.source in run.workers and w.whats[0] not in ("norm", "overflow", "loss", "sum")
+        ]
         if not known or known[0].seconds < max(LEAST * here.seconds, worker.waiting / 10):
             return [place]
         place = known[0].source

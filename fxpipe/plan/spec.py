@@ -286,6 +286,28 @@ class ShapeSpec:
 
 
 @dataclass(frozen=True)
+class Mesh:
+    """The processes of a run, in two dimensions: `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
+
+    Attributes:
+        placement: as of `Plan`.
+        dp: how many replicas each rank has; they are next to each other.
+    """
+
+    placement: tuple[int, ...] = ()
+    dp: int = 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether each process has one worker, which has no other."""
+        return self.dp == 1 and len(set(self.placement)) == len(self.placement)
+
+
+MESH = Mesh()
+"""One worker a process, and no replicas."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the module's docstring. Plain data: loads without the model, and (except TensorSpec.bytes) without torch.
 
@@ -370,6 +392,11 @@ class Plan:
     def dp(self) -> int:
         """How many replicas each worker has."""
         return self.replicas[0] if self.replicas else 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where workers and replicas are."""
+        return Mesh(self.placement, self.dp)
 
     @property
     def processes(self) -> int:

@@ -24,7 +24,7 @@ from fxpipe.checkpoint.manifest import MANIFEST
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.errors import FxpipeError, PeerRefused, RunError
 from fxpipe.files import Snapshot
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.spec import Mesh, Plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, files_read, writing
 from fxpipe.runtime.process.newest_of_all import newest_of_all
@@ -101,13 +101,8 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
         options = resumed_options(options, options.out)
         files = files_read(options)
         plan, checkpoint = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
-        if world != plan.ranks:
-            on = f" on {plan.ranks} rank{'s' if plan.ranks > 1 else ''}" if plan.virtual else ""
-            raise RunError(
-                f"the build has {plan.workers} workers{on}, but {world} processes were started",
-                where=options.build,
-                hint=f"start {plan.ranks} processes in all, or compile with -n {world}",
-            )
+        if world != plan.processes:
+            raise _other_number(plan, world, options.build)
         task = task or task_of_build(plan, options.build, options.model_file)
         facts = facts_of(plan, options) | {"callbacks": ", ".join(task.callbacks.names) or "none"}
         if checkpoint is not None and checkpoint.manifest is not None:  # each worker compares what it reads with that
@@ -121,13 +116,25 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
     if problem is not None:
         raise problem
     assert plan is not None
-    _refuse_with(said, plan.placement)
+    _refuse_with(said, plan.mesh)
     if any(other.checkpoint != said[0].checkpoint for other in said):
         digests = {f"--weights: {file.name}": _digest(file) for file in unsigned}
         said = gathered(_Said(host, facts | digests), rank, world)
-    _refuse_differences(said, options, plan.placement)
+    _refuse_differences(said, options, plan.mesh)
     assert task is not None
     return Agreed(options, plan, task, files, checkpoint)
+
+
+def _other_number(plan: Plan, world: int, build: str) -> RunError:
+    on = f" on {plan.ranks} rank{'s' if plan.ranks > 1 else ''}" if plan.virtual else ""
+    replicas = f", with {plan.dp} replicas of each" if plan.dp > 1 else ""
+    instead = f"-n {world}" if plan.dp == 1 else f"another -n and --dp, whose product is {world}"
+    return RunError(
+        f"the build has {plan.workers} worker{'s' if plan.workers > 1 else ''}{on}{replicas}, but {world} process"
+        f"{'es were' if world > 1 else ' was'} started",
+        where=build,
+        hint=f"start {plan.processes} processes in all, or compile with {instead}",
+    )
 
 
 def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
@@ -172,18 +179,18 @@ def _shelf(options: RunOptions) -> Shelf | None:
     return Shelf.of(str(options.out)) if asked else None
 
 
-def _refuse_with(said: Sequence[_Said], placement: Sequence[int]) -> None:
+def _refuse_with(said: Sequence[_Said], mesh: Mesh) -> None:
     """Refuse if another process has."""
     for rank, other in enumerate(said):
         if (problem := other.problem) is not None:
-            what = f"{process_name(rank, placement)} on {other.host} refused to begin: {problem.what}"
+            what = f"{process_name(rank, mesh)} on {other.host} refused to begin: {problem.what}"
             raise PeerRefused(what, where=problem.where, hint=problem.hint, page=problem.page)
 
 
-def _refuse_differences(said: Sequence[_Said], options: RunOptions, placement: Sequence[int]) -> None:
+def _refuse_differences(said: Sequence[_Said], options: RunOptions, mesh: Mesh) -> None:
     first = said[0]
     lines = [
-        f"{process_name(rank, placement)} on {other.host}: {line}"
+        f"{process_name(rank, mesh)} on {other.host}: {line}"
         for rank, other in enumerate(said)
         for line in differences(other.facts, first.facts)
     ]

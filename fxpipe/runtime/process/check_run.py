@@ -44,7 +44,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         raise BuildError("the build was replaced after the run had checked it", where=options.build, hint=START_AGAIN)
     if from_file:
         check_current(plan, options.build, options.model_file)
-    read_throttle(options.throttle, plan.ranks)
+    read_throttle(options.throttle, plan.processes)
     checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
     if writes:
         check_output(options.out)

@@ -99,12 +99,14 @@ class Checkpoints:
         resumed: Resumed | None,
         shards: Sequence[Sequence[Shard]] = (),
         exchange: Exchange | None = None,
+        replica: int = 0,
     ) -> Checkpoints | None:
         """Those that the options ask for; None if they ask for none.
 
         Args:
             resumed, shards: the checkpoint that the run goes on from, and of each executor what it has read of it.
             exchange: with the other processes of the run; None if there are none.
+            replica: which one of its workers this process has: all have the same to write, and the first does.
 
         Raises:
             CheckpointError: there is no output folder for them.
@@ -113,12 +115,14 @@ class Checkpoints:
             return None
         if out is None:
             raise CheckpointError("checkpoints need an output folder", hint="give out=FOLDER, where they will stand")
-        whole = any(executor.worker == 0 for executor in executors)
+        whole = replica == 0 and any(executor.worker == 0 for executor in executors)
         shelf = Shelf.of(out)
         if whole:
             shelf.clear()
         exchange = exchange or LocalExchange()
-        writer = ShardWriter(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep)
+        writer = ShardWriter(
+            shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep, writing=replica == 0
+        )
         every, step = Interval.of(options.checkpoint_every), 0 if resumed is None else resumed.step
         exact = shards if resumed is not None and resumed.exact else ()
         return Checkpoints(every, step, executors, writer, exchange, exact, several_shapes(plan, options))
@@ -177,6 +181,7 @@ class ShardWriter:
         about: what the manifest says of the run: `plan`, `run`, `versions`.
         whole: whether this process has worker 0.
         keep: how many checkpoints stay.
+        writing: whether this process's workers have something to write: those of other replicas than the first do not.
 
     Attributes:
         whole: as given.
@@ -185,7 +190,14 @@ class ShardWriter:
     """
 
     def __init__(
-        self, shelf: Shelf, plan: Plan, about: Mapping[str, Any], exchange: Exchange, whole: bool, keep: int
+        self,
+        shelf: Shelf,
+        plan: Plan,
+        about: Mapping[str, Any],
+        exchange: Exchange,
+        whole: bool,
+        keep: int,
+        writing: bool = True,
     ) -> None:
         self.shelf, self.plan, self.about, self.exchange = shelf, plan, about, exchange
         self.keep = keep
@@ -193,7 +205,7 @@ class ShardWriter:
         self.ended: Callable[[int, Path | None], None] = lambda step, path: None
         self._last: int | None = None
         self._anchored = False  # the disk has the names of the folders that the checkpoints are in
-        self.whole = whole
+        self.whole, self._writing = whole, writing
         self._shards: queue.Queue[tuple[int, Shard] | None] = queue.Queue(maxsize=max(1, plan.workers))
         self._waiting: dict[int, int] = {}  # the steps whose reports are not all there, and their start
         self._ending = threading.Event()
@@ -204,7 +216,8 @@ class ShardWriter:
         """Have a worker's shard written; waits if the disk has not taken those before. After the last the run stops."""
         if last:
             self._last = shard.step
-        self._shards.put((worker, shard))
+        if self._writing:
+            self._shards.put((worker, shard))
 
     def finish(self) -> None:
         """Wait until everything is on the disk, that of other processes, too, if this one has worker 0."""

@@ -52,7 +52,7 @@ def _name(build: str, rank: int) -> str:
     from fxpipe.runtime.process.process_name import process_name
 
     try:
-        return process_name(rank, read_plan(build).placement)
+        return process_name(rank, read_plan(build).mesh)
     except FxpipeError:  # there is another error to tell
         return process_name(rank)
 

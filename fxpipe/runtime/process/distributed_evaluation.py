@@ -45,6 +45,7 @@ class DistributedEvaluation:
     """What one process does in the evaluations of a run.
 
     Args:
+        line: the processes of this replica of the pipeline.
         hosted: the workers of this process, in rising order.
         folder: of the build.
         seed: of the run.
@@ -62,6 +63,7 @@ class DistributedEvaluation:
     def __init__(
         self,
         plan: Plan,
+        line: ProcessLine,
         hosted: Sequence[int],
         folder: str,
         seed: int,
@@ -77,7 +79,7 @@ class DistributedEvaluation:
         self.evaluators = [
             Evaluator(plan, worker, folder, seed, transport) for worker, transport in self._transports.items()
         ]
-        self._line = ProcessLine.of(plan, wires.rank)
+        self._line = line
         self._speaks = self._transports[self._line.own]
         self._data = data
         self._resets = resets

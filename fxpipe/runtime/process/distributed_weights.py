@@ -18,7 +18,8 @@ from fxpipe.runtime.worker.final_weights import FinalFiles, FinalTensor, final_t
 
 
 class DistributedFinalFiles:
-    """`FinalFiles` on rank 0, and what the other ranks do for it; all call the same at the same time.
+    """`FinalFiles` on rank 0, and what the other processes do for it; all call the same at the same time. Replicas of a
+    worker have the same weights: the first gives them.
 
     Args:
         executors: of the workers of this rank.
@@ -39,14 +40,16 @@ class DistributedFinalFiles:
         pauses: Sequence[float] | None = None,
     ) -> None:
         self.plan = plan
-        self.executors = {executor.worker: executor for executor in executors}
+        self.executors = {executor.worker: executor for executor in executors if executor.replica == 0}
         self.rank = rank
         self.pulse = pulse
         self.files = FinalFiles(out, plan, self._agree, pauses) if self.rank == 0 else None
 
     def write(self, name: str, averages: Sequence[Mapping[str, Tensor]] | None = None) -> None:
         """Write a file of the trained weights, or of the `averages` of them that each worker here has."""
-        instead = {} if averages is None else dict(zip(self.executors, averages, strict=True))
+        instead: dict[int, Mapping[str, Tensor]] = {}
+        if averages is not None and self.executors:
+            instead = dict(zip(self.executors, averages, strict=True))
         if self.files is not None:
             self.files.write(name, lambda tensor: self._fetch(tensor, instead))
             return
@@ -86,5 +89,5 @@ class DistributedFinalFiles:
             return self._held(tensor, instead)
         value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
         with peers(self.rank):
-            dist.recv(value, self.plan.rank_of(tensor.worker))
+            dist.recv(value, self.plan.process_of(tensor.worker, 0))
         return value

@@ -14,6 +14,7 @@ from typing import Any
 from fxpipe import errors
 from fxpipe.errors import FxpipeError, PeerLost, PeerRefused, RunError, WorkerLost
 from fxpipe.observe.pulse import Signs
+from fxpipe.plan.spec import MESH, Mesh
 from fxpipe.runtime.process.process_name import process_name
 
 ECHOES = (PeerLost.__name__, PeerRefused.__name__)
@@ -64,9 +65,7 @@ def is_explained(exchange: Path, ends: dict[int, int]) -> bool:
     return any(rank not in echoes for rank in ends)
 
 
-def first_cause(
-    exchange: Path, ends: dict[int, int], signs: Sequence[Signs], placement: Sequence[int] = ()
-) -> FxpipeError:
+def first_cause(exchange: Path, ends: dict[int, int], signs: Sequence[Signs], mesh: Mesh = MESH) -> FxpipeError:
     """The error that ended a run.
 
     A worker's own error comes before a death without words, and both before lost connections, which only follow.
@@ -76,17 +75,17 @@ def first_cause(
         ends: exit codes by rank, in the order in which they came; negative: ended by that signal. Only those that
             came before the launcher ended the rest.
         signs: of all processes: where they were.
-        placement: the rank of each worker; empty where worker k is on rank k.
+        mesh: the plan's.
     """
     left = known_errors(exchange)
     for entry in left:
         if entry["kind"] not in ECHOES:
-            return _rebuilt(entry, signs, placement)
+            return _rebuilt(entry, signs, mesh)
     told = {entry["rank"] for entry in left}
     for rank, code in ends.items():
         if rank not in told:
-            return _without_words(process_name(rank, placement), code, signs[rank])
-    return _rebuilt(left[0], signs, placement) if left else WorkerLost("the workers stopped without an error")
+            return _without_words(process_name(rank, mesh), code, signs[rank])
+    return _rebuilt(left[0], signs, mesh) if left else WorkerLost("the workers stopped without an error")
 
 
 def _without_words(who: str, code: int, signs: Signs) -> WorkerLost:
@@ -100,10 +99,10 @@ def _without_words(who: str, code: int, signs: Signs) -> WorkerLost:
     return WorkerLost(f"{who} {what}", where=signs.place, hint=hint)
 
 
-def _rebuilt(entry: dict[str, Any], signs: Sequence[Signs], placement: Sequence[int]) -> FxpipeError:
+def _rebuilt(entry: dict[str, Any], signs: Sequence[Signs], mesh: Mesh) -> FxpipeError:
     if entry["kind"] is None:
         return WorkerLost(
-            f"{process_name(entry['rank'], placement)} stopped on an unexpected error\n{entry['trace'].rstrip()}",
+            f"{process_name(entry['rank'], mesh)} stopped on an unexpected error\n{entry['trace'].rstrip()}",
             where=signs[entry["rank"]].place,
             hint="this is a defect of fxpipe: please report it with the lines above",
         )

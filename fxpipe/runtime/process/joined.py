@@ -80,10 +80,12 @@ class JoinedPipeline(OwnLoop):
     def _open(self, member: Member) -> None:
         agreed, self.rank, self._pulse = member.agreed, member.rank, member.pulse
         self.plan, self._task = agreed.plan, agreed.task
-        if self.plan.virtual:
+        if not self.plan.mesh.plain:
+            replicas = f" with {self.plan.dp} replicas each" if self.plan.dp > 1 else ""
             raise RunError(
                 f"the build has {self.plan.workers} workers on {self.plan.ranks} rank"
-                f"{'s' if self.plan.ranks > 1 else ''}, and a loop of your own in each process has one worker there",
+                f"{'s' if self.plan.ranks > 1 else ''}{replicas}, and a loop of your own in each process has one worker, "
+                "without replicas",
                 where=agreed.options.build,
                 hint="`fxpipe run` trains it; so does fxpipe.load(BUILD).local(), with all workers in one process",
             )

@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from fxpipe.errors import FxpipeError, PeerLost, WorkerLost, first_line
 from fxpipe.messages import say, warn
 from fxpipe.observe.trace.writer import partial
+from fxpipe.plan.spec import MESH, Mesh
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.first_cause import first_cause, is_explained
 from fxpipe.runtime.process.guardian import Guardian
@@ -49,7 +49,7 @@ def running_under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def launch(options: RunOptions, ranks: int, placement: Sequence[int] = ()) -> dict[str, Any]:
+def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]:
     """Run a build with `ranks` local processes; return the summary (see `summarize_run`).
 
     When a worker was lost, all of them are started again, at most `options.max_restarts` times. The summary's
@@ -57,7 +57,7 @@ def launch(options: RunOptions, ranks: int, placement: Sequence[int] = ()) -> di
     the newest checkpoint, or 0.
 
     Args:
-        placement: the plan's: the rank of each worker, by which errors name a process.
+        mesh: the plan's, by which errors name a process.
 
     Raises:
         FxpipeError: the first error of any worker.
@@ -69,7 +69,7 @@ def launch(options: RunOptions, ranks: int, placement: Sequence[int] = ()) -> di
         while True:
             furthest = FurthestStep()
             try:
-                summary = _attempt(options, ranks, placement, requests, furthest)
+                summary = _attempt(options, ranks, mesh, requests, furthest)
                 break
             except FxpipeError as error:
                 if not isinstance(error, RESTARTED) or len(restarts) == options.max_restarts or requests.asked:
@@ -97,7 +97,7 @@ class FurthestStep:
 
 
 def _attempt(
-    options: RunOptions, ranks: int, placement: Sequence[int], requests: StopRequests, furthest: FurthestStep
+    options: RunOptions, ranks: int, mesh: Mesh, requests: StopRequests, furthest: FurthestStep
 ) -> dict[str, Any]:
     """Start the workers once and see them through; return the summary."""
     with (
@@ -108,9 +108,9 @@ def _attempt(
         make_secret(exchange)
         started = WorkerProcesses(dataclasses.replace(options, exchange=folder), ranks, exchange, guardian)
         grace = GRACE if options.checkpoint_every is None else SAVING
-        stall = StallWatch(options.stall_timeout, started.stopped, placement=placement)
+        stall = StallWatch(options.stall_timeout, started.stopped, mesh=mesh)
         try:
-            _watch(started, requests, exchange, stall, grace, options.out, placement)
+            _watch(started, requests, exchange, stall, grace, options.out, mesh)
         except FxpipeError:
             finish_writing(options.out, RUNNING_ON)
             raise
@@ -131,7 +131,7 @@ def _watch(
     stall: StallWatch,
     grace: float,
     out: str | None,
-    placement: Sequence[int],
+    mesh: Mesh,
 ) -> None:
     """Return when all workers have done their work.
 
@@ -150,7 +150,7 @@ def _watch(
             while not is_explained(exchange, early) and workers.running() and time.monotonic() < deadline:
                 time.sleep(GLANCE)
                 early |= {rank: code for rank, code in workers.ended().items() if code}
-            raise first_cause(exchange, early, signs, placement)
+            raise first_cause(exchange, early, signs, mesh)
         if len(ends) == len(signs):
             return
         if (standstill := stall.look(signs)) is not None:

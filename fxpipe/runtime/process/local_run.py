@@ -70,7 +70,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
     if progress is None and options.progress:
         progress = default_progress()
     evaluating = evaluates(plan, task, options.eval_every)
-    with threads(options.threads, plan.ranks):
+    with threads(options.threads, plan.processes):
         feed = Feed(task, options.seed)
         hooks = task.callbacks
         total, epoch = counted(options, feed, hooks.on_epoch is not None)
@@ -112,7 +112,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 for evaluator in pipeline.evaluation.evaluators:
                     for loaded in evaluator.loaded:
                         warn_if_edited(loaded)
-            ends = Consequences(options, plan, pipeline.recipe, total, pipeline.fed, executors, True)
+            ends = Consequences(options, plan, pipeline.recipe, total, pipeline.fed, pipeline.every, True)
             if hooks.names:
                 pipeline.callbacks = callbacks = RunCallbacks(
                     hooks, plan, ends, pipeline.fed, options.steps_per_epoch, evaluating, options.seed, executors

@@ -90,7 +90,7 @@ def membership(options: RunOptions, task: TrainingTask | None = None, pulse: Pul
             leave_after(error)  # all workers are here, and all of them stop
             raise
         try:
-            name_process(process_name(rank, agreed.plan.placement))
+            name_process(process_name(rank, agreed.plan.mesh))
             yield Member(agreed, rank, pulse, _pulses(pulse, agreed, rank, world))
         except PeerLost:
             time.sleep(LINGER)
@@ -115,6 +115,6 @@ def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int) -> Pulses:
     with peers(rank):
         store = StorePulses(dist.distributed_c10d._get_default_store(), ranks)
         store.put(rank, pulse.numbers)
-    pulse.after_beat = WatchingWorker(store, pulse, rank, options, end_process, agreed.plan.placement)
+    pulse.after_beat = WatchingWorker(store, pulse, rank, options, end_process, agreed.plan.mesh)
     pulse.begin()
     return store

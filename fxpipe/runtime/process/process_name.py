@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fxpipe.errors import listed
+from fxpipe.plan.spec import MESH, Mesh
 
 
-def process_name(rank: int, placement: Sequence[int] = ()) -> str:
-    """`worker 2`, or `rank 1 (workers 1 and 3)`.
+def process_name(process: int, mesh: Mesh = MESH) -> str:
+    """`worker 2`, or `rank 1 (workers 1 and 3)`; of replicas, `worker 2, replica 1`.
 
     Args:
-        placement: the rank of each worker; empty where worker k is on rank k, or as long as that is not known.
+        mesh: the plan's; one worker a process as long as that is not known.
     """
-    hosted = [worker for worker, own in enumerate(placement) if own == rank] or [rank]
+    rank, replica = divmod(process, mesh.dp)
+    hosted = [worker for worker, own in enumerate(mesh.placement) if own == rank] or [rank]
+    which = f", replica {replica}" if mesh.dp > 1 else ""
     if len(hosted) == 1:
-        return f"worker {hosted[0]}"
-    return f"rank {rank} (workers {listed([str(worker) for worker in hosted])})"
+        return f"worker {hosted[0]}{which}"
+    return f"rank {rank}{which} (workers {listed([str(worker) for worker in hosted])})"

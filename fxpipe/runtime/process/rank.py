@@ -38,6 +38,7 @@ from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import membership
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
+from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
@@ -52,6 +53,7 @@ from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.meter import meter_of_process
 from fxpipe.runtime.wires.process_line import ProcessLine
+from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
@@ -61,7 +63,7 @@ from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import warn_of_little_room, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Event
-from fxpipe.stages.minibatch import ShapedMinibatches
+from fxpipe.stages.minibatch import ShapedMinibatches, number_of
 from fxpipe.task.hooks import TrainingTask
 
 TEXTS = "texts"
@@ -103,14 +105,15 @@ class RankRun:
     def __init__(
         self,
         agreed: Agreed,
-        rank: int,
+        process: int,
         device: torch.device,
         progress: Progress | None,
         pulse: Pulse,
         pulses: Pulses,
     ) -> None:
         options, plan, task = agreed.options, agreed.plan, agreed.task
-        self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
+        self.options, self.plan, self.process, self.device, self.progress = options, plan, process, device, progress
+        self.rank, self.replica = rank, replica = plan.seat(process)
         self.line, hosted = ProcessLine.of(plan, rank), plan.hosted(rank)
         self.pulse, self.pulses = pulse, pulses
         self.recipe = recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
@@ -120,14 +123,20 @@ class RankRun:
         self.feed = Feed(task, options.seed) if rank == 0 else None
         if self.feed is None:
             seed_everything(options.seed)
-        self.total, options = agree_length(options, self.feed, rank, task.callbacks.on_epoch is not None)
+        self.total, options = agree_length(options, self.feed, process, task.callbacks.on_epoch is not None)
         self.options = options = of_run(options, plan)
         resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
-        self.backend = common_backend(device, rank, plan.ranks)
+        self.backend = common_backend(device, process, plan.processes)
         addresses = Addresses(plan, recipe.demand)
-        meter = meter_of_process(options.throttle, rank, plan.ranks)
-        wires = Wires(rank, self.backend, addresses.channels, device, meter, plan.placement)
+        meter = meter_of_process(options.throttle, process, plan.processes)
+        wires = Wires(process, self.backend, addresses.channels, device, meter, plan.placement, plan.dp)
+        group = replica_group(plan, process, self.backend)
+        self.others = None
+        if group is not None:
+            self.others = ReplicaProcess(
+                group, replica, plan.dp, device, wires.staged, process_name(process, plan.mesh)
+            )
         self.transports = [
             DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule) for worker in hosted
         ]
@@ -144,11 +153,12 @@ class RankRun:
                 out=options.out,
                 continue_after=self.step or None,
                 checkpoint=agreed.checkpoint,
+                collective=None if self.others is None else self.others.of_worker(transport.worker),
             )
             for transport in self.transports
         ]
         executors = self.executors
-        self.epoch = agree_epoch(executors, self.feed, rank, plan.ranks)
+        self.epoch = agree_epoch(executors, self.feed, process, plan.processes)
         self._shards = [] if resumed is None else restore(executors, resumed)
         self.evaluation: DistributedEvaluation | None = None
         self.record: Record | None = None
@@ -156,18 +166,18 @@ class RankRun:
             data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
             resets = executors[0].resets
             self.evaluation = DistributedEvaluation(
-                plan, hosted, options.build, options.seed, wires, addresses, data, resets
+                plan, self.line, hosted, options.build, options.seed, wires, addresses, data, resets
             )
         self.watches = [executor.watch for executor in executors]
         pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
-        self.consequences = Consequences(options, plan, recipe, self.total, self.step, executors, rank == 0)
+        self.consequences = Consequences(options, plan, recipe, self.total, self.step, executors, process == 0)
         self.evaluations = WorkerEvaluations(
-            options, recipe, executors, rank, self.evaluation, self.consequences, pulse, self.step
+            options, recipe, executors, process, self.evaluation, self.consequences, pulse, self.step
         )
         if options.trace:
             for watch in self.watches:
                 watch.record()
-        with peers(rank):
+        with peers(process):
             exchange = StoreExchange() if options.exchange is None else FolderExchange(Path(options.exchange) / TEXTS)
         self.shapes = NewShapes(options.build, plan, task.step_hooks, options, device, exchange, pulse)
         several = several_shapes(plan, options)
@@ -186,7 +196,7 @@ class RankRun:
                 executor.shape_of = self.coming
         check_unchanged(agreed.files)
         self.checkpoints = Checkpoints.of(
-            options, plan, recipe, options.out, executors, resumed, self._shards, exchange
+            options, plan, recipe, options.out, executors, resumed, self._shards, exchange, replica
         )
         self.callbacks: RunCallbacks | None = None
         if (hooks := task.callbacks).names:
@@ -210,7 +220,7 @@ class RankRun:
             warn_if_edited(*executor.stages)
         for evaluator in self.evaluation.evaluators if self.evaluation is not None else ():
             warn_if_edited(*evaluator.loaded)
-        if self.rank == 0:
+        if self.process == 0:
             self.record = Record(
                 options.out,
                 samples_of(plan),
@@ -248,7 +258,7 @@ class RankRun:
                 check_weights(self.total, rows)
             files = None
             if options.out is not None:
-                files = DistributedFinalFiles(options.out, plan, self.executors, self.rank, self.pulse)
+                files = DistributedFinalFiles(options.out, plan, self.executors, self.process, self.pulse)
                 files.write(FINAL_WEIGHTS)
             with weights_are_safe(options.out):
                 averages = averages_of([executor.store.averages for executor in self.executors])
@@ -262,7 +272,7 @@ class RankRun:
                 summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
             self.evaluations.take_place(summary)
             if options.trace is not None:
-                collect_trace(options.trace, self.rank, plan, self.recipe, traces, summary, self.watches[0].elapsed)
+                collect_trace(options.trace, self.process, plan, self.recipe, traces, summary, self.watches[0].elapsed)
             self.evaluations.last(summary, averages)
             if self.callbacks is not None:
                 self.callbacks.over()
@@ -277,11 +287,11 @@ class RankRun:
 
     def _rows(self, peak: dict[str, Any]) -> list[dict[str, Any]]:
         """On rank 0, what each worker did, and the most memory that its process took."""
-        found: list[Any] = [None] * self.plan.ranks
-        own = [worker_row(executor, self.rank) | peak for executor in self.executors]
-        with peers(self.rank):
-            dist.gather_object(own, found if self.rank == 0 else None)
-        return sorted((row for rows in found for row in rows or ()), key=lambda row: int(row["worker"]))
+        found: list[Any] = [None] * self.plan.processes
+        own = [worker_row(executor, self.rank, self.replica) | peak for executor in self.executors]
+        with peers(self.process):
+            dist.gather_object(own, found if self.process == 0 else None)
+        return sorted((row for rows in found for row in rows or ()), key=lambda row: (row["replica"], row["worker"]))
 
     def _train(self) -> list[WorkerTrace]:
         record, resumed = self.record, self.resumed
@@ -293,8 +303,10 @@ class RankRun:
             self.feed.go_on(self.step, self._shards[0][0].data if self._shards else None)
         self._shards = []
         before = self._clocks()
-        with peers(self.rank):
-            stop = AgreedStop(self.rank, self.plan.ranks, lambda: [asdict(NotFinite.of(e)) for e in self.executors])
+        with peers(self.process):
+            stop = AgreedStop(
+                self.process, self.plan.processes, lambda: [asdict(NotFinite.of(e)) for e in self.executors]
+            )
             dist.barrier()
         of_loss = next((e for e in self.executors if e.worker == self.plan.loss_worker), self.executors[0])
         look = check_loss(of_loss, self.options.keep_going, lambda *loss: self._not_finite(stop, *loss))
@@ -303,10 +315,15 @@ class RankRun:
             watch.begin()
         self.pulse.phase = "training"
         if record is not None:
-            record.begin(PulseBoard(self.pulses, "rank" if self.plan.virtual else "worker"))
+            record.begin(
+                PulseBoard(
+                    self.pulses, "worker" if self.plan.mesh.plain else "rank" if self.plan.dp == 1 else "process"
+                )
+            )
         try:
             row = ending(self._row(), lambda: self.total, self.recipe)
-            feed, report = (None, None) if record is None else (self.batches, looking(record.step, look))
+            feed = None if self.batches is None else self._share
+            report = None if record is None else looking(record.step, look)
             if self.coming is not None:
                 self.coming.begin(self.step)
             tell = None if self.callbacks is None else self.callbacks.tell
@@ -314,6 +331,8 @@ class RankRun:
             train(self.plan, self.executors, self.transports, row, feed, report, between, reach, tell)
             for transport in self.transports:
                 transport.finish()
+            if self.others is not None:
+                self.others.end()
             if self.checkpoints is not None:
                 self.checkpoints.finish()
             for watch in self.watches:
@@ -338,7 +357,7 @@ class RankRun:
             self.record.total = total
 
     def _clocks(self) -> ClockOffset:
-        return compare_clocks(self.options.trace, self.rank, self.plan.ranks)
+        return compare_clocks(self.options.trace, self.process, self.plan.processes)
 
     def _not_finite(self, stop: AgreedStop, minibatch: int, loss: float, worker: int) -> NotFiniteError:
         found = [NotFinite(**row) for rows in stop.ask() for row in rows]
@@ -346,10 +365,18 @@ class RankRun:
 
     def _stopped(self, step: int, saved: Path | None) -> None:
         """The last checkpoint of a run that was asked to stop is over: this process ends, whatever it is doing."""
-        if self.rank == 0:
+        if self.process == 0:
             say_stopped(step, saved)
             time.sleep(STOPPING)  # the others look for it
         self.stop.exit()
+
+    def _share(self, minibatch: int) -> list[tuple[Any, ...]]:
+        """The microbatches of a minibatch that this replica of worker 0 does."""
+        assert self.batches is not None
+        parts = self.batches(minibatch)
+        if self.plan.dp > 1:
+            self.executors[0].compare_batch(minibatch, number_of(parts))
+        return parts[self.replica :: self.plan.dp]
 
     def _between(self, version: int) -> None:
         """Between two actions, after so many updates of each worker here."""

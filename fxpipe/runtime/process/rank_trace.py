@@ -23,7 +23,7 @@ def compare_clocks(path: str | None, rank: int, ranks: int) -> ClockOffset:
 
 def collect_trace(
     path: str,
-    rank: int,
+    process: int,
     plan: Plan,
     recipe: Recipe,
     own: Sequence[WorkerTrace],
@@ -32,13 +32,18 @@ def collect_trace(
 ) -> None:
     """Send what was recorded to rank 0, which receives it from all workers even if it cannot write it.
 
+    Of replicas, the first is recorded.
+
     Args:
         own: of the workers here.
         summary: of the run, on worker 0: it gets the trace's path.
         seconds: the run's.
     """
+    rank, replica = plan.seat(process)
+    if replica:
+        return
     if summary is None:
-        with peers(rank):
+        with peers(process):
             for trace in own:
                 send_trace(trace)
         return
@@ -48,10 +53,10 @@ def collect_trace(
     def fetch(worker: int) -> WorkerTrace:
         if worker in here:
             return here[worker]
-        with peers(rank):
-            return receive_trace(plan.rank_of(next(others)))
+        with peers(process):
+            return receive_trace(plan.process_of(next(others), 0))
 
     add_trace(summary, path, lambda: write_trace(path, plan, recipe, seconds, fetch))
     for worker in others:
-        with peers(rank):
-            receive_trace(plan.rank_of(worker))
+        with peers(process):
+            receive_trace(plan.process_of(worker, 0))

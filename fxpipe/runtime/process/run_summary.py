@@ -36,8 +36,8 @@ _COMPUTE: tuple[Kind, ...] = tuple(kind for kind in _OWN if kind != "receive")
 _PLANNED: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "W"), "update": ("update",)}
 
 
-def worker_row(executor: Executor, rank: int) -> dict[str, Any]:
-    """What a worker did, on its rank.
+def worker_row(executor: Executor, rank: int, replica: int = 0) -> dict[str, Any]:
+    """What a worker did, on its rank; of replicas, which one it is.
 
     `engines` are those of its forward and its backward. `forward_ms` and `backward_ms` (with weight gradients and
     updates) are means over microbatches, without waits; `wait_ms` is the mean wait in a microbatch. `seconds` is the
@@ -55,6 +55,7 @@ def worker_row(executor: Executor, rank: int) -> dict[str, Any]:
     row = {
         "worker": executor.worker,
         "rank": rank,
+        "replica": replica,
         "engines": list(executor.stage.engines),
         "busy": watch.busy / max(watch.training, 1e-9),
         "forward_ms": 1000 * forward / max(watch.count("F"), 1),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fxpipe.errors import WorkerLost, listed
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import PERIOD, Pulse, Signs, StorePulses
+from fxpipe.plan.spec import MESH, Mesh
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.last_saved import LOOK, finish_writing, name_checkpoint
 from fxpipe.runtime.process.process_name import process_name
@@ -41,6 +42,7 @@ _WHATS = {
     "token": "its turn",
     "weights": "weights",
     "norm": "the norm of its gradients",
+    "sum": "the sum over its replicas",
     "overflow": "word whether its gradients overflowed",
     "loss": "the loss",
 }
@@ -89,7 +91,7 @@ class StallWatch:
     Args:
         timeout: seconds without a move until it is said for the first time; 0: it never is.
         stopped: whether the system says that a process is stopped.
-        placement: the rank of each worker; empty where worker k is on rank k. Where a rank has several, what is said
+        mesh: the plan's. Where a rank has several workers, what is said
             of one is said of its process; what it waits for is a worker's.
     """
 
@@ -98,11 +100,11 @@ class StallWatch:
         timeout: float,
         stopped: Callable[[int], bool] = lambda rank: False,
         clock: Callable[[], float] = time.monotonic,
-        placement: Sequence[int] = (),
+        mesh: Mesh = MESH,
     ) -> None:
         self._timeout = timeout
         self._stopped = stopped
-        self.placement = placement
+        self.mesh = mesh
         self._clock = clock
         self._before: list[Signs] = []
         self._still = 0.0
@@ -154,9 +156,9 @@ class StallWatch:
         return "all workers wait for each other" if not own else f"look at {self._named(own)}"
 
     def _named(self, ranks: Sequence[int]) -> str:
-        if len(set(self.placement)) == len(self.placement):
+        if self.mesh.plain:
             return f"worker {listed([str(rank) for rank in ranks], SHOWN)}"
-        return listed([process_name(rank, self.placement) for rank in ranks], SHOWN)
+        return listed([process_name(rank, self.mesh) for rank in ranks], SHOWN)
 
     def _lines(self, signs: Sequence[Signs]) -> list[str]:
         lines = [self._does(worker, s) for worker, s in enumerate(signs)]
@@ -174,7 +176,7 @@ class StallWatch:
             does = _DOES.get(signs.doing, _PHASES["training"]).format(step=signs.step)
         else:
             does = _PHASES[signs.phase] + (f" of step {signs.step}" if training and signs.step else "")
-        who = process_name(worker, self.placement)
+        who = process_name(worker, self.mesh)
         if self._stopped(worker):
             return f"{who} is stopped (SIGSTOP); before, it {does}"
         if self.silent(worker) and signs.phase != "done":
@@ -218,10 +220,10 @@ class WatchingWorker:
         rank: int,
         options: RunOptions,
         end: Callable[[int], object],
-        placement: Sequence[int] = (),
+        mesh: Mesh = MESH,
     ) -> None:
         self._store, self._pulse, self._rank, self._options, self._end = store, pulse, rank, options, end
-        self._stall = StallWatch(options.stall_timeout, placement=placement)
+        self._stall = StallWatch(options.stall_timeout, mesh=mesh)
         self._answered = time.monotonic()
         if options.stall_timeout and rank:
             threading.Thread(target=self._wait_for_store, name="fxpipe-store", daemon=True).start()
@@ -232,7 +234,7 @@ class WatchingWorker:
         while (silent := time.monotonic() - self._answered) < limit:
             if self._pulse.ends_within(min(PERIOD, limit - silent)):
                 return
-        who = process_name(self._rank, self._stall.placement)
+        who = process_name(self._rank, self._stall.mesh)
         self._stop(
             WorkerLost(
                 f"{who} has not reached the host of worker 0 for {silent:.0f} s: the link is lost, or that host is",

@@ -63,6 +63,16 @@ def train(
             value, metrics = named_numbers(found, plan.metrics)
             report(minibatch, value, updater.lr, updater.norm, metrics)
 
+    def heard(worker: int, minibatch: int, loss: Tensor | None) -> None:
+        if loss is None:
+            return
+        if tell is not None:
+            tell(minibatch, loss)
+        if worker:
+            of_worker[worker][1].send_loss(loss)
+        else:
+            losses[minibatch] = loss
+
     while True:
         while len(window) <= LOOKAHEAD * len(executors) and (event := next(row, None)) is not None:
             worker, action = event
@@ -75,7 +85,9 @@ def train(
             for executor in reversed(executors):
                 executor.announce()
             for executor in executors:
-                executor.settle()
+                minibatch = executor.unsettled
+                if minibatch is not None:
+                    heard(executor.worker, minibatch, executor.settle())
             if unreported is not None:
                 report_of(unreported)
                 unreported = None
@@ -98,14 +110,8 @@ def train(
                 leaves = feed(action.minibatch)[::-1]
                 executor.watch.close()
             mine = leaves.pop()
-        loss = executor.execute(action, mine)
+        heard(worker, action.minibatch, executor.execute(action, mine))
         ended = action.minibatch
-        if loss is not None and tell is not None:
-            tell(action.minibatch, loss)
-        if loss is not None and worker:
-            transport.send_loss(loss)
-        elif loss is not None:
-            losses[action.minibatch] = loss
         if worker == 0 and schedule.updates(action):
             if several:
                 unreported = action.minibatch  # the update may wait yet

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxpipe.observe.watch import Watch
+
 Key = tuple[str, int]
 """What is exchanged, and the minibatch that it is of."""
 
@@ -18,10 +20,12 @@ class Collective(ABC):
     Attributes:
         replica: which one this is.
         replicas: how many there are.
+        watch: the worker's own; a 'wait' is opened in it wherever the worker waits for other replicas.
     """
 
     replica: int
     replicas: int
+    watch: Watch | None = None
 
     @abstractmethod
     def start_sum(self, key: Key, flat: Tensor) -> None:

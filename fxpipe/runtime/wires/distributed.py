@@ -50,11 +50,12 @@ class Wires:
     """Point-to-point sends and receives of flat tensors, on whatever backend there is.
 
     Args:
-        rank: of this process.
+        rank: of this process among all of a run.
         backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
         channels: all channels of the plan, the same list in every process.
         meter: the links between ranks that messages are to take as long as; None where they take what they take.
         placement: the rank of each worker; empty where worker k is on rank k.
+        dp: how many replicas each rank has: the processes of one are next to each other.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class Wires:
         device: torch.device,
         meter: Meter | None = None,
         placement: Sequence[int] = (),
+        dp: int = 1,
     ) -> None:
         self.rank = rank
+        self._dp, self._replica = dp, rank % dp
         self._placement = placement
         self._loopback = Loopback()
         self._meter = meter
@@ -194,7 +197,10 @@ class Wires:
         return turn != URGENT and self.backend == "gloo"
 
     def _rank_of(self, worker: int) -> int:
-        return self._placement[worker] if self._placement else worker
+        return self._process_of(worker, self._replica)
+
+    def _process_of(self, worker: int, replica: int) -> int:
+        return (self._placement[worker] if self._placement else worker) * self._dp + replica
 
     def _put(self, flat: Tensor, rank: int, channel: Channel, tag: int | None, turn: int) -> Pending:
         """Begin to send a rank a message that waits its turn."""
@@ -229,19 +235,23 @@ class Wires:
         """Set up a communicator for each channel between ranks, in one global order: each set-up waits for the other
         end."""
         for channel in channels:
-            source, target = self._rank_of(channel[1]), self._rank_of(channel[2])
-            if source == target:
-                continue
-            probe = torch.zeros(1, device=self.device)
-            with peers(self.rank):
-                group = dist.new_group([source, target], backend="nccl")
-                self._groups[channel] = group
-                if self.rank == source:
-                    dist.send(probe, target, group=group)
-                elif self.rank == target:
-                    dist.recv(probe, source, group=group)
+            for replica in range(self._dp):
+                source, target = (self._process_of(worker, replica) for worker in channel[1:3])
+                if source != target:
+                    self._connect_two(channel, source, target)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _connect_two(self, channel: Channel, source: int, target: int) -> None:
+        probe = torch.zeros(1, device=self.device)
+        with peers(self.rank):
+            group = dist.new_group([source, target], backend="nccl")
+            if self.rank in (source, target):
+                self._groups[channel] = group
+            if self.rank == source:
+                dist.send(probe, target, group=group)
+            elif self.rank == target:
+                dist.recv(probe, source, group=group)
 
 
 class DistTransport(Transport):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import PeerLost
-from fxpipe.observe.watch import Cause, Watch
+from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, padded_to, summed
 from fxpipe.runtime.wires.group import peers
@@ -69,9 +69,9 @@ class ReplicaProcess:
         self._jobs: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def of_worker(self, worker: int, watch: Watch) -> WorkerCollective:
+    def of_worker(self, worker: int) -> WorkerCollective:
         """The end of a worker of this process."""
-        return WorkerCollective(self, worker, watch)
+        return WorkerCollective(self, worker)
 
     def begin(self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor, taken: bool = True) -> None:
         """Begin an exchange of a worker's, whose result will be `taken` or not."""
@@ -148,11 +148,15 @@ class ReplicaProcess:
 
 
 class WorkerCollective(Collective):
-    """The end of one worker."""
+    """The end of one worker.
 
-    def __init__(self, process: ReplicaProcess, worker: int, watch: Watch) -> None:
+    Attributes:
+        watch: the worker's; None until it has one.
+    """
+
+    def __init__(self, process: ReplicaProcess, worker: int) -> None:
         self.replica, self.replicas = process.replica, process.replicas
-        self._process, self._worker, self._watch = process, worker, watch
+        self._process, self._worker = process, worker
 
     def start_sum(self, key: Key, flat: Tensor) -> None:
         self._process.begin(self._worker, key, self._process.sum, flat)
@@ -161,7 +165,9 @@ class WorkerCollective(Collective):
         self._process.begin(self._worker, key, self._process.copy, flat, taken=self.replica > 0)
 
     def take(self, key: Key) -> Tensor:
-        self._watch.open("wait", Cause("sum", key[0], self._worker))
+        if self.watch is None:
+            return self._process.result(self._worker, key)
+        self.watch.open("wait", Cause("sum", key[0], self._worker))
         found = self._process.result(self._worker, key)
-        self._watch.close()
+        self.watch.close()
         return found

@@ -85,6 +85,8 @@ class Executor:
         self.seed = seed
         self.device = torch.device(device)
         self.watch = transport.watch = Watch(self.device)
+        if collective is not None:
+            collective.watch = self.watch
         self.schedule = store.demand.schedule
         self._last = plan.own_microbatches - 1
         self._divisor = plan.loss_divisor
