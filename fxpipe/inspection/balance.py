@@ -83,7 +83,7 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
     setting = Setting(
         recipe.schedule.name,
         str(recipe.policy),
-        subject.plan.microbatches,
+        subject.plan.own_microbatches,
         subject.known.links,
         subject.known.speeds,
         optimizer_bytes=subject.known.optimizer_bytes,

@@ -52,11 +52,11 @@ def own_and_others(build: Build) -> tuple[Prospect, ...]:
     plan = build.plan
     if build.nodes is None or not build.costs.workers:
         return ()
-    known = divisors(samples_of(plan))
-    fewer = [d for d in known if 2 * d <= plan.microbatches]
-    more = [d for d in known if d >= 2 * plan.microbatches]
+    known = divisors(samples_of(plan) // plan.dp)
+    fewer = [d for d in known if 2 * d <= plan.own_microbatches]
+    more = [d for d in known if d >= 2 * plan.own_microbatches]
     others = dict.fromkeys([] if plan.rows else [*known[:1], *fewer[-1:], *more[:1]])  # a file has its own number
-    counts = [plan.microbatches, *(count for count in others if count != plan.microbatches)]
+    counts = [plan.own_microbatches, *(count for count in others if count != plan.own_microbatches)]
     return tuple(prospects(plan, build.costs, build.nodes, counts))
 
 
@@ -71,14 +71,14 @@ def prospects(plan: Plan, costs: BuildCosts, nodes: ProgramTable, counts: Sequen
     """
     least = _least_times(nodes)
     for count in counts:
-        other = replace(plan, microbatches=count)
+        other = replace(plan, microbatches=count * plan.dp)
         try:
             recipe = choose(other)
         except PolicyError:
             continue
-        scenario = _resized(scenario_of(other, costs, recipe.demand), least, plan.microbatches / count)
+        scenario = _resized(scenario_of(other, costs, recipe.demand), least, plan.own_microbatches / count)
         simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
-        memory = max(peak_bytes(other, costs, recipe.demand, plan.microbatches / count))
+        memory = max(peak_bytes(other, costs, recipe.demand, plan.own_microbatches / count))
         yield Prospect(
             count,
             staleness_of(recipe.policy, recipe.demand.versions),

@@ -16,6 +16,7 @@ from fxpipe.lowering.shapes import CapturedShape, capture_shape, further_shapes
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.policy.accuracy_warnings import lost_by
 from fxpipe.policy.spectrain import SpecTrain
+from fxpipe.schedule.base import divisors
 from fxpipe.schedule.versions import most_missed
 from fxpipe.task.batch import check_divisible, samples_of, shape_text
 from fxpipe.tracing.capture import Loss
@@ -190,6 +191,7 @@ def _captured(
     say: Callable[[str], None],
 ) -> CapturedStep:
     options.check()
+    _check_shares(batch, options)
     program = capture_microbatch(model, loss, batch, options)
     program, whole_loss = checked_loss(program, model, loss, batch, options)
     shapes = []
@@ -202,6 +204,28 @@ def _captured(
             error.what += f" (for batches like this one, after those of the first shape: {shape_text(other)})"
             raise
     return CapturedStep(program, whole_loss, tuple(shapes), options)
+
+
+def _check_shares(batch: Any, options: CompileOptions) -> None:
+    """Refuse a minibatch that the replicas cannot share.
+
+    Raises:
+        BatchError: names the numbers of replicas that can.
+    """
+    if options.dp == 1:
+        return
+    dims = None if options.microbatch_dims is None else options.dims(batch)
+    size = samples_of(batch, dims, options.constant_batch)
+    if size % options.count == 0:
+        return
+    own = options.own_count
+    each = "" if own == 1 else f" of {own} microbatches each"
+    fit = [str(number) for number in divisors(size // own)] if size % own == 0 else []
+    raise BatchError(
+        f"a batch of {size} cannot be shared by {options.dp} replicas{each}",
+        hint=(f"choose --dp from {', '.join(fit[:12])}, or " if fit else "choose ")
+        + f"a batch size that {options.count} divides (--dp times --microbatches)",
+    )
 
 
 def _check_divisible(program: Program, first: Any, other: Any, options: CompileOptions) -> None:

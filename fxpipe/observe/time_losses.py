@@ -186,6 +186,8 @@ def _awaited(wait: Wait) -> str:
         return "the overflow check"
     if wait.whats[0] == "loss":
         return "the loss"
+    if wait.whats[0] == "sum":
+        return "the sum over the replicas"
     return " and ".join(_NOUNS.get(what, what) for what in wait.whats[:2])
 
 

@@ -156,7 +156,7 @@ def number_of(parts: Sequence[Sequence[Any]]) -> int:
             if isinstance(leaf, Tensor) and leaf.numel():
                 flat = leaf.detach().reshape(-1)
                 some = flat[:: max(1, len(flat) // SAMPLED)].cpu().contiguous()
-                found = zlib.crc32(some.view(torch.uint8).numpy(), found)
+                found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
     return found
 
 

@@ -87,7 +87,7 @@ def test_no_worker_runs_ahead_however_eager_it_is(name: str, greedy: int | None)
         assert forwards == sorted(forwards, reverse=True)
         assert backwards == sorted(backwards)
         assert all(f - b <= workers - k for k, (f, b) in enumerate(zip(forwards, backwards, strict=True)))
-    assert not [key for key in pipeline._mailbox.letters if key[0] != "weights"]
+    assert not [key for key in pipeline._mailboxes[0].letters if key[0] != "weights"]
 
 
 @pytest.mark.parametrize("by_channel", [False, True])

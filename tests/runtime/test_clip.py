@@ -315,7 +315,7 @@ def test_without_a_flush_it_is_the_documented_mixture(
             factor = min(1.0, limit / (found + 1e-6))
             for before, after in zip(seen.raw[worker, m], seen.clipped[worker, m], strict=True):
                 torch.testing.assert_close(after, before * factor, rtol=1e-6, atol=0)  # type: ignore[operator]
-    assert not pipeline._mailbox.letters
+    assert not pipeline._mailboxes[0].letters
 
 
 def test_in_the_middle_of_a_run_the_age_is_the_distance_and_one(

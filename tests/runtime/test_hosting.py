@@ -17,6 +17,7 @@ from strict_wires import run_in_threads
 
 import fxpipe as fxp
 from fxpipe.build.build import Build
+from fxpipe.plan.spec import Mesh
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.process_name import process_name
 
@@ -116,6 +117,6 @@ def test_what_overflows_on_one_worker_is_skipped_on_all(tmp_path: Path, clip_nor
 
 
 def test_a_process_is_called_by_its_workers() -> None:
-    assert process_name(1) == process_name(1, (0, 1)) == "worker 1"
-    assert process_name(1, (0, 2, 1)) == "worker 2"
-    assert process_name(1, ROUNDS) == "rank 1 (workers 1, 3)"
+    assert process_name(1) == process_name(1, Mesh((0, 1))) == "worker 1"
+    assert process_name(1, Mesh((0, 2, 1))) == "worker 2"
+    assert process_name(1, Mesh(ROUNDS)) == "rank 1 (workers 1, 3)"

@@ -139,7 +139,7 @@ def test_asynchronous_is_its_definition(
     for name, weight in weights.items():
         torch.testing.assert_close(state[name], weight, rtol=1e-11, atol=1e-13)
     # Nothing is left over: no value, no copy, no prediction.
-    assert not pipeline._mailbox.letters
+    assert not pipeline._mailboxes[0].letters
     for executor in pipeline.executors:
         assert not executor._left
         assert not executor.store.predictions.made
@@ -154,7 +154,7 @@ def test_copies_do_not_pile_up(toy: Any, batches: Any, tmp_path: Path, policy: s
         kept = sum(len(e.store._copies) + len(e.store.predictions.made) for e in pipeline.executors)
         most = max(most, kept) if step < 8 else most
         assert step < 8 or kept <= most
-    assert len(pipeline._mailbox.letters) < 20
+    assert len(pipeline._mailboxes[0].letters) < 20
 
 
 def test_spectrain_and_latest_differ(toy: Any, batches: Any, tmp_path: Path) -> None:

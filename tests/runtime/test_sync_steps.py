@@ -75,7 +75,7 @@ def test_the_first_steps_are_those_of_1f1b_to_the_bit(
         a, b = bits(flushed), bits(begun)
         assert all(torch.equal(a[name], b[name]) for name in a)
     losses = begun.run(data[sync_steps:])
-    assert not begun._mailbox.letters
+    assert not begun._mailboxes[0].letters
     assert not any(executor.store._copies for executor in begun.executors)
     assert losses != flushed.run(data[sync_steps:])
     assert losses != flowing.run(data)[sync_steps:]

@@ -158,7 +158,7 @@ def test_a_long_run_does_not_grow(
                     for store in stores
                     if store.updater.predictor is not None
                 ),
-                len(pipeline._mailbox.letters),
+                len(pipeline._mailboxes[0].letters),
             )
         )
     assert len(set(sizes[10:])) == 1, "steady: every step leaves as much as the one before"

@@ -242,7 +242,9 @@ def run_in_threads(
             for executor in own:
                 executor.evaluates = lambda version: 0 < version < len(data)
             source = EvaluationData(plan, lambda: evaluated, 0) if rank == 0 else None
-            evaluation = DistributedEvaluation(plan, plan.hosted(rank), str(folder), 0, wires, addresses, source)
+            evaluation = DistributedEvaluation(
+                plan, ProcessLine.of(plan, rank), plan.hosted(rank), str(folder), 0, wires, addresses, source
+            )
             evaluations[-1] = _Evaluating(run, own, evaluation)
         for executor in own:
             executor.store.begin(0, len(data))

@@ -84,8 +84,8 @@ class JoinedPipeline(OwnLoop):
             replicas = f" with {self.plan.dp} replicas each" if self.plan.dp > 1 else ""
             raise RunError(
                 f"the build has {self.plan.workers} workers on {self.plan.ranks} rank"
-                f"{'s' if self.plan.ranks > 1 else ''}{replicas}, and a loop of your own in each process has one worker, "
-                "without replicas",
+                f"{'s' if self.plan.ranks > 1 else ''}{replicas}, and a loop of your own in each process "
+                "has one worker, without replicas",
                 where=agreed.options.build,
                 hint="`fxpipe run` trains it; so does fxpipe.load(BUILD).local(), with all workers in one process",
             )
@@ -358,7 +358,15 @@ class JoinedPipeline(OwnLoop):
         resets = self.executor.resets
         wires, addresses = self._wires, self._addresses
         return DistributedEvaluation(
-            self.plan, [self.rank], options.build, options.seed, wires, addresses, data, resets
+            self.plan,
+            ProcessLine.of(self.plan, self.rank),
+            [self.rank],
+            options.build,
+            options.seed,
+            wires,
+            addresses,
+            data,
+            resets,
         )
 
     def _watched(self) -> None:

@@ -130,6 +130,9 @@ def summarize_run(
 
     `last_metrics` is there if the loss comes with metrics: those of the last step.
 
+    `workers` has the rows of all workers (see `worker_row`), of replicas of the first; `replicas` those of the others,
+    whose `busy` is a share of their own time.
+
     `restarts` is a list of `{"cause", "where", "step"}` (see `fxpipe.runtime.process.launch`).
 
     `busy` of a worker is a share of the time of the whole run, because a worker that ends first waits for the others.
@@ -143,12 +146,16 @@ def summarize_run(
         threads: CPU threads of a worker.
     """
     steps = record.steps
+    rows, others = [row for row in rows if not row["replica"]], [row for row in rows if row["replica"]]
     problems = [*record.problems, *(problem for row in rows for problem in row.get("log_problems", ()))]
     together = transport != "local"
     seconds = max(row["seconds"] for row in rows)
     rows = [{**row, "busy": row["busy"] * row["seconds"] / max(seconds, 1e-9)} for row in rows]
     weights = sum(len(row.pop("not_finite")["weights"]) for row in rows)
     scale = next(iter([row.pop("loss_scale", None) for row in rows]))
+    for row in others:
+        row.pop("not_finite")
+        row.pop("loss_scale")
     for row in rows:
         row.pop("log_problems", None)
     forecast = _forecast(options.build, plan, recipe, options.throttle) if together else None
@@ -161,6 +168,7 @@ def summarize_run(
         "schedule": recipe.schedule.name,
         "policy": str(recipe.policy),
         "microbatches": plan.microbatches,
+        "dp": plan.dp,
         "sync_steps": options.sync_steps,
         "rate_discount": options.rate_discount,
         "seed": options.seed,
@@ -181,6 +189,7 @@ def summarize_run(
         "efficiency": steady / forecast["samples_per_second"] if forecast and steady is not None else None,
         "time_losses": _time_losses(of_ranks, forecast, seconds, record, plan, recipe) if together else [],
         "workers": list(rows),
+        "replicas": others,
         "restarts": [],
         "trace": None,
         "out": None if record.out is None else str(record.out),

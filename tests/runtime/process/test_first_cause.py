@@ -10,6 +10,7 @@ import pytest
 
 from fxpipe.errors import BatchError, PeerLost, WorkerLost
 from fxpipe.observe.pulse import STEP, Pulse, Signs
+from fxpipe.plan.spec import Mesh
 from fxpipe.runtime.process.first_cause import first_cause, is_explained, leave_error
 
 
@@ -38,11 +39,11 @@ def test_the_earliest_error_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_process_of_several_workers_is_called_by_its_rank(tmp_path: Path) -> None:
-    placement = (0, 1, 1, 0, 2)
-    assert first_cause(tmp_path, {1: -9}, SIGNS, placement).what.startswith("rank 1 (workers 1, 2) was killed")
-    assert first_cause(tmp_path, {2: -9}, SIGNS, placement).what.startswith("worker 4 was killed")
+    mesh = Mesh((0, 1, 1, 0, 2))
+    assert first_cause(tmp_path, {1: -9}, SIGNS, mesh).what.startswith("rank 1 (workers 1, 2) was killed")
+    assert first_cause(tmp_path, {2: -9}, SIGNS, mesh).what.startswith("worker 4 was killed")
     leave(tmp_path, 0, 1.0, None, "what", trace="lines")
-    assert first_cause(tmp_path, {0: 1}, SIGNS, placement).what.startswith("rank 0 (workers 0, 3) stopped on an")
+    assert first_cause(tmp_path, {0: 1}, SIGNS, mesh).what.startswith("rank 0 (workers 0, 3) stopped on an")
 
 
 @pytest.mark.parametrize(

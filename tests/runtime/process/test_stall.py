@@ -15,6 +15,7 @@ from started_runs import started_run
 
 from fxpipe.observe.pulse import STEP, Pulse, Signs, StorePulses
 from fxpipe.observe.watch import Cause, Watch
+from fxpipe.plan.spec import Mesh
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.stall import StallWatch, Standstill, WatchingWorker
 
@@ -72,15 +73,15 @@ def test_who_waits_for_a_shape_that_is_compiled_does_not_stand_still_while_that_
 def test_processes_of_several_workers_are_called_by_their_ranks() -> None:
     data = Worker()
     data.watch.open("data")
-    placement = (0, 1, 2, 0, 1)
-    said = looks(61, [data, Worker().waits("activation", 3), Worker().waits("gradient", 4)], placement=placement)
+    mesh = Mesh((0, 1, 2, 0, 1))
+    said = looks(61, [data, Worker().waits("activation", 3), Worker().waits("gradient", 4)], mesh=mesh)
     assert said[60].text.splitlines() == [
         "no worker has moved for 60 s: rank 0 (workers 0, 3) waits for the data of step 12",
         "  rank 0 (workers 0, 3) waits for the data of step 12",
         "  rank 1 (workers 1, 4) waits for worker 3: an activation of step 12",
         "  worker 2 waits for worker 4: a gradient of step 12",
     ]
-    silent = looks(61, [data, data, data], silent=(1, 2), placement=placement)
+    silent = looks(61, [data, data, data], silent=(1, 2), mesh=mesh)
     assert silent[60].text.startswith("no worker has moved for 60 s: rank 1 (workers 1, 4), worker 2 does not answer")
 
 
