@@ -20,6 +20,7 @@ from fxpipe.engines.attach import CheckedPart
 from fxpipe.engines.engine import Engine, EnginePart
 from fxpipe.errors import BackendError, BuildError, RunError
 from fxpipe.observe.watch import Watch
+from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import BucketSpec, Plan, ShapeSpec
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
@@ -185,3 +186,13 @@ def test_a_worker_without_replicas_says_so() -> None:
     for call in (comm.all_reduce, comm.reduce_scatter):
         with pytest.raises(RunError, match="the gradients of bucket_0 to its replicas, and this worker has none"):
             call("bucket_0", [torch.ones(1)])
+
+
+def test_a_plan_with_replicas_is_read_as_it_was_written(tmp_path: Path) -> None:
+    build = lowered("gpt", microbatches=4, workers=2, reduce=Reduce((2, 4), 4096, 1024, sharded=True))
+    build.save(tmp_path / "build")
+    plan = read_plan(tmp_path / "build")
+    assert plan.replicas == (2, 4)
+    assert [stage.buckets for stage in plan.stages] == [stage.buckets for stage in build.plan.stages]
+    assert plan.stages[0].buckets[0].call == "reduce_scatter"
+    assert [stage.edited for stage in load_stages(plan, tmp_path / "build")] == [False, False]
