@@ -15,9 +15,11 @@ import golden_model
 import pytest
 import torch
 from commands import QUICK, fxpipe, unchanged
+from fxpipe.cli.output import size
 from fxpipe.cli.terminal.overview import MANY, print_edges, print_overview
 from fxpipe.cli.terminal.version_grid import explained, print_grid
 from fxpipe.cli.terminal.worker_marks import COLOURS
+from fxpipe.passes.reduce import Reduce
 from model_files import write_model
 from rich.console import Console
 
@@ -445,3 +447,21 @@ def test_many_workers_show_a_part_of_the_grid() -> None:
     assert [int(row[0]) for row in shown] == list(range(24))
     assert all(".." not in row for row in shown), "the pipeline is full"
     assert re.fullmatch(r"columns \d+ to \d+ of \d+, where most is under way; --json has all", lines[-1])
+
+
+def test_what_replicas_add_up() -> None:
+    program = library.capture(golden_model.Golden(), golden_model.loss, golden_model.batch())
+    options = {"workers": 2, "cost": "analytic", "forward_at": ["hidden"], "backward_at": ["hidden"]}
+    build = library.lower(program, **options, reduce=Reduce((1, 3), bucket_bytes=1))
+    found = facts(subject_of(build))
+    stage = build.plan.stages[1]
+    assert found["build"]["replicas"] == [1, 3]
+    assert [w["buckets"] for w in found["workers"]] == [
+        [],
+        [{"name": b.name, "bytes": b.bytes, "parameters": list(b.parameters)} for b in stage.buckets],
+    ]
+    text = printed(lambda c: print_overview(found, c), 120)
+    total = size(sum(bucket.bytes for bucket in stage.buckets))
+    assert f"worker 1: 3 replicas, which add up {total} of gradients in {len(stage.buckets)} buckets\n" in text
+    assert "worker 0: " not in text
+    assert "add up" not in printed(lambda c: print_overview(golden(), c), 120)

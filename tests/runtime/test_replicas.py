@@ -19,6 +19,7 @@ from fxpipe.errors import BatchError, RunError
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
+from fxpipe.task.model_file import load_task
 
 STEPS = 4
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -188,14 +189,21 @@ def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more
     """A build of the model file, which is next to it."""
     path = folder.parent / f"model_{folder.name}.py"
     path.write_text(MODEL.read_text() + more)
-    from fxpipe.task.model_file import load_task
-
     task = load_task(path)
+    assert task.metrics is not None and task.eval_data is not None
     torch.manual_seed(0)
     fxp.compile(
-        task.model(), task.loss, task.example(), workers=workers, dp=dp, microbatches=own, schedule=schedule,
-        cost="analytic", forward_at=["norm"] if schedule == "1f1b" and workers == 2 else [], evaluation=(task.metrics, task.eval_data()) if task.metrics and task.eval_data else None,
-    ).save(folder, model_file=path)  # fmt: skip
+        task.model(),
+        task.loss,
+        task.example(),
+        workers=workers,
+        dp=dp,
+        microbatches=own,
+        schedule=schedule,
+        cost="analytic",
+        forward_at=["norm"] if schedule == "1f1b" and workers == 2 else [],
+        evaluation=(task.metrics, task.eval_data()),
+    ).save(folder, model_file=path)
 
 
 def _launched(options: RunOptions) -> dict[str, Any]:

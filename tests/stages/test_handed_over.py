@@ -1,0 +1,198 @@
+"""Buckets of gradients outside the emitted code: parts on engines, edited files, plans, and the `comm` of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from cached import captured, lowered
+from fxpipe.passes.reduce import Reduce
+from torch import Tensor
+
+from fxpipe.build.build import Build
+from fxpipe.engines.attach import CheckedPart
+from fxpipe.engines.engine import Engine, EnginePart
+from fxpipe.errors import BackendError, BuildError, RunError
+from fxpipe.observe.watch import Watch
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.consistency import check
+from fxpipe.plan.spec import BucketSpec, Plan, ShapeSpec
+from fxpipe.runtime.wires.transport import EdgeComm, Transport
+from fxpipe.stages.comm import ReadyComm
+from fxpipe.stages.loaded import load_stage_text, load_stages
+from fxpipe.stages.microbatch import record_calls
+from fxpipe.stages.part_call import PartCall
+from fxpipe.stages.pure_function import Compute, in_float64
+from fxpipe.stages.pure_part import PurePart, trace_stage
+from fxpipe.typed_json import Malformed
+
+
+class Interpreter(Engine):
+    """Runs parts operator by operator with torch."""
+
+    name = "interpreter"
+
+    def missing(self, device: str) -> str | None:
+        return None
+
+    def version(self) -> str:
+        return "1"
+
+    def build(self, part: PurePart, cache: Path | None) -> Compute:
+        return part
+
+
+@functools.cache
+def built(sharded: bool = False) -> Build:
+    return lowered("gpt", workers=2, reduce=Reduce((2, 2), 4096, 1024, sharded))
+
+
+@functools.cache
+def recorded() -> dict[Any, PartCall]:
+    """What the parts are called with."""
+    build, program = built(), captured("gpt")[2]
+    leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
+    with torch.no_grad():
+        return record_calls(build.plan, load_stages(build.plan, build.files), build.tensors, leaves)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("made", ["engine", "checked", "float64"])
+def test_an_engine_hands_over_what_the_code_does(made: str, sharded: bool) -> None:
+    """The graph has no call for it, but what takes the function's place makes it, with what it returns."""
+    build = built(sharded)
+    for worker, stage in enumerate(load_stages(build.plan, build.files)):
+        spec = build.plan.stages[worker]
+        _, part = trace_stage(build.plan, worker, stage)
+        on_engine = EnginePart(part, Interpreter())
+        functions: dict[str, Callable[..., Any]] = {
+            "engine": on_engine,
+            "checked": CheckedPart(on_engine, spec.backward, stage.functions["B"]),
+            "float64": in_float64(part),
+        }
+        call = recorded()[worker, "B"]
+        comm, emitted = ReadyComm(call.received), ReadyComm(call.received)
+        with torch.no_grad():
+            returned = functions[made](call.weights, call.buffers, list(call.third), comm)
+            stage.functions["B"](call.weights, call.buffers, list(call.third), emitted)
+        gradients = dict(zip(spec.gradients, returned, strict=True))
+        assert list(comm.handed) == list(emitted.handed) == [b.name for b in spec.buckets]
+        assert len(comm.handed) > 1
+        for bucket in spec.buckets:
+            handed = comm.handed[bucket.name]
+            assert handed.call == emitted.handed[bucket.name].call == ("reduce_scatter" if sharded else "all_reduce")
+            for parameter, given, expected in zip(
+                bucket.parameters, handed.gradients, emitted.handed[bucket.name].gradients, strict=True
+            ):
+                assert given is gradients[parameter]
+                assert expected is not None
+                torch.testing.assert_close(given, expected, check_dtype=made != "float64", rtol=1e-4, atol=1e-6)
+
+
+def edited(old: str, new: str) -> str:
+    """The first stage, with the first match of a pattern replaced."""
+    source, count = re.subn(old, new, built().files["stage_0.py"], count=1)
+    assert count
+    return source
+
+
+def test_what_is_handed_over_but_not_returned_runs_on_no_engine() -> None:
+    source = edited(r'comm\.all_reduce\("bucket_0", \[(\w+)', r'comm.all_reduce("bucket_0", [\1 * 2')
+    stage = load_stage_text(source, built().plan.stages[0])
+    with pytest.raises(BackendError, match="hands other gradients over to be added up, in bucket_0, than it returns"):
+        trace_stage(built().plan, 0, stage)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (r"    comm\.all_reduce\(\"bucket_1.*\n", "", "backward no longer hands over bucket_1"),
+        (r"all_reduce\(\"bucket_1", 'all_reduce("other', "backward hands over other, which the plan does not know"),
+        (r"all_reduce\(\"bucket_1", 'all_reduce("bucket_0', "backward hands over bucket_0 more than once"),
+    ],
+)
+def test_an_edited_stage_hands_over_what_the_plan_says(old: str, new: str, said: str) -> None:
+    with pytest.raises(BuildError, match=re.escape(said)):
+        load_stage_text(edited(old, new), built().plan.stages[0])
+
+
+def of_first(plan: Plan, **changes: Any) -> Plan:
+    return dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], **changes), *plan.stages[1:]))
+
+
+def with_buckets(change: Callable[[tuple[BucketSpec, ...]], Sequence[BucketSpec]]) -> Callable[[Plan], Plan]:
+    return lambda plan: of_first(plan, buckets=tuple(change(plan.stages[0].buckets)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda plan: dataclasses.replace(plan, replicas=(2,)), "cannot have [2] replicas for 4"),
+        (lambda plan: dataclasses.replace(plan, replicas=(2, 0)), "cannot have [2, 0] replicas"),
+        (lambda plan: dataclasses.replace(plan, replicas=(2, 5)), "cannot have [2, 5] replicas"),
+        (lambda plan: dataclasses.replace(plan, placement=(0, 0), replicas=(2, 3)), "different numbers of replicas"),
+        (lambda plan: dataclasses.replace(plan, replicas=()), "buckets without replicas"),
+        (with_buckets(lambda found: found[1:]), "do not have each gradient once"),
+        (with_buckets(lambda found: (*found, found[0])), "do not have each gradient once"),
+        (with_buckets(lambda found: found[::-1]), "does not hand over its buckets, in their order"),
+        (
+            with_buckets(lambda found: [dataclasses.replace(b, name="same") for b in found]),
+            "two buckets have one name",
+        ),
+        (with_buckets(lambda found: [dataclasses.replace(b, bytes=-1) for b in found]), "less than no bytes"),
+        (
+            lambda plan: of_first(plan, forward=dataclasses.replace(plan.stages[0].forward, reduces=("bucket_0",))),
+            "where it makes gradients",
+        ),
+    ],
+)
+def test_a_plan_whose_buckets_do_not_fit_is_refused(change: Callable[[Plan], Plan], said: str) -> None:
+    plan = dataclasses.replace(built().plan, microbatches=4)
+    check(plan)
+    with pytest.raises(Malformed, match=re.escape(said)):
+        check(change(plan))
+
+
+def test_a_shape_with_other_buckets_is_refused() -> None:
+    plan = dataclasses.replace(built().plan, microbatches=4)
+    first = plan.stages[0]
+    turned = dataclasses.replace(first, buckets=first.buckets[::-1])
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    shape = ShapeSpec(**{f.name: fields[f.name] for f in dataclasses.fields(ShapeSpec)} | {"edges": ()})
+    wrong = dataclasses.replace(shape, stages=(turned, *plan.stages[1:]))
+    with pytest.raises(Malformed, match="not those of the first shape"):
+        check(dataclasses.replace(plan, shapes=(wrong,)))
+
+
+def test_the_comm_of_a_run_passes_gradients_on() -> None:
+    comm = EdgeComm({}, cast(Transport, None), Watch())
+    given: list[tuple[str, Sequence[Tensor | None]]] = []
+    comm.reduce = lambda name, gradients: given.append((name, gradients))
+    one = torch.ones(2)
+    comm.all_reduce("bucket_0", [one, None])
+    comm.reduce_scatter("bucket_1", [one])
+    assert [(name, list(gradients)) for name, gradients in given] == [("bucket_0", [one, None]), ("bucket_1", [one])]
+    assert given[0][1][0] is one
+
+
+def test_a_worker_without_replicas_says_so() -> None:
+    comm = EdgeComm({}, cast(Transport, None), Watch())
+    for call in (comm.all_reduce, comm.reduce_scatter):
+        with pytest.raises(RunError, match="the gradients of bucket_0 to its replicas, and this worker has none"):
+            call("bucket_0", [torch.ones(1)])
+
+
+def test_a_plan_with_replicas_is_read_as_it_was_written(tmp_path: Path) -> None:
+    build = lowered("gpt", microbatches=4, workers=2, reduce=Reduce((2, 4), 4096, 1024, sharded=True))
+    build.save(tmp_path / "build")
+    plan = read_plan(tmp_path / "build")
+    assert plan.replicas == (2, 4)
+    assert [stage.buckets for stage in plan.stages] == [stage.buckets for stage in build.plan.stages]
+    assert plan.stages[0].buckets[0].call == "reduce_scatter"
+    assert [stage.edited for stage in load_stages(plan, tmp_path / "build")] == [False, False]
