@@ -24,6 +24,7 @@ from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.wires.collective import LocalCollective, LocalExchange
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.weights import WeightStore
@@ -180,7 +181,9 @@ class _Worker:
         self.recipe = recipe
         self.rank = rank
         self.now = clock_of(device.type)
-        self.executor = open_worker(plan, folder, rank, recipe, transport, ObjectTask(still), PipelineOptions(), device)
+        alone = LocalCollective(LocalExchange(1), 0) if plan.dp > 1 else None  # other replicas' gradients take no time
+        task, options = ObjectTask(still), PipelineOptions()
+        self.executor = open_worker(plan, folder, rank, recipe, transport, task, options, device, collective=alone)
         self.updates: list[float] = []
         self._watch(self.executor.store)
 

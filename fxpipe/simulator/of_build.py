@@ -13,6 +13,7 @@ from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.copy_messages import STEADY, CopyMessages, Filling
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule.action import Action
+from fxpipe.simulator.replica_sums import exposed_sums
 from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy, WorkerCost
 
 _AGAIN = "compile the model again"
@@ -43,8 +44,12 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
         raise BuildError(what, hint=_AGAIN)
     sizes = CopyMessages(demand)
     timings = {timing.name: timing for timing in costs.timings}
+    workers = [_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)]
+    for worker, cost in enumerate(workers):
+        waits = exposed_sums(plan, worker, costs.links, cost.weight or cost.backward)
+        workers[worker] = replace(cost, update=cost.update + waits)
     return Scenario(
-        workers=tuple(_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)),
+        workers=tuple(workers),
         messages=tuple(_message(edge, timings.get(edge.name)) for edge in plan.edges),
         weight_copies=tuple(copy for owner in range(plan.workers) for copy in _weight_copies(demand, sizes, owner)),
         links=costs.links.on([plan.rank_of(worker) for worker in range(plan.workers)]),
