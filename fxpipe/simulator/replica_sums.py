@@ -9,8 +9,8 @@ from fxpipe.planner.links import Links
 def exposed_sums(plan: Plan, worker: int, links: Links, backward: float) -> float:
     """Seconds of a minibatch for which a worker's update waits for sums over its replicas.
 
-    Each replica sends 2(R − 1)/R of every bucket, in two rounds (Patarasuk and Yuan 2009 give the bound). Buckets go one
-    after the other while the last microbatch's gradients are made; the last bucket is complete only at their end.
+    Each replica sends 2(R − 1)/R of every bucket, in two rounds (the bound is that of Patarasuk and Yuan 2009). Buckets
+    go one after the other while the last microbatch's gradients are made; the last one is complete only at their end.
 
     Args:
         links: between the pipeline's ranks; those between replicas are taken to be like the slowest of them.

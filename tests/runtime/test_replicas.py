@@ -190,7 +190,8 @@ def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more
     path = folder.parent / f"model_{folder.name}.py"
     path.write_text(MODEL.read_text() + more)
     task = load_task(path)
-    assert task.metrics is not None and task.eval_data is not None
+    assert task.metrics is not None
+    assert task.eval_data is not None
     torch.manual_seed(0)
     fxp.compile(
         task.model(),
