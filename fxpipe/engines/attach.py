@@ -44,7 +44,7 @@ def equip(
     if engines == ("eager", "eager"):
         return stage
     functions = dict(stage.functions)
-    for part, name in zip(trace_stage(plan, worker, stage), engines, strict=True):
+    for part, name in zip(trace_stage(plan, worker, stage, ("F", "B")), engines, strict=True):
         if name == "eager":
             continue
         chosen = backends.make(name)
