@@ -162,4 +162,4 @@ def test_a_build_without_them_is_told_how_to_compile() -> None:
     with pytest.raises(ScheduleError, match="'zb-h1' makes weight gradients apart") as caught:
         build.local(optimizer=optimizer, schedule="zb-h1")
     assert caught.value.hint is not None
-    assert "fxpipe compile MODEL --schedule zb-h1" in caught.value.hint
+    assert "fxpipe compile MODEL -n 2 --schedule zb-h1" in caught.value.hint
