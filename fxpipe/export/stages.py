@@ -109,7 +109,8 @@ def export(
 
 def _stage_order(name: str) -> tuple[int, int]:
     stage, _, function = name.removesuffix(".onnx").partition(".")
-    return (int(stage.rpartition("_")[2]), [*FUNCTIONS.values()].index(function)) if function else (0, 0)
+    order: list[str] = [*FUNCTIONS.values()]
+    return (int(stage.rpartition("_")[2]), order.index(function)) if function else (0, 0)
 
 
 class _Export:

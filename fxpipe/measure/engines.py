@@ -92,7 +92,7 @@ def choose_engines(
             raise BackendError("; ".join(absent), hint="--backend auto takes what is available")
         for worker, stage in enumerate(stages):
             try:
-                parts = list(trace_stage(plan, worker, stage, ON_ENGINES))
+                parts = trace_stage(plan, worker, stage, ON_ENGINES)
             except BackendError as error:
                 if backend != "auto":
                     raise

@@ -100,7 +100,7 @@ class PurePart:
         return result
 
 
-def trace_stage(plan: Plan, worker: int, stage: LoadedStage, phases: Sequence[Phase] = PHASES) -> Iterator[PurePart]:
+def trace_stage(plan: Plan, worker: int, stage: LoadedStage, phases: Sequence[Phase] = PHASES) -> tuple[PurePart, ...]:
     """The functions of a stage as pure parts, in the order of phases; a build need not have all phases.
 
     Args:
@@ -110,12 +110,13 @@ def trace_stage(plan: Plan, worker: int, stage: LoadedStage, phases: Sequence[Ph
         BackendError: the code cannot be traced (an edit made it depend on values), changes a tensor in place, or draws
             random numbers that depend on computed values.
     """
+    parts: list[PurePart] = []
     left: list[TensorSpec] = []
     for phase in phases:
         if phase in stage.functions:
-            part = _trace_part(plan, worker, phase, stage, left)
-            left = [o.tensor for o in part.outputs if o.kind in ("saved", "deferred")]
-            yield part
+            parts.append(_trace_part(plan, worker, phase, stage, left))
+            left = [o.tensor for o in parts[-1].outputs if o.kind in ("saved", "deferred")]
+    return tuple(parts)
 
 
 def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left: Sequence[TensorSpec]) -> PurePart:

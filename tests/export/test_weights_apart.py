@@ -160,8 +160,8 @@ def test_an_engine_traces_no_weight_gradients(build: Build, tmp_path: Path, monk
     """They are made by the emitted code."""
     seen: list[str] = []
 
-    def noted(*arguments: Any) -> list[PurePart]:
-        parts = list(trace_stage(*arguments))
+    def noted(*arguments: Any) -> tuple[PurePart, ...]:
+        parts = trace_stage(*arguments)
         seen.extend(part.phase for part in parts)
         return parts
 
