@@ -64,10 +64,11 @@ def export_command(
     """Write the stages of a BUILD directory (or of a model file, which is compiled first) as ONNX models.
 
     Writes stage_0.forward.onnx, stage_0.backward.onnx and so on: what each worker computes for one microbatch, with
-    what it receives, sends and saves as inputs and outputs, named as in the build. pipeline.onnx is the whole training
-    step, each part of a stage a function in it: open it in Netron to see the stages and what passes between them. The
-    property "fxpipe" of each model says what every input and output is; dropout masks are inputs. An edited stage is
-    exported as it was edited.
+    what it receives, sends and saves as inputs and outputs, named as in the build; and stage_0.weights.onnx, where the
+    schedule makes weight gradients apart (zb-v and others). pipeline.onnx is the whole training step, each part of a
+    stage a function in it: open it in Netron to see the stages and what passes between them. The property "fxpipe" of
+    each model says what every input and output is; dropout masks are inputs. An edited stage is exported as it was
+    edited.
 
     With --inference: stage_0.inference.onnx and so on, the model file's forward in eval mode, cut where the build is.
     Stage k takes what stage k-1 gives; the first takes the model's own inputs, the last gives its outputs.

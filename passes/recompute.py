@@ -12,7 +12,7 @@ from fxpipe.passes.analysis.left_values import LeftValues, left_values, memory_o
 from fxpipe.passes.rematerialize import Kinds, Rematerialize, reads_again
 from torch import fx
 
-from fxpipe.ir.aten import is_view
+from fxpipe.ir.aten import is_getitem, is_view
 from fxpipe.ir.program import AGAIN, Again, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
 
@@ -179,12 +179,16 @@ class Choices:
         return frozenset(self.nodes[v].name for v in repeated if not self._is_kept_view(v, repeated))
 
     def _is_kept_view(self, v: int, repeated: frozenset[int]) -> bool:
-        """Whether it is a view of what is kept: keeping it, too, takes nothing."""
+        """Whether it is a view of what is kept: keeping it, too, takes nothing. Of a tuple, each element is kept."""
         if not self._views[v]:
             return False
-        memory = memory_of(self.nodes[v])
+        node = self.nodes[v]
+        if is_getitem(node):
+            whole = self._places[node.all_input_nodes[0]]
+            return whole not in repeated or self._is_kept_view(whole, repeated)
+        memory = memory_of(node)
         at = self._places.get(memory)
-        return memory is not self.nodes[v] and at is not None and at not in repeated
+        return memory is not node and at is not None and at not in repeated
 
 
 def _items(program: Program, plain: Program, worker: int) -> tuple[list[fx.Node], list[Item]]:

@@ -185,7 +185,8 @@ def _forget_statistics(node: fx.Node) -> None:
 class _Copier:
     """Copies nodes with the ancestors they need; each once for a worker and phase.
 
-    What B has computed again, W does not, unless it is made of weights alone: it is handed through.
+    What B has computed again, W does not, unless it is made of weights alone: it is handed through. Of a tuple, B takes
+    the elements that W reads: tensors are handed through, never tuples.
     """
 
     def __init__(self, graph: fx.Graph, kinds: Kinds) -> None:
@@ -210,16 +211,18 @@ class _Copier:
                 stack.extend(needed)
                 continue
             stack.pop()
-            with self.graph.inserting_before(reader):
+            whole = self._input(node.all_input_nodes[0], worker, phase) if is_getitem(node) else None
+            at: Phase = "B" if whole is not None and info(whole).phase == "B" else phase
+            with self.graph.inserting_before(reader) if at == phase else self.graph.inserting_after(whole):
                 made = self.graph.node_copy(node, lambda n: self._input(n, worker, phase))
             made._rename(f"{node.name}_again")
             if _forgets_statistics(made):
                 _forget_statistics(made)
             record = info(node).copy()
-            record.phase, record.worker, record.region, record.weight = phase, worker, None, phase == "W"
+            record.phase, record.worker, record.region, record.weight = at, worker, None, at == "W"
             made.meta[INFO] = record
             made.meta[AGAIN] = node.name
-            self.made[node, worker, phase] = made
+            self.made[node, worker, at] = made
             self.original[made] = node
         found = self._made(source, worker, phase)
         assert found is not None

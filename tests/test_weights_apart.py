@@ -17,8 +17,7 @@ from small_models import CASES
 
 import fxpipe
 from fxpipe.build.build import Build
-from fxpipe.errors import BuildError, ExportError, ScheduleError
-from fxpipe.export.stages import export
+from fxpipe.errors import BuildError, ScheduleError
 from fxpipe.plan import consistency
 from fxpipe.plan.spec import PHASES
 from fxpipe.policy.recipe import choose
@@ -163,10 +162,4 @@ def test_a_build_without_them_is_told_how_to_compile() -> None:
     with pytest.raises(ScheduleError, match="'zb-h1' makes weight gradients apart") as caught:
         build.local(optimizer=optimizer, schedule="zb-h1")
     assert caught.value.hint is not None
-    assert "fxpipe compile MODEL --schedule zb-h1" in caught.value.hint
-
-
-def test_it_is_not_exported(tmp_path: Path) -> None:
-    build = lowered("gpt", 2, workers=2, schedule="zb-h1", **cuts(CASES["gpt"], 2, 0))
-    with pytest.raises(ExportError, match="apart from their backward"):
-        export(build, tmp_path / "onnx", captured("gpt", 2)[0].batches(1)[0])
+    assert "fxpipe compile MODEL -n 2 --schedule zb-h1" in caught.value.hint

@@ -16,7 +16,7 @@ from fxpipe.codecs import without_codecs
 from fxpipe.engines.engine import EnginePart
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.messages import say
-from fxpipe.plan.spec import PartSpec, Plan
+from fxpipe.plan.spec import PartSpec, Phase, Plan
 from fxpipe.random_state import random_state, set_random_state
 from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.compare import Expected, compare, rounding_alone, tolerance
@@ -24,6 +24,9 @@ from fxpipe.stages.loaded import LoadedStage
 from fxpipe.stages.part_call import Function, PartCall
 from fxpipe.stages.pure_function import in_float64, receive, send
 from fxpipe.stages.pure_part import trace_stage
+
+ON_ENGINES: tuple[Phase, Phase] = ("F", "B")
+"""What engines run; weight gradients that are apart are made by the emitted code."""
 
 USE_EAGER = "run with --backend eager, or compile with --backend auto, which leaves out what does not work"
 
@@ -44,7 +47,7 @@ def equip(
     if engines == ("eager", "eager"):
         return stage
     functions = dict(stage.functions)
-    for part, name in zip(trace_stage(plan, worker, stage), engines, strict=True):
+    for part, name in zip(trace_stage(plan, worker, stage, ON_ENGINES), engines, strict=True):
         if name == "eager":
             continue
         chosen = backends.make(name)

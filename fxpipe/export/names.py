@@ -15,8 +15,9 @@ PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
 """Of outputs that are named after weights and buffers."""
 
 NAMES = (
-    "weights, buffers, batch, saved values and edges have the names they have in the build; gradients are grad:NAME, "
-    "new values of buffers new:NAME; where a name is taken already, the value's kind is put before it: saved:NAME"
+    "weights, buffers, batch, edges, saved and deferred values have the names they have in the build; gradients are "
+    "grad:NAME, new values of buffers new:NAME; where a name is taken already, the value's kind is put before it: "
+    "saved:NAME"
 )
 
 
@@ -73,6 +74,7 @@ def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
         "buffer": "buffer",
         "batch": "leaf of the batch",
         "saved": "saved by forward for backward",
+        "deferred": "left by backward for weight gradients",
         "mask": "random numbers, drawn outside",
         "loss": "loss",
         "update": "new value of a buffer",

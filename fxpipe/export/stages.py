@@ -26,7 +26,7 @@ from fxpipe.export.target import check_export_target, check_opset, check_package
 from fxpipe.onnx.convert import convert
 from fxpipe.onnx.model_file import WeightsForm, check_size, named
 from fxpipe.plan.lock import replacing_alone
-from fxpipe.plan.spec import Phase
+from fxpipe.plan.spec import FUNCTIONS, Phase
 from fxpipe.stages.compare import Difference, Expected, compare, rounding_alone, tolerance
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
@@ -76,12 +76,6 @@ def export(
     check_opset(opset)
     check_export_target(folder)
     plan = build.plan
-    if plan.weights_apart:
-        raise ExportError(
-            "the stages make weight gradients apart from their backward, and only a backward that makes all gradients "
-            "becomes a model",
-            hint="compile the model with --schedule 1f1b, and export that build",
-        )
     if weights not in get_args(WeightsForm):
         raise ExportError(f"weights as {weights!r}", hint=f"choose one of {', '.join(get_args(WeightsForm))}")
     if any(p.name not in build.tensors for p in plan.parameters):
@@ -113,9 +107,10 @@ def export(
         return sorted(job.files, key=lambda f: (f.name.startswith(PIPELINE), _stage_order(f.name)))
 
 
-def _stage_order(name: str) -> tuple[int, bool]:
-    stage, _, phase = name.removesuffix(".onnx").partition(".")
-    return int(stage.rpartition("_")[2]) if stage[-1].isdigit() else 0, phase == "backward"
+def _stage_order(name: str) -> tuple[int, int]:
+    stage, _, function = name.removesuffix(".onnx").partition(".")
+    order: list[str] = [*FUNCTIONS.values()]
+    return (int(stage.rpartition("_")[2]), order.index(function)) if function else (0, 0)
 
 
 class _Export:
@@ -203,8 +198,8 @@ class _Export:
     def _function(self, worker: int, phase: Phase) -> Function:
         if phase == "F":
             self.say(f"stage_{worker}: tracing")
-            forward, backward = trace_stage(self.plan, worker, self.stages[worker])
-            self.ran |= {(worker, "F"): forward, (worker, "B"): backward}
+            for part in trace_stage(self.plan, worker, self.stages[worker]):
+                self.ran[worker, part.phase] = part
         return self.stages[worker].functions[phase]
 
     def _state(self) -> dict[str, Tensor]:
@@ -231,7 +226,7 @@ class _Export:
             {
                 **about(self.plan, self.form),
                 "stage": part.worker,
-                "phase": "forward" if part.phase == "F" else "backward",
+                "phase": FUNCTIONS[part.phase],
                 "inputs": [row_of(self.plan, v, r) for v, r in zip(reads, part.inputs, strict=True)],
                 "outputs": [row_of(self.plan, v, r) for v, r in zip(gives, part.outputs, strict=True)],
             },

@@ -17,7 +17,7 @@ OLDEST = 18
 NEWEST = 25
 """The newest opset that PyTorch's exporter converts to."""
 
-_TRAINING = re.compile(r"(stage_\d+\.(forward|backward)|pipeline)\.onnx(\.data)?")
+_TRAINING = re.compile(r"(stage_\d+\.(forward|backward|weights)|pipeline)\.onnx(\.data)?")
 _INFERENCE = re.compile(r"stage_\d+\.inference\.onnx(\.data)?")
 _HEAD = 64  # bytes of a model's file within which the producer's name is
 

@@ -9,7 +9,7 @@ NUMBERED  every node has a unit; what makes weight gradients alone is backward, 
 COSTED    every node has bytes and time.
 PLACED    every node has one worker; F workers never decrease along an edge, B workers, and W's, never increase; forward
           reads a buffer that is updated only on the worker that updates it. Where weight gradients are apart, W makes
-          them alone, and W alone reads it.
+          them alone, and W alone reads it. The elements of a tuple are where the tuple is.
 WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; where the edge has a codec, it
           packs what is sent and unpacks what is received, and nothing else does; F of every worker comes after F of the
           worker before, B after B of the next worker; except in an evaluation, whose caller keeps the workers in step.
@@ -30,7 +30,7 @@ from typing import NoReturn
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.ir.aten import is_random, repeats
+from fxpipe.ir.aten import is_getitem, is_random, repeats
 from fxpipe.ir.pace import first_gap
 from fxpipe.ir.program import INFO, Level, Program, info
 from fxpipe.ir.reduce_law import check_reduced
@@ -135,6 +135,10 @@ def _placed(program: Program) -> None:
             _fail(program, node, f"{node} is W, and does not make weight gradients alone")
         if record.phase != "W" and any(info(n).phase == "W" for n in node.all_input_nodes if n.op == "call_function"):
             _fail(program, node, f"{node} reads W, and is {record.phase}")
+        if is_getitem(node):
+            whole = info(node.all_input_nodes[0])
+            if (whole.worker, whole.phase) != (record.worker, record.phase):
+                _fail(program, node, f"{node} is not where the tuple is that it is an element of")
         for source in node.all_input_nodes:
             if source.op != "call_function" or (info(source).phase == "F") != (record.phase == "F"):
                 continue

@@ -201,7 +201,7 @@ def run_eagerly(
             with _eager(loss, "loss(model, batch)"), context():
                 value, metrics = loss_and_metrics(loss(model, part))
             named.append({name: float(torch.as_tensor(v).detach()) for name, v in metrics.items()})
-            with _eager(loss, "backward()"):
+            with _eager(loss, "backward()"), _buffers_kept(held, buffers):
                 # Its own gradient, as hooks in a pipeline see it; it is divided below.
                 (value if scale is None else value * (scale / divisor)).backward()
             total = total + value.detach().cpu() / divisor
@@ -233,6 +233,23 @@ def _eager(loss: Loss, call: str) -> Iterator[None]:
             hint="there is nothing to compare with: mend the step until it trains without fxpipe, which is "
             "loss(model, batch).backward(), again and again",
         ) from error
+
+
+@contextlib.contextmanager
+def _buffers_kept(held: HeldTensors, names: Sequence[str]) -> Iterator[None]:
+    """Afterwards, these buffers have the values of before.
+
+    A batch norm in a region of `torch.utils.checkpoint` updates its statistics again when backward computes the region
+    again; a stage updates them once a step, of which capture warns.
+    """
+    now = held.now()
+    before = {name: now[name].detach().clone() for name in names if name in now}
+    yield
+    now = held.now()
+    with torch.no_grad():
+        for name, value in before.items():
+            if not torch.equal(now[name], value):
+                now[name].copy_(value)
 
 
 @contextlib.contextmanager

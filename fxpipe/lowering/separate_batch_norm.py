@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ class SeparateBatchNorm(TorchFunctionMode):
     """Inside, a batch norm in training takes a batch apart, and normalises one microbatch after the other.
 
     All else sees the whole batch: so eager PyTorch's loss is the whole batch's, as a pipeline of microbatches means it.
+    It holds in backward, too, which computes regions of `torch.utils.checkpoint` again.
 
     Args:
         microbatches: how many a batch has, along dimension 0 of what is normalised.
@@ -29,7 +32,10 @@ class SeparateBatchNorm(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in (F.batch_norm, torch.batch_norm):
+        if func in _BACKWARDS:
+            with self._patched():
+                return func(*args, **kwargs)
+        if func not in _NAMES:
             return func(*args, **kwargs)
         given = dict(zip(_NAMES[func], args, strict=False)) | kwargs
         batch = given.pop("input")
@@ -38,6 +44,18 @@ class SeparateBatchNorm(TorchFunctionMode):
         self.seen = True
         return torch.cat([func(part, **given) for part in batch.chunk(self.microbatches)])
 
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        """What the mode does, without it: torch takes it off while a method such as `backward` runs."""
+        original = torch.batch_norm
+        torch.batch_norm = lambda *args, **kwargs: self.__torch_function__(original, (), args, kwargs)
+        try:
+            yield
+        finally:
+            torch.batch_norm = original
+
+
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 
 _NAMES = {
     F.batch_norm: tuple(inspect.signature(F.batch_norm).parameters),

@@ -20,7 +20,7 @@ from fxpipe import engines as backends
 from fxpipe.codecs import without_codecs
 from fxpipe.costs.timer import Rounds, clock_of, seconds_of
 from fxpipe.engines import ENGINES
-from fxpipe.engines.attach import check_outputs
+from fxpipe.engines.attach import ON_ENGINES, check_outputs
 from fxpipe.engines.engine import EnginePart
 from fxpipe.engines.kept_files import names_of
 from fxpipe.errors import BackendError, FxpipeError, first_line
@@ -42,8 +42,6 @@ BUDGET = 1.0
 
 LEAST, MOST = 3, 50
 """Rounds; in each, every engine runs once, in turn."""
-
-_ON_ENGINES: tuple[Phase, Phase] = ("F", "B")
 
 GAIN = 0.97
 """Another engine is taken if its time is less than this fraction of eager's; a smaller gain is noise."""
@@ -94,12 +92,12 @@ def choose_engines(
             raise BackendError("; ".join(absent), hint="--backend auto takes what is available")
         for worker, stage in enumerate(stages):
             try:
-                parts = trace_stage(plan, worker, stage)
+                parts = trace_stage(plan, worker, stage, ON_ENGINES)
             except BackendError as error:
                 if backend != "auto":
                     raise
                 reasons = {n: there[n] or _line(error) for n in names}
-                times += [EngineTime(worker, phase, n, reason=reasons[n]) for phase in _ON_ENGINES for n in names]
+                times += [EngineTime(worker, phase, n, reason=reasons[n]) for phase in ON_ENGINES for n in names]
                 continue
             for part in parts:
                 say(f"{part.name} on {', '.join(n for n in names if not there[n])}")

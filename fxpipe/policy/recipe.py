@@ -47,7 +47,7 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
     if made.weights_apart and not plan.weights_apart:
         raise ScheduleError(
             f"schedule '{made.name}' makes weight gradients apart, and the stages make them in their backward",
-            hint=f"compile the model for it: fxpipe compile MODEL --schedule {made.name}",
+            hint=f"compile the model for it: fxpipe compile MODEL -n {plan.ranks} --schedule {made.name}",
         )
     if policy is None:
         policy = plan.policy if made.name == plan.schedule else policies.default_for(made)

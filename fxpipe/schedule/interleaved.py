@@ -33,7 +33,8 @@ class Interleaved(Table):
             raise ScheduleError(
                 f"schedule '{self.name}' has its workers on ranks 0, 1, …, 0, 1, …, equally many on each, not on "
                 f"{list(self.placement)}",
-                hint=f"compile for it: --schedule {self.name} --virtual 2",
+                hint=f"compile the model for it: fxpipe compile MODEL -n {self.ranks} --virtual 2 --schedule "
+                f"{self.name}",
             )
 
     def rows(self) -> list[list[Event]]:

@@ -40,7 +40,7 @@ class VShaped(Table):
         if self.placement != self.usual_placement(self.ranks):
             raise ScheduleError(
                 f"schedule '{self.name}' has its workers on ranks 0, 1, …, 1, 0, not on {list(self.placement)}",
-                hint=f"compile for it: --schedule {self.name}",
+                hint=f"compile the model for it: fxpipe compile MODEL -n {self.ranks} --schedule {self.name}",
             )
 
     @abstractmethod

@@ -19,7 +19,7 @@ Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class PureFunction:
-    """Called as the emitted function is: `(weights, buffers, batch or saved, comm)`.
+    """Called as the emitted function is: `(weights, buffers, batch or saved or deferred, comm)`.
 
     Everything is received before anything is computed, and sent or handed over to be added up after it.
     """
@@ -36,7 +36,7 @@ class PureFunction:
         received = [receive(self.part, name, comm) for name in self._receives]
         drawn = [draw(self.part.device) for draw in self.part.draws]
         inputs = [*weights, *buffers, *third, *received, *drawn]
-        if self.part.phase == "B":
+        if self.part.phase != "F":
             third.clear()
         outputs = tuple(self._compute(inputs))
         del inputs, received, drawn
@@ -45,7 +45,7 @@ class PureFunction:
             send(self.part, name, value, comm)
         for bucket in self.part.handed:
             bucket.to(comm, outputs)
-        if self.part.phase == "B":
+        if self.part.phase != "F":
             return list(outputs[:count])
         saved = self._loss + self._updates
         loss = outputs[0] if self._loss else None

@@ -1,7 +1,7 @@
 """A stage's function as a pure graph: every value that it reads is an input, every value that it gives an output.
 
-What an emitted `forward` or `backward` asks of `comm` becomes inputs and outputs as well, and the random numbers it
-would draw become inputs (`fxpipe.stages.random_inputs`), so that any engine can run the graph and all of
+What an emitted function asks of `comm` becomes inputs and outputs as well, and the random numbers it would draw become
+inputs (`fxpipe.stages.random_inputs`), so that any engine can run the graph and all of
 them compute the same. The graph is traced from the stage's file: an edited stage is run and exported as it was edited.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
@@ -27,7 +27,7 @@ from fxpipe.codecs import without_codecs
 from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_random
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import FUNCTIONS, EdgeSpec, Phase, Plan, TensorSpec
+from fxpipe.plan.spec import FUNCTIONS, PHASES, EdgeSpec, Phase, Plan, TensorSpec
 from fxpipe.stages.comm import Handed
 from fxpipe.stages.loaded import LoadedStage, stage_line
 from fxpipe.stages.part_call import PartCall
@@ -36,7 +36,7 @@ from fxpipe.task.batch import tensor_spec
 from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
-InputKind = Literal["weight", "buffer", "batch", "saved", "received", "mask"]
+InputKind = Literal["weight", "buffer", "batch", "saved", "deferred", "received", "mask"]
 OutputKind = Literal["loss", "update", "saved", "deferred", "gradient", "sent"]
 
 
@@ -77,8 +77,9 @@ class PurePart:
 
     Attributes:
         graph: a placeholder for each input, ATen calls, and the tuple of outputs; both in the order of the tables.
-            Inputs are in the order of kinds: weights, buffers, batch or saved, received, masks. Outputs likewise:
-            forward the loss (if there), updates, saved, sent; backward gradients or deferred, sent.
+            Inputs are in the order of kinds: weights, buffers, batch or saved or deferred, received, masks. Outputs
+            likewise: forward the loss (if there), updates, saved, sent; backward gradients or deferred, sent; weights
+            gradients, sent.
         draws: what makes the masks, in the order in which the emitted code would draw them.
         edges: by name, those that travel packed. What packs and unpacks them is not in the graph.
         handed: what is to be handed over to be added up once the outputs are there, in the order of the code.
@@ -115,32 +116,39 @@ class PurePart:
         return result
 
 
-def trace_stage(plan: Plan, worker: int, stage: LoadedStage) -> tuple[PurePart, PurePart]:
-    """The forward and the backward of a stage as pure parts.
+def trace_stage(plan: Plan, worker: int, stage: LoadedStage, phases: Sequence[Phase] = PHASES) -> tuple[PurePart, ...]:
+    """The functions of a stage as pure parts, in the order of phases; a build need not have all phases.
+
+    Args:
+        phases: the first ones: a backward needs to know what its forward saves, weight gradients what it defers.
 
     Raises:
         BackendError: the code cannot be traced (an edit made it depend on values), changes a tensor in place, or draws
             random numbers that depend on computed values.
     """
-    forward = trace_part(plan, worker, "F", stage)
-    saved = [o.tensor for o in forward.outputs if o.kind == "saved"]
-    return forward, trace_part(plan, worker, "B", stage, saved)
+    parts: list[PurePart] = []
+    left: list[TensorSpec] = []
+    for phase in phases:
+        if phase in stage.functions:
+            parts.append(_trace_part(plan, worker, phase, stage, left))
+            left = [o.tensor for o in parts[-1].outputs if o.kind in ("saved", "deferred")]
+    return tuple(parts)
 
 
-def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved: Sequence[TensorSpec] = ()) -> PurePart:
-    """One pure part of a stage; a backward needs to know what its forward saves."""
-    inputs = tuple(_inputs(plan, worker, phase, saved))
+def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left: Sequence[TensorSpec]) -> PurePart:
+    """One pure part of a stage; `left` are the values that the part before it leaves for it."""
+    inputs = tuple(_inputs(plan, worker, phase, left))
     spec = plan.stages[worker].part(phase)
     kept: list[PartOutput] = []
     handed: list[HandedOver] = []
 
     def step(*flat: Tensor) -> list[Tensor]:
         """The outputs of the stage's function; notes what they are."""
-        given: dict[str, list[Tensor]] = {kind: [] for kind in ("weight", "buffer", "batch", "saved", "received")}
+        given: dict[str, list[Tensor]] = {kind: [] for kind in get_args(InputKind)}
         for entry, value in zip(inputs, flat, strict=True):
             given[entry.kind].append(value)
         received = dict(zip(spec.receives, given["received"], strict=True))
-        third = (*given["batch"], *given["saved"])
+        third = (*given["batch"], *given["saved"], *given["deferred"])
         call = PartCall(worker, phase, spec, tuple(given["weight"]), tuple(given["buffer"]), third, received)
         with _Places(stage.path):
             result = call.run(stage.functions[phase])
@@ -149,7 +157,9 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
             named.append(("loss", "loss", result.loss))
         named += [("update", n, v) for n, v in zip(spec.updates, result.updates, strict=True)]
         named += [("saved", n, v) for n, v in zip(spec.saved if phase == "F" else (), result.saved, strict=True)]
-        named += [("deferred", n, v) for n, v in zip(spec.deferred, result.deferred, strict=True)]
+        named += [
+            ("deferred", n, v) for n, v in zip(spec.deferred if phase == "B" else (), result.deferred, strict=True)
+        ]
         named += [("gradient", n, v) for n, v in zip(spec.gradients, result.gradients, strict=True)]
         named += [("sent", n, v) for n, v in result.sent.items()]
         kept[:] = [PartOutput(kind, name, tensor_spec(v)) for kind, name, v in named]
@@ -195,7 +205,7 @@ def _handed_over(handed: Mapping[str, Handed], gradients: Sequence[Tensor | None
         yield HandedOver(bucket, given.call, tuple(found))
 
 
-def _inputs(plan: Plan, worker: int, phase: Phase, saved: Sequence[TensorSpec]) -> Iterator[PartInput]:
+def _inputs(plan: Plan, worker: int, phase: Phase, left: Sequence[TensorSpec]) -> Iterator[PartInput]:
     spec = plan.stages[worker].part(phase)
     parameters = {name: p.tensor for p in plan.parameters for name in p.names}
     buffers = {name: b.tensor for b in plan.buffers for name in b.names}
@@ -207,8 +217,9 @@ def _inputs(plan: Plan, worker: int, phase: Phase, saved: Sequence[TensorSpec]) 
         tensor = batch[name]
         assert tensor is not None  # constants of the batch are written into the code
         yield PartInput("batch", name, tensor)
-    if phase == "B":
-        yield from (PartInput("saved", name, tensor) for name, tensor in zip(spec.saved, saved, strict=True))
+    if phase != "F":
+        kind: InputKind = "saved" if phase == "B" else "deferred"
+        yield from (PartInput(kind, name, tensor) for name, tensor in zip(spec.third(phase), left, strict=True))
     for name in spec.receives:
         layout = Layout(edges[name], name)  # as it comes off the wire
         yield PartInput("received", name, TensorSpec(tuple(layout.shape), tuple(layout.stride), edges[name].dtype))

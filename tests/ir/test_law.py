@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.errors import VerifyError
+from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.law import verify
 from fxpipe.ir.program import Level, Output, Program, info
 from fxpipe.ir.stage import Part
@@ -114,6 +115,10 @@ def worker_too_late(program: Program) -> None:
     info(call(program, lambda n: n.target is aten.addmm.default)).worker = 1
 
 
+def element_elsewhere(program: Program) -> None:
+    info(call(program, is_getitem)).worker = 1
+
+
 def crossing(program: Program) -> None:
     recv = call(program, is_recv)
     recv.replace_all_uses_with(recv.all_input_nodes[0].all_input_nodes[0])
@@ -167,6 +172,7 @@ BROKEN: list[tuple[Level, Callable[[Program], Program | None], str]] = [
     (Level.PLACED, no_worker, "has no worker"),
     (Level.PLACED, worker_too_late, "F edge .* runs from worker 1 to 0"),
     (Level.PLACED, lambda p: dataclasses.replace(p, cuts=None), "a placed program has cuts"),
+    (Level.PLACED, element_elsewhere, "is not where the tuple is that it is an element of"),
     (Level.WIRED, crossing, "crosses workers without a Send/Recv pair"),
     (Level.WIRED, other_shape, "differs from its edge in shape or dtype"),
     (Level.WIRED, lambda p: dataclasses.replace(p, wires={}), "is the end of no edge"),

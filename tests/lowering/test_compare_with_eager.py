@@ -13,6 +13,7 @@ from covering import covering
 from random_cuts import random_cuts
 from small_models import CASES, Case
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.build.build import Build
@@ -115,6 +116,37 @@ def test_what_says_little_is_named() -> None:
     assert (found.not_finite, found.zero) == (("the loss", "the gradient of a"), ("b",))
     both = worst_agreement([found, compare(step(0.5, b=torch.ones(2)), step(0.5, b=torch.ones(2)))])
     assert (both.not_finite, both.zero) == (found.not_finite, ())
+
+
+class Again(nn.Module):
+    """A batch norm whose region eager computes again in backward, and then updates its statistics again."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda h: self.norm(h).tanh(), self.first(x), use_reentrant=self.reentrant)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_norm_in_a_checkpoint_region(microbatches: int, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Again(reentrant), torch.randn(8, 4)
+    options = {"workers": 2, "microbatches": microbatches, "schedule": "1f1b", "cost": "analytic"}
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    build = fxpipe.compile(model, loss, batch, **options)
+    assert sum("changes inside a torch.utils.checkpoint region" in warning for warning in build.warnings) == 3
+    agreement = compare_with_eager(build, model, loss, batch)
+    assert agreement.largest < 1e-5
+    assert set(agreement.buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert model.norm.num_batches_tracked == 0, "the model is left as it was"
 
 
 class Remembers(nn.Module):

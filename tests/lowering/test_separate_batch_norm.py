@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 
@@ -50,6 +51,18 @@ def test_running_statistics_are_updated_in_turn() -> None:
         other(part)
     torch.testing.assert_close(one.running_mean, other.running_mean)
     torch.testing.assert_close(one.running_var, other.running_var)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_backward_computes_again_is_taken_apart_too(reentrant: bool) -> None:
+    x, target = torch.randn(6, 3, dtype=torch.float64, requires_grad=True), torch.randn(6, 3, dtype=torch.float64)
+    layer, builtin = nn.Sequential(normed(), nn.Tanh()), torch.batch_norm
+    with SeparateBatchNorm(2):
+        (checkpoint(layer, x, use_reentrant=reentrant) * target).sum().backward()
+    found, x.grad = x.grad, None
+    assert torch.batch_norm is builtin
+    sum((layer(part) * other).sum() for part, other in zip(x.chunk(2), target.chunk(2), strict=True)).backward()
+    torch.testing.assert_close(found, x.grad)
 
 
 @pytest.mark.parametrize("module", [normed().eval(), nn.InstanceNorm1d(3, affine=True).double(), nn.GroupNorm(3, 3)])

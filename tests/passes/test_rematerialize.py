@@ -10,7 +10,7 @@ from fxpipe.passes.fold import Fold
 from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.units import Units
 from program_text import check_pass, placed
-from random_cuts import numbered
+from random_cuts import numbered, random_cuts
 from small_models import CASES
 from torch import fx, nn
 
@@ -252,3 +252,12 @@ class Scaled(nn.Module):
 def test_what_is_made_of_weights_or_from_nothing_is_made_again_as_text() -> None:
     program = fxpipe.capture(Scaled(), lambda m, x: m(x).sum(), torch.ones(3, 2))
     check_pass(Rematerialize(), placed(program, 1), BEFORE, AFTER)
+
+
+def test_of_a_tuple_that_backward_computes_again_weight_gradients_get_the_elements() -> None:
+    """Not the tuple, of which a graph of tensors alone has no input, and which would keep all of them."""
+    options = {"workers": 2, "schedule": "v-half", "cuts": random_cuts("gpt-dropout", 4, seed=5)}
+    stage = lowered("gpt-dropout", 4, **options).plan.stages[2]
+    assert stage.weights is not None
+    assert any("_getitem_" in name and name.endswith("_again") for name in stage.weights.deferred)
+    assert not any("_split" in name for name in stage.weights.deferred)

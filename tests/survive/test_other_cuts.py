@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import fxpipe
 from fxpipe import Build
+from fxpipe.errors import ScheduleError
 
 STEPS, SAVED = 20, 8
 
@@ -89,6 +90,36 @@ def test_an_asynchronous_run_goes_on_from_the_weights_of_its_step(
             assert torch.equal(value, weights[name]), name
     losses = again.run(batches(STEPS)[SAVED:])
     assert all(loss == loss for loss in losses)  # not nan
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "other"),
+    [
+        ("zb-v", 2, "fxpipe compile MODEL -n 4 --schedule zb-v"),
+        ("zb-h1", 3, "fxpipe compile MODEL -n 4 --schedule zb-h1"),
+    ],
+)
+def test_the_schedule_of_the_checkpoint_is_not_for_these_ranks(
+    schedule: str, ranks: int, other: str, builds: dict[int, Build], tmp_path: Path
+) -> None:
+    """The error has the option that helps, and it does."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"workers": ranks, "microbatches": 2, "cost": "analytic", "schedule": schedule}
+    build = fxpipe.compile(Net(dropout=0), loss, batches(STEPS)[0], **options)
+    path = saved(build, tmp_path, optimizer=groups)
+    with pytest.raises(ScheduleError, match="a run keeps the schedule of its checkpoint") as caught:
+        builds[4].local(optimizer=groups, lr_scheduler=cosine, resume=path)
+    own = builds[4].plan.schedule
+    assert caught.value.where == str(path)
+    assert caught.value.hint is not None
+    assert f"add --schedule {own} to the command; or " in caught.value.hint
+    assert caught.value.hint.endswith(other)
+    again = builds[4].local(optimizer=groups, lr_scheduler=cosine, resume=path, schedule=own)
+    assert not again.resumed.exact
+    assert len(again.run(batches(STEPS)[SAVED:])) == STEPS - SAVED
+    with pytest.raises(ScheduleError) as named:
+        builds[4].local(optimizer=groups, schedule=schedule)
+    assert "checkpoint" not in named.value.what
 
 
 def test_the_rates_go_on(builds: dict[int, Build], tmp_path: Path) -> None:

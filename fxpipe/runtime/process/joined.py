@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.errors import BatchError, FxpipeError, RunError
-from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.calls import ALIKE, REFUSED, Calls
@@ -27,7 +26,7 @@ from fxpipe.runtime.process.membership import Member, membership
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_together
 from fxpipe.runtime.process.own_loop import OVER, OwnLoop
-from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened
+from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of
 from fxpipe.runtime.process.step_loss import Losses, StepLoss
 from fxpipe.runtime.process.together import agree_on, gathered, of_worker_0
 from fxpipe.runtime.process.warnings import warn_if_edited
@@ -93,7 +92,7 @@ class JoinedPipeline(OwnLoop):
         self._inside = False
         beat = self._pulse.after_beat
         self._pulse.after_beat = lambda: self._beat(beat)
-        self.recipe = choose(self.plan, self.options.schedule, self.options.policy, self.options.sync_steps)
+        self.recipe = recipe_of(self.plan, self.options)
         self.device = own_device(self.plan.device)
         self._addresses = Addresses(self.plan, self.recipe.demand)
         backend = common_backend(self.device, self.rank, self.plan.workers)

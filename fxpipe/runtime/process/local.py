@@ -20,7 +20,7 @@ from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.throttle import read_throttle
-from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.between_actions import between_actions
 from fxpipe.runtime.process.checkpoints import Checkpoints
@@ -29,7 +29,7 @@ from fxpipe.runtime.process.local_evaluation import LocalEvaluation
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, write_whole
 from fxpipe.runtime.process.own_loop import OwnLoop
-from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, restore, resumed_options
+from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of, restore, resumed_options
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.collective import LocalCollective, LocalExchange
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
@@ -83,7 +83,7 @@ class LocalPipeline(OwnLoop):
         temporary: the build's temporary folder, deleted with the pipeline; None if the build has a lasting one.
 
     Raises:
-        BuildError, BackendError, ScheduleError, PolicyError: as `open_worker` and `choose`.
+        BuildError, BackendError, ScheduleError, PolicyError: as `open_worker` and `recipe_of`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LocalPipeline(OwnLoop):
         self.folder = Path(folder)
         self.plan = read_plan(folder)
         self.options = options = in_steps(resumed_options(options, out))
-        self.recipe: Recipe = choose(self.plan, options.schedule, options.policy, options.sync_steps)
+        self.recipe: Recipe = recipe_of(self.plan, options)
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None

@@ -17,7 +17,6 @@ from fxpipe.observe.live import PulseBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import Pulse, Pulses
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
-from fxpipe.policy.recipe import choose
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.agreed_stop import AgreedStop
@@ -40,7 +39,15 @@ from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
-from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, run_before, say_resumed
+from fxpipe.runtime.process.resume import (
+    begin_or_go_on,
+    opened,
+    recipe_of,
+    restore,
+    resumed_step,
+    run_before,
+    say_resumed,
+)
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row
 from fxpipe.runtime.process.training_loop import train
@@ -116,7 +123,7 @@ class RankRun:
         self.rank, self.replica = rank, replica = plan.seat(process)
         self.line, hosted = ProcessLine.of(plan, rank), plan.hosted(rank)
         self.pulse, self.pulses = pulse, pulses
-        self.recipe = recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
+        self.recipe = recipe = recipe_of(plan, options)
         self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)
         self.step = 0 if resumed is None else resumed.step
         # In the order of a local run: the data, then the rest of the user's code.

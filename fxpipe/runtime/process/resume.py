@@ -15,10 +15,10 @@ import fxpipe
 from fxpipe.checkpoint.manifest import Manifest, check_files, read_manifest
 from fxpipe.checkpoint.shard import Shard, read_shard, state_files
 from fxpipe.checkpoint.shelf import CHECKPOINTS, Shelf
-from fxpipe.errors import CheckpointError, listed
+from fxpipe.errors import CheckpointError, ScheduleError, listed
 from fxpipe.messages import say, warn
 from fxpipe.plan.spec import Plan
-from fxpipe.policy.recipe import Recipe
+from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.executor import Executor
@@ -119,6 +119,25 @@ def resumed_options(options: Options, out: str | Path | None) -> Options:
         names = [name for name in names if name not in OF_SCHEDULE]
     kept = {name: manifest.run[name] for name in names if name in manifest.run}  # an earlier fxpipe knew fewer
     return dataclasses.replace(options, resume=str(path), weights=str(path), **kept)
+
+
+def recipe_of(plan: Plan, options: PipelineOptions) -> Recipe:
+    """The schedule and the policy of a run with these options (those of `resumed_options`).
+
+    Raises:
+        ScheduleError, PolicyError: as `choose`; if the schedule is the checkpoint's, with how to name another one.
+    """
+    try:
+        return choose(plan, options.schedule, options.policy, options.sync_steps)
+    except ScheduleError as error:
+        if options.resume is None or options.schedule != read_manifest(Path(options.resume)).run["schedule"]:
+            raise
+        own = f"to go on with the build's own schedule, add --schedule {plan.schedule} to the command"
+        raise ScheduleError(
+            f"{error.what}; a run keeps the schedule of its checkpoint unless it is given one",
+            where=options.resume,
+            hint=f"{own}; or {error.hint}" if error.hint else own,
+        ) from error
 
 
 def newest_options(options: Options, out: str | None) -> Options:
