@@ -45,6 +45,8 @@ class Times:
         down, up: from the end of F on a worker to when the next worker can begin, and of B to the previous one; one
             fewer than workers.
         held: by worker, of how many microbatches it may have done F and not yet W; at least 1.
+        weights: from the update of one worker to when another one, that reads its weights, can begin with a phase:
+            owner, reader, the phase, seconds.
     """
 
     microbatches: int
@@ -53,6 +55,7 @@ class Times:
     down: tuple[float, ...]
     up: tuple[float, ...]
     held: tuple[int, ...]
+    weights: tuple[tuple[int, int, Phase, float], ...] = ()
 
     @property
     def workers(self) -> int:
@@ -182,8 +185,11 @@ def run(times: Times, rows: Rows) -> Order:
 
 
 def _minibatch(times: Times, rows: Rows, begins: Sequence[float]) -> list[float] | None:
-    """When each worker ends a minibatch, given when it can begin with it; None if they deadlock."""
+    """When each worker ends a minibatch, given when it has ended the one before; None if they deadlock."""
     last, count = times.workers - 1, times.microbatches
+    fresh = dict.fromkeys(((k, phase) for k in range(times.workers) for phase in PHASES), 0.0)
+    for owner, reader, phase, seconds in times.weights:
+        fresh[reader, phase] = max(fresh[reader, phase], begins[owner] + seconds)
     forwards: list[list[float]] = [[-1.0] * count for _ in rows]
     backwards: list[list[float]] = [[-1.0] * count for _ in rows]
     clock, place = list(begins), [0] * times.workers
@@ -193,28 +199,25 @@ def _minibatch(times: Times, rows: Rows, begins: Sequence[float]) -> list[float]
         now, at, row = clock[k], place[k], rows[k]
         of_f, of_b, of_w = times.spent[k]
         for phase, number in row[at:]:
+            ready = 0.0 if number else fresh[k, phase]
             if phase == "F":
                 if k:
-                    ready = forwards[k - 1][number]
-                    if ready < 0:
+                    if forwards[k - 1][number] < 0:
                         break
-                    now = max(now, ready + times.down[k - 1])
-                now += of_f
-                forwards[k][number] = now
+                    ready = max(ready, forwards[k - 1][number] + times.down[k - 1])
+                now = forwards[k][number] = max(now, ready) + of_f
                 if k < last:
                     awake.append(k + 1)
             elif phase == "B":
                 if k < last:
-                    ready = backwards[k + 1][number]
-                    if ready < 0:
+                    if backwards[k + 1][number] < 0:
                         break
-                    now = max(now, ready + times.up[k])
-                now += of_b
-                backwards[k][number] = now
+                    ready = max(ready, backwards[k + 1][number] + times.up[k])
+                now = backwards[k][number] = max(now, ready) + of_b
                 if k:
                     awake.append(k - 1)
             else:
-                now += of_w
+                now = max(now, ready) + of_w
             at += 1
         clock[k], place[k] = now, at
     if any(at < 3 * count for at in place):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from functools import cached_property
+from math import inf, isfinite
 
 from fxpipe.plan.spec import PHASES, Phase
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.search import EPSILON
 from fxpipe.planner.workers import Workers
-from fxpipe.schedule import ZeroBubbleH1
+from fxpipe.schedule import ZeroBubbleH1, ZeroBubbleH2
 from fxpipe.schedule.csv_rows import NAME
 from fxpipe.search.candidate import Candidate, Question, Sized
-from fxpipe.search.own_order import MANNERS, Manner, Rows, Times, improved, orders
+from fxpipe.search.own_order import MANNERS, Manner, Rows, Times, improved, most_held, orders, run
 from fxpipe.search.simulated_plan import Cut, Judge, SimulatedPlan
 from fxpipe.simulator.of_partition import scenario_of_partition
 from fxpipe.simulator.scenario import Scenario
@@ -30,10 +31,10 @@ STARTS = 4
 EFFORT = 60_000
 """Actions that are run in all to improve the orders of one plan."""
 
-LAST_EFFORT = 1_000_000
+LAST_EFFORT = 300_000
 """The same for one plan that is among the best."""
 
-SHAKES = 200
+SHAKES = 30
 """How often the order of such a plan is disturbed, at most."""
 
 
@@ -46,6 +47,16 @@ class OwnOrders(Judge):
     """
 
     _manners: list[Manner] = field(default_factory=lambda: list(MANNERS))
+
+    @cached_property
+    def _named(self) -> list[Rows]:
+        """The orders that have names."""
+        kinds = (ZeroBubbleH1, ZeroBubbleH2)
+        schedules = [kind(self.workers.count, self.sized.microbatches) for kind in kinds]
+        return [
+            [[(action.phase, action.microbatch) for action in schedule.until(k, 1)] for k in range(schedule.workers)]
+            for schedule in schedules
+        ]
 
     @staticmethod
     def of(candidate: Candidate, sized: Sized, question: Question) -> OwnOrders:
@@ -73,16 +84,18 @@ class OwnOrders(Judge):
     ) -> SimulatedPlan | None:
         """What cuts do with the best order that listing and improving finds; None if they do not fit into memory."""
         count, microbatches = self.workers.count, self.sized.microbatches
-        one, all_of_them = (self._priced(cuts, again, self._holding(held)) for held in (1, microbatches))
-        held = self._held(one, all_of_them)
-        if min(held) < 1 or not isfinite(one.bottleneck):
+        held = self._held(cuts, again)
+        if min(held) < 1:
             return None
+        one = self._priced(cuts, again, self._holding(1))
         schedule = self.setting.schedule_of(count)
         times = times_of(scenario_of_partition(self.profile, one, self.workers, schedule), microbatches, held)
         pairs = orders(times, self._manners)
         if times.actions > ALL_MANNERS and len(self._manners) > KEPT_MANNERS:
             self._manners[:] = [manner for _, manner in pairs[:KEPT_MANNERS]]
-        best = improved(times, [order for order, _ in pairs[:STARTS]], effort // times.actions, shakes)
+        starts = [order for order, _ in pairs] + [run(times, rows) for rows in self._named if fits(rows, held)]
+        starts.sort(key=lambda order: (order.seconds, order.later))
+        best = improved(times, starts[:STARTS], effort // times.actions, shakes)
         setting = replace(self.setting, schedule=NAME, rows=lines_of(best.rows))
         workers = setting.workers(count)
         partition = self._priced(cuts, again, workers)
@@ -95,29 +108,39 @@ class OwnOrders(Judge):
         return of_cuts(self.profile, workers, *cuts, recompute=again, mode=self.candidate.mode, costs=costs)
 
     def _holding(self, held: int) -> Workers:
-        """The workers, if each holds so many microbatches."""
-        return replace(self.workers, in_flight=(held,) * self.workers.count, deferred=(held - 1,) * self.workers.count)
+        """The workers, if each held so many microbatches, had room for them, and computed nothing again for it."""
+        count = self.workers.count
+        return replace(
+            self.workers, in_flight=(held,) * count, deferred=(0,) * count, memory=(inf,) * count, recompute="none"
+        )
 
-    def _held(self, one: Partition, all_of_them: Partition) -> tuple[int, ...]:
+    def _held(self, cuts: tuple[Cut, Cut, Cut], again: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
         """How many microbatches each worker has room for: what it holds grows evenly with them.
 
-        Where a worker may compute values again to have more room, as many as ZB-H1 holds: what it gains from more is
-        not worth what it computes.
+        Where it may compute values again to have more room, at least as many as ZB-H1 holds.
         """
         most = self.sized.microbatches
-        if self.workers.recompute != "none":
-            return tuple(min(most, held) for held in self.workers.in_flight)
+        if all(memory == inf for memory in self.workers.memory):
+            return (most,) * self.workers.count
+        one, full = (self._priced(cuts, again, self._holding(held)).loads for held in (1, most))
         found = []
-        for least, full, memory in zip(one.loads, all_of_them.loads, self.workers.memory, strict=True):
-            room, each = memory * (1 + EPSILON) - least.memory, (full.memory - least.memory) / max(1, most - 1)
-            found.append(0 if room < 0 else most if room >= each * (most - 1) else 1 + int(room / each))
+        for k, memory in enumerate(self.workers.memory):
+            room = memory * (1 + EPSILON) - one[k].memory
+            each = (full[k].memory - one[k].memory) / max(1, most - 1)
+            held = 0 if room < 0 else most if room >= each * (most - 1) else 1 + int(room / each)
+            found.append(held if self.workers.recompute == "none" else max(held, self.workers.in_flight[k]))
         return tuple(found)
 
 
-def times_of(scenario: Scenario, microbatches: int, held: tuple[int, ...]) -> Times:
-    """The times that a scenario's workers take, with messages between neighbours.
+def fits(rows: Rows, held: Sequence[int]) -> bool:
+    """Whether no worker holds more microbatches than it has room for."""
+    return all(most_held(row) <= most for row, most in zip(rows, held, strict=True))
 
-    What else they send is left out: it is needed later, and the simulator knows it.
+
+def times_of(scenario: Scenario, microbatches: int, held: tuple[int, ...]) -> Times:
+    """The times that a scenario's workers take, with messages between neighbours, and weights.
+
+    What else they send, as saved values for a backward elsewhere, is left out: the simulator knows it.
     """
     count = len(scenario.workers)
     copied = [[0.0, 0.0, 0.0] for _ in range(count)]
@@ -135,6 +158,16 @@ def times_of(scenario: Scenario, microbatches: int, held: tuple[int, ...]) -> Ti
         tuple(_way(scenario, k, k + 1, "F") for k in range(count - 1)),
         tuple(_way(scenario, k + 1, k, "B") for k in range(count - 1)),
         held,
+        tuple(
+            (
+                r.owner,
+                r.reader,
+                phase,
+                scenario.links.seconds(r.owner, r.reader, r.bytes) + scenario.links.latency_of(r.owner, r.reader),
+            )
+            for r in scenario.replicas
+            for phase, _ in r.reads
+        ),
     )
 
 
