@@ -19,7 +19,7 @@ from fxpipe.search.simulated_plan import Cut, Judge, SimulatedPlan
 from fxpipe.simulator.of_partition import scenario_of_partition
 from fxpipe.simulator.scenario import Scenario
 
-ALL_MANNERS = 100
+ALL_MANNERS = 60
 """Of that many actions or fewer, an order is listed in every manner for every plan."""
 
 KEPT_MANNERS = 8
@@ -28,7 +28,7 @@ KEPT_MANNERS = 8
 STARTS = 4
 """How many orders of a plan are improved."""
 
-EFFORT = 60_000
+EFFORT = 12_000
 """Actions that are run in all to improve the orders of one plan."""
 
 LAST_EFFORT = 300_000
