@@ -54,7 +54,8 @@ def search(sizes: Sequence[Sized], question: Question, say: Say = lambda text: N
 
     Every schedule is planned for every kind of cuts that it has a use for, with the memory that it needs itself; plans
     of one schedule are tried under the others, too. Those with a flush, which are not far behind, are improved further
-    (`climb`). Of all within 1% of the fastest, the simplest is taken: without stale weights, without weight gradients
+    (`climb`). An order of each worker's own is tried with their cuts (`OwnOrders`), and these are improved for it, too.
+    Of all within 1% of the fastest, the simplest is taken: without stale weights, with a name, without weight gradients
     apart, with fewer kinds of cuts, with less memory. So nothing that any schedule's own plan promises is more than 1%
     faster.
 
