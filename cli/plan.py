@@ -142,10 +142,6 @@ def plan_command(
         else:
             subject = source.read(options.microbatches, not modes or "three-way" in modes, say)
             found = planned(subject, options, modes or MODES, say)
-    if save_schedule is not None:
-        made = schedules.best if compare else found.setting.schedule_of(options.stages)
-        Path(save_schedule).write_text(to_csv(made), encoding="utf-8")
-        note(f"wrote {save_schedule}")
     if compare:
         if as_json:
             emit_json(schedules.as_json())
@@ -160,6 +156,10 @@ def plan_command(
         emit_json(_as_json(found, modes or MODES))
     else:
         _print(found, options.stages, modes or MODES)
+    if save_schedule is not None:
+        made = schedules.best if compare else found.setting.schedule_of(options.stages)
+        Path(save_schedule).write_text(to_csv(made), encoding="utf-8")
+        note(f"wrote {save_schedule}")
     return 0
 
 
