@@ -35,7 +35,7 @@ EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
-class Times:
+class StageTimes:
     """What an order is made for. Times are seconds.
 
     Attributes:
@@ -74,7 +74,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Manner:
+class ListingManner:
     """How a worker chooses between what it can do.
 
     Attributes:
@@ -88,11 +88,13 @@ class Manner:
     filling: float
 
 
-MANNERS = tuple(Manner(*choice) for choice in product((1.0, 1.5, 2.0, 3.0, inf), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0)))
+MANNERS = tuple(
+    ListingManner(*choice) for choice in product((1.0, 1.5, 2.0, 3.0, inf), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0))
+)
 
 
 @dataclass(frozen=True)
-class Order:
+class OwnOrder:
     """Rows, and how good they are.
 
     Attributes:
@@ -105,16 +107,16 @@ class Order:
     later: float
     rows: Rows
 
-    def better_than(self, other: Order) -> bool:
+    def better_than(self, other: OwnOrder) -> bool:
         """By more than rounding."""
         if abs(self.seconds - other.seconds) > EQUAL * other.seconds:
             return self.seconds < other.seconds
         return self.later < other.later * (1 - EQUAL)
 
 
-def orders(times: Times, manners: Sequence[Manner] = MANNERS) -> list[tuple[Order, Manner]]:
+def orders(times: StageTimes, manners: Sequence[ListingManner] = MANNERS) -> list[tuple[OwnOrder, ListingManner]]:
     """The orders that come of some manners, each once, the best first."""
-    found: dict[tuple[tuple[Step, ...], ...], tuple[Order, Manner]] = {}
+    found: dict[tuple[tuple[Step, ...], ...], tuple[OwnOrder, ListingManner]] = {}
     for manner in manners:
         rows = listed(times, manner)
         key = tuple(map(tuple, rows))
@@ -123,7 +125,7 @@ def orders(times: Times, manners: Sequence[Manner] = MANNERS) -> list[tuple[Orde
     return sorted(found.values(), key=lambda pair: (pair[0].seconds, pair[0].later))
 
 
-def listed(times: Times, manner: Manner) -> Rows:
+def listed(times: StageTimes, manner: ListingManner) -> Rows:
     """The actions of all workers as they become possible, in one manner.
 
     A worker that is free begins, of what it can begin, a backward; else a forward, if that is not too far ahead; else a
@@ -172,19 +174,19 @@ def listed(times: Times, manner: Manner) -> Rows:
     return rows
 
 
-def run(times: Times, rows: Rows) -> Order:
+def run(times: StageTimes, rows: Rows) -> OwnOrder:
     """How good rows are, by several minibatches one after the other, each worker's as soon as it can; `inf` if they
     deadlock."""
     clock, before = [0.0] * times.workers, [0.0] * times.workers
     for _ in range(REPEATED):
         before, ends = clock, _minibatch(times, rows, clock)
         if ends is None:
-            return Order(inf, inf, rows)
+            return OwnOrder(inf, inf, rows)
         clock = ends
-    return Order(max(end - start for start, end in zip(before, clock, strict=True)), sum(clock), rows)
+    return OwnOrder(max(end - start for start, end in zip(before, clock, strict=True)), sum(clock), rows)
 
 
-def _minibatch(times: Times, rows: Rows, begins: Sequence[float]) -> list[float] | None:
+def _minibatch(times: StageTimes, rows: Rows, begins: Sequence[float]) -> list[float] | None:
     """When each worker ends a minibatch, given when it has ended the one before; None if they deadlock."""
     last, count = times.workers - 1, times.microbatches
     fresh = dict.fromkeys(((k, phase) for k in range(times.workers) for phase in PHASES), 0.0)
@@ -225,7 +227,7 @@ def _minibatch(times: Times, rows: Rows, begins: Sequence[float]) -> list[float]
     return [end + update for end, update in zip(clock, times.updates, strict=True)]
 
 
-def improved(times: Times, starts: Sequence[Order], effort: int, shakes: int = 0) -> Order:
+def improved(times: StageTimes, starts: Sequence[OwnOrder], effort: int, shakes: int = 0) -> OwnOrder:
     """The best order that moves of single actions lead to from any of some, each move an improvement.
 
     Args:
@@ -249,15 +251,15 @@ def improved(times: Times, starts: Sequence[Order], effort: int, shakes: int = 0
 class _Moves:
     """One search for a better order."""
 
-    def __init__(self, times: Times, effort: int) -> None:
+    def __init__(self, times: StageTimes, effort: int) -> None:
         self.times = times
         self.left = effort
 
-    def over(self, best: Order) -> bool:
+    def over(self, best: OwnOrder) -> bool:
         """Whether nothing is left to try, or to gain."""
         return self.left <= 0 or best.seconds <= self.times.bound * (1 + EQUAL)
 
-    def from_(self, best: Order) -> Order:
+    def from_(self, best: OwnOrder) -> OwnOrder:
         """The best that moves lead to from one order."""
         improving = best.seconds < inf
         while improving:
@@ -273,7 +275,7 @@ class _Moves:
                         break
         return best
 
-    def shaken(self, order: Order, random: Random) -> Order:
+    def shaken(self, order: OwnOrder, random: Random) -> OwnOrder:
         """The order with three pairs of neighbours exchanged."""
         rows = list(order.rows)
         for _ in range(3):

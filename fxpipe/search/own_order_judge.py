@@ -14,7 +14,7 @@ from fxpipe.planner.workers import Workers
 from fxpipe.schedule import ZeroBubbleH1, ZeroBubbleH2
 from fxpipe.schedule.csv_rows import NAME
 from fxpipe.search.candidate import Candidate, Question, Sized
-from fxpipe.search.own_order import MANNERS, Manner, Rows, Times, improved, most_held, orders, run
+from fxpipe.search.own_order import MANNERS, ListingManner, Rows, StageTimes, improved, most_held, orders, run
 from fxpipe.search.simulated_plan import Cut, Judge, SimulatedPlan
 from fxpipe.simulator.of_partition import scenario_of_partition
 from fxpipe.simulator.scenario import Scenario
@@ -46,7 +46,7 @@ class OwnOrders(Judge):
         setting, workers: those of ZB-H1, which trains the same; it has no say in the order.
     """
 
-    _manners: list[Manner] = field(default_factory=lambda: list(MANNERS))
+    _manners: list[ListingManner] = field(default_factory=lambda: list(MANNERS))
 
     @cached_property
     def _named(self) -> list[Rows]:
@@ -137,7 +137,7 @@ def fits(rows: Rows, held: Sequence[int]) -> bool:
     return all(most_held(row) <= most for row, most in zip(rows, held, strict=True))
 
 
-def times_of(scenario: Scenario, microbatches: int, held: tuple[int, ...]) -> Times:
+def times_of(scenario: Scenario, microbatches: int, held: tuple[int, ...]) -> StageTimes:
     """The times that a scenario's workers take, with messages between neighbours, and weights.
 
     What else they send, as saved values for a backward elsewhere, is left out: the simulator knows it.
@@ -151,7 +151,7 @@ def times_of(scenario: Scenario, microbatches: int, held: tuple[int, ...]) -> Ti
         tuple(cost.seconds(phase) + more for phase, more in zip(PHASES, own, strict=True))
         for cost, own in zip(scenario.workers, copied, strict=True)
     ]
-    return Times(
+    return StageTimes(
         microbatches,
         tuple((f, b, w) for f, b, w in spent),
         tuple(cost.update for cost in scenario.workers),

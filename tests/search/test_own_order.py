@@ -15,7 +15,18 @@ from fxpipe.planner.setting import Setting
 from fxpipe.schedule import check, from_csv, make
 from fxpipe.schedule.check import held
 from fxpipe.search import Question, Sized, search
-from fxpipe.search.own_order import MANNERS, Order, Rows, Times, improved, listed, most_held, orders, run
+from fxpipe.search.own_order import (
+    MANNERS,
+    ListingManner,
+    OwnOrder,
+    Rows,
+    StageTimes,
+    improved,
+    listed,
+    most_held,
+    orders,
+    run,
+)
 from fxpipe.search.own_order_judge import lines_of
 from fxpipe.search.reasons import TIE
 from fxpipe.simulator import Scenario, WorkerCost, simulate
@@ -24,10 +35,10 @@ SECONDS = st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, 9.0])
 
 
 @st.composite
-def some_times(draw: st.DrawFn) -> Times:
+def some_times(draw: st.DrawFn) -> StageTimes:
     """Of uneven workers, some of which have room for few microbatches."""
     workers, count = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    return Times(
+    return StageTimes(
         count,
         tuple((draw(SECONDS) + 0.5, draw(SECONDS) + 0.5, draw(SECONDS)) for _ in range(workers)),
         tuple(draw(SECONDS) for _ in range(workers)),
@@ -37,15 +48,15 @@ def some_times(draw: st.DrawFn) -> Times:
     )
 
 
-def rows_of(name: str, times: Times) -> Rows:
+def rows_of(name: str, times: StageTimes) -> Rows:
     """The order of a schedule that has a name."""
     made = make(name, times.workers, times.microbatches)
     return [[(action.phase, action.microbatch) for action in made.until(k, 1)] for k in range(times.workers)]
 
 
 @given(some_times(), st.sampled_from(MANNERS), st.integers(0, 100))
-def test_every_order_is_lawful_and_holds_what_it_may(times: Times, manner: object, effort: int) -> None:
-    for rows in (listed(times, manner), improved(times, [run(times, listed(times, manner))], effort, 2).rows):  # type: ignore[arg-type]
+def test_every_order_is_lawful_and_holds_what_it_may(times: StageTimes, manner: ListingManner, effort: int) -> None:
+    for rows in (listed(times, manner), improved(times, [run(times, listed(times, manner))], effort, 2).rows):
         schedule = from_csv("\n".join(lines_of(rows)))
         assert (schedule.workers, schedule.ranks, schedule.microbatches) == (
             times.workers,
@@ -61,10 +72,10 @@ def test_every_order_is_lawful_and_holds_what_it_may(times: Times, manner: objec
 
 
 @given(some_times(), st.sampled_from(MANNERS))
-def test_its_time_is_the_simulators(times: Times, manner: object) -> None:
+def test_its_time_is_the_simulators(times: StageTimes, manner: ListingManner) -> None:
     """With one latency for all messages, which both know; the simulator's is the mean of two minibatches."""
     times = replace(times, down=(2.0,) * (times.workers - 1), up=(2.0,) * (times.workers - 1))
-    rows = listed(times, manner)  # type: ignore[arg-type]
+    rows = listed(times, manner)
     costs = [WorkerCost(f, b, u, weight=w) for (f, b, w), u in zip(times.spent, times.updates, strict=True)]
     found = simulate(from_csv("\n".join(lines_of(rows))), Scenario(tuple(costs), links=Links(latency=2.0)), 3)
     own = run(times, rows)
@@ -73,7 +84,7 @@ def test_its_time_is_the_simulators(times: Times, manner: object) -> None:
 
 
 @given(some_times(), st.integers(0, 200), st.integers(0, 3))
-def test_improving_never_makes_it_worse(times: Times, effort: int, shakes: int) -> None:
+def test_improving_never_makes_it_worse(times: StageTimes, effort: int, shakes: int) -> None:
     times = replace(times, held=(times.microbatches,) * times.workers)
     starts = [order for order, _ in orders(times)[:3]]
     starts += [run(times, rows_of(name, times)) for name in ("zb-h1", "zb-h2")]
@@ -84,21 +95,21 @@ def test_improving_never_makes_it_worse(times: Times, effort: int, shakes: int) 
 
 def test_listing_finds_what_has_no_bubble() -> None:
     """As ZB-H2 has none where times are even and there is room."""
-    even = Times(8, ((1.0, 1.0, 1.0),) * 4, (0.0,) * 4, (0.0,) * 3, (0.0,) * 3, (8,) * 4)
+    even = StageTimes(8, ((1.0, 1.0, 1.0),) * 4, (0.0,) * 4, (0.0,) * 3, (0.0,) * 3, (8,) * 4)
     assert orders(even)[0][0].seconds == pytest.approx(24.0)
 
 
 def test_what_deadlocks_takes_for_ever() -> None:
-    times = Times(2, ((1.0, 1.0, 1.0),) * 2, (0.0,) * 2, (0.0,), (0.0,), (2, 2))
+    times = StageTimes(2, ((1.0, 1.0, 1.0),) * 2, (0.0,) * 2, (0.0,), (0.0,), (2, 2))
     rows = rows_of("zb-h1", times)
     rows[0] = [("F", 0), ("B", 0), ("W", 0), ("F", 1), ("B", 1), ("W", 1)]
     rows[1] = [("F", 0), ("F", 1), ("B", 0), ("W", 0), ("B", 1), ("W", 1)]
-    assert run(times, rows) == Order(math.inf, math.inf, rows)
+    assert run(times, rows) == OwnOrder(math.inf, math.inf, rows)
 
 
 def test_weights_of_another_worker_are_waited_for() -> None:
     """A worker that reads what the last one updates begins when that has ended: minibatches do not overlap."""
-    times = Times(4, ((1.0, 1.0, 1.0),) * 2, (0.0,) * 2, (0.0,), (0.0,), (4, 4))
+    times = StageTimes(4, ((1.0, 1.0, 1.0),) * 2, (0.0,) * 2, (0.0,), (0.0,), (4, 4))
     rows = rows_of("zb-h2", times)
     assert run(times, rows).seconds == pytest.approx(12.0)
     assert run(replace(times, weights=((1, 0, "F", 0.5),)), rows).seconds == pytest.approx(13.5)
