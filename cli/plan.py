@@ -65,7 +65,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     "--save-schedule",
     type=click.Path(dir_okay=False),
     metavar="FILE.csv",
-    help="Write the order of actions in torch's format, for --schedule and to edit.",
+    help="Write the order of actions in torch's format, for --schedule and to edit; with --compare, the best one's.",
 )
 @click.option("--no-communication", is_flag=True, help="Balance computation alone: messages cost nothing.")
 @click.option(
@@ -122,8 +122,8 @@ def plan_command(
     if weight_fraction and is_model:
         raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
     compare = asked_schedule(asked, compare) or compare
-    if save_schedule is not None and (compare or len(counts) > 1):
-        raise click.UsageError("--save-schedule writes one schedule: name it, and one number of microbatches")
+    if save_schedule is not None and len(counts) > 1 and not compare:
+        raise click.UsageError("--save-schedule writes one schedule: name one number of microbatches")
     options = CompileOptions(**asked, microbatches=counts[0] if len(counts) == 1 else None)
     if (given := options.from_file) is not None:
         options = options.of_microbatches(given.microbatches)
@@ -134,8 +134,7 @@ def plan_command(
         options = replace(options, links=Links())
     modes = tuple(mode for mode in MODES if mode in cuts)
     with working("planning") as say:
-        made = ModelOptions(meta=meta)
-        source = of_model(target, made, options) if is_model else of_profile(target, weight_fraction)
+        source = of_model(target, ModelOptions(meta=meta), options) if is_model else of_profile(target, weight_fraction)
         if compare:
             schedules = compare_schedules(source, options, counts, modes, say)
         elif len(counts) > 1:
@@ -143,9 +142,6 @@ def plan_command(
         else:
             subject = source.read(options.microbatches, not modes or "three-way" in modes, say)
             found = planned(subject, options, modes or MODES, say)
-    if save_schedule is not None:
-        Path(save_schedule).write_text(to_csv(found.setting.schedule_of(options.stages)), encoding="utf-8")
-        note(f"wrote {save_schedule}")
     if compare:
         if as_json:
             emit_json(schedules.as_json())
@@ -160,6 +156,10 @@ def plan_command(
         emit_json(_as_json(found, modes or MODES))
     else:
         _print(found, options.stages, modes or MODES)
+    if save_schedule is not None:
+        made = schedules.best if compare else found.setting.schedule_of(options.stages)
+        Path(save_schedule).write_text(to_csv(made), encoding="utf-8")
+        note(f"wrote {save_schedule}")
     return 0
 
 

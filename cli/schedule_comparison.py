@@ -12,10 +12,14 @@ from fxpipe.cli.output import echo, print_table, size
 from fxpipe.cli.planned import Say, Source
 
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
-from fxpipe.schedule import kind_of
+from fxpipe.schedule import Schedule, kind_of
+from fxpipe.schedule.csv_rows import NAME
 
 if TYPE_CHECKING:
     from fxpipe.plan.cost_records import ScheduleForecast
+
+OWN_ORDER = "own order"
+"""What tables call the schedule that was made for the stages' times, whose rows the plan has."""
 
 
 def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool = False) -> bool:
@@ -43,10 +47,15 @@ def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool 
 
 @dataclass(frozen=True)
 class Schedules:
-    """What was compared, the best first; of a model, how many samples a minibatch has."""
+    """What was compared, the best first; of a model, how many samples a minibatch has.
+
+    Attributes:
+        best: the schedule to take.
+    """
 
     rows: tuple[ScheduleForecast, ...]
     samples: int | None
+    best: Schedule
 
     def as_json(self) -> dict[str, Any]:
         """One object a row."""
@@ -92,7 +101,7 @@ def compare_schedules(
     if failed is not None and not sizes:
         raise failed
     ranking = search(sizes, replace(question(options, momentum), modes=tuple(modes)), say)
-    return Schedules((*ranking.rows, *refused), sizes[0].samples)
+    return Schedules((*ranking.rows, *refused), sizes[0].samples, ranking.best.schedule)
 
 
 def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most: int | None = None) -> None:
@@ -110,7 +119,7 @@ def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most:
         lost = f"{100 * (pace / best - 1):+.1f} %" if best else ""
         lines.append(
             [
-                row.schedule,
+                OWN_ORDER if row.schedule == NAME else row.schedule,
                 str(row.microbatches),
                 row.cuts,
                 str(row.staleness) if row.staleness else "none",

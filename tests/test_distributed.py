@@ -14,8 +14,10 @@ from random_cuts import numbered
 from several_runs import one_after_the_other
 from small_models import CASES
 
+from fxpipe import compile as compile_model
 from fxpipe.build.build import Build
 from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
@@ -180,6 +182,17 @@ def test_three_kinds_of_cuts_and_empty_parts_too(model_files: dict[str, Path], t
 def test_weight_gradients_apart(model_files: dict[str, Path], tmp_path: Path, schedule: str, workers: int) -> None:
     where = cuts(CASES["gpt-dropout"], workers, 1)
     check(lowered("gpt-dropout", 4, workers=workers, schedule=schedule, **where), model_files["adamw"], tmp_path)
+
+
+@pytest.mark.multiproc
+def test_an_order_of_each_workers_own(model_files: dict[str, Path], tmp_path: Path) -> None:
+    """That `--schedule auto` takes where times are uneven and messages slow."""
+    case = CASES["gpt-dropout"]
+    asked: dict[str, Any] = {"cost": "analytic", "links": Links(latency=2e-3), "cuts": "same", "microbatches": 4}
+    build = compile_model(case.make(), case.loss, case.batches(1)[0], workers=2, synchronous=True, **asked)
+    assert build.plan.schedule == "csv"
+    assert build.costs.schedules[0].schedule == "csv"
+    check(build, model_files["adamw"], tmp_path)
 
 
 @pytest.mark.slow

@@ -113,7 +113,10 @@ def choose_schedule(
     best = ranking.best.setting
     step, found = tried[best.microbatches]
     decided = options if options.microbatches is not None else options.of_microbatches(best.microbatches)
-    decided = replace(decided, schedule=best.schedule)
+    if best.rows:  # say themselves how many stages a process runs
+        decided = replace(decided, schedule="\n".join(best.rows), virtual=None)
+    else:
+        decided = replace(decided, schedule=best.schedule)
     if shapes or last is not None:
         step = captured_step(model, loss, batch, decided, shapes, last, say)
     else:

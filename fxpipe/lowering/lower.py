@@ -143,7 +143,7 @@ def lower(
         chosen: what the search found, where it chose the schedule.
         again: what each worker's backward computes again to save memory, where it is known already, in place of the
             options.
-        reduce: says how many replicas each worker has, and puts their gradients into buckets; None for one each.
+        reduce: says how many replicas each worker has, and puts their gradients into buckets, in place of the options.
         observers: are told of every pass.
         say: is told which shape of batch is being worked on, and which part is being put onto engines.
 
@@ -172,6 +172,9 @@ def lower(
             hint="give pad and pad_to to fxpipe.compile, which captures, too",
         )
     options = replace(options, optimizer=of_parameters(options.optimizer, None))
+    reduce = reduce or options.reduce
+    if reduce is not None and len(set(reduce.replicas)) == 1:
+        options = replace(options, dp=reduce.replicas[0])
     _check_values(program, options)
     lines = PassLines()
     observers = (*observers, lines)
@@ -184,7 +187,7 @@ def lower(
     setting = options.setting(program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     emitter = Emitter.of(program, costs, options, setting, times, first=len(front) + 2)
-    emitter = replace(emitter, again=tuple(tuple(names) for names in again), reduce=reduce or options.reduce)
+    emitter = replace(emitter, again=tuple(tuple(names) for names in again), reduce=reduce)
     if chosen is not None:
         emitter = replace(emitter, known=chosen.known)
     if codecs is None:

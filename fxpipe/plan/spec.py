@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 11
+FORMAT = 12
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
 Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients where a schedule has them apart
@@ -390,8 +390,8 @@ class Plan:
 
     @property
     def dp(self) -> int:
-        """How many replicas each worker has."""
-        return self.replicas[0] if self.replicas else 1
+        """How many replicas each worker has, if that is one number; else 1."""
+        return self.replicas[0] if len(set(self.replicas)) == 1 else 1
 
     @property
     def mesh(self) -> Mesh:

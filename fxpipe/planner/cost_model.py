@@ -50,6 +50,7 @@ Everything here is arithmetic on arrays of cut positions: any number of candidat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -127,6 +128,13 @@ class CostModel:
         self._entering = self.activations.total()  # bytes that a run from here on reads of earlier units
         self._leaving = self.gradients.total()[::-1]  # bytes of gradients that cross a position
         self._lookup: tuple[_Table, _Table] | None = None
+
+    def of_workers(self, workers: Workers) -> CostModel:
+        """The same units on other workers, with as many microbatches; nothing is added up again."""
+        assert workers.microbatches == self.workers.microbatches
+        other = copy(self)
+        other.workers = workers
+        return other
 
     def load(self, states: Places) -> Floats:
         """Work before boundaries, rows (f, b, w, …), in milliseconds at speed 1; without the policy's."""

@@ -173,9 +173,9 @@ def of_cuts(
     cuts = np.stack([*columns, 0 * columns[0]], axis=1)
     for worker, first, _ in recompute:
         cuts[worker if first < cuts[worker, 0] else worker + 1, 3] = 1
-    slowest = bottleneck(costs, cuts)
-    found = _described(costs, mode, Path(cuts, slowest), 0.0, apart=True)
-    return replace(found, lower_bound=min(found.ideal, found.bottleneck))
+    found = _described(costs, mode, Path(cuts, 0.0), 0.0, apart=True)
+    slowest = max(load.total for load in found.loads)
+    return replace(found, bottleneck=slowest, lower_bound=min(found.ideal, slowest))
 
 
 def fits(profile: Profile, workers: Workers) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
@@ -58,7 +59,7 @@ class Setting:
             ScheduleError: an unknown name, or the schedule cannot have so many workers.
         """
         if self.rows:
-            return from_csv("\n".join(self.rows))
+            return _of_rows(self.rows)
         return make(self.schedule, count, self.microbatches, self.placement if len(self.placement) == count else ())
 
     def memory_of(self, ranks: int) -> tuple[float, ...]:
@@ -98,6 +99,12 @@ class Setting:
             deferred=tuple(max(later for _, later in moments(schedule, k)) for k in range(count)),
             recompute=self.recompute,
         )
+
+
+@lru_cache(maxsize=16)
+def _of_rows(rows: tuple[str, ...]) -> Schedule:
+    """The schedule of a plan's rows, kept for those who ask again: it is read and checked."""
+    return from_csv("\n".join(rows))
 
 
 def _shares(placement: Sequence[int], in_flight: Sequence[int]) -> list[float]:

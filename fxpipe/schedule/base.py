@@ -69,10 +69,15 @@ class Schedule(ABC):
                 hint="every worker has a rank, every rank from 0 on a worker, and worker 0 is on rank 0",
             )
         if self.several and not self.synchronous:
-            raise ScheduleError(
-                f"schedule '{self.name}' has one worker on each rank, not {list(self.placement)}",
-                hint="for several stages on a rank: --schedule interleaved, zb-v, or another one with a flush",
-            )
+            raise self.one_worker_on_each_rank(str(list(self.placement)))
+
+    @classmethod
+    def one_worker_on_each_rank(cls, asked: str) -> ScheduleError:
+        """What says that a schedule without a flush cannot have what is asked."""
+        return ScheduleError(
+            f"schedule '{cls.name}' has one worker on each rank, not {asked}",
+            hint="for several stages on a rank: --schedule interleaved, zb-v, or another one with a flush",
+        )
 
     @property
     def ranks(self) -> int:
@@ -133,10 +138,7 @@ class Schedule(ABC):
             raise ScheduleError(f"there are no {virtual or 1} workers on each of {ranks} ranks")
         count = virtual or cls.usual_virtual
         if count > 1 and not cls.synchronous:
-            raise ScheduleError(
-                f"schedule '{cls.name}' has one worker on each rank, not {count}",
-                hint="for several stages on a rank: --schedule interleaved, zb-v, or another one with a flush",
-            )
+            raise cls.one_worker_on_each_rank(str(count))
         return tuple(range(ranks)) * count
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fxpipe.planner.quantity import size
+from fxpipe.schedule.csv_rows import NAME as OWN
 from fxpipe.search.simulated_plan import SimulatedPlan
 
 TIE = 0.01
@@ -74,6 +75,8 @@ def _less_simple(trial: SimulatedPlan, best: SimulatedPlan) -> str:
         return f"but forwards miss {trial.staleness} update{'' if trial.staleness == 1 else 's'}"
     if complexity(trial) > complexity(best):
         more = trial.schedule
+        if more.name == OWN:
+            return "but with an order of its own"
         if not more.synchronous:
             return "but without a flush"
         return "but processes run several stages" if more.several else "but weight gradients are apart"
@@ -82,9 +85,9 @@ def _less_simple(trial: SimulatedPlan, best: SimulatedPlan) -> str:
 
 
 def complexity(trial: SimulatedPlan) -> int:
-    """How much a schedule asks beyond forward, backward and a flush."""
+    """How much a schedule asks beyond forward, backward and a flush; most, an order that has no name."""
     schedule = trial.schedule
-    return 4 * (not schedule.synchronous) + 2 * schedule.several + schedule.weights_apart
+    return 8 * (schedule.name == OWN) + 4 * (not schedule.synchronous) + 2 * schedule.several + schedule.weights_apart
 
 
 def _ms(seconds: float) -> str:

@@ -61,7 +61,7 @@ class SimulatedPlan:
             of_ranks[rank] += load.memory
         return max(of_ranks)
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         """Its schedule."""
         return self.setting.schedule_of(len(self.partition.loads))

@@ -53,21 +53,21 @@ class Direction:
     """One direction of a link, and when it is free for the next message, in seconds.
 
     Who sends at a time must first let it carry all that begins earlier: `carry(time)`.
+
+    Attributes:
+        waiting: how many messages wait their turn.
     """
 
     free: float = 0.0
+    waiting: int = 0
     _queues: dict[int, deque[Waiting]] = field(default_factory=lambda: {SAVED: deque(), WEIGHTS: deque()})
     _stretch: Stretch | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether any message waits its turn."""
-        return any(self._queues.values())
 
     def put(self, message: Waiting, time: float) -> None:
         """A message is sent at `time`, and waits its turn."""
         self.free = max(self.free, time)
         self._queues[message.channel.turn].append(message)
+        self.waiting += 1
 
     def interrupt(self) -> Iterator[Stretch]:
         """Something else is carried next: the stretch that ends with it, if there is one."""
@@ -117,6 +117,7 @@ class Direction:
         if last:
             message.channel.ready[message.number] = message.channel.arrives(message.begins, self.free)
             self._queues[message.channel.turn].popleft()
+            self.waiting -= 1
             yield from self.interrupt()
 
 

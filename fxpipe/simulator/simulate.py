@@ -12,6 +12,7 @@ for which a worker waits, so that its time is known, too; that worker goes on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import ceil, isclose
 from operator import itemgetter
@@ -52,14 +53,13 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
         raise ScheduleError(f"the schedule has its workers on ranks {schedule.placement}, the costs elsewhere")
     if minibatches < 1:
         raise ScheduleError(f"a simulation needs at least 1 minibatch, not {minibatches}")
-    rows = read(schedule, minibatches)
+    rows, own = _rows(schedule, minibatches)
     run = _Simulator(scripts(scenario, schedule, minibatches), schedule)
     run.run(rows)
     if len(run.ends) < schedule.ranks:
         play(schedule, rows, lambda worker, action: _needs(schedule, scenario, worker, action))
         raise AssertionError("a run that stops would stop with whole actions too")
     finished = [{span.action.minibatch: span.end for span in spans if span.kind != "F"} for spans in run.spans]
-    own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
     seconds = max(run.ends.values())
     slow = finished if schedule.weights_apart else finished[:1]  # where no worker waits for W, a later one may lag more
     period = max(_period(schedule, own[0], list(ends.values()), seconds) for ends in slow)
@@ -85,6 +85,14 @@ def steady_minibatches(schedule: Schedule) -> int:
     """How many minibatches show a schedule's steady state: four times as many as fill the pipeline, and enough to see
     twice a cycle of four."""
     return 4 if schedule.synchronous else 4 * ceil(schedule.workers / schedule.microbatches) + 16
+
+
+@lru_cache(maxsize=32)
+def _rows(schedule: Schedule, minibatches: int) -> tuple[list[list[Event]], list[list[Action]]]:
+    """The rows of the ranks and those of the workers, kept for those who simulate many costs of one schedule."""
+    rows = read(schedule, minibatches)
+    own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
+    return rows, own
 
 
 class _Simulator:
@@ -177,7 +185,7 @@ class _Simulator:
     def _send(self, channel: Channel, number: int, clock: float, action: Action) -> float:
         """Send a message, and wake its receiver if it is urgent; returns when the sender can go on."""
         direction = channel.direction
-        if direction.waits:
+        if direction.waiting:
             self._carried(direction.carry(clock))
         if channel.turn != URGENT:
             channel.wait(number, clock, action)

@@ -81,7 +81,7 @@ def test_no_worker_runs_ahead_however_eager_it_is(name: str, greedy: int | None)
     idle = 0
     while pipeline._in_flight:
         worker = chance.randrange(workers) if greedy is None or idle else greedy
-        idle = 0 if pipeline._act(worker) else idle + 1
+        idle = 0 if pipeline._act(pipeline._seats[worker]) else idle + 1
         assert idle < 1000, "the pipeline stands still"
         forwards, backwards = ([executor.watch.count(kind) for executor in pipeline.executors] for kind in ("F", "B"))
         assert forwards == sorted(forwards, reverse=True)

@@ -21,7 +21,8 @@ from fxpipe.planner.partition import TooLittleMemory
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
 from fxpipe.planner.setting import Setting
 from fxpipe.policy import default_for
-from fxpipe.schedule import SCHEDULES, make
+from fxpipe.schedule import SCHEDULES, make, to_csv
+from fxpipe.schedule.csv_rows import NAME
 from fxpipe.search import Question, Ranking, Sized, candidates, microbatch_counts, schedules_of, search
 from fxpipe.search.reasons import TIE
 from fxpipe.simulator.of_partition import scenario_of_partition
@@ -151,13 +152,27 @@ def _against_program(seed: int) -> float:
     return 1e3 * found.best.seconds / least
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 11), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 51), marks=pytest.mark.slow)])
 def test_near_the_integer_program_on_small_cases(seeds: range) -> None:
-    """Half of them are solved exactly; what is lost is the order, see docs/design/0045-search.md."""
+    """Nearly all of them are solved exactly; the tie of 1% may give that much away."""
     ratios = sorted(_against_program(seed) for seed in seeds)
-    assert ratios[len(ratios) // 2] <= 1.0 + TIE
-    assert sum(ratios) / len(ratios) <= 1.02
-    assert ratios[-1] <= 1.08
+    assert ratios[len(ratios) // 2] <= 1.0 + 2e-4
+    assert sum(ratios) / len(ratios) <= 1.002
+    assert ratios[-1] <= 1.02
+
+
+def test_an_order_of_each_workers_own_where_no_name_gives_it() -> None:
+    """In this one of the random cases, orders with a name take 3.5% more than the integer program, with any cuts."""
+    times, workers, count, mode, latency = _small(4)
+    assert mode == "same"
+    sized = Sized(Setting(microbatches=count, links=Links(latency=latency / 1e3)), profile := chain(times), profile)
+    found = search([sized], Question(workers, single(True), modes=(mode,)))
+    assert (found.rows[0].schedule, found.best.setting.schedule) == (NAME, NAME)
+    assert found.best.setting.rows == tuple(to_csv(found.best.schedule).splitlines())
+    second = found.rows[1].seconds
+    assert second is not None
+    assert second > 1.03 * found.best.seconds
+    assert found.rows[1].why == "bubble 15% against 12%"
 
 
 def test_even_times_reach_the_optimum_of_any_order() -> None:
@@ -183,7 +198,7 @@ def test_memory_in_flight_costs_the_program_what_it_costs_schedules() -> None:
 def test_rows_say_what_they_lose_and_why() -> None:
     found: Ranking = asked(chain(EVEN), 4, counts=(8,))
     assert [row.schedule for row in found.rows][:2] == ["zb-h2", "zb-h1"]
-    assert {row.schedule for row in found.rows} == set(single(True))
+    assert {row.schedule for row in found.rows} == set(single(True))  # no bubble: an own order has nothing to gain
     assert found.rows[0].why == ""
     assert found.rows[1].why == "bubble 11% against 0%"
     assert [row.seconds for row in found.rows] == sorted(row.seconds or 0 for row in found.rows)

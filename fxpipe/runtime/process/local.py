@@ -31,7 +31,7 @@ from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, wr
 from fxpipe.runtime.process.own_loop import OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of, restore, resumed_options
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
-from fxpipe.runtime.wires.collective import LocalCollective, LocalExchange
+from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -109,7 +109,7 @@ class LocalPipeline(OwnLoop):
             Mailbox(self.plan.all_edges, self.throttle, self.recipe.demand, self.plan.placement)
             for _ in range(self.plan.dp)
         ]
-        self._exchanges = [LocalExchange(self.plan.dp) for _ in range(self.plan.workers)]
+        self._boards = [ReplicaBoard(self.plan.dp) for _ in range(self.plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
         self._synchronous = self.recipe.schedule.synchronous
@@ -138,7 +138,7 @@ class LocalPipeline(OwnLoop):
                     self._out,
                     self.fed or None,
                     checkpoint,
-                    LocalCollective(self._exchanges[worker], replica) if several else None,
+                    LocalCollective(self._boards[worker], replica) if several else None,
                 )
             )
             for replica, mailbox in enumerate(self._mailboxes)
@@ -356,8 +356,8 @@ class LocalPipeline(OwnLoop):
         """Forget all that is under way between workers."""
         for mailbox in self._mailboxes:
             mailbox.clear()
-        for exchange in self._exchanges:
-            exchange.clear()
+        for board in self._boards:
+            board.clear()
 
     def _pump(self) -> None:
         """Let the workers act in turn, one action each, until none can."""

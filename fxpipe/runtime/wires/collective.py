@@ -56,7 +56,7 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class LocalExchange:
+class ReplicaBoard:
     """What the replicas of one worker exchange in one process."""
 
     def __init__(self, replicas: int) -> None:
@@ -93,22 +93,22 @@ class LocalExchange:
 class LocalCollective(Collective):
     """The end of a replica in one process with all others."""
 
-    def __init__(self, exchange: LocalExchange, replica: int) -> None:
-        self.replica, self.replicas = replica, exchange.replicas
-        self._exchange = exchange
+    def __init__(self, board: ReplicaBoard, replica: int) -> None:
+        self.replica, self.replicas = replica, board.replicas
+        self._board = board
 
     def start_sum(self, key: Key, flat: Tensor) -> None:
-        self._exchange.add(key, self.replica, flat)
+        self._board.add(key, self.replica, flat)
 
     def start_copy(self, key: Key, flat: Tensor) -> None:
         if self.replica == 0:
-            self._exchange.hand_out(key, flat)
+            self._board.hand_out(key, flat)
 
     def arrived(self, key: Key) -> bool:
-        return key in self._exchange.results
+        return key in self._board.results
 
     def take(self, key: Key) -> Tensor:
-        return self._exchange.take(key)
+        return self._board.take(key)
 
 
 def padded_to(flat: Tensor, replicas: int) -> Tensor:

@@ -41,7 +41,7 @@ def replica_group(plan: Plan, process: int, backend: str) -> Any:
 
 
 @dataclass
-class _Exchange:
+class _Begun:
     """One that has begun."""
 
     run: Callable[[], Tensor]
@@ -65,8 +65,8 @@ class ReplicaProcess:
         self._group, self._device, self._staged, self._name = group, device, staged, name
         self._on_stream = device.type == "cuda" and not staged
         self._stream = torch.cuda.Stream(device) if self._on_stream else None
-        self._begun: dict[tuple[int, Key], _Exchange | tuple[Tensor, Any]] = {}
-        self._jobs: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
+        self._begun: dict[tuple[int, Key], _Begun | tuple[Tensor, Any]] = {}
+        self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def of_worker(self, worker: int) -> WorkerCollective:
@@ -85,7 +85,7 @@ class ReplicaProcess:
             if taken:
                 self._begun[worker, key] = found, event
             return
-        exchange = _Exchange(partial(run, flat.cpu() if self._staged else flat))
+        exchange = _Begun(partial(run, flat.cpu() if self._staged else flat))
         if taken:
             self._begun[worker, key] = exchange
         if self._thread is None:

@@ -8,6 +8,7 @@ import torch
 
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.engines.attach import engines_of, equip
+from fxpipe.errors import RunError
 from fxpipe.observe.run_folder import staleness_file
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
@@ -59,8 +60,15 @@ def open_worker(
         BuildError: the stage or the weights do not fit the plan.
         TaskError: the build has no values of the parameters, and the model does not initialise them.
         BackendError: the engine is not available, or cannot run the stage.
-        RunError: saved values are to be offloaded, and the device is none of CUDA's.
+        RunError: saved values are to be offloaded, and the device is none of CUDA's; or workers have different numbers
+            of replicas.
     """
+    if len(set(plan.replicas)) > 1:
+        raise RunError(
+            f"the workers have {', '.join(map(str, plan.replicas))} replicas, and a run needs as many of each",
+            where=str(folder),
+            hint="compile with --dp R",
+        )
     folder = Path(folder)
     if options.offload:
         check_offload(device)
