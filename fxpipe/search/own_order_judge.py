@@ -165,7 +165,7 @@ def times_of(scenario: Scenario, microbatches: int, held: tuple[int, ...]) -> St
                 phase,
                 scenario.links.seconds(r.owner, r.reader, r.bytes) + scenario.links.latency_of(r.owner, r.reader),
             )
-            for r in scenario.replicas
+            for r in scenario.weight_copies
             for phase, _ in r.reads
         ),
     )
