@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,7 +197,10 @@ class _Function:
             if title != last and title:
                 yield f"    # {title}"[:WIDTH].rstrip()
                 last = title
-            yield "    " + self._statement(node)
+            if is_reduce(node):
+                yield from self._reduction(node)
+            else:
+                yield "    " + self._statement(node)
             if self.dying.get(node):
                 yield f"    del {', '.join(self.dying[node])}"
         yield from self._result()
@@ -228,14 +232,24 @@ class _Function:
             call = f'comm.send("{edge.name}", {self.names[node.args[0]]})'  # type: ignore[index]
             size = f", {edge.sent.bytes:,} of {edge.tensor.bytes:,} bytes" if edge.codec else ""
             return f"{call}  # {edge.kind} to worker {edge.dst}{size}{self._pace(edge, 'its', 'this one')}"
-        if is_reduce(node):
-            return f"{call_text(node, self.names.__getitem__)}  # {bucket_text(node, self.replicas)}"
         comment = type_text(value(node))
         if is_recv(node):
             edge = self.edges[self.part.edges[node.name]]
             call = f'{self.names[node]} = comm.recv("{edge.name}")'
             return f"{call}  # {comment} {edge.kind} from worker {edge.src}{self._pace(edge, 'this', 'its own')}"
         return f"{self.names[node]} = {call_text(node, self.names.__getitem__)}  # {comment}"
+
+    def _reduction(self, node: fx.Node) -> Iterator[str]:
+        """The lines that hand a bucket over: one, if that is not too long."""
+        call, comment = call_text(node, self.names.__getitem__), bucket_text(node, self.replicas)
+        if len(call) + len(comment) < WIDTH:
+            yield f"    {call}  # {comment}"
+            return
+        head, _, members = call.rpartition("[")
+        yield f"    {head}[  # {comment}"
+        for line in textwrap.wrap(members.removesuffix("])"), WIDTH - 8, break_long_words=False):
+            yield f"        {line}"
+        yield "    ])"
 
     def _pace(self, edge: EdgeSpec, which: str, other: str) -> str:
         """What a token is for, in words."""
