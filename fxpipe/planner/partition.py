@@ -181,6 +181,11 @@ def of_cuts(
     return replace(found, lower_bound=min(found.ideal, found.bottleneck))
 
 
+def of_rows(costs: CostModel, mode: str, cuts: Places) -> Partition:
+    """What boundaries (f, b, w, r), one row each, cost for the workers of the cost model; nothing bounds it yet."""
+    return _described(costs, mode, Path(cuts, bottleneck(costs, cuts)), 0.0)
+
+
 def fits(profile: Profile, workers: Workers) -> bool:
     """Whether shared cuts fit into every worker's memory; this says nothing about time or wider modes."""
     costs = CostModel(profile, workers)

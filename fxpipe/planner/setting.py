@@ -141,6 +141,13 @@ class Setting:
                 f"schedule '{self.schedule}' has several workers in each process: they have no replicas",
                 hint="plan replicas for one with a worker in each: async, 1f1b, gpipe",
             )
+        if len(replicas) != schedule.workers:
+            raise CutError(f"{len(replicas)} numbers of replicas for {schedule.workers} workers")
+        if max(replicas) > self.microbatches:
+            raise CutError(
+                f"{max(replicas)} replicas of a worker share {self.microbatches} microbatches",
+                hint="give as many microbatches as there are replicas, or more",
+            )
         after = [sum(replicas[k:]) for k in range(len(replicas))]
         return self._of(self._stages(schedule), replicas, after)
 

@@ -106,11 +106,6 @@ class Workers:
     def _check_replicas(self) -> None:
         if len(self.replicas) != self.count or min(self.replicas) < 1:
             raise CutError(f"{self.replicas} are not the replicas of {self.count} workers")
-        if max(self.replicas) > self.microbatches:
-            raise CutError(
-                f"{max(self.replicas)} replicas of a worker share {self.microbatches} microbatches",
-                hint="give as many microbatches as there are replicas, or more",
-            )
         matrices = isinstance(self.links.bandwidth, tuple) or isinstance(self.links.latency, tuple)
         if matrices and self.processes > self.count:
             raise CutError("links by matrix are between workers that have one replica each", hint="give one bandwidth")
