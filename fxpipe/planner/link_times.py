@@ -36,7 +36,7 @@ class LinkTimes:
 
 
 @dataclass(frozen=True)
-class Exchange(LinkTimes):
+class GradientExchange(LinkTimes):
     """The exchange of sums among the replicas of a worker; `occupied` has the latency of its two rounds in it."""
 
     def occupied(self, size: Floats) -> Floats:
@@ -59,21 +59,21 @@ def link_from(workers: Workers, other: int, worker: int) -> LinkTimes:
     return LinkTimes(1e3 * max(counts) / links.bandwidth_of(0, 0), 1e3 * links.latency_of(0, 0))
 
 
-def all_reduce(workers: Workers, worker: int) -> Exchange:
+def all_reduce(workers: Workers, worker: int) -> GradientExchange:
     """What the exchange of gradients among a worker's replicas takes, for each byte of its weights."""
     links, machines, count = workers.links, workers.machines, workers.replicas_of(worker)
     if count == 1:
-        return Exchange(0.0, 0.0, 0.0)
+        return GradientExchange(0.0, 0.0, 0.0)
     sent = 2 * (count - 1) / count
     if machines is None:
-        return Exchange(1e3 * sent / links.bandwidth_of(0, 0), 1e3 * links.latency_of(0, 0), 2 * sent)
+        return GradientExchange(1e3 * sent / links.bandwidth_of(0, 0), 1e3 * links.latency_of(0, 0), 2 * sent)
     counts, _, _ = _places(workers, worker)
     inner = machines.inner
     within = 2 * (max(counts) - 1) / count / inner.bandwidth_of(0, 0)
     if len(counts) == 1:
-        return Exchange(1e3 * within, 1e3 * inner.latency_of(0, 0), 2 * sent)
+        return GradientExchange(1e3 * within, 1e3 * inner.latency_of(0, 0), 2 * sent)
     between = max(2 * here * (count - here) / count for here in counts) / links.bandwidth_of(0, 0)
-    return Exchange(1e3 * max(within, between), 1e3 * links.latency_of(0, 0), 2 * sent)
+    return GradientExchange(1e3 * max(within, between), 1e3 * links.latency_of(0, 0), 2 * sent)
 
 
 def fans(workers: Workers, worker: int) -> tuple[float, float]:

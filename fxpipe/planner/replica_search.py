@@ -24,6 +24,7 @@ from fxpipe.planner.sums_over_runs import Floats, Places
 from fxpipe.planner.workers import Workers
 
 _CHUNK = 1_000_000  # pairs priced at once
+_SOME_COUNTS = (1, 2, 3, 5)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class TooManyPairs(Exception):
 
 
 @dataclass(frozen=True)
-class _Edges:
+class _PricedWorkers:
     """Workers that are within the bound, by the boundary that they begin at: rows `begins[i]`, each with the ends and
     costs from `starts[i]` on."""
 
@@ -79,15 +80,16 @@ class ReplicaSearch:
         self.costs, self.setting, self.processes, self.totals = costs, setting, processes, tuple(totals)
         self.limited = bool(np.isfinite(setting.memory).any()) or setting.recompute == "full"
         self.placed = self.limited or setting.machines is not None  # where processes are makes a difference
-        stages = [setting.stages_of(count) for count in range(1, most_workers + 1)]
-        last = stages[-1]
-        self.aligned = all(_alike(last[len(last) - len(found) :], found, self.limited) for found in stages)
+        last = setting.stages_of(most_workers)
+        some = [setting.stages_of(count) for count in _SOME_COUNTS if count < most_workers]
+        self.aligned = all(_alike(last[len(last) - len(found) :], found, self.limited) for found in some)
         one = all(_alike((stage,), last[-1:], self.limited) for stage in last)
-        # by number of workers from the stage on; a single one serves all, if they are alike
+        # by number of workers from the stage on: a list serves all numbers if it ends alike for some of them, and a
+        # single stage if it is the same everywhere
         self.stages: list[tuple[Stage, ...]] = [last[-1:]] if one and not by_count else [last[::-1]]
         self.chained = one and not by_count  # whether one table serves any number of workers
         if not self.aligned:
-            self.stages = [found[::-1] for found in stages]
+            self.stages = [setting.stages_of(count)[::-1] for count in range(1, most_workers + 1)]
 
     def best(self, rows: Places, bound: float, budget: int) -> dict[int, ReplicatedPath]:
         """The best plan whose inner boundaries are among the rows, by its number of workers; at 0 if all are one.
@@ -100,7 +102,7 @@ class ReplicaSearch:
             TooManyPairs: there are more.
         """
         load = self.costs.load(rows)
-        through = _Through(self, rows[np.argsort(load, kind="stable")], bound * (1 + EPSILON), budget)
+        through = _PlansThroughRows(self, rows[np.argsort(load, kind="stable")], bound * (1 + EPSILON), budget)
         found: dict[int, ReplicatedPath] = {}
         for stages in self.stages:
             for total in self.totals if self.placed else self.totals[-1:]:
@@ -122,14 +124,14 @@ def _alike(one: Sequence[Stage], other: Sequence[Stage], limited: bool) -> bool:
 
 
 @dataclass
-class _Table:
+class _BestFromHere:
     """By boundary, the best bottleneck from there on, and the replicas of the first worker on that way."""
 
     value: Floats
     replicas: Places
 
 
-class _Through:
+class _PlansThroughRows:
     """Plans through given rows; what is priced once stays."""
 
     def __init__(self, search: ReplicaSearch, rows: Places, bound: float, budget: int) -> None:
@@ -142,13 +144,13 @@ class _Through:
         self.total = float(self.costs.load(self.end)[0])
         every = np.concatenate([self.start, rows, self.end])
         self.costs.remember(every, every)
-        self.priced: dict[tuple[float, ...], _Edges] = {}
-        self.known: dict[tuple[Stage, int, int, int], _Edges] = {}
+        self.priced: dict[tuple[float, ...], _PricedWorkers] = {}
+        self.known: dict[tuple[Stage, int, int, int], _PricedWorkers] = {}
 
     def paths(self, stages: Sequence[Stage], total: int) -> Iterator[ReplicatedPath]:
         """The best plan of each number of workers; of exactly `total` processes, if their places matter."""
         search = self.search
-        levels: list[list[_Table]] = []
+        levels: list[list[_BestFromHere]] = []
         for level, stage in enumerate(stages):
             tables = [self._table() for _ in range(total + 1)]
             source = tables if search.chained else (levels[-1] if levels else [])
@@ -172,10 +174,12 @@ class _Through:
                 value, used, own = next(f for f in firsts if f[0] <= least * (1 + EPSILON))
                 yield self._followed(levels, stages, level, total, used, own, value)
 
-    def _table(self) -> _Table:
-        return _Table(np.full(len(self.rows), np.inf), np.zeros(len(self.rows), dtype=np.int64))
+    def _table(self) -> _BestFromHere:
+        return _BestFromHere(np.full(len(self.rows), np.inf), np.zeros(len(self.rows), dtype=np.int64))
 
-    def _extend(self, table: _Table, source: Sequence[_Table], stage: Stage, around: tuple[int, int, int]) -> None:
+    def _extend(
+        self, table: _BestFromHere, source: Sequence[_BestFromHere], stage: Stage, around: tuple[int, int, int]
+    ) -> None:
         """Put a worker with `around[1]` replicas in front of what is known."""
         front, own, after = around
         edges = self._edges(stage, max(front, 1), own, after)
@@ -187,7 +191,7 @@ class _Through:
         at = edges.begins[better]
         table.value[at], table.replicas[at] = least[better], own
 
-    def _first(self, source: Sequence[_Table], stage: Stage, own: int, after: int) -> float | None:
+    def _first(self, source: Sequence[_BestFromHere], stage: Stage, own: int, after: int) -> float | None:
         edges = self._edges(stage, 0, own, after)
         if not len(edges.ends):
             return None
@@ -197,7 +201,7 @@ class _Through:
 
     def _followed(
         self,
-        levels: Sequence[Sequence[_Table]],
+        levels: Sequence[Sequence[_BestFromHere]],
         stages: Sequence[Stage],
         level: int,
         total: int,
@@ -218,7 +222,7 @@ class _Through:
             replicas.append(own)
         return ReplicatedPath(np.array([*cuts, self.end[0]]), tuple(replicas), value)
 
-    def _edges(self, stage: Stage, front: int, own: int, after: int) -> _Edges:
+    def _edges(self, stage: Stage, front: int, own: int, after: int) -> _PricedWorkers:
         """All workers with `own` replicas within the bound, of those that begin at the start if none is in front."""
         if not self.search.placed:
             front, after = min(front, 1), min(after, 1)
@@ -233,7 +237,7 @@ class _Through:
             self.known[asked] = self.priced[key]
         return self.known[asked]
 
-    def _price(self, workers: Workers, worker: int, front: int, after: int) -> _Edges:
+    def _price(self, workers: Workers, worker: int, front: int, after: int) -> _PricedWorkers:
         search, own = self.search, workers.replicas[worker]
         begins, loads = (self.rows, self.load) if front else (self.start, np.zeros(1))
         ends, reached = (self.rows, self.load) if after else (self.end, np.full(1, self.total))
@@ -267,7 +271,7 @@ class _Through:
             found.append((i[good], j[good], cost[good]))
         i, j, cost = (np.concatenate(parts) for parts in zip(*found, strict=True))
         where, starts = np.unique(i, return_index=True)
-        return _Edges(where, starts, j, cost)
+        return _PricedWorkers(where, starts, j, cost)
 
 
 def _key(workers: Workers, worker: int, front: int, after: int, limited: bool) -> tuple[float, ...]:

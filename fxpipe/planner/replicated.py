@@ -57,7 +57,7 @@ def replicated_partitions(
     if not processes >= 1:
         raise ValueError("there is at least one process")
     setting.workers(1, (1,))  # raises for what has no replicas
-    search = _Search(profile, setting, processes, say, budget)
+    search = _SearchByModes(profile, setting, processes, say, budget)
     found: dict[str, Partition] = {}
     best: Partition | None = None
     wanted = [mode for mode in MODES if mode in modes]
@@ -84,7 +84,7 @@ def totals_of(processes: int, setting: Setting) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _PlanInTime:
     """A partition, the path it was made of, and what counts: seconds of a minibatch."""
 
     partition: Partition
@@ -92,7 +92,7 @@ class _Found:
     seconds: float
 
 
-class _Search:
+class _SearchByModes:
     """Finds the best plan of one mode after another."""
 
     def __init__(
@@ -106,7 +106,7 @@ class _Search:
         self.search = ReplicaSearch(
             self.costs, setting, processes, self.flush, totals_of(processes, setting), most_workers=most
         )
-        self.known: list[_Found] = []
+        self.known: list[_PlanInTime] = []
         self.ideal = profile.total_ms(setting.microbatches) / self.costs.workers.speeds[0] / processes
 
     def best(self, mode: str, narrower: Partition | None) -> Partition | None:
@@ -163,7 +163,7 @@ class _Search:
         workers = self.setting.workers(len(partition.replicas), partition.replicas)
         return minibatch_seconds(partition, workers, self.flush)
 
-    def _keep(self, found: Sequence[_Found]) -> bool:
+    def _keep(self, found: Sequence[_PlanInTime]) -> bool:
         """Whether one is better than what is known; the best is the last."""
         if not found:
             return False
@@ -173,7 +173,7 @@ class _Search:
         self.known.append(best)
         return True
 
-    def _through(self, rows: Places, bound: float, budget: int) -> list[_Found]:
+    def _through(self, rows: Places, bound: float, budget: int) -> list[_PlanInTime]:
         """The best plans through rows, by number of workers; none if there is none within the bound.
 
         Raises:
@@ -181,10 +181,10 @@ class _Search:
         """
         return [self._found(path) for path in self.search.best(rows, bound, budget).values()]
 
-    def _found(self, path: ReplicatedPath) -> _Found:
+    def _found(self, path: ReplicatedPath) -> _PlanInTime:
         workers = self.setting.workers(len(path.replicas), path.replicas)
         partition = of_rows(self.costs.with_workers(workers), "three-way", path.cuts)
-        return _Found(partition, path, minibatch_seconds(partition, workers, self.flush))
+        return _PlanInTime(partition, path, minibatch_seconds(partition, workers, self.flush))
 
     def _all(self, mode: str, where: Positions, bound: float) -> Places | None:
         """All boundaries that plans within the bound can have; None if they are too many."""
@@ -229,7 +229,7 @@ class _Search:
             return
         cuts = rows_of(made)
         path = ReplicatedPath(cuts, replicas, 1e3 * made.bottleneck)
-        self._keep([_Found(made, path, minibatch_seconds(made, workers, self.flush))])
+        self._keep([_PlanInTime(made, path, minibatch_seconds(made, workers, self.flush))])
 
     def _near(self, mode: str, where: Positions, offsets: Sequence[int]) -> Places:
         """Boundaries around those of the best plan, and shared ones, so that replicas can change place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
@@ -107,7 +108,7 @@ class Setting:
         Raises:
             ScheduleError, PolicyError: an unknown name, or one that cannot have so many workers.
         """
-        return self._stages(self.schedule_of(count))
+        return _known_stages(self, count)
 
     def around(self, stage: Stage, replicas: tuple[int, ...], worker: int) -> Workers:
         """Workers of which one is as it would be in a plan, and the others only have their number of processes.
@@ -149,7 +150,7 @@ class Setting:
                 hint="give as many microbatches as there are replicas, or more",
             )
         after = [sum(replicas[k:]) for k in range(len(replicas))]
-        return self._of(self._stages(schedule), replicas, after)
+        return self._of(_known_stages(self, schedule.workers), replicas, after)
 
     def _of(self, stages: Sequence[Stage], replicas: tuple[int, ...], after: Sequence[int]) -> Workers:
         """Workers with replicas, each with so many processes from its first one on."""
@@ -179,6 +180,12 @@ class Setting:
             deferred=tuple(held(s, s.deferred, left, r, most) for s, r, left, most in each),
             in_flight_before=tuple(held(s, s.held, processes, r, most) for s, r, _, most in each),
         )
+
+
+@lru_cache(maxsize=64)
+def _known_stages(setting: Setting, count: int) -> tuple[Stage, ...]:
+    """Following a schedule with many workers takes a while, and plans with replicas ask for the same ones."""
+    return setting._stages(setting.schedule_of(count))
 
 
 def _shares(placement: Sequence[int], in_flight: Sequence[int]) -> list[float]:
