@@ -19,12 +19,12 @@ import numpy as np
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.search import EPSILON
 from fxpipe.planner.setting import Setting
-from fxpipe.planner.stages import Stage
+from fxpipe.planner.stages import StageDemands
 from fxpipe.planner.sums_over_runs import Floats, Places
 from fxpipe.planner.workers import Workers
 
 _CHUNK = 1_000_000  # pairs priced at once
-_SOME_COUNTS = (1, 2, 3, 5)
+_SOME_COUNTS = (1, 2, 3, 4, 6)
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,16 @@ class ReplicaSearch:
         self.limited = bool(np.isfinite(setting.memory).any()) or setting.recompute == "full"
         self.placed = self.limited or setting.machines is not None  # where processes are makes a difference
         last = setting.stages_of(most_workers)
-        some = [setting.stages_of(count) for count in _SOME_COUNTS if count < most_workers]
-        self.aligned = all(_alike(last[len(last) - len(found) :], found, self.limited) for found in some)
+        first = 1  # the least number of workers from which on all end alike, as far as some of them tell
+        for count in _SOME_COUNTS:
+            if count < most_workers and not _alike(last[len(last) - count :], setting.stages_of(count), self.limited):
+                first = count + 1
+        if first > _SOME_COUNTS[-1]:
+            first = most_workers
         one = all(_alike((stage,), last[-1:], self.limited) for stage in last)
-        # by number of workers from the stage on: a list serves all numbers if it ends alike for some of them, and a
-        # single stage if it is the same everywhere
-        self.stages: list[tuple[Stage, ...]] = [last[-1:]] if one and not by_count else [last[::-1]]
-        self.chained = one and not by_count  # whether one table serves any number of workers
-        if not self.aligned:
-            self.stages = [setting.stages_of(count)[::-1] for count in range(1, most_workers + 1)]
+        self.chained = one and first == 1 and not by_count  # whether one table serves any number of workers
+        self.alone = [setting.stages_of(count)[::-1] for count in range(1, first)]
+        self.shared = last[-1:] if self.chained else last[::-1]
 
     def best(self, rows: Places, bound: float, budget: int) -> dict[int, ReplicatedPath]:
         """The best plan whose inner boundaries are among the rows, by its number of workers; at 0 if all are one.
@@ -104,10 +105,11 @@ class ReplicaSearch:
         load = self.costs.load(rows)
         through = _PlansThroughRows(self, rows[np.argsort(load, kind="stable")], bound * (1 + EPSILON), budget)
         found: dict[int, ReplicatedPath] = {}
-        for stages in self.stages:
+        for stages in (*self.alone, self.shared):
+            counts = range(len(self.alone) + 1, self.processes + 1) if stages is self.shared else (len(stages),)
             for total in self.totals if self.placed else self.totals[-1:]:
                 for path in through.paths(stages, total):
-                    if not self.aligned and len(path.replicas) != len(stages):
+                    if len(path.replicas) not in counts:
                         continue
                     key = 0 if self.chained else len(path.replicas)
                     if key not in found or path.bottleneck < found[key].bottleneck * (1 - EPSILON):
@@ -115,8 +117,8 @@ class ReplicaSearch:
         return found
 
 
-def _alike(one: Sequence[Stage], other: Sequence[Stage], limited: bool) -> bool:
-    def seen(stage: Stage) -> tuple[float, ...]:
+def _alike(one: Sequence[StageDemands], other: Sequence[StageDemands], limited: bool) -> bool:
+    def seen(stage: StageDemands) -> tuple[float, ...]:
         all_of_it = (stage.owned_factor, stage.held / stage.depth, stage.deferred / stage.depth)
         return (stage.owned_ms, *(all_of_it if limited else ()))
 
@@ -145,9 +147,9 @@ class _PlansThroughRows:
         every = np.concatenate([self.start, rows, self.end])
         self.costs.remember(every, every)
         self.priced: dict[tuple[float, ...], _PricedWorkers] = {}
-        self.known: dict[tuple[Stage, int, int, int], _PricedWorkers] = {}
+        self.known: dict[tuple[StageDemands, int, int, int], _PricedWorkers] = {}
 
-    def paths(self, stages: Sequence[Stage], total: int) -> Iterator[ReplicatedPath]:
+    def paths(self, stages: Sequence[StageDemands], total: int) -> Iterator[ReplicatedPath]:
         """The best plan of each number of workers; of exactly `total` processes, if their places matter."""
         search = self.search
         levels: list[list[_BestFromHere]] = []
@@ -178,7 +180,7 @@ class _PlansThroughRows:
         return _BestFromHere(np.full(len(self.rows), np.inf), np.zeros(len(self.rows), dtype=np.int64))
 
     def _extend(
-        self, table: _BestFromHere, source: Sequence[_BestFromHere], stage: Stage, around: tuple[int, int, int]
+        self, table: _BestFromHere, source: Sequence[_BestFromHere], stage: StageDemands, around: tuple[int, int, int]
     ) -> None:
         """Put a worker with `around[1]` replicas in front of what is known."""
         front, own, after = around
@@ -191,7 +193,7 @@ class _PlansThroughRows:
         at = edges.begins[better]
         table.value[at], table.replicas[at] = least[better], own
 
-    def _first(self, source: Sequence[_BestFromHere], stage: Stage, own: int, after: int) -> float | None:
+    def _first(self, source: Sequence[_BestFromHere], stage: StageDemands, own: int, after: int) -> float | None:
         edges = self._edges(stage, 0, own, after)
         if not len(edges.ends):
             return None
@@ -202,7 +204,7 @@ class _PlansThroughRows:
     def _followed(
         self,
         levels: Sequence[Sequence[_BestFromHere]],
-        stages: Sequence[Stage],
+        stages: Sequence[StageDemands],
         level: int,
         total: int,
         used: int,
@@ -222,7 +224,7 @@ class _PlansThroughRows:
             replicas.append(own)
         return ReplicatedPath(np.array([*cuts, self.end[0]]), tuple(replicas), value)
 
-    def _edges(self, stage: Stage, front: int, own: int, after: int) -> _PricedWorkers:
+    def _edges(self, stage: StageDemands, front: int, own: int, after: int) -> _PricedWorkers:
         """All workers with `own` replicas within the bound, of those that begin at the start if none is in front."""
         if not self.search.placed:
             front, after = min(front, 1), min(after, 1)

@@ -102,7 +102,7 @@ class _SearchByModes:
         self.say, self.budget = say, budget
         self.costs = CostModel(profile, setting.workers(1, (1,)))
         self.flush = setting.schedule_of(1).synchronous
-        most = min(processes, len(profile.units))
+        most = min(processes, 3 * len(profile.units))  # a worker has F, B or W of some unit
         self.search = ReplicaSearch(
             self.costs, setting, processes, self.flush, totals_of(processes, setting), most_workers=most
         )

@@ -11,7 +11,7 @@ from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.planner.links import Links
 from fxpipe.planner.machines import Machines
-from fxpipe.planner.stages import Stage, held
+from fxpipe.planner.stages import StageDemands, held
 from fxpipe.planner.workers import Ratios, Recomputation, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
@@ -102,7 +102,7 @@ class Setting:
             recompute=self.recompute,
         )
 
-    def stages_of(self, count: int) -> tuple[Stage, ...]:
+    def stages_of(self, count: int) -> tuple[StageDemands, ...]:
         """What the schedule and the policy ask of each of `count` workers, if each has one process.
 
         Raises:
@@ -110,7 +110,7 @@ class Setting:
         """
         return _known_stages(self, count)
 
-    def around(self, stage: Stage, replicas: tuple[int, ...], worker: int) -> Workers:
+    def around(self, stage: StageDemands, replicas: tuple[int, ...], worker: int) -> Workers:
         """Workers of which one is as it would be in a plan, and the others only have their number of processes.
 
         Args:
@@ -120,12 +120,12 @@ class Setting:
         """
         return self._of([stage] * len(replicas), replicas, [sum(replicas[worker:])] * len(replicas))
 
-    def _stages(self, schedule: Schedule) -> tuple[Stage, ...]:
+    def _stages(self, schedule: Schedule) -> tuple[StageDemands, ...]:
         policy = make_policy(self.policy or default_for(schedule))
         weight, gradient, count = 1.0, 1.0, schedule.workers
         kept, work = copies(policy, schedule), seconds_per_owned_byte(policy, schedule, self.policy_times)
         return tuple(
-            Stage(
+            StageDemands(
                 weight + gradient + self.optimizer_bytes + kept[k],
                 1e3 * work[k],
                 count - k,
@@ -152,7 +152,7 @@ class Setting:
         after = [sum(replicas[k:]) for k in range(len(replicas))]
         return self._of(_known_stages(self, schedule.workers), replicas, after)
 
-    def _of(self, stages: Sequence[Stage], replicas: tuple[int, ...], after: Sequence[int]) -> Workers:
+    def _of(self, stages: Sequence[StageDemands], replicas: tuple[int, ...], after: Sequence[int]) -> Workers:
         """Workers with replicas, each with so many processes from its first one on."""
         for name, values in (("speeds", self.speeds), ("memory", self.memory)):
             if len(set(values)) > 1:
@@ -183,7 +183,7 @@ class Setting:
 
 
 @lru_cache(maxsize=64)
-def _known_stages(setting: Setting, count: int) -> tuple[Stage, ...]:
+def _known_stages(setting: Setting, count: int) -> tuple[StageDemands, ...]:
     """Following a schedule with many workers takes a while, and plans with replicas ask for the same ones."""
     return setting._stages(setting.schedule_of(count))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageDemands:
     """What is asked of a worker that has one process.
 
     Attributes:
@@ -26,7 +26,7 @@ class Stage:
     flush: bool
 
 
-def held(stage: Stage, alone: int, after: int, replicas: int, own: int) -> int:
+def held(stage: StageDemands, alone: int, after: int, replicas: int, own: int) -> int:
     """The most microbatches that one replica holds, if the worker holds `alone` where each worker has one process.
 
     A worker k of N holds N − k microbatches in 1F1B so that all workers from it on have one each. So where these have
