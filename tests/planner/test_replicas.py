@@ -216,7 +216,7 @@ def test_little_memory_asks_for_another_plan() -> None:
 
 def test_heavy_weights_at_the_end_have_no_replicas() -> None:
     """As in VGG: convolutions compute, the last layers have the weights."""
-    layers = [Unit(f"conv{i}", 10.0, 20.0, output_bytes=1e4, parameter_bytes=1e3) for i in range(9)]
+    layers = [Unit(f"conv{i}", 10.0, 20.0, output_bytes=1e4, parameter_bytes=1e3) for i in range(13)]
     profile = chain(*layers, Unit("fc", 2.0, 4.0, output_bytes=1e3, parameter_bytes=4e7))
     found = replicated_partitions(profile, Setting(links=Links(1e8), microbatches=8, evenly=True), 8)
     assert found["same"].replicas == (7, 1)
