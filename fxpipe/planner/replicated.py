@@ -203,7 +203,7 @@ class _SearchByModes:
 
     def _improve(self, mode: str, where: Positions) -> None:
         """Cuts for the best plan's replicas, and replicas with cuts around it, in turn."""
-        patterns = _OFFSETS if mode != "three-way" else _SHORT_OFFSETS
+        patterns: tuple[tuple[int, ...], ...] = _OFFSETS if mode != "three-way" else _SHORT_OFFSETS
         if mode == "same":
             patterns = (tuple(range(-60, 61)), tuple(8 * o for o in _OFFSETS[1]), tuple(range(-20, 21)))
         fruitless = 0
