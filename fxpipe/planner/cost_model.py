@@ -36,8 +36,9 @@ one-forward-one-backward, in milliseconds:
 of a minibatch's M, rounded up. All that comes with every microbatch counts by that share; the update counts whole in
 each. The sums of their weights' gradients are exchanged once a minibatch, in the backward of the last microbatch, and
 count for what that backward does not hide. What many processes send to few, or few to many, occupies the wires of the
-few. `link_times` says what all this costs, on one machine and between machines. Costs are per microbatch of the
-minibatch, so that workers with more and fewer replicas compare.
+few; weights that a worker with replicas reads leave their owner once for each, as if it had only one process.
+`link_times` says what all this costs, on one machine and between machines. Costs are per microbatch of the minibatch,
+so that workers with more and fewer replicas compare.
 
 Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer state, what the policy keeps) + replicas
 and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
@@ -248,6 +249,8 @@ class CostModel:
         own_forward = total(self.forward, spans.forward) / speed
         own_backward = total(self.backward, spans.backward) / speed
         in_front, in_back = share * self._replicas(spans, "in", 0), share * self._replicas(spans, "in", 1)
+        if (readers := self.workers.replicas_of(worker)) > 1:  # the owner sends the weights to each of them
+            in_front, in_back = in_front * readers / before.sharing, in_back * readers / behind.sharing
         out_front, out_back = share * self._replicas(spans, "out", 0), share * self._replicas(spans, "out", 1)
         handed = total(self._handed, spans.weight) - total(self._handed, both(spans.weight, spans.backward))
         handed = ratios.gradient * handed

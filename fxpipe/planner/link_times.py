@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """One link: milliseconds per byte, and latency in milliseconds; `copied`: bytes copied for each byte."""
+    """One link: milliseconds per byte, and latency in milliseconds.
+
+    Attributes:
+        copied: bytes that the processor copies for each byte.
+        sharing: processes that the link serves in turn, which the rate has in it.
+    """
 
     rate: float
     latency: float
     copied: float = 1.0
+    sharing: int = 1
 
     def occupied(self, size: Floats) -> Floats:
         """How long that many bytes occupy the link."""
@@ -56,7 +62,8 @@ def link_from(workers: Workers, other: int, worker: int) -> LinkTimes:
     if len(counts) == 1 and border % machines.size:
         inner = machines.inner
         return LinkTimes(1e3 / inner.bandwidth_of(0, 0), 1e3 * inner.latency_of(0, 0))
-    return LinkTimes(1e3 * max(counts) / links.bandwidth_of(0, 0), 1e3 * links.latency_of(0, 0))
+    shared = max(counts)
+    return LinkTimes(1e3 * shared / links.bandwidth_of(0, 0), 1e3 * links.latency_of(0, 0), sharing=shared)
 
 
 def all_reduce(workers: Workers, worker: int) -> GradientExchange:

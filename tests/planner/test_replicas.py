@@ -157,6 +157,15 @@ def test_what_one_sends_to_many_occupies_its_wire() -> None:
     assert 1e3 * found.loads[1].total == pytest.approx((4 + 10) / 4)
 
 
+def test_weights_for_many_readers_leave_their_owner_once_for_each() -> None:
+    """F of `back` is on four processes of worker 0, its weights are worker 1's: four copies in a minibatch."""
+    front, back = Unit("front", 4.0, 8.0), Unit("back", 4.0, 1.0, parameter_bytes=1e4, saved_bytes=0.0)
+    workers = Workers(2, links=Links(1e6), microbatches=4, replicas=(4, 1))
+    found = of_cuts(replace(chain(front, back), activations=(), gradients=()), workers, (0, 2, 2), (0, 1, 2), (0, 1, 2))
+    copies = 4 * 1e4 / 1e6 * 1e3
+    assert 1e3 * found.loads[0].total * 4 == pytest.approx(max(8 + 8 + (copies - 8), copies))
+
+
 @pytest.mark.parametrize("mode", ["same", "bidirectional", "three-way"])
 def test_one_replica_each_is_a_plain_pipeline(mode: str) -> None:
     profile = chain(
