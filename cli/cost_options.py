@@ -90,9 +90,11 @@ class CostOptions:
                     hint="`fxpipe doctor --links -o links.toml` measures them and writes such a file",
                 )
         if self.bandwidth is not None:
-            found = replace(found or default, bandwidth=_quantity(self.bandwidth, "--bandwidth", quantity.bandwidth))
+            found = replace(
+                found or default, bandwidth=typed_quantity(self.bandwidth, "--bandwidth", quantity.bandwidth)
+            )
         if self.latency is not None:
-            found = replace(found or default, latency=_quantity(self.latency, "--latency", quantity.seconds))
+            found = replace(found or default, latency=typed_quantity(self.latency, "--latency", quantity.seconds))
         if found is not None:
             found.check(workers)
         return found
@@ -122,7 +124,7 @@ def _each(
     what = "speeds" if option == "--speed" else "sizes"
     values, source = tuple(given), f"[workers] of the file, for {option},"
     if text is not None:
-        values, source = tuple(_quantity(part, option, read) for part in text.split(",")), option
+        values, source = tuple(typed_quantity(part, option, read) for part in text.split(",")), option
     if not values:
         return (default,) * workers
     if len(values) == 1 and option == "--memory":
@@ -142,7 +144,7 @@ def _speed(text: str) -> float:
     return value
 
 
-def _quantity(text: str, option: str, read: Callable[[str], float]) -> float:
+def typed_quantity(text: str, option: str, read: Callable[[str], float]) -> float:
     """A quantity on the command line, with its unit; a wrong one is a usage error."""
     if read is not _speed and text.strip().replace(".", "", 1).isdigit() and float(text) > 0:
         examples = {"--latency": "50us", "--bandwidth": "10Gbit or 20GB/s", "--memory": "80GiB"}

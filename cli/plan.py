@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import echo, emit_json, note, print_table, size, working
+from fxpipe.cli.output import echo, emit_json, note, print_table, working
+from fxpipe.cli.partition_tables import best_possible, described_links, partition_json, print_partition
 from fxpipe.cli.plan_comparison import COMPARED, comparison_json, print_comparison
 from fxpipe.cli.plan_comparison import compare as compare_counts
 from fxpipe.cli.planned import PlanInput, Planned, of_model, of_profile, planned
+from fxpipe.cli.replica_options import ReplicaOptions, replica_options
+from fxpipe.cli.replica_plan import plan_replicas, print_replicas, replicas_json
 from fxpipe.cli.schedule_comparison import asked_schedule, compare_schedules, print_schedules
 
 from fxpipe.lowering.options import CompileOptions
@@ -22,8 +25,7 @@ from fxpipe.schedule import to_csv
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
-    from fxpipe.planner.partition import Load, Partition
-    from fxpipe.planner.profile import Profile
+    from fxpipe.planner.partition import Partition
     from fxpipe.simulator.result import Simulation
 
 MODES = ("same", "bidirectional", "three-way")
@@ -42,6 +44,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 @click.command("plan")
 @click.argument("target", type=click.Path(dir_okay=False))
 @option_fields(CompileOptions, "workers", "virtual")
+@replica_options
 @click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all three]")
 @click.option("--compare", is_flag=True, help="Compare all schedules, each with its best cuts, by the simulator.")
 @option_fields(
@@ -92,6 +95,7 @@ def plan_command(
     meta: bool,
     as_json: bool,
     costs: CostOptions,
+    wanted: ReplicaOptions,
     **asked: Any,
 ) -> int:
     """Compare the best cuts of three kinds, and simulate what they would do.
@@ -105,6 +109,13 @@ def plan_command(
     --compare has a row for every schedule and number of microbatches: its time, its bubble, the memory it needs, and
     what it loses against the best and why.
 
+    --gpus N chooses the replicas of every worker, too: processes that have the same stage and do its microbatches in
+    turn. The plan says how many each has, as PipeDream writes it (15-1: fifteen processes of the first stage, one of
+    the last), what a minibatch takes, and what plain data parallelism and a plain pipeline of as many processes would
+    take. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. --machine says how many processes share a machine;
+    --bandwidth is then between machines, each of which has one link for all its processes. --microbatches is the number
+    in the whole minibatch; with --dp, that of one replica of the pipeline, as for `compile`.
+
     \b
     fxpipe plan examples/gpt.py -n 8 --microbatches 1,4,8
     fxpipe plan examples/gpt.py -n 8 --bandwidth 10Gbit --latency 50us
@@ -113,6 +124,10 @@ def plan_command(
     fxpipe plan model.py -n 16 --device-spec h100 --bandwidth 400Gbit --memory 80GiB
     fxpipe plan profile.json -n 4 --speed 1,1,0.5,0.5 --json
     fxpipe plan examples/gpt.py -n 2 --schedule zb-v --microbatches 4 --save-schedule zb-v.csv
+    fxpipe plan vgg16.txt --gpus 16 --bandwidth 10Gbit
+    fxpipe plan vgg16.txt --gpus 16 --machine 4 --inner-bandwidth 10GB/s --bandwidth 10Gbit --microbatches 30
+    fxpipe plan examples/gpt.py --replicas 2,1,1 --bandwidth 10Gbit
+    fxpipe plan examples/gpt.py -n 2 --dp 4 --bandwidth 10Gbit --json
     """
     if no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
@@ -124,6 +139,10 @@ def plan_command(
     compare = asked_schedule(asked, compare) or compare
     if save_schedule is not None and len(counts) > 1 and not compare:
         raise click.UsageError("--save-schedule writes one schedule: name one number of microbatches")
+    if wanted.any:
+        if compare or len(counts) > 1 or save_schedule is not None:
+            raise click.UsageError("replicas are planned for one schedule and one number of microbatches")
+        asked["workers"] = wanted.workers(asked["workers"])
     options = CompileOptions(**asked, microbatches=counts[0] if len(counts) == 1 else None)
     if (given := options.from_file) is not None:
         options = options.of_microbatches(given.microbatches)
@@ -134,15 +153,23 @@ def plan_command(
         options = replace(options, links=Links())
     modes = tuple(mode for mode in MODES if mode in cuts)
     with working("planning") as say:
-        source = of_model(target, ModelOptions(meta=meta), options) if is_model else of_profile(target, weight_fraction)
-        if compare:
+        made = ModelOptions(meta=meta)
+        source = of_model(target, made, options) if is_model else of_profile(target, weight_fraction)
+        if wanted.any:
+            replicated = plan_replicas(source, options, wanted, modes or MODES, is_model, say)
+        elif compare:
             schedules = compare_schedules(source, options, counts, modes, say)
         elif len(counts) > 1:
             rows = compare_counts(source.read, options, counts, modes or COMPARED, say)
         else:
             subject = source.read(options.microbatches, not modes or "three-way" in modes, say)
             found = planned(subject, options, modes or MODES, say)
-    if compare:
+    if wanted.any:
+        if as_json:
+            emit_json(replicas_json(replicated))
+        else:
+            print_replicas(replicated)
+    elif compare:
         if as_json:
             emit_json(schedules.as_json())
         else:
@@ -184,24 +211,9 @@ def _as_json(made: Planned, modes: tuple[str, ...]) -> dict[str, Any]:
     return result
 
 
-def _milliseconds(load: Load) -> dict[str, float]:
-    import dataclasses
-
-    return {name: value if name == "memory" else 1e3 * value for name, value in dataclasses.asdict(load).items()}
-
-
 def _mode_as_json(subject: PlanInput, partition: Partition, simulation: Simulation) -> dict[str, Any]:
     result = {
-        "forward_cuts": list(partition.forward[1:-1]),
-        "backward_cuts": list(partition.backward[1:-1]),
-        "weight_cuts": list(partition.weights[1:-1]),
-        "recompute": [list(run) for run in partition.recompute],
-        "bottleneck_ms": 1e3 * partition.bottleneck,
-        "efficiency": partition.efficiency,
-        "exact": partition.exact,
-        "lower_bound_ms": 1e3 * partition.lower_bound,
-        "memory_bytes": [load.memory for load in partition.loads],
-        "workers": [_milliseconds(load) for load in partition.loads],
+        **partition_json(partition),
         "simulated_ms": 1e3 * simulation.seconds_per_minibatch / subject.microbatches,
         "bubble": simulation.bubble,
     }
@@ -218,7 +230,7 @@ def _print(made: Planned, workers: int, modes: tuple[str, ...]) -> None:
         if cuts in shown:
             echo(f"{mode}: as {shown[cuts]}\n")
         else:
-            _print_partition(subject.of(mode), partition)
+            print_partition(subject.of(mode), partition)
         shown.setdefault(cuts, mode)
     rows = []
     for mode in modes:
@@ -233,7 +245,7 @@ def _print(made: Planned, workers: int, modes: tuple[str, ...]) -> None:
                 f"{1e3 * partition.bottleneck:.2f} ms",
                 f"worker {slowest}",
                 f"{partition.efficiency:.3f}",
-                "proved" if partition.exact else f"≤ {partition.ideal / partition.lower_bound:.3f}",
+                best_possible(partition),
                 f"{1e3 * simulation.seconds_per_minibatch / subject.microbatches:.2f} ms",
                 f"{100 * simulation.bubble:.0f} %",
                 "" if subject.samples is None else f"{simulation.samples_per_second(subject.samples):.1f}",
@@ -245,34 +257,4 @@ def _print(made: Planned, workers: int, modes: tuple[str, ...]) -> None:
         [r[: len(headers)] if subject.samples is not None else r[:-1] for r in rows],
     )
     ideal = next(iter(found.values())).ideal
-    echo(f"ideal {1e3 * ideal:.2f} ms a microbatch · {len(subject.whole.units)} units · {_described(links)}")
-
-
-def _print_partition(profile: Profile, partition: Partition) -> None:
-    three = partition.mode == "three-way"
-    rows = []
-    idle = []
-    for k, load in enumerate(partition.loads):
-        if all(cuts[k] == cuts[k + 1] for cuts in (partition.forward, partition.backward, partition.weights)):
-            idle.append(str(k))
-            continue
-        row = [f"worker {k}"]
-        for cuts in (partition.forward, partition.backward, *([partition.weights] if three else [])):
-            first, end = cuts[k], cuts[k + 1]
-            row.append(f"{profile.units[first].name} ({end - first})" if end > first else "–")
-        for value in (load.forward, load.backward, load.weight, load.update, load.recompute, load.exposed, load.total):
-            row.append(f"{1e3 * value:.2f}")
-        rows.append([*row, size(load.memory)])
-    where = ["F from (units)", "B from", *(["W from"] if three else [])]
-    echo(f"{partition.mode}, milliseconds a microbatch")
-    print_table(["", *where, "F", "B", "W", "update", "again", "exposed", "sum", "memory"], rows, left=1 + len(where))
-    if idle:
-        echo(f"nothing to do for worker{'s' if len(idle) > 1 else ''} {', '.join(idle)}\n")
-
-
-def _described(links: Links) -> str:
-    if links.free:
-        return "no communication"
-    if isinstance(links.bandwidth, tuple) or isinstance(links.latency, tuple):
-        return "links by matrix"
-    return f"links {links.bandwidth / 1e9:.4g} GB/s, {links.latency * 1e6:.4g} µs"
+    echo(f"ideal {1e3 * ideal:.2f} ms a microbatch · {len(subject.whole.units)} units · {described_links(links)}")

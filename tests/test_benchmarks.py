@@ -23,6 +23,7 @@ REPORTS = {
     "links": (r"\| snn \| 300Mbit", r"\| torch 1F1B", r"\| DDP, PowerSGD", VERDICT),
     "planner": ("made-up", "efficiency: ideal time over the slowest worker's"),
     "policies": ("4 workers, microbatches: 1", "2 workers, 2 processes", r"\| pipeoptim"),
+    "replica_plans": ("made-up, 4 GPUs", r"paper's 3-1: .*, found", "fxpipe three-way"),
     "schedules": ("torch InterleavedZeroBubble ", r"fxpipe auto \(", "what fits in half the memory", VERDICT),
     "trace": ("large: ", "small: ", "a recorded span: "),
 }

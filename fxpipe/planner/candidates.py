@@ -78,22 +78,22 @@ def all_layers(costs: CostModel, where: Positions, mode: str, bound: float, budg
     The workers before a cut need enough time for the work before it, and those after it for the work after it.
     """
     layers = [np.zeros((1, 4), dtype=np.int64)]
-    speeds = np.array(costs.workers.speeds)
+    speeds = np.array(costs.workers.rates)
     total = float(costs.load(np.full((1, 4), costs.count))[0])
     for k in range(1, costs.workers.count):
         most = bound * speeds[:k].sum() * (1 + EPSILON)
         least = total - bound * speeds[k:].sum() * (1 + EPSILON)
-        layer = _within(costs, where, mode, least, most, budget // max(len(layers[-1]), 1))
+        layer = within(costs, where, mode, least, most, budget // max(len(layers[-1]), 1))
         if layer is None:
             return None
-        layer = _with_choices(costs, layer)
+        layer = with_choices(costs, layer)
         budget -= len(layer) * len(layers[-1])
         layers.append(layer)
     layers.append(np.array([[costs.count, costs.count, costs.count, 0]]))
     return layers
 
 
-def _within(costs: CostModel, where: Positions, mode: str, least: float, most: float, limit: int) -> Places | None:
+def within(costs: CostModel, where: Positions, mode: str, least: float, most: float, limit: int) -> Places | None:
     """All cuts with a load between `least` and `most`; None if there are more than `limit`."""
     slack = EPSILON * max(abs(most), 1e-12)
     least, most = least - slack, most + slack
@@ -158,12 +158,12 @@ def window(costs: CostModel, where: Positions, mode: str, cuts: Places, offsets:
                 w = _around(where.weight, int(cut[2]), offsets)
                 grid = np.stack(np.meshgrid(f, b, w, indexing="ij"), axis=-1).reshape(-1, 3)
                 grid = grid[grid[:, 2] >= grid[:, 1]]
-        layers.append(np.unique(np.concatenate([_with_choices(costs, grid), cut[None]]), axis=0))
+        layers.append(np.unique(np.concatenate([with_choices(costs, grid), cut[None]]), axis=0))
     layers.append(cuts[-1:])
     return layers
 
 
-def _with_choices(costs: CostModel, cuts: Places) -> Places:
+def with_choices(costs: CostModel, cuts: Places) -> Places:
     """Rows (f, b, w) as boundaries, with both choices of recomputation where there is something to choose."""
     sent = np.concatenate([cuts, np.zeros((len(cuts), 1), dtype=np.int64)], axis=1)
     if costs.workers.links.free and not np.isfinite(costs.workers.memory).any():

@@ -32,6 +32,14 @@ one-forward-one-backward, in milliseconds:
 - A message is priced on the link to the neighbour in its direction, even if it travels further. Only if runs reach past
   a neighbour can the schedule take a little longer than the slowest worker's cost.
 
+**Replicas of a worker** (`Workers.replicas`) do its microbatches in turn, so each does a share of them: of r, own = M/r
+of a minibatch's M, rounded up. All that comes with every microbatch counts by that share; the update counts whole in
+each. The sums of their weights' gradients are exchanged once a minibatch, in the backward of the last microbatch, and
+count for what that backward does not hide. What many processes send to few, or few to many, occupies the wires of the
+few; weights that a worker with replicas reads leave their owner once for each, as if it had only one process.
+`link_times` says what all this costs, on one machine and between machines. Costs are per microbatch of the minibatch,
+so that workers with more and fewer replicas compare.
+
 Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer state, what the policy keeps) + weight
 copies and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
 temporaries. What comes from an earlier worker is in flight for as long as it is there.
@@ -58,6 +66,7 @@ from numpy.typing import NDArray
 
 from fxpipe.errors import CutError
 from fxpipe.planner.crossing import Crossing
+from fxpipe.planner.link_times import LinkTimes, all_reduce, fans, link_from
 from fxpipe.planner.profile import Profile, SavingLevel
 from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, Span, Trim, back, both, front, hull, prefix, total
 from fxpipe.planner.workers import Workers
@@ -101,6 +110,7 @@ class CostModel:
         self.forward = prefix([u.forward_ms for u in units])
         self.backward = prefix([u.backward_ms for u in units])
         self.weight = prefix([u.weight_ms + u.update_ms / workers.microbatches for u in units])
+        self._update = prefix([u.update_ms / workers.microbatches for u in units])
         works = [u.weight_ms > 0 for u in units]
         self._saved_b = prefix([u.saved_bytes - u.weight_saved_bytes for u in units])
         self._saved_w = prefix([u.saved_bytes if w else 0.0 for u, w in zip(units, works, strict=True)])
@@ -129,8 +139,8 @@ class CostModel:
         self._leaving = self.gradients.total()[::-1]  # bytes of gradients that cross a position
         self._lookup: tuple[_Table, _Table] | None = None
 
-    def of_workers(self, workers: Workers) -> CostModel:
-        """The same units on other workers, with as many microbatches; nothing is added up again."""
+    def with_workers(self, workers: Workers) -> CostModel:
+        """The same profile for other workers, with as many microbatches; it shares what was remembered."""
         assert workers.microbatches == self.workers.microbatches
         other = copy(self)
         other.workers = workers
@@ -145,7 +155,8 @@ class CostModel:
         """A lower bound of `price` that is quicker to compute: computation, activations and gradients."""
         busy, activation, gradient = self._round_trip(worker, begins, ends)
         before, behind = self._links(worker)
-        return busy + before.occupied(activation) + behind.occupied(gradient) + before.latency + behind.latency
+        waits = before.occupied(activation) + behind.occupied(gradient) + before.latency + behind.latency
+        return busy + waits * self._share(worker)
 
     def price(self, worker: int, begins: Places, ends: Places, with_memory: bool = False) -> Costs:
         """The cost of `worker` between the boundaries in the rows of `begins` and those in the rows of `ends`.
@@ -157,7 +168,7 @@ class CostModel:
         """
         spans = _CandidateSpans.of(self, begins, ends)
         if self.workers.links.free:
-            busy = self._busy(worker, begins, ends) + spans.repeated_ms / self.workers.speeds[worker]
+            busy = self._busy(worker, begins, ends) + spans.repeated_ms / self.workers.rates[worker]
             waits = wire = np.zeros_like(busy)
         else:
             busy, waits, wire = self._times(worker, begins, ends, spans)
@@ -168,7 +179,7 @@ class CostModel:
         best = Costs(np.full_like(busy, np.inf), busy, waits, wire, np.full_like(busy, np.inf), nothing, nothing)
         for level in self._allowed(worker):
             values = self._values(worker, spans, level)
-            again = self._again_ms(spans, level) / self.workers.speeds[worker]
+            again = self._again_ms(spans, level) / self.workers.rates[worker]
             memory = others + values
             cost = np.where(memory <= limit, np.maximum(busy + again + waits, wire), np.inf)
             better = (cost < best.cost) | (np.isinf(best.cost) & (memory < best.memory))
@@ -209,8 +220,16 @@ class CostModel:
         """Milliseconds of F + B + W + update + policy."""
         owned = self._parameters[ends[:, 2]] - self._parameters[begins[:, 2]]
         policy = self.workers.owned_ms[worker] / self.workers.microbatches * owned
-        busy: Floats = (self.load(ends) - self.load(begins) + policy) / self.workers.speeds[worker]
+        work, once = self.load(ends) - self.load(begins), policy
+        if (share := self._share(worker)) != 1:
+            update = self._update[ends[:, 2]] - self._update[begins[:, 2]]
+            work, once = share * (work - update), update + policy
+        busy: Floats = (work + once) / self.workers.speeds[worker]
         return busy
+
+    def _share(self, worker: int) -> float:
+        """What share of a minibatch's microbatches one process of the worker does."""
+        return self.workers.own_microbatches(worker) / self.workers.microbatches
 
     def _round_trip(self, worker: int, begins: Places, ends: Places) -> tuple[Floats, Floats, Floats]:
         """Milliseconds of `_busy`; bytes of activations and of gradients received."""
@@ -224,11 +243,14 @@ class CostModel:
     ) -> tuple[Floats, Floats, Floats]:
         busy, activation, gradient = self._round_trip(worker, begins, ends)
         speed, ratios = self.workers.speeds[worker], self.workers.ratios
-        share = ratios.weights / self.workers.microbatches
+        own = self.workers.own_microbatches(worker)
+        share = ratios.weights / own
         before, behind = self._links(worker)
         own_forward = total(self.forward, spans.forward) / speed
         own_backward = total(self.backward, spans.backward) / speed
         in_front, in_back = share * self._weight_copies(spans, "in", 0), share * self._weight_copies(spans, "in", 1)
+        if (readers := self.workers.replicas_of(worker)) > 1:  # the owner sends the weights to each of them
+            in_front, in_back = in_front * readers / before.sharing, in_back * readers / behind.sharing
         out_front, out_back = share * self._weight_copies(spans, "out", 0), share * self._weight_copies(spans, "out", 1)
         handed = total(self._handed, spans.weight) - total(self._handed, both(spans.weight, spans.backward))
         handed = ratios.gradient * handed
@@ -243,24 +265,41 @@ class CostModel:
         from_before = activation + in_front + from_front
         from_behind = gradient + handed + in_back + from_back
         wire = np.maximum(before.occupied(from_before), behind.occupied(from_behind))
-        busy = busy + spans.repeated_ms / speed
+        done = self._share(worker)
+        busy = busy + spans.repeated_ms * done / speed
         copy = 1e3 * self.workers.links.copy
         if copy:
             sent = ratios.activation * self._entering[ends[:, 0]] + ratios.gradient * self._leaving[begins[:, 1]]
             sent = sent + out_front + out_back + to_front + to_back
             others = total(self._handed, spans.backward) - total(self._handed, both(spans.backward, spans.weight))
             sent = sent + ratios.gradient * others
-            busy = busy + copy * (from_before + from_behind + sent)
-        return busy, waits, wire
+            busy = busy + copy * done * (from_before + from_behind + sent)
+        if self.workers.replicas:
+            weights = total(self._parameters, spans.weight)
+            hidden = own_backward + (total(self.weight, spans.weight) - total(self._update, spans.weight)) / speed
+            exchange = all_reduce(self.workers, worker)
+            waits = waits + np.maximum(np.where(weights > 0, exchange.occupied(weights), 0.0) - hidden, 0.0) / own
+            busy = busy + copy * done * exchange.copied * weights / own
+            wire = np.maximum(wire, self._fan(worker, begins, ends))
+        return busy, waits * done, wire * done
 
-    def _links(self, worker: int) -> tuple[_LinkTimes, _LinkTimes]:
+    def _fan(self, worker: int, begins: Places, ends: Places) -> Floats:
+        """How long what a process sends to its neighbours' processes occupies the wires, in milliseconds."""
+        ratios = self.workers.ratios
+        front, back = fans(self.workers, worker)
+        found = [
+            fan * ratio * crossing
+            for fan, at in ((front, begins), (back, ends))
+            for ratio, crossing in (
+                (ratios.activation, self._entering[at[:, 0]]),
+                (ratios.gradient, self._leaving[at[:, 1]]),
+            )
+        ]
+        return np.maximum.reduce(found)
+
+    def _links(self, worker: int) -> tuple[LinkTimes, LinkTimes]:
         """The links to the previous and to the next worker."""
-        links, last = self.workers.links, self.workers.count - 1
-        found = []
-        for there, other in ((worker > 0, worker - 1), (worker < last, worker + 1)):
-            rate = 1e3 / links.bandwidth_of(other, worker) if there else 0.0
-            found.append(_LinkTimes(rate, 1e3 * links.latency_of(other, worker) if there else 0.0))
-        return found[0], found[1]
+        return link_from(self.workers, worker - 1, worker), link_from(self.workers, worker + 1, worker)
 
     def _weight_copies(self, spans: _CandidateSpans, way: str, side: int) -> Floats:
         """Parameter bytes read on one side of a boundary and owned on the other: side 0 before it, 1 after it.
@@ -333,7 +372,7 @@ class CostModel:
         frozen = total(self._frozen, forward) + total(self._frozen, backward)
         frozen = frozen - total(self._frozen, both(forward, backward))
         copies = self._weight_copies(spans, "in", 0) + self._weight_copies(spans, "in", 1)
-        now, earlier = own.in_flight[worker], own.in_flight[max(worker - 1, 0)]
+        now, earlier = own.in_flight[worker], own.in_flight_before[worker]
         kept = now * (spans.to_front.size + spans.to_back.size + spans.from_back.size)
         kept = kept + earlier * spans.from_front.size
         temporary = np.maximum(
@@ -389,18 +428,6 @@ class _LevelSums:
             prefix([unit.deferred_bytes for unit in level]),
             Maximum([unit.alive_bytes for unit in level]),
         )
-
-
-@dataclass(frozen=True)
-class _LinkTimes:
-    """One link: milliseconds per byte, and latency in milliseconds."""
-
-    rate: float
-    latency: float
-
-    def occupied(self, size: Floats) -> Floats:
-        """How long that many bytes occupy the link."""
-        return size * self.rate
 
 
 @dataclass(frozen=True)

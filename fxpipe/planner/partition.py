@@ -73,6 +73,8 @@ class Partition:
         bottleneck: the slowest worker's cost, in seconds per microbatch.
         ideal: all work divided by the workers' speeds, in seconds.
         lower_bound: no plan of this mode can be faster; equals the bottleneck if the search was exact.
+        replicas: processes of each worker; empty means one each. Loads are then shares: what one process does, per
+            microbatch of the whole minibatch.
     """
 
     mode: str
@@ -84,6 +86,7 @@ class Partition:
     ideal: float
     lower_bound: float
     loads: tuple[Load, ...]
+    replicas: tuple[int, ...] = ()
 
     @property
     def efficiency(self) -> float:
@@ -178,6 +181,11 @@ def of_cuts(
     return replace(found, bottleneck=slowest, lower_bound=min(found.ideal, slowest))
 
 
+def of_rows(costs: CostModel, mode: str, cuts: Places) -> Partition:
+    """What boundaries (f, b, w, r), one row each, cost for the workers of the cost model; nothing bounds it yet."""
+    return _described(costs, mode, Path(cuts, bottleneck(costs, cuts)), 0.0)
+
+
 def fits(profile: Profile, workers: Workers) -> bool:
     """Whether shared cuts fit into every worker's memory; this says nothing about time or wider modes."""
     costs = CostModel(profile, workers)
@@ -203,13 +211,13 @@ class _PartitionSearch:
         self.rounds = rounds
         self.known: list[Places] = []
         self.known_empty: list[Places] = []  # plans that need little memory, whether or not they fit
-        profile, speeds = costs.profile, costs.workers.speeds
+        profile, speeds = costs.profile, costs.workers.rates
         forward = [u.forward_ms for u in profile.units]
         rest = _rest(profile, costs.workers)
         self.same = same_cuts(forward, rest, speeds)
         say("independent cuts for times alone")
         self.free = bidirectional_cuts(forward, rest, speeds)
-        self.ideal = profile.total_ms(costs.workers.microbatches) / sum(speeds)
+        self.ideal = _ideal_ms(costs)
 
     def best(self, mode: str) -> tuple[Path, float]:
         """The best plan of a mode, and a bound that no plan of it can beat."""
@@ -359,15 +367,15 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
         price = costs.price(k, begin, end, with_memory=True)
         again = costs.repeated(begin, end)
         recompute += [(k, *run) for run in again]
-        speed = workers.speeds[k]
+        speed, rate = workers.speeds[k], workers.rates[k]
         forward, backward, weight = (profile.units[cuts[k, i] : cuts[k + 1, i]] for i in range(3))
         parts = {
-            "forward": sum(u.forward_ms for u in forward) / speed,
-            "backward": sum(u.backward_ms for u in backward) / speed,
-            "weight": sum(u.weight_ms for u in weight) / speed,
+            "forward": sum(u.forward_ms for u in forward) / rate,
+            "backward": sum(u.backward_ms for u in backward) / rate,
+            "weight": sum(u.weight_ms for u in weight) / rate,
             "update": sum(u.update_ms + workers.owned_ms[k] * u.parameter_bytes for u in weight)
             / (speed * workers.microbatches),
-            "recompute": sum(u.forward_ms for run in again for u in profile.units[slice(*run)]) / speed
+            "recompute": sum(u.forward_ms for run in again for u in profile.units[slice(*run)]) / rate
             + float(price.again[0]),
         }
         total = float(price.cost[0])
@@ -390,7 +398,15 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
         weights=columns[2],
         recompute=tuple(recompute),
         bottleneck=float(path.bottleneck) / 1e3,
-        ideal=profile.total_ms(workers.microbatches) / sum(workers.speeds) / 1e3,
+        ideal=_ideal_ms(costs) / 1e3,
         lower_bound=float(bound) / 1e3,
         loads=tuple(loads),
+        replicas=workers.replicas,
     )
+
+
+def _ideal_ms(costs: CostModel) -> float:
+    """All work divided by the speeds of all processes."""
+    workers = costs.workers
+    speeds = sum(speed * workers.replicas_of(k) for k, speed in enumerate(workers.speeds))
+    return costs.profile.total_ms(workers.microbatches) / speeds

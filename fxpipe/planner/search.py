@@ -142,7 +142,7 @@ def _possible(
     for chain in range(3):
         good &= ends[:, chain, None] >= begins[None, :, chain]
     if aim == "time":
-        good &= costs.load(ends)[:, None] - costs.load(begins)[None, :] <= bound * costs.workers.speeds[worker]
+        good &= costs.load(ends)[:, None] - costs.load(begins)[None, :] <= bound * costs.workers.rates[worker]
     j, i = np.nonzero(good)
     return j, i
 

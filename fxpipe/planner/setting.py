@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.planner.links import Links
+from fxpipe.planner.machines import Machines
+from fxpipe.planner.stages import StageDemands, held
 from fxpipe.planner.workers import Ratios, Recomputation, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
@@ -36,6 +39,7 @@ class Setting:
         rows: of a schedule that was read from a file, as `Plan.rows`.
         recompute: what backwards may compute again to save memory.
         dp: how many replicas each worker has; `microbatches` are those of one.
+        machines, evenly: as for `Workers`.
     """
 
     schedule: str = "async"
@@ -51,6 +55,8 @@ class Setting:
     rows: tuple[str, ...] = ()
     recompute: Recomputation = "none"
     dp: int = 1
+    machines: Machines | None = None
+    evenly: bool = False
 
     def schedule_of(self, count: int) -> Schedule:
         """The schedule of `count` workers.
@@ -66,39 +72,122 @@ class Setting:
         """The memory of so many ranks; empty without limit."""
         return _for(ranks, self.memory)
 
-    def workers(self, count: int) -> Workers:
-        """`count` of these workers. Their number may differ from that of the speeds and memories only if those are all
-        equal.
+    def workers(self, count: int, replicas: tuple[int, ...] = ()) -> Workers:
+        """`count` of these workers, with so many processes each, or one. Their number may differ from that of the
+        speeds and memories only if those are all equal, which replicas demand.
 
         Raises:
             ScheduleError, PolicyError: an unknown name.
-            CutError: speeds, memories or links for another number of workers.
+            CutError: speeds, memories, links or replicas for another number of workers.
         """
         schedule = self.schedule_of(count)
-        policy = make_policy(self.policy or default_for(schedule))
-        weight, gradient = 1.0, 1.0
-        kept = copies(policy, schedule)
-        placement, ranks = schedule.placement, schedule.ranks
+        if replicas:
+            return self._replicated(schedule, replicas)
+        stages, placement, ranks = self._stages(schedule), schedule.placement, schedule.ranks
         speeds, memory = _for(ranks, self.speeds), self.memory_of(ranks)
         for name, values in (("speeds", speeds), ("memory", memory)):
             if len(values) not in (0, ranks):
                 raise CutError(f"{len(values)} values of {name} for {ranks} workers")
         self.links.check(ranks)
-        in_flight = held_together(schedule)
-        shares = _shares(placement, in_flight)
+        shares = _shares(placement, [stage.held for stage in stages])
         return Workers(
             count,
             speeds=tuple(speeds[rank] for rank in placement) if speeds else (),
             memory=tuple(memory[rank] * share for rank, share in zip(placement, shares, strict=True)) if memory else (),
             links=self.links.on(placement),
             microbatches=self.microbatches,
-            in_flight=in_flight,
-            owned_factor=tuple(weight + gradient + self.optimizer_bytes + count for count in kept),
-            owned_ms=tuple(1e3 * s for s in seconds_per_owned_byte(policy, schedule, self.policy_times)),
+            in_flight=tuple(stage.held for stage in stages),
+            owned_factor=tuple(stage.owned_factor for stage in stages),
+            owned_ms=tuple(stage.owned_ms for stage in stages),
             ratios=self.ratios,
-            deferred=tuple(max(later for _, later in moments(schedule, k)) for k in range(count)),
+            deferred=tuple(stage.deferred for stage in stages),
             recompute=self.recompute,
         )
+
+    def stages_of(self, count: int) -> tuple[StageDemands, ...]:
+        """What the schedule and the policy ask of each of `count` workers, if each has one process.
+
+        Raises:
+            ScheduleError, PolicyError: an unknown name, or one that cannot have so many workers.
+        """
+        return _known_stages(self, count)
+
+    def around(self, stage: StageDemands, replicas: tuple[int, ...], worker: int) -> Workers:
+        """Workers of which one is as it would be in a plan, and the others only have their number of processes.
+
+        Args:
+            stage: what is asked of it.
+            replicas: processes in front of it, its own, and those after it; where there are none, no number.
+            worker: its place among these, 0 or 1.
+        """
+        return self._of([stage] * len(replicas), replicas, [sum(replicas[worker:])] * len(replicas))
+
+    def _stages(self, schedule: Schedule) -> tuple[StageDemands, ...]:
+        policy = make_policy(self.policy or default_for(schedule))
+        weight, gradient, count = 1.0, 1.0, schedule.workers
+        kept, work = copies(policy, schedule), seconds_per_owned_byte(policy, schedule, self.policy_times)
+        return tuple(
+            StageDemands(
+                weight + gradient + self.optimizer_bytes + kept[k],
+                1e3 * work[k],
+                count - k,
+                most,
+                max(later for _, later in moments(schedule, k)),
+                schedule.synchronous,
+            )
+            for k, most in enumerate(held_together(schedule))
+        )
+
+    def _replicated(self, schedule: Schedule, replicas: tuple[int, ...]) -> Workers:
+        if schedule.several:
+            raise CutError(
+                f"schedule '{self.schedule}' has several workers in each process: they have no replicas",
+                hint="plan replicas for one with a worker in each: async, 1f1b, gpipe",
+            )
+        if len(replicas) != schedule.workers:
+            raise CutError(f"{len(replicas)} numbers of replicas for {schedule.workers} workers")
+        if max(replicas) > self.microbatches:
+            raise CutError(
+                f"{max(replicas)} replicas of a worker share {self.microbatches} microbatches",
+                hint="give as many microbatches as there are replicas, or more",
+            )
+        after = [sum(replicas[k:]) for k in range(len(replicas))]
+        return self._of(_known_stages(self, schedule.workers), replicas, after)
+
+    def _of(self, stages: Sequence[StageDemands], replicas: tuple[int, ...], after: Sequence[int]) -> Workers:
+        """Workers with replicas, each with so many processes from its first one on."""
+        for name, values in (("speeds", self.speeds), ("memory", self.memory)):
+            if len(set(values)) > 1:
+                raise CutError(f"the {name} of processes differ", hint="replicas are planned for equal ones")
+        count, processes = len(replicas), sum(replicas)
+        found = Workers(
+            count,
+            speeds=self.speeds[:1] * count,
+            memory=self.memory[:1] * count,
+            links=self.links,
+            microbatches=self.microbatches,
+            owned_factor=tuple(stage.owned_factor for stage in stages),
+            owned_ms=tuple(stage.owned_ms for stage in stages),
+            ratios=self.ratios,
+            recompute=self.recompute,
+            replicas=replicas,
+            evenly=self.evenly,
+            machines=self.machines,
+        )
+        own = [math.ceil(found.own_microbatches(k)) for k in range(count)]
+        each = list(zip(stages, replicas, after, own, strict=True))
+        return replace(
+            found,
+            in_flight=tuple(held(s, s.held, left, r, most) for s, r, left, most in each),
+            deferred=tuple(held(s, s.deferred, left, r, most) for s, r, left, most in each),
+            in_flight_before=tuple(held(s, s.held, processes, r, most) for s, r, _, most in each),
+        )
+
+
+@lru_cache(maxsize=64)
+def _known_stages(setting: Setting, count: int) -> tuple[StageDemands, ...]:
+    """Following a schedule with many workers takes a while, and plans with replicas ask for the same ones."""
+    return setting._stages(setting.schedule_of(count))
 
 
 @lru_cache(maxsize=16)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fxpipe.errors import CutError
 from fxpipe.planner.links import Links
+from fxpipe.planner.machines import Machines
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Workers:
             does to it beside the optimizer's update.
         copy_factor: bytes of memory for each byte of a weight copy.
         ratios: of what travels.
+        replicas: processes of each worker, which do its microbatches in turn; empty means one each. Speeds and memory
+            are those of each process, and `in_flight` and `deferred` count what one process holds.
+        evenly: whether a worker's microbatches count as shared out evenly, though its replicas may not divide them.
+        machines: what processes share one, numbered from worker 0's first on; `links` are then between machines.
+        in_flight_before: the most microbatches of a process that hold what the worker in front saved for them; empty
+            means what that worker itself holds.
     """
 
     count: int
@@ -55,6 +63,10 @@ class Workers:
     ratios: Ratios = field(default_factory=Ratios)
     deferred: tuple[int, ...] = ()
     recompute: Recomputation = "none"
+    replicas: tuple[int, ...] = ()
+    evenly: bool = False
+    machines: Machines | None = None
+    in_flight_before: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -73,6 +85,10 @@ class Workers:
             if len(given) != n:
                 raise CutError(f"{len(given)} values of {name} for {n} workers")
             object.__setattr__(self, name, tuple(given))
+        if not self.in_flight_before:
+            object.__setattr__(self, "in_flight_before", (self.in_flight[0], *self.in_flight[:-1]))
+        if self.replicas:
+            self._check_replicas()
         if not all(0 < speed < float("inf") for speed in self.speeds):
             raise CutError("every worker needs a speed above zero", hint="1 is the device that was measured")
         if not all(memory > 0 for memory in self.memory):
@@ -86,3 +102,32 @@ class Workers:
                 raise CutError(
                     f"the link from worker {k} to {other} has {rate} bytes a second and {latency} s of latency"
                 )
+
+    def _check_replicas(self) -> None:
+        if len(self.replicas) != self.count or min(self.replicas) < 1:
+            raise CutError(f"{self.replicas} are not the replicas of {self.count} workers")
+        matrices = isinstance(self.links.bandwidth, tuple) or isinstance(self.links.latency, tuple)
+        if matrices and self.processes > self.count:
+            raise CutError("links by matrix are between workers that have one replica each", hint="give one bandwidth")
+
+    @property
+    def processes(self) -> int:
+        """How many there are: a worker has one, or its replicas."""
+        return sum(self.replicas) if self.replicas else self.count
+
+    def replicas_of(self, worker: int) -> int:
+        """The processes of a worker."""
+        return self.replicas[worker] if self.replicas else 1
+
+    def own_microbatches(self, worker: int) -> float:
+        """How many of a minibatch's microbatches the busiest of its processes does."""
+        own = self.microbatches / self.replicas_of(worker)
+        return own if self.evenly else math.ceil(own)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The speeds of workers: what their processes' come to together."""
+        return tuple(
+            speed * self.microbatches / self.own_microbatches(k) if self.replicas else speed
+            for k, speed in enumerate(self.speeds)
+        )

@@ -104,7 +104,7 @@ class OwnOrders(Judge):
         return Judge(self.candidate, self.sized, setting, self.profile, workers).trial(partition)
 
     def _priced(self, cuts: tuple[Cut, Cut, Cut], again: Sequence[tuple[int, int, int]], workers: Workers) -> Partition:
-        costs = self.costs.of_workers(workers)
+        costs = self.costs.with_workers(workers)
         return of_cuts(self.profile, workers, *cuts, recompute=again, mode=self.candidate.mode, costs=costs)
 
     def _holding(self, held: int) -> Workers:

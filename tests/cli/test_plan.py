@@ -147,3 +147,89 @@ def test_microbatches_that_are_no_numbers(profile: Path, text: str) -> None:
     result = fxpipe("plan", profile, "--microbatches", text)
     assert result.code == 2
     assert "is not a number of microbatches, 1 to 4096, or several: 1,2,4,8" in result.err
+
+
+@pytest.fixture
+def heavy_end(tmp_path: Path) -> Path:
+    """Layers that compute, and a last one that has the weights: as VGG."""
+    units = [
+        {"name": f"conv{i}", "forward_ms": 10, "backward_ms": 20, "output_bytes": 1e4, "parameter_bytes": 1e3}
+        for i in range(13)
+    ]
+    units.append({"name": "fc", "forward_ms": 2, "backward_ms": 4, "output_bytes": 1e3, "parameter_bytes": 4e7})
+    path = tmp_path / "heavy_end.json"
+    path.write_text(json.dumps({"units": units}))
+    return path
+
+
+def test_replicas_are_chosen(heavy_end: Path) -> None:
+    asked = ("plan", heavy_end, "--gpus", "8", "--bandwidth", "100MB/s", "--latency", "0us")
+    found = fxpipe(*asked, "--json").json
+    assert found["processes"] == found["microbatches"] == 8
+    assert found["shared_out_evenly"]
+    same = found["same"]
+    assert same["replicas"] == [7, 1]
+    assert same["configuration"] == "7-1"
+    assert same["processes"] == 8
+    assert same["minibatch_ms"] == pytest.approx(8 * same["bottleneck_ms"])
+    assert len(same["memory_bytes"]) == 2
+    assert found["data_parallel"]["replicas"] == [8]
+    assert found["pipeline"]["replicas"] == [1] * 8
+    assert same["minibatch_ms"] < 0.5 * found["data_parallel"]["minibatch_ms"]
+    assert found["three-way"]["minibatch_ms"] <= found["pipeline"]["minibatch_ms"]
+    shown = fxpipe(*asked, "--replicas", "auto").out
+    assert "same, 7-1: " in shown
+    assert "×7" in shown
+    assert "--microbatches 7" in shown
+    assert "data parallelism" in shown
+
+
+def test_replicas_are_given(heavy_end: Path) -> None:
+    asked = ("plan", heavy_end, "--bandwidth", "100MB/s", "--cuts", "same", "--json")
+    given = fxpipe(*asked, "--replicas", "2,1,1", "--microbatches", "8").json
+    assert given["same"]["replicas"] == [2, 1, 1]
+    assert given["processes"] == 4
+    assert given["microbatches"] == 8
+    alike = fxpipe(*asked, "-n", "2", "--dp", "4", "--microbatches", "3").json
+    assert alike["same"]["replicas"] == [4, 4]
+    assert alike["microbatches"] == 12  # three for each replica of the pipeline
+    assert not alike["shared_out_evenly"]
+
+
+def test_machines_have_links_of_their_own(heavy_end: Path) -> None:
+    asked = ("plan", heavy_end, "-n", "1", "--dp", "4", "--bandwidth", "100MB/s", "--cuts", "same", "--json")
+    far = fxpipe(*asked).json["same"]["minibatch_ms"]
+    near = fxpipe(*asked, "--machine", "4", "--inner-bandwidth", "10GB/s").json["same"]["minibatch_ms"]
+    two = fxpipe(*asked, "--machine", "2", "--inner-bandwidth", "10GB/s").json["same"]["minibatch_ms"]
+    assert near < far < two  # two on each machine send over one link
+
+
+def test_a_models_batch_is_cut_for_all_processes(digits: Path) -> None:
+    found = fxpipe("plan", digits, "--gpus", "4", "--cuts", "same", "--cost", "analytic", "--json").json
+    assert found["microbatches"] >= 4
+    assert not found["shared_out_evenly"]
+    assert found["same"]["samples_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("--replicas auto", "say how many with --gpus"),
+        ("--replicas 2,0", "a number of processes for each worker"),
+        ("--replicas 2,1 --dp 2", "give one of them"),
+        ("--replicas 2,1 -n 3", "is for 2 workers, -n says 3"),
+        ("--gpus 4 -n 2", "leave out -n and --dp"),
+        ("--gpus 4 --replicas 2,1", "are 3 processes, --gpus says 4"),
+        ("--gpus 4 --inner-bandwidth 1GB/s", "--machine"),
+        ("--machine 4", "give --gpus, --replicas or --dp"),
+        ("--gpus 4 --compare", "one schedule and one number of microbatches"),
+        ("--gpus 4 --microbatches 4,8", "one schedule and one number of microbatches"),
+        ("--dp 4 --speed 1,0.5", "replicas are planned for equal ones"),
+        ("--replicas 4,1 --microbatches 2", "4 replicas of a worker share 2 microbatches"),
+        ("--gpus 4 --schedule interleaved --microbatches 4", "several workers in each process"),
+    ],
+)
+def test_replicas_that_cannot_be(heavy_end: Path, asked: str, said: str) -> None:
+    refused = fxpipe("plan", heavy_end, *asked.split())
+    assert refused.code != 0
+    assert said in refused.err.replace("\n", " ")

@@ -1,0 +1,128 @@
+"""The options of `fxpipe plan` that say how many processes each worker has, and which of them share a machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from fxpipe.cli.cost_options import typed_quantity
+
+from fxpipe.plan.limits import MOST_WORKERS
+from fxpipe.planner import quantity
+from fxpipe.planner.links import NCCL_NODE, Links
+from fxpipe.planner.machines import Machines
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """The options as they were typed.
+
+    Attributes:
+        gpus: processes to share out among workers; None if it is not asked.
+        replicas: of each worker; empty if they are chosen, or not asked.
+        dp: replicas of every worker.
+        n: the number of workers, if it was given.
+        machine: processes of a machine.
+        inner_bandwidth: of the links in a machine.
+    """
+
+    gpus: int | None = None
+    replicas: tuple[int, ...] = ()
+    dp: int | None = None
+    n: int | None = None
+    machine: int | None = None
+    inner_bandwidth: str | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether workers are to have replicas."""
+        return bool(self.gpus or self.replicas or self.dp)
+
+    def workers(self, usual: int) -> int:
+        """How many workers are asked; as many as processes, where they are chosen."""
+        return self.gpus or len(self.given(usual))
+
+    def given(self, usual: int) -> tuple[int, ...]:
+        """The replicas of each worker, if they are not to be chosen."""
+        return self.replicas or (self.dp or 1,) * (self.n or usual)
+
+    def machines(self) -> Machines | None:
+        """The machines, if the processes are on several."""
+        if self.machine is None:
+            return None
+        inner = NCCL_NODE
+        if self.inner_bandwidth is not None:
+            rate = typed_quantity(self.inner_bandwidth, "--inner-bandwidth", quantity.bandwidth)
+            inner = Links(rate, NCCL_NODE.latency)
+        return Machines(self.machine, inner)
+
+
+def replica_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `plan` the options of replicas; it gets them as one argument, `wanted: ReplicaOptions`."""
+
+    @functools.wraps(command)
+    @click.pass_context
+    def with_replicas(context: click.Context, /, *arguments: Any, **given: Any) -> Any:
+        names = ("gpus", "replicas", "dp", "machine", "inner_bandwidth")
+        typed = {name: given.pop(name) for name in names}
+        source = context.get_parameter_source("workers")
+        n = given["workers"] if source is click.core.ParameterSource.COMMANDLINE else None
+        return command(*arguments, wanted=_checked(n, **typed), **given)
+
+    count = click.IntRange(1, MOST_WORKERS)
+    for add in (
+        click.option(
+            "--inner-bandwidth",
+            metavar="RATE",
+            help="Bandwidth between processes of a machine. [default: that of PCIe]",
+        ),
+        click.option(
+            "--machine", type=count, metavar="N", help="N processes share a machine; --bandwidth is between machines."
+        ),
+        click.option("--dp", type=count, metavar="R", help="Replicas of every worker: data parallelism."),
+        click.option(
+            "--replicas", metavar="auto|LIST", help="Replicas of each worker, such as 2,1,1. [auto with --gpus]"
+        ),
+        click.option("--gpus", type=count, metavar="N", help="Choose workers and their replicas for N processes."),
+    ):
+        with_replicas = add(with_replicas)
+    return with_replicas
+
+
+def _checked(
+    n: int | None,
+    gpus: int | None,
+    replicas: str | None,
+    dp: int | None,
+    machine: int | None,
+    inner_bandwidth: str | None,
+) -> ReplicaOptions:
+    """Refuses what contradicts itself."""
+    listed: tuple[int, ...] = ()
+    if replicas is not None and replicas != AUTO:
+        parts = [part.strip() for part in replicas.split(",")]
+        if not all(part.isdecimal() and 0 < int(part) <= MOST_WORKERS for part in parts if len(part) < 9):
+            raise click.UsageError(
+                f"--replicas {replicas}: give 'auto', or a number of processes for each worker: 2,1,1"
+            )
+        listed = tuple(int(part) for part in parts)
+    if replicas == AUTO and gpus is None:
+        raise click.UsageError("--replicas auto shares out processes: say how many with --gpus")
+    if dp is not None and replicas is not None:
+        raise click.UsageError("--dp gives all workers as many replicas, --replicas each its own: give one of them")
+    if listed and n is not None and n != len(listed):
+        raise click.UsageError(f"--replicas {replicas} is for {len(listed)} workers, -n says {n}")
+    if gpus is not None and not listed and (n is not None or dp is not None):
+        raise click.UsageError("--gpus chooses the number of workers and their replicas: leave out -n and --dp")
+    if gpus is not None and listed and sum(listed) != gpus:
+        raise click.UsageError(f"--replicas {replicas} are {sum(listed)} processes, --gpus says {gpus}")
+    if inner_bandwidth is not None and machine is None:
+        raise click.UsageError("--inner-bandwidth is within machines: say how many processes each has with --machine")
+    if machine is not None and not (gpus or listed or dp):
+        raise click.UsageError("--machine is for plans with replicas: give --gpus, --replicas or --dp")
+    return ReplicaOptions(None if listed else gpus, listed, dp, n, machine, inner_bandwidth)

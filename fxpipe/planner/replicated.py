@@ -1,0 +1,266 @@
+"""Partitions whose workers have replicas: for given ones, or with the replicas chosen for so many processes.
+
+Shared cuts are searched with their replicas, all positions at once (`replica_search`): that is exact. So are separate
+cuts, while there are few enough. Beyond that, the best shared plan is the first one; in turn, cuts are improved for its
+replicas (`partition`), and replicas together with cuts in windows around it, until neither finds a better plan. Each
+step is bounded, and the partition says how far from the optimum it can be at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fxpipe.planner.candidates import MODES, Positions, positions, window, with_choices, within
+from fxpipe.planner.cost_model import CostModel
+from fxpipe.planner.forecast import minibatch_seconds
+from fxpipe.planner.partition import Partition, TooLittleMemory, of_rows, partitions
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.replica_search import ReplicaSearch, ReplicatedPath, TooManyPairs
+from fxpipe.planner.search import EPSILON
+from fxpipe.planner.setting import Setting
+from fxpipe.planner.sums_over_runs import Places
+
+BUDGET = 30_000_000  # pairs of boundaries that may be priced in one search
+_MOST_ROWS = 6_000
+_FEW = 40  # shared positions of the first search, which only bounds the next
+_ALL_TOTALS = 16  # up to so many processes, plans may leave any number of them out
+_ROUNDS = 6
+_WORTH = 2e-4  # an improvement below this is not worth another round
+_OFFSETS = (tuple(range(-4, 5)), (-34, -21, -13, -8, -5, -3, -2, -1, 0, 1, 2, 3, 5, 8, 13, 21, 34), (-2, -1, 0, 1, 2))
+_SHORT_OFFSETS = ((-2, -1, 0, 1, 2), (-13, -5, -2, 0, 2, 5, 13), (-1, 0, 1))
+
+
+def replicated_partitions(
+    profile: Profile,
+    setting: Setting,
+    processes: int,
+    modes: Sequence[str] = MODES,
+    say: Callable[[str], None] = lambda text: None,
+    budget: int = BUDGET,
+) -> dict[str, Partition]:
+    """The partitions of several modes that take least time with at most so many processes, with their replicas.
+
+    With a flush, the least time of a minibatch counts, filling and draining included; else the least bottleneck.
+
+    Args:
+        setting: of equal processes; its links between any two of them, or between machines.
+        budget: pairs of boundaries that may be priced in one search.
+
+    Raises:
+        TooLittleMemory: no plan was found that fits.
+        CutError: processes differ, or the schedule has several workers in each.
+    """
+    if not processes >= 1:
+        raise ValueError("there is at least one process")
+    setting.workers(1, (1,))  # raises for what has no replicas
+    search = _SearchByModes(profile, setting, processes, say, budget)
+    found: dict[str, Partition] = {}
+    best: Partition | None = None
+    wanted = [mode for mode in MODES if mode in modes]
+    for mode in MODES[: MODES.index(wanted[-1]) + 1]:
+        made = search.best(mode, best)
+        if made is not None:
+            best = made
+            if mode in wanted:
+                found[mode] = made
+    if best is None or wanted[-1] not in found:
+        raise TooLittleMemory(
+            f"no {wanted[-1]} plan for {processes} processes was found that fits into memory",
+            hint="give them more memory, or use more processes",
+        )
+    return found
+
+
+def totals_of(processes: int, setting: Setting) -> tuple[int, ...]:
+    """The numbers of processes that a plan may have: any, if they are few, else whole machines or eighths."""
+    if processes <= _ALL_TOTALS or (setting.machines is None and not np.isfinite(setting.memory).any()):
+        return tuple(range(1, processes + 1))
+    step = max(setting.machines.size if setting.machines else 1, processes // 8)
+    return tuple(sorted({1, *range(step, processes + 1, step), processes}))
+
+
+@dataclass(frozen=True)
+class _PlanInTime:
+    """A partition, the path it was made of, and what counts: seconds of a minibatch."""
+
+    partition: Partition
+    path: ReplicatedPath
+    seconds: float
+
+
+class _SearchByModes:
+    """Finds the best plan of one mode after another."""
+
+    def __init__(
+        self, profile: Profile, setting: Setting, processes: int, say: Callable[[str], None], budget: int
+    ) -> None:
+        self.profile, self.setting, self.processes = profile, setting, processes
+        self.say, self.budget = say, budget
+        self.costs = CostModel(profile, setting.workers(1, (1,)))
+        self.flush = setting.schedule_of(1).synchronous
+        most = min(processes, 3 * len(profile.units))  # a worker has F, B or W of some unit
+        self.search = ReplicaSearch(
+            self.costs, setting, processes, self.flush, totals_of(processes, setting), most_workers=most
+        )
+        self.known: list[_PlanInTime] = []
+        self.ideal = profile.total_ms(setting.microbatches) / self.costs.workers.speeds[0] / processes
+
+    def best(self, mode: str, narrower: Partition | None) -> Partition | None:
+        """The best plan of a mode; that of a narrower one, if it gains nothing. None if nothing fits."""
+        where = positions(self.costs, mode)
+        if not self.known:
+            self.say(f"{mode}: a first plan")
+            self._start(mode, where)
+        bound, least = self._bound(), self.ideal
+        rows = self._all(mode, where, bound)
+        proved = False
+        if rows is not None:
+            self.say(f"{mode}: cuts and replicas")
+            with suppress(TooManyPairs):
+                exact = self._through(rows, bound, self.budget)
+                self._keep(exact)
+                proved = True
+                least = min([bound, *(f.path.bottleneck for f in exact)])
+        if not proved:
+            self._improve(mode, where)
+        if not self.known:
+            return None
+        chosen = self.known[-1].partition
+        if narrower is not None and self._seconds(narrower) <= self._seconds(chosen) * (1 + EPSILON):
+            chosen = narrower
+        least = min(least / 1e3, chosen.bottleneck)
+        columns = (chosen.forward, chosen.backward, chosen.weights if mode == "three-way" else chosen.backward)
+        return replace(
+            chosen,
+            mode=mode,
+            weights=columns[2],
+            ideal=self.ideal / 1e3,
+            lower_bound=least,
+        )
+
+    def _start(self, mode: str, where: Positions) -> None:
+        """A first plan: the best of a few shared cuts, or if none of them fits, of a plain pipeline."""
+        for few in (_FEW, _FEW // 4):
+            try:
+                self._keep(self._through(_thinned(self.costs, where, few), np.inf, self.budget))
+                break
+            except TooManyPairs:
+                continue
+        if not self.known:
+            self._improve_cuts(mode, (1,) * min(self.processes, len(self.profile.units)))
+
+    def _bound(self) -> float:
+        """In milliseconds, a bottleneck that the best plan does not exceed."""
+        if not self.known:
+            return np.inf
+        return 1e3 * self.known[-1].seconds / self.setting.microbatches
+
+    def _seconds(self, partition: Partition) -> float:
+        workers = self.setting.workers(len(partition.replicas), partition.replicas)
+        return minibatch_seconds(partition, workers, self.flush)
+
+    def _keep(self, found: Sequence[_PlanInTime]) -> bool:
+        """Whether one is better than what is known; the best is the last."""
+        if not found:
+            return False
+        best = min(found, key=lambda each: each.seconds)
+        if self.known and best.seconds >= self.known[-1].seconds * (1 - EPSILON):
+            return False
+        self.known.append(best)
+        return True
+
+    def _through(self, rows: Places, bound: float, budget: int) -> list[_PlanInTime]:
+        """The best plans through rows, by number of workers; none if there is none within the bound.
+
+        Raises:
+            TooManyPairs: they make more than the budget.
+        """
+        return [self._found(path) for path in self.search.best(rows, bound, budget).values()]
+
+    def _found(self, path: ReplicatedPath) -> _PlanInTime:
+        workers = self.setting.workers(len(path.replicas), path.replicas)
+        partition = of_rows(self.costs.with_workers(workers), "three-way", path.cuts)
+        return _PlanInTime(partition, path, minibatch_seconds(partition, workers, self.flush))
+
+    def _all(self, mode: str, where: Positions, bound: float) -> Places | None:
+        """All boundaries that plans within the bound can have; None if they are too many."""
+        total = float(self.costs.load(np.full((1, 4), self.costs.count))[0])
+        found = within(self.costs, where, mode, 0.0, total, 40 * _MOST_ROWS)
+        if found is None:
+            return None
+        speed = self.costs.workers.speeds[0]
+        load, good = self.costs.load(found), np.zeros(len(found), dtype=bool)
+        for left in range(1, self.processes):
+            most, least = bound * speed * (self.processes - left), total - bound * speed * left
+            slack = EPSILON * max(total, 1e-12)
+            good |= (load >= least - slack) & (load <= most + slack)
+        rows = _inner(self.costs, with_choices(self.costs, found[good]))
+        return rows if len(rows) <= _MOST_ROWS else None
+
+    def _improve(self, mode: str, where: Positions) -> None:
+        """Cuts for the best plan's replicas, and replicas with cuts around it, in turn."""
+        patterns: tuple[tuple[int, ...], ...] = _OFFSETS if mode != "three-way" else _SHORT_OFFSETS
+        if mode == "same":
+            patterns = (tuple(range(-60, 61)), tuple(8 * o for o in _OFFSETS[1]), tuple(range(-20, 21)))
+        fruitless = 0
+        for turn in range(_ROUNDS):
+            if not self.known:
+                return
+            before = self.known[-1].seconds
+            self.say(f"{mode}: {1e3 * before / self.setting.microbatches:.3f} ms a microbatch after {turn} rounds")
+            self._improve_cuts(mode, self.known[-1].partition.replicas)
+            rows = self._near(mode, where, patterns[turn % len(patterns)])
+            with suppress(TooManyPairs):
+                self._keep(self._through(rows, self._bound(), self.budget))
+            fruitless = 0 if self.known[-1].seconds < before * (1 - _WORTH) else fruitless + 1
+            if fruitless >= len(patterns):
+                return
+
+    def _improve_cuts(self, mode: str, replicas: tuple[int, ...]) -> None:
+        """The best cuts of the mode for given replicas."""
+        workers = self.setting.workers(len(replicas), replicas)
+        try:
+            made = partitions(self.profile, workers, (mode,), budget=self.budget // 4, rounds=4)[mode]
+        except TooLittleMemory:
+            return
+        cuts = rows_of(made)
+        path = ReplicatedPath(cuts, replicas, 1e3 * made.bottleneck)
+        self._keep([_PlanInTime(made, path, minibatch_seconds(made, workers, self.flush))])
+
+    def _near(self, mode: str, where: Positions, offsets: Sequence[int]) -> Places:
+        """Boundaries around those of the best plan, and shared ones, so that replicas can change place."""
+        cuts = self.known[-1].path.cuts
+        layers = window(self.costs, where, mode, cuts, offsets)[1:-1]
+        return _inner(self.costs, np.concatenate([*layers, _thinned(self.costs, where, 200)]))
+
+
+def rows_of(partition: Partition) -> Places:
+    """The boundaries of a partition, as rows (f, b, w, r)."""
+    columns = [np.asarray(c, dtype=np.int64) for c in (partition.forward, partition.backward, partition.weights)]
+    cuts = np.stack([*columns, 0 * columns[0]], axis=1)
+    for worker, first, _ in partition.recompute:
+        cuts[worker if first < cuts[worker, 0] else worker + 1, 3] = 1
+    return cuts
+
+
+def _inner(costs: CostModel, rows: Places) -> Places:
+    """The rows that may be between two workers, each once."""
+    between = (rows[:, :3] > 0).any(axis=1) & (rows[:, :3] < costs.count).any(axis=1)
+    found: Places = np.unique(rows[between], axis=0)
+    return found
+
+
+def _thinned(costs: CostModel, where: Positions, few: int) -> Places:
+    """At most so many shared boundaries, with about as much work between any two."""
+    at = where.shared[1:-1]
+    rows = np.stack([at, at, at, 0 * at], axis=1).astype(np.int64)
+    if len(rows) <= few:
+        return rows
+    load = costs.load(rows)
+    chosen = np.searchsorted(load, np.linspace(load[0], load[-1], few))
+    found: Places = rows[np.unique(np.minimum(chosen, len(rows) - 1))]
+    return found
