@@ -165,6 +165,27 @@ def test_a_run_goes_on_with_other_replicas(tmp_path: Path, before: tuple[int, in
         assert found[3:] == pytest.approx(whole["losses"][3:], rel=0.15)
 
 
+def test_what_callbacks_decide_holds_for_every_replica(tmp_path: Path) -> None:
+    """Rates that change from step to step, and a metric that a scheduler waits for: replicas stay equal."""
+    more = """
+def on_step(step, loss, run):
+    run.set_lr(0.01 / step)
+
+def on_eval(step, measured, run):
+    run.set_lr(0.002)
+"""
+    _compiled(tmp_path / "build", "1f1b", 2, 2, 1, more)
+    common = {"build": str(tmp_path / "build"), "steps": 6, "eval_every": 2, "progress": False}
+    local = run_local(RunOptions(**common, out=str(tmp_path / "local")))
+    apart = _launched(RunOptions(**common, out=str(tmp_path / "apart")))
+    assert apart["losses"] == local["losses"]
+    weights = [(tmp_path / where / "model.safetensors").read_bytes() for where in ("local", "apart")]
+    assert weights[0] == weights[1]
+    _compiled(tmp_path / "one", "1f1b", 2, 1, 2, more)
+    one = run_local(RunOptions(**{**common, "build": str(tmp_path / "one")}, out=str(tmp_path / "alone")))
+    assert one["losses"] == local["losses"]
+
+
 def test_replicas_that_read_other_batches_are_told(tmp_path: Path) -> None:
     """A data set that follows the process, and not the run's seed, would train on other minibatches without a word."""
     _compiled(tmp_path / "build", "1f1b", 1, 2, 1, "OWN_DATA = True\n")

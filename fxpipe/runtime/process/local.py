@@ -267,7 +267,9 @@ class LocalPipeline(OwnLoop):
     def evaluation(self) -> LocalEvaluation:
         """The evaluators of all workers, loaded when they are first asked for."""
         if self._evaluation is None:
-            self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed, self.executors, self.throttle)
+            self._evaluation = LocalEvaluation(
+                self.plan, self.folder, self.options.seed, self.executors, self.throttle, self.every
+            )
             self._evaluation.evaluated = self.fed
         return self._evaluation
 
@@ -389,7 +391,7 @@ class LocalPipeline(OwnLoop):
             leaves = self._leaves.pop((action.minibatch, self.plan.microbatch(action.microbatch, executor.replica)))
         if self._evaluation is not None and first:
             self._evaluation.before(worker, action)
-        self._heard_loss(executor, action.minibatch, executor.execute(action, leaves))
+        self._heard_loss(action.minibatch, executor.execute(action, leaves))
         seat.next = next(seat.row)
         if executor.unsettled is None or self.plan.dp == 1:
             self._report(executor, action)
@@ -406,14 +408,15 @@ class LocalPipeline(OwnLoop):
             return False
         minibatch = executor.unsettled
         assert minibatch is not None
-        self._heard_loss(executor, minibatch, executor.settle())
+        self._heard_loss(minibatch, executor.settle())
         if self.plan.dp > 1:
             self._report(executor, self.recipe.schedule.update_of(minibatch))
         self._acted(executor)
         return True
 
-    def _heard_loss(self, executor: Executor, minibatch: int, loss: Tensor | None) -> None:
-        if loss is not None and executor.replica == 0:
+    def _heard_loss(self, minibatch: int, loss: Tensor | None) -> None:
+        """The loss worker says a minibatch's loss; its replicas say the same."""
+        if loss is not None and minibatch > self._newest[0]:
             self._losses[minibatch] = loss
             self._newest = (minibatch, loss)
             if self.callbacks is not None:
@@ -436,11 +439,9 @@ class LocalPipeline(OwnLoop):
                 self.report(minibatch, value, rate, norm, metrics)
 
     def _acted(self, executor: Executor) -> None:
-        if executor.replica:
-            return
         evaluate = None if self._evaluation is None else self._evaluation.after
-        executors, callbacks = self.executors, self.callbacks
-        between_actions([executor], executors, callbacks, self.checkpoints, evaluate, self.waits)
+        checkpoints = self.checkpoints if executor.replica == 0 else None
+        between_actions([executor], self.every, self.callbacks, checkpoints, evaluate, self.waits)
 
     def _ready(self, executor: Executor, action: Action) -> bool:
         if action.minibatch >= self.fed:

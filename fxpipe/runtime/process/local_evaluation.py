@@ -24,6 +24,10 @@ Follow = Callable[[int, dict[str, float], list[dict[str, Tensor]]], None]
 class LocalEvaluation:
     """Evaluates the weights that a pipeline's workers hold: for every batch, one worker after the other.
 
+    Args:
+        executors: of the workers whose weights it evaluates.
+        every: of these and of other replicas of them: it evaluates once all have reached a version.
+
     Attributes:
         evaluated: the newest version that was due and is evaluated.
         follow: called after each evaluation while training, with its version, metrics, and tensors of each worker.
@@ -39,9 +43,10 @@ class LocalEvaluation:
         seed: int,
         executors: Sequence[Executor],
         throttle: Links | None = None,
+        every: Sequence[Executor] = (),
     ) -> None:
         self.plan = plan
-        self._executors = executors
+        self._executors, self._every = executors, every or executors
         mailbox = Mailbox(evaluation_edges(plan), throttle, placement=plan.placement)
         self.evaluators = [
             Evaluator(plan, worker, folder, seed, LocalTransport(mailbox, worker)) for worker in range(plan.workers)
@@ -108,7 +113,7 @@ class LocalEvaluation:
 
     def after(self) -> None:
         """After an action: evaluate if all workers have reached a version that is due."""
-        version = min(executor.store.version for executor in self._executors)
+        version = min(executor.store.version for executor in self._every)
         if self._while_training is None or version <= self.evaluated or not self._executors[0].evaluates(version):
             return
         self.evaluated = version

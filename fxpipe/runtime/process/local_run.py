@@ -115,7 +115,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             ends = Consequences(options, plan, pipeline.recipe, total, pipeline.fed, pipeline.every, True)
             if hooks.names:
                 pipeline.callbacks = callbacks = RunCallbacks(
-                    hooks, plan, ends, pipeline.fed, options.steps_per_epoch, evaluating, options.seed, executors
+                    hooks, plan, ends, pipeline.fed, options.steps_per_epoch, evaluating, options.seed, pipeline.every
                 )
                 pipeline.waits |= hooks.on_eval is not None
                 callbacks.go_on(pipeline.checkpoints, pipeline.state_before)

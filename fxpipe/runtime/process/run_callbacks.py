@@ -105,8 +105,9 @@ class RunCallbacks:
         self._executors, self._evaluates = executors, evaluates
         self._per_epoch = per_epoch if hooks.on_epoch is not None else None
         first = executors[0].worker
-        self._run = OngoingRun(plan.rank_of(first), self._save, self._fits)
-        self._speaks = first == 0
+        process = plan.process_of(first, executors[0].replica)
+        self._run = OngoingRun(process, self._save, self._fits)
+        self._speaks = process == 0
         self._losses: Losses | None = None
         self._decisions: Decisions | None = None
         if line is not None:
@@ -117,7 +118,7 @@ class RunCallbacks:
         self._known: dict[int, Tensor] = {}
         self._made: dict[tuple[str, int], Decision] = {}  # until all workers here have come to that step
         firsts = {ON_STEP: step, ON_EPOCH: 0}
-        self._seen = {hook: {each.worker: at for each in executors} for hook, at in firsts.items()}
+        self._seen = {hook: {_seat(each): at for each in executors} for hook, at in firsts.items()}
         self._evaluated = 0
         self._version = step
         self._pending: list[tuple[int, int, str, bool]] = []  # decided and done after such steps, by which hook; ends
@@ -178,7 +179,7 @@ class RunCallbacks:
         """
         on_step = self._hooks.on_step
         version = executor.store.version
-        if on_step is None or self._seen[ON_STEP][executor.worker] == version:
+        if on_step is None or self._seen[ON_STEP][_seat(executor)] == version:
             return
 
         def call() -> Decision:
@@ -211,7 +212,7 @@ class RunCallbacks:
         version = executor.store.version
         if self._per_epoch is None or version == 0 or version % self._per_epoch:
             return
-        if self._seen[ON_EPOCH][executor.worker] == version or version >= self._consequences.end:
+        if self._seen[ON_EPOCH][_seat(executor)] == version or version >= self._consequences.end:
             return
         if self._evaluates and self._consequences.due(version) and self._evaluated < version:
             return
@@ -220,11 +221,11 @@ class RunCallbacks:
     def _decide(self, hook: str, executor: Executor, version: int, call: Callable[[], Decision]) -> None:
         """A worker has come to a version: the first one here calls the hook, and all take its decision."""
         seen, key = self._seen[hook], (hook, version)
-        seen[executor.worker] = version
+        seen[_seat(executor)] = version
         if key not in self._made:
             self._made[key] = call()
         self._take(executor, version, self._made[key])
-        if all(seen[each.worker] >= version for each in self._executors):
+        if all(seen[_seat(each)] >= version for each in self._executors):
             del self._made[key]
 
     def over(self) -> None:
@@ -314,3 +315,8 @@ class RunCallbacks:
 
 def _reason(hook: str, made: int) -> str:
     return f"{hook}() has asked for it after step {made}"
+
+
+def _seat(executor: Executor) -> tuple[int, int]:
+    """The worker, and which replica of it."""
+    return executor.worker, executor.replica
