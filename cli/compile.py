@@ -170,7 +170,8 @@ def _like(folder: str) -> dict[str, Any]:
     found = {
         "schedule": plan.schedule,
         "policy": plan.policy,
-        "microbatches": plan.microbatches,
+        "dp": plan.dp,
+        "microbatches": plan.own_microbatches,
         "autocast": plan.autocast,
         "codec": plan.codec,
         "accept_microbatch_loss": bool(plan.differs_from_whole),
@@ -227,7 +228,8 @@ def _print(
         print_schedules(build.costs.schedules, samples_of(plan), MOST_SHOWN)
     echo(
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
-        f"{len(plan.edges)} edges"
+        + (f"{plan.dp} replicas of each worker · " if plan.dp > 1 else "")
+        + f"{len(plan.edges)} edges"
     )
     for line in (*microbatch_lines(plan), *shape_lines(plan)):
         echo(line)
@@ -353,6 +355,7 @@ def _as_json(
         "schedule": plan.schedule,
         "policy": plan.policy,
         "microbatches": plan.microbatches,
+        "dp": plan.dp,
         "microbatch_loss": microbatch_facts(plan),
         "shapes": shape_facts(plan),
         "padding": padding_facts(plan),

@@ -201,11 +201,12 @@ def _other_node(build: str) -> str | None:
     from fxpipe.plan.build_folder import read_plan
 
     try:
-        noun = "rank" if read_plan(build).virtual else "worker"
+        mesh = read_plan(build).mesh
+        noun = "worker" if mesh.plain else "rank" if mesh.dp == 1 else "process"
     except FxpipeError:  # said later, with all that is wrong
         noun = "worker"
     last = rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
-    return f"{noun} {rank} is" if last == rank else f"{noun}s {rank} to {last} are"
+    return f"{noun} {rank} is" if last == rank else f"{noun}{'es' if noun == 'process' else 's'} {rank} to {last} are"
 
 
 def _checked_plan(options: RunOptions) -> Plan:
