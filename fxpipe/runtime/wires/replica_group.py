@@ -125,16 +125,16 @@ class ReplicaProcess:
         """Add up over the replicas; returns when that is done, or put on the stream."""
         whole = padded_to(flat, self.replicas)
         parts = torch.empty_like(whole)
-        self._group.alltoall_base(parts, whole, [], []).wait()
+        self._group.alltoall_base(_bytes(parts), _bytes(whole), [], []).wait()
         own = summed(parts.view(self.replicas, -1).unbind())
         found = torch.empty_like(whole)
-        self._group._allgather_base(found, own).wait()
+        self._group._allgather_base(_bytes(found), _bytes(own)).wait()
         return found[: len(flat)]
 
     def copy(self, flat: Tensor) -> Tensor:
         """Replica 0's vector."""
         found = flat.clone()
-        self._group.broadcast([found]).wait()
+        self._group.broadcast([_bytes(found)]).wait()
         return found
 
     def _work(self) -> None:
@@ -171,3 +171,8 @@ class WorkerCollective(Collective):
         found = self._process.result(self._worker, key)
         self.watch.close()
         return found
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """The memory of a vector: whatever its type, the group carries it."""
+    return flat.view(torch.uint8)

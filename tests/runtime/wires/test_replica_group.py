@@ -1,0 +1,101 @@
+"""Sums over replicas in processes of their own: of every type, in one order, whatever is waited for first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxpipe.errors import PeerLost
+from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard, padded_to, summed
+from fxpipe.runtime.wires.replica_group import ReplicaProcess
+
+PROCESS = """
+import sys, torch
+import torch.distributed as dist
+from fxpipe.runtime.wires.collective import summed
+from fxpipe.runtime.wires.replica_group import ReplicaProcess
+folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+store = dist.FileStore(folder + "/store", size)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+group = dist.new_group(list(range(size)))
+process = ReplicaProcess(group, rank, size, torch.device("cpu"), False, "worker 0")
+first, second = process.of_worker(0), process.of_worker(2)
+def given(replica, dtype, length):
+    made = torch.randn(length, generator=torch.Generator().manual_seed(replica)) * 10
+    return made.to(dtype)
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64]
+cases = [(dtype, length) for dtype in DTYPES for length in (1, 5, 64, 1001)]
+for number, case in enumerate(cases):
+    first.start_sum(("bucket", number), given(rank, *case))
+    second.start_sum(("bucket", number), 2 * given(rank, *case))
+first.start_copy(("buffers", 0), torch.full((3,), float(rank)))
+for number, case in reversed(list(enumerate(cases))):
+    for factor, end in ((2, second), (1, first)):
+        expected = summed([factor * given(replica, *case) for replica in range(size)])
+        assert torch.equal(end.take(("bucket", number)), expected), (case, factor)
+if rank:
+    assert first.take(("buffers", 0)).tolist() == [0.0] * 3
+process.end()
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_processes_have_the_sum_of_one(tmp_path: Path, replicas: int) -> None:
+    script = tmp_path / "replica.py"
+    script.write_text(PROCESS)
+    command = [sys.executable, str(script), str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(replicas)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(replicas)
+    ]
+    for process in started:
+        out, err = process.communicate(timeout=120)
+        assert out == "equal\n", err
+
+
+class Broken:
+    """A process group whose other end is gone."""
+
+    def alltoall_base(self, *given: object) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1\nmore")
+
+
+def test_a_lost_replica_is_told_where_its_sum_is_taken() -> None:
+    process = ReplicaProcess(Broken(), 1, 2, torch.device("cpu"), False, "worker 3, replica 1")
+    end = process.of_worker(3)
+    end.start_sum(("bucket", 0), torch.ones(4))
+    with pytest.raises(PeerLost, match="worker 3, replica 1 lost a connection to another replica: Connection closed"):
+        end.take(("bucket", 0))
+    process.end()
+
+
+def test_in_one_process_a_sum_arrives_with_the_last_replica() -> None:
+    board = ReplicaBoard(3)
+    ends = [LocalCollective(board, replica) for replica in range(3)]
+    for end in ends[::-1]:
+        assert not end.arrived(("bucket", 0))
+        end.start_sum(("bucket", 0), torch.full((2,), 10.0**end.replica))
+    taken = [end.take(("bucket", 0)) for end in ends]
+    assert [value.tolist() for value in taken] == [[111.0, 111.0]] * 3
+    assert len({value.data_ptr() for value in taken}) == 3
+    ends[1].start_copy(("buffers", 0), torch.zeros(1))
+    assert not ends[1].arrived(("buffers", 0))
+    ends[0].start_copy(("buffers", 0), torch.ones(1))
+    assert [end.take(("buffers", 0)).item() for end in ends[1:]] == [1.0, 1.0]
+    assert not board.results
+
+
+def test_sums_have_the_order_of_replicas() -> None:
+    parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    assert summed(parts).item() == ((parts[0] + parts[1]) + parts[2]).item() == 0.0
+    assert parts[0].item() == 1e8
+    assert padded_to(torch.ones(4), 2).shape == (4,)
+    assert padded_to(torch.ones(5), 3).tolist() == [1.0] * 5 + [0.0]
