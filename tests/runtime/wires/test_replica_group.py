@@ -49,7 +49,6 @@ def test_processes_have_the_sum_of_one(tmp_path: Path, replicas: int) -> None:
     script = tmp_path / "replica.py"
     script.write_text(PROCESS)
     command = [sys.executable, str(script), str(tmp_path)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = [
         subprocess.Popen(
             [*command, str(rank), str(replicas)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
