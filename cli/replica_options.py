@@ -106,7 +106,7 @@ def _checked(
     listed: tuple[int, ...] = ()
     if replicas is not None and replicas != AUTO:
         parts = [part.strip() for part in replicas.split(",")]
-        if not all(part.isdecimal() and 0 < int(part) <= MOST_WORKERS for part in parts if len(part) < 9):
+        if not all(len(part) < 9 and part.isdecimal() and 0 < int(part) <= MOST_WORKERS for part in parts):
             raise click.UsageError(
                 f"--replicas {replicas}: give 'auto', or a number of processes for each worker: 2,1,1"
             )

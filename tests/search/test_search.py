@@ -147,7 +147,7 @@ def _against_program(seed: int) -> float:
     modes = ("same",) if mode == "same" else ("same", "bidirectional")
     found = search([sized], Question(workers, single(True), modes=modes))
     least, proved = fastest(times, workers, count, mode, latency=latency)
-    assert proved == pytest.approx(least, rel=2e-4)
+    assert proved <= least * (1 + 2e-4)  # less where the program's time ran out: then the best that it has found counts
     assert 1e3 * found.best.seconds >= least * (1 - 2e-4)
     return 1e3 * found.best.seconds / least
 
