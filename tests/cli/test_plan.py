@@ -216,6 +216,7 @@ def test_a_models_batch_is_cut_for_all_processes(digits: Path) -> None:
     [
         ("--replicas auto", "say how many with --gpus"),
         ("--replicas 2,0", "a number of processes for each worker"),
+        ("--replicas /dev/null", "a number of processes for each worker"),
         ("--replicas 2,1 --dp 2", "give one of them"),
         ("--replicas 2,1 -n 3", "is for 2 workers, -n says 3"),
         ("--gpus 4 -n 2", "leave out -n and --dp"),
