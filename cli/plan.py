@@ -184,8 +184,8 @@ def plan_command(
     else:
         _print(found, options.stages, modes or MODES)
     if save_schedule is not None:
-        made = schedules.best if compare else found.setting.schedule_of(options.stages)
-        Path(save_schedule).write_text(to_csv(made), encoding="utf-8")
+        saved = schedules.best if compare else found.setting.schedule_of(options.stages)
+        Path(save_schedule).write_text(to_csv(saved), encoding="utf-8")
         note(f"wrote {save_schedule}")
     return 0
 
