@@ -165,6 +165,7 @@ def test_json(model: Path) -> None:
         "schedule",
         "policy",
         "microbatches",
+        "dp",
         "microbatch_loss",
         "shapes",
         "padding",
