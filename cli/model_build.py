@@ -149,6 +149,9 @@ def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     parts += ["--synchronous"] if options.synchronous else []
     parts += [] if options.virtual is None else [f"--virtual {options.virtual}"]
     parts += [f"--dp {options.dp}"] if options.dp > 1 else []
+    for name in ("outer", "outer_every", "outer_lr", "outer_momentum", "outer_delay"):
+        asked = getattr(options, name)
+        parts += [] if asked is None else [f"--{name.replace('_', '-')} {asked}"]
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []
     parts += [f"--recompute {options.recompute}"] if options.recompute != "auto" else []

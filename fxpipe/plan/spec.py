@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 12
+FORMAT = 13
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
 Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients where a schedule has them apart
@@ -292,10 +292,22 @@ class Mesh:
     Attributes:
         placement: as of `Plan`.
         dp: how many replicas each rank has; they are next to each other.
+        apart: where replicas train apart, the number of ranks: those of a replica are then next to each other. Else 0.
     """
 
     placement: tuple[int, ...] = ()
     dp: int = 1
+    apart: int = 0
+
+    def seat(self, process: int) -> tuple[int, int]:
+        """The rank of a process of a run, and which of its replicas it is."""
+        if self.apart:
+            return process % self.apart, process // self.apart
+        return divmod(process, self.dp)
+
+    def process(self, rank: int, replica: int) -> int:
+        """The process that is a replica of a rank."""
+        return replica * self.apart + rank if self.apart else rank * self.dp + replica
 
     @property
     def plain(self) -> bool:
@@ -305,6 +317,26 @@ class Mesh:
 
 MESH = Mesh()
 """One worker a process, and no replicas."""
+
+
+@dataclass(frozen=True)
+class OuterSpec:
+    """How replicas that train apart bring their weights together (`fxpipe/runtime/worker/outer_step.py`).
+
+    Attributes:
+        every: after so many updates, an outer step.
+        lr, momentum: of the outer step, which is one of SGD with Nesterov momentum.
+        delay: how many outer steps later the result of an exchange is applied: 0 or 1.
+    """
+
+    every: int
+    lr: float
+    momentum: float
+    delay: int = 0
+
+    def __str__(self) -> str:
+        late = ", one step late" if self.delay else ""
+        return f"outer steps every {self.every} updates (lr {self.lr:g}, momentum {self.momentum:g}{late})"
 
 
 @dataclass(frozen=True)
@@ -344,6 +376,8 @@ class Plan:
             option; '' sends the weights as they are.
         replicas: how many processes each worker has, with the same stage and the same weights; empty where each has
             one. Microbatch i of a minibatch is done by replica i mod r of a worker that has r.
+        outer: how replicas that train apart, each on its own share of a minibatch, come together; None where they add
+            up their gradients. What is above of losses is then of a replica's share: it is its whole batch.
     """
 
     fxpipe: str
@@ -382,6 +416,7 @@ class Plan:
     placement: tuple[int, ...] = ()
     rows: tuple[str, ...] = ()
     replicas: tuple[int, ...] = ()
+    outer: OuterSpec | None = None
 
     @property
     def ranks(self) -> int:
@@ -396,7 +431,7 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """Where workers and replicas are."""
-        return Mesh(self.placement, self.dp)
+        return Mesh(self.placement, self.dp, 0 if self.outer is None else self.ranks)
 
     @property
     def processes(self) -> int:
@@ -404,12 +439,12 @@ class Plan:
         return self.ranks * self.dp
 
     def seat(self, process: int) -> tuple[int, int]:
-        """The rank of a process of a run, and which of its replicas it is; those of one rank are next to each other."""
-        return divmod(process, self.dp)
+        """The rank of a process of a run, and which of its replicas it is."""
+        return self.mesh.seat(process)
 
     def process_of(self, worker: int, replica: int) -> int:
         """The process that has a replica of a worker."""
-        return self.rank_of(worker) * self.dp + replica
+        return self.mesh.process(self.rank_of(worker), replica)
 
     @property
     def own_microbatches(self) -> int:
@@ -419,6 +454,13 @@ class Plan:
     def microbatch(self, own: int, replica: int) -> int:
         """The number, in the whole minibatch, of a replica's own microbatch: replicas take them in turn."""
         return own * self.dp + replica
+
+    @property
+    def of_one_replica(self) -> Plan:
+        """The pipeline of a replica that trains apart, as if it were the only one; this plan where none does."""
+        if self.outer is None:
+            return self
+        return dataclasses.replace(self, microbatches=self.own_microbatches, replicas=(), outer=None)
 
     @property
     def virtual(self) -> bool:
@@ -475,7 +517,9 @@ class Plan:
     @property
     def loss_divisor(self) -> int:
         """What the sum of the microbatches' losses, and of their gradients, is divided by."""
-        return self.microbatches if self.loss_of_microbatches == "mean" else 1
+        if self.loss_of_microbatches == "sum":
+            return 1
+        return self.microbatches if self.outer is None else self.own_microbatches
 
     @property
     def scales_loss(self) -> bool:

@@ -46,7 +46,8 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     timings = {timing.name: timing for timing in costs.timings}
     workers = [_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)]
     for worker, cost in enumerate(workers):
-        waits = exposed_sums(plan, worker, costs.links, cost.weight or cost.backward)
+        busy = plan.own_microbatches * (cost.forward + cost.backward + cost.weight) + cost.update
+        waits = exposed_sums(plan, worker, costs.links, cost.weight or cost.backward, busy)
         workers[worker] = replace(cost, update=cost.update + waits)
     return Scenario(
         workers=tuple(workers),

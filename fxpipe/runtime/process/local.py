@@ -29,6 +29,7 @@ from fxpipe.runtime.process.local_evaluation import LocalEvaluation
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, write_whole
 from fxpipe.runtime.process.own_loop import OwnLoop
+from fxpipe.runtime.process.replicas_apart import check_no_checkpoints
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of, restore, resumed_options
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
@@ -100,6 +101,7 @@ class LocalPipeline(OwnLoop):
         self.folder = Path(folder)
         self.plan = read_plan(folder)
         self.options = options = in_steps(resumed_options(options, out))
+        check_no_checkpoints(self.plan, options)
         self.recipe: Recipe = recipe_of(self.plan, options)
         self.device = torch.device(self.plan.device)
         self.report = report
@@ -234,6 +236,10 @@ class LocalPipeline(OwnLoop):
         self._pump()
         if self._in_flight:
             raise self._stuck()
+        for executor in self.every:
+            executor.begin_meeting()
+        for executor in self.every:
+            executor.end_meeting()
         self._clear()
         for executor in self.every:
             executor.store.flushed()
@@ -274,6 +280,7 @@ class LocalPipeline(OwnLoop):
         return self._evaluation
 
     def save(self, folder: str | Path) -> None:
+        check_no_checkpoints(self.plan, call="save()")
         self.flush()
         self.resumed, self._shards = None, []  # here as where one goes on from it, nothing is in flight
         with replacing(Path(folder), "choose another folder") as fresh:
@@ -282,6 +289,7 @@ class LocalPipeline(OwnLoop):
 
     def load(self, folder: str | Path) -> None:
         self._whole()
+        check_no_checkpoints(self.plan, call="load()")
         self._settled("load")
         self._set_up(*open_checkpoint(folder, self.plan, self.recipe, self.options))
 
@@ -391,7 +399,7 @@ class LocalPipeline(OwnLoop):
             leaves = self._leaves.pop((action.minibatch, self.plan.microbatch(action.microbatch, executor.replica)))
         if self._evaluation is not None and first:
             self._evaluation.before(worker, action)
-        self._heard_loss(action.minibatch, executor.execute(action, leaves))
+        self._heard_loss(executor, action.minibatch, executor.execute(action, leaves))
         seat.next = next(seat.row)
         if executor.unsettled is None or self.plan.dp == 1:
             self._report(executor, action)
@@ -408,14 +416,16 @@ class LocalPipeline(OwnLoop):
             return False
         minibatch = executor.unsettled
         assert minibatch is not None
-        self._heard_loss(minibatch, executor.settle())
+        self._heard_loss(executor, minibatch, executor.settle())
         if self.plan.dp > 1:
             self._report(executor, self.recipe.schedule.update_of(minibatch))
         self._acted(executor)
         return True
 
-    def _heard_loss(self, minibatch: int, loss: Tensor | None) -> None:
-        """The loss worker says a minibatch's loss; its replicas say the same."""
+    def _heard_loss(self, executor: Executor, minibatch: int, loss: Tensor | None) -> None:
+        """The loss worker says a minibatch's loss; its replicas say the same, or, where they train apart, their own."""
+        if self.plan.outer is not None and executor.replica:
+            return
         if loss is not None and minibatch > self._newest[0]:
             self._losses[minibatch] = loss
             self._newest = (minibatch, loss)

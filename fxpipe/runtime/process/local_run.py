@@ -22,6 +22,7 @@ from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.local_best import LocalBest
 from fxpipe.runtime.process.new_shapes import of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop
+from fxpipe.runtime.process.replicas_apart import check_replicas_apart
 from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import (
@@ -75,6 +76,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
         hooks = task.callbacks
         total, epoch = counted(options, feed, hooks.on_epoch is not None)
         options = of_run(in_steps(replace(options, steps_per_epoch=epoch)), plan)
+        check_replicas_apart(plan, options, task)
         before = resumed_step(options, checkpoint, total)
         data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if evaluating else None
         record = Record(

@@ -12,7 +12,7 @@ def process_name(process: int, mesh: Mesh = MESH) -> str:
     Args:
         mesh: the plan's; one worker a process as long as that is not known.
     """
-    rank, replica = divmod(process, mesh.dp)
+    rank, replica = mesh.seat(process)
     hosted = [worker for worker, own in enumerate(mesh.placement) if own == rank] or [rank]
     which = f", replica {replica}" if mesh.dp > 1 else ""
     if len(hosted) == 1:

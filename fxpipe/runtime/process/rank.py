@@ -39,6 +39,7 @@ from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
+from fxpipe.runtime.process.replicas_apart import check_replicas_apart
 from fxpipe.runtime.process.resume import (
     begin_or_go_on,
     opened,
@@ -132,12 +133,14 @@ class RankRun:
             seed_everything(options.seed)
         self.total, options = agree_length(options, self.feed, process, task.callbacks.on_epoch is not None)
         self.options = options = of_run(options, plan)
+        check_replicas_apart(plan, options, task)
         resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
         self.backend = common_backend(device, process, plan.processes)
         addresses = Addresses(plan, recipe.demand)
         meter = meter_of_process(options.throttle, process, plan.processes)
-        wires = Wires(process, self.backend, addresses.channels, device, meter, plan.placement, plan.dp)
+        mesh = plan.mesh
+        wires = Wires(process, self.backend, addresses.channels, device, meter, mesh.placement, mesh.dp, mesh.apart)
         group = replica_group(plan, process, self.backend)
         self.others = None
         if group is not None:
@@ -338,6 +341,10 @@ class RankRun:
             train(self.plan, self.executors, self.transports, row, feed, report, between, reach, tell)
             for transport in self.transports:
                 transport.finish()
+            for executor in self.executors:
+                executor.begin_meeting()
+            for executor in self.executors:
+                executor.end_meeting()
             if self.others is not None:
                 self.others.end()
             if self.checkpoints is not None:

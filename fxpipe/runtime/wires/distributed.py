@@ -27,7 +27,7 @@ from torch import Tensor
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.plan.spec import EdgeSpec, Mesh, Plan
 from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
 from fxpipe.runtime.wires.group import peers
@@ -55,7 +55,7 @@ class Wires:
         channels: all channels of the plan, the same list in every process.
         meter: the links between ranks that messages are to take as long as; None where they take what they take.
         placement: the rank of each worker; empty where worker k is on rank k.
-        dp: how many replicas each rank has: the processes of one are next to each other.
+        dp, apart: as of `Mesh`, which says where replicas are.
     """
 
     def __init__(
@@ -67,9 +67,11 @@ class Wires:
         meter: Meter | None = None,
         placement: Sequence[int] = (),
         dp: int = 1,
+        apart: int = 0,
     ) -> None:
         self.rank = rank
-        self._dp, self._replica = dp, rank % dp
+        self._mesh = Mesh(dp=dp, apart=apart)
+        _, self._replica = self._mesh.seat(rank)
         self._placement = placement
         self._loopback = Loopback()
         self._meter = meter
@@ -200,7 +202,7 @@ class Wires:
         return self._process_of(worker, self._replica)
 
     def _process_of(self, worker: int, replica: int) -> int:
-        return (self._placement[worker] if self._placement else worker) * self._dp + replica
+        return self._mesh.process(self._placement[worker] if self._placement else worker, replica)
 
     def _put(self, flat: Tensor, rank: int, channel: Channel, tag: int | None, turn: int) -> Pending:
         """Begin to send a rank a message that waits its turn."""
@@ -235,7 +237,7 @@ class Wires:
         """Set up a communicator for each channel between ranks, in one global order: each set-up waits for the other
         end."""
         for channel in channels:
-            for replica in range(self._dp):
+            for replica in range(self._mesh.dp):
                 source, target = (self._process_of(worker, replica) for worker in channel[1:3])
                 if source != target:
                     self._connect_two(channel, source, target)

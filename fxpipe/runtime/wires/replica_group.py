@@ -34,7 +34,7 @@ def replica_group(plan: Plan, process: int, backend: str) -> Any:
     rank, _ = plan.seat(process)
     with peers(process):
         for each in range(plan.ranks):
-            members = [each * plan.dp + replica for replica in range(plan.dp)]
+            members = [plan.mesh.process(each, replica) for replica in range(plan.dp)]
             group = dist.new_group(members, backend=backend)
             own = group if each == rank else own
     return own
