@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from small_models import CASES
 from torch import Tensor, nn
 
 import fxpipe as fxp
-from fxpipe.errors import CutError, RunError
+from fxpipe.errors import CutError, NotFiniteError, RunError
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
@@ -30,6 +33,7 @@ from fxpipe.runtime.process.local_run import run_local
 from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.wires.collective import LocalCollective
 from fxpipe.task.model_file import load_task
+from fxpipe.typed_json import Malformed
 
 MODEL = Path(__file__).parent / "replica_model.py"
 STEPS = 7
@@ -263,6 +267,28 @@ def test_a_loss_is_that_of_a_replicas_own_share(tmp_path: Path, own: int, weighe
         torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_batches_of_another_shape_are_shared_alike(tmp_path: Path, known: bool) -> None:
+    """Compiled before, or met in a run: their losses divide by sums over a replica's share, too."""
+    net, data = network(), batches(6, ignored=True)
+    for place in (1, 4):
+        data[place] = (data[place][0][:8], data[place][1][:8])
+    shapes = [data[1]] if known else []
+    build = fxp.compile(
+        net, entropy, data[0], shapes=shapes, workers=2, dp=2, microbatches=2, outer="diloco", outer_every=2,
+        schedule="1f1b", forward_at=["2"], cost="analytic",
+    )  # fmt: skip
+    pipeline = build.local(optimizer=sgd, new_shapes=0 if known else 8)
+    simulated = Apart(net, entropy, 2, 2, OuterSpec(2, 0.7, 0.9), sgd)
+    losses = pipeline.run(data)
+    for batch in data:
+        simulated.step(batch)
+    assert len(pipeline.shapes.plan.shapes) == 1
+    assert losses == pytest.approx(simulated.losses, rel=1e-4)
+    for name, value in simulated.nets[0].state_dict().items():
+        torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_statistics_of_batch_norm_are_the_mean_where_replicas_come_together(tmp_path: Path, delay: int) -> None:
     torch.manual_seed(0)
@@ -420,6 +446,43 @@ replica_group.ReplicaProcess.__init__ = counted
 join(RunOptions(sys.argv[1], steps=int(sys.argv[2]), out=sys.argv[3], progress=False))
 print(json.dumps({"sums": Counted.sums, "copies": Counted.copies}))
 """
+
+
+def test_a_plan_says_how_replicas_come_together(tmp_path: Path) -> None:
+    build = compiled(network(), entropy, 2, 1, 2, outer_every=5, outer_delay=1)
+    build.save(tmp_path / "build")
+    plan = read_plan(tmp_path / "build")
+    assert plan.outer == OuterSpec(5, 0.7, 0.9, 1)
+    assert [stage.buckets for stage in plan.stages] == [(), ()]
+    for wrong in (
+        replace(plan, outer=OuterSpec(0, 0.7, 0.9)),
+        replace(plan, outer=OuterSpec(5, float("nan"), 0.9)),
+        replace(plan, outer=OuterSpec(5, 0.7, 1.0)),
+        replace(plan, outer=OuterSpec(5, 0.7, 0.9, 2)),
+        replace(plan, replicas=(), microbatches=1),
+    ):
+        with pytest.raises(Malformed, match="replicas cannot come together by outer steps"):
+            check(wrong)
+    with pytest.raises(Malformed, match="its buckets do not have each gradient once"):
+        check(replace(plan, outer=None))
+
+
+def test_a_loss_of_any_replica_that_is_not_finite_ends_a_run(tmp_path: Path) -> None:
+    more = """
+def loss(net, batch):
+    found = nn.functional.cross_entropy(net(batch[0]), batch[1])
+    return found / (batch[0][:, 0] < 90).all()
+
+def train_data():
+    batches = [(torch.zeros(12, 8), torch.arange(12) % 4) for _ in range(6)]
+    batches[1][0][-1, 0] = 99.0
+    return batches
+"""
+    _compiled_file(tmp_path, "1f1b", 1, 2, 1, more, outer_every=4)
+    asked = {"build": str(tmp_path / "build"), "steps": 5, "progress": False}
+    for run in (run_local, _launched):
+        with pytest.raises(NotFiniteError, match="the loss of step 2 is inf"):
+            run(RunOptions(**asked, out=str(tmp_path / run.__name__)))
 
 
 def test_the_processes_of_a_replica_are_next_to_each_other() -> None:

@@ -102,6 +102,9 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 return not_finite(minibatch, loss, worker, [NotFinite.of(executor) for executor in executors])
 
             look = check_loss(executors[plan.loss_worker], options.keep_going, stopped)
+            for executor in pipeline.every if plan.outer is not None else ():
+                if executor.replica and executor.worker == plan.loss_worker:  # has losses of its own
+                    check_loss(executor, options.keep_going, stopped)
             pipeline.report = looking(record.step, look)
             record.scaled = executors[0].scaled_step
             record.samples_of = samples_by_shape(lambda: shapes.plan, executors[0].shape_of)
