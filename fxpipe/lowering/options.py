@@ -165,7 +165,8 @@ class CompileOptions:
         on_command_line=None,
         kind=_replicas,
         metavar="R,R,…",
-        help="Replicas of each worker, such as 2,1,1, which share all --microbatches: as many processes in all.",
+        help="Replicas of each worker, such as 2,1,1, which share all --microbatches; --schedule is then 1f1b by "
+        "default.",
     )
     cuts: Cuts | CutsMode = option(
         "auto",

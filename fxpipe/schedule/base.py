@@ -95,6 +95,13 @@ class Schedule(ABC):
             return self
         return replace(self, microbatches=self.microbatches // self.replicas[worker], replica_of=worker)
 
+    @property
+    def of_all(self) -> Schedule:
+        """The schedule of all, of that of a worker's replicas."""
+        if self.replica_of is None:
+            return self
+        return replace(self, microbatches=self.microbatches * self.replicas[self.replica_of], replica_of=None)
+
     def ahead(self, worker: int) -> int:
         """How many forwards a worker does before its first backward: one for each worker after it; of replicas, as
         many as keep all processes from its own on busy."""

@@ -63,7 +63,8 @@ def _held(schedule: Schedule, worker: int) -> int:
 def unreceived(schedule: Schedule) -> int:
     """How many microbatches after an action, by the worker's own forwards, all that it has sent has been received."""
     if schedule.replica_of is not None:
-        return unreceived_of_replica(schedule)
+        whole = schedule.of_all
+        return unreceived_of_replica(schedule, _at_once(whole.until(0, _full(whole)), "B"))
     report = check(schedule, 2 if schedule.synchronous else 2 * schedule.filled_by + 2)
     # Who has ended B of a microbatch has ended W of the one that many earlier.
     return report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)

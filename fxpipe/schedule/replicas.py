@@ -66,14 +66,16 @@ def rows(schedule: Schedule, minibatches: int) -> dict[tuple[int, int], list[Act
     }
 
 
-def unreceived_of_replica(schedule: Schedule) -> int:
+def unreceived_of_replica(schedule: Schedule, most: int) -> int:
     """As `fxpipe.schedule.check.unreceived`, for the replicas of a worker.
 
-    Whoever does the forward of a microbatch a multiple of all numbers of replicas later gets it from the process of
-    worker 0 that did this one, too, which by then has ended its backward. And within such a multiple a process has
-    to do with every other one that it sends anything.
+    Whoever does the forward of a microbatch `most` or more later, a multiple of all numbers of replicas, got it from
+    the process of worker 0 that did this one, too, which by then has ended its backward. And within such a multiple a
+    process has to do with every other one that it sends anything.
+
+    Args:
+        most: microbatches whose forward worker 0 has done and whose backward it has not, in the schedule of all.
     """
     assert schedule.replica_of is not None
     multiple = lcm(*schedule.replicas)
-    later = (1 + ceil(sum(schedule.replicas) / multiple)) * multiple
-    return later // schedule.replicas[schedule.replica_of]
+    return (1 + ceil(most / multiple)) * multiple // schedule.replicas[schedule.replica_of]
