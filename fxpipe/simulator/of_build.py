@@ -46,8 +46,11 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     timings = {timing.name: timing for timing in costs.timings}
     workers = [_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)]
     for worker, cost in enumerate(workers):
-        waits = exposed_sums(plan, worker, costs.links, cost.weight or cost.backward)
-        workers[worker] = replace(cost, update=cost.update + waits)
+        charged, waits = (
+            exposed_sums(plan, worker, links, cost.weight or cost.backward)
+            for links in (costs.links, replace(costs.links, copy=0.0))
+        )
+        workers[worker] = replace(cost, update=cost.update + charged - waits, sums=waits)
     return Scenario(
         workers=tuple(workers),
         messages=tuple(_message(edge, timings.get(edge.name)) for edge in plan.edges),
