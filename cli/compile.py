@@ -204,6 +204,7 @@ def _print(
     from fxpipe.lowering.own_rounding import rounding_text
     from fxpipe.observe.record import samples_of
     from fxpipe.schedule import of_plan
+    from fxpipe.simulator.forecast import late_instead
 
     plan = build.plan
     rows = []
@@ -254,6 +255,12 @@ def _print(
         f"forecast: {simulation.samples_per_second(samples_of(plan)):.1f} samples/s, "
         f"bubble {100 * simulation.bubble:.0f} %"
     )
+    if faster := late_instead(plan, build.costs, simulation.seconds_per_minibatch):
+        name, seconds = faster
+        echo(
+            f"updates wait for sums over replicas: with --schedule {name}, one update later, "
+            f"{samples_of(plan) / seconds:.1f} samples/s"
+        )
     if codecs := codec_facts(plan, build.costs):
         text = codec_text(codecs)
         if codecs["plain_seconds"] and codecs["seconds"]:

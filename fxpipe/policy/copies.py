@@ -61,7 +61,7 @@ def _held(policy: Policy, versions: Versions, worker: int) -> int:
         left[key] -= 1
         if not left[key]:
             held.discard(key)
-        if schedule.updates(action):
+        if schedule.updated_by(action) is not None:
             held |= {key for key in of_version.get(live, ()) if left[key]}  # freed now; later readers do not matter
             live += 1
             most = max(most, len(held - {(live, 0)}))

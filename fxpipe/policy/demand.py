@@ -155,6 +155,14 @@ class Demand:
         first = self.segments.begins(action.minibatch, start)
         return max(first, action.minibatch - reading.lags[action.microbatch])
 
+    def updated_by(self, action: Action, start: int) -> int | None:
+        """The minibatch whose update is part of an action; None if no update is.
+
+        Args:
+            start: as of `version`.
+        """
+        return self.segments.updated_by(self.schedule, action, start)
+
     def newest(self, action: Action, reader: int, owner: int, start: int) -> int:
         """The newest version of `owner`'s weights that an action on `reader` could read."""
         return self.versions.version(action, reader, owner, self.segments.begins(action.minibatch, start))

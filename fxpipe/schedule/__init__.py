@@ -1,6 +1,6 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
-action → merge → base → gpipe, one_f_one_b, asynchronous, zero_bubble, and, with several workers on a rank,
+action → merge → base → gpipe, one_f_one_b, asynchronous, late, zero_bubble, and, with several workers on a rank,
 table → interleaved, v_shaped; then replicas, order (the laws, and a run in which nothing is
 computed) → versions (which weights every action sees) → check (the user's verdict and picture).
 """
@@ -16,6 +16,7 @@ from fxpipe.schedule.check import Report, check, grid
 from fxpipe.schedule.csv_rows import ENDING, RowsOfText, from_csv, read_csv, to_csv
 from fxpipe.schedule.gpipe import GPipe
 from fxpipe.schedule.interleaved import Interleaved
+from fxpipe.schedule.late import AsyncLate
 from fxpipe.schedule.one_f_one_b import OneFOneB
 from fxpipe.schedule.replicas import with_replicas
 from fxpipe.schedule.v_shaped import DualPipeV, VHalf, VMin, ZeroBubbleV
@@ -23,7 +24,7 @@ from fxpipe.schedule.versions import Versions
 from fxpipe.schedule.zero_bubble import ZeroBubbleH1, ZeroBubbleH2
 
 _KINDS: tuple[type[Schedule], ...] = (
-    *(GPipe, OneFOneB, Async, ZeroBubbleH1, ZeroBubbleH2),
+    *(GPipe, OneFOneB, Async, AsyncLate, ZeroBubbleH1, ZeroBubbleH2),
     *(Interleaved, ZeroBubbleV, VHalf, VMin, DualPipeV),
 )
 SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in _KINDS}
@@ -104,6 +105,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Async",
+    "AsyncLate",
     "DualPipeV",
     "GPipe",
     "Interleaved",

@@ -22,8 +22,9 @@ T = TypeVar("T")
 class Schedule(ABC):
     """The order of actions on each of `workers` workers, with `microbatches` microbatches per minibatch.
 
-    A worker updates its weights as part of the last action of a minibatch's last microbatch, and at no other time: that
-    is its B, or its W in a schedule that has weight gradients apart.
+    A worker updates its weights as part of the last action of a minibatch's last microbatch: that is its B, or its W in
+    a schedule that has weight gradients apart. Where updates are late, it is that of a later minibatch; a flush makes
+    those that are left.
 
     A rank is a process with one device. It runs one worker, or several: then their actions take turns there, in an
     order that is the schedule's, too. A schedule that says nothing of it lets whatever can begin first go first.
@@ -32,6 +33,7 @@ class Schedule(ABC):
         name: its name on the command line.
         synchronous: every action of minibatch m sees exactly the updates of the minibatches before m.
         weights_apart: each microbatch has an action W after its B, which makes its weight gradients.
+        late: how many minibatches after its own a minibatch's update is made.
         usual_virtual: how many workers a rank has, where nothing is asked.
         placement: the rank that each worker runs on; empty stands for `usual_placement`.
         takes_replicas: workers may have different numbers of replicas: rows follow from how many processes there are.
@@ -43,6 +45,7 @@ class Schedule(ABC):
     name: ClassVar[str]
     synchronous: ClassVar[bool]
     weights_apart: ClassVar[bool] = False
+    late: ClassVar[int] = 0
     usual_virtual: ClassVar[int] = 1
     takes_replicas: ClassVar[bool] = False
     workers: int
@@ -144,13 +147,22 @@ class Schedule(ABC):
         made in B."""
         return phase if phase in self.phases else self.last_phase
 
-    def updates(self, action: Action) -> bool:
-        """Whether the worker's update of a minibatch is part of this action."""
+    def ends(self, action: Action) -> bool:
+        """Whether this is the worker's last action of its minibatch: all gradients of that are there."""
         return action.phase == self.last_phase and action.microbatch == self.microbatches - 1
 
+    def updated_by(self, action: Action, start: int = 0) -> int | None:
+        """The minibatch whose update is part of this action; None if no update is.
+
+        Args:
+            start: the minibatch before which the pipeline was empty.
+        """
+        minibatch = action.minibatch - self.late
+        return minibatch if self.ends(action) and minibatch >= start else None
+
     def update_of(self, minibatch: int) -> Action:
-        """The action that ends with the worker's update of a minibatch."""
-        return Action(self.last_phase, minibatch, self.microbatches - 1)
+        """The action that ends with the worker's update of a minibatch, unless a flush comes before it."""
+        return Action(self.last_phase, minibatch + self.late, self.microbatches - 1)
 
     @classmethod
     def usual_microbatches(cls, workers: int, samples: int) -> int:

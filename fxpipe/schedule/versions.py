@@ -42,6 +42,9 @@ class Versions:
     M of them, worker k's F of microbatch j sees version m − ⌈(N−1−k−j)/M⌉ of its own weights. PipeDream-2BW's delay of
     one is the case M ≥ N−1. So a lag belongs to a microbatch.
 
+    Where updates are late by a minibatch, as with `async-late`, all this is one update more, but where the bound holds
+    already: a B on a worker before the owner.
+
     Raises:
         ScheduleError: the schedule is unlawful or deadlocks, or its lags are not fixed.
     """
@@ -111,7 +114,7 @@ def own_lag(schedule: Schedule, worker: int) -> int:
     for action in schedule.until(worker, last + 1):
         if action.phase == "F" and action.minibatch == last:
             most = max(most, last - updates)
-        updates += schedule.updates(action)
+        updates += schedule.updated_by(action) is not None
     return most
 
 
@@ -145,7 +148,7 @@ def _seen(schedule: Schedule, steps: Iterable[TimedAction]) -> dict[Event, tuple
                 clock = tuple(map(max, clock, other))
         newest = action.minibatch
         seen[worker, action] = clock if max(clock) <= newest else tuple([min(v, newest) for v in clock])
-        if schedule.updates(action):
+        if schedule.updated_by(action) is not None:
             clock = (*clock[:worker], clock[worker] + 1, *clock[worker + 1 :])
         clocks[worker] = done[worker, action] = clock
     return seen

@@ -2,7 +2,7 @@
 
 It is that of a worker with a process of its own; `process_peaks` adds up several. While an action runs, a worker holds
 
-    weights, gradients summed so far, the optimizer's state, buffers   always; gradients until the update
+    weights, gradients summed so far, the optimizer's state, buffers   always; gradients until their update
   + what the policy keeps, and weight copies                           `fxpipe.policy.held_weights`
   + the values that other microbatches in flight have left             `PartMemory.left`
   + the tensors of the microbatches that were read and wait            worker 0
@@ -140,7 +140,7 @@ class _RowWalk:
         self._slack = _slack(demand.schedule)
         self._last = next(reversed(self.parts)) if self.parts else "B"
         self._left: dict[tuple[int, int], float] = {}
-        self._sums = 0.0
+        self._sums = self._closed = 0.0  # of the present minibatch, and of those whose updates are to come
         self._waiting = 0.0  # of the batch
         self._forwards = 0
         self._sent: deque[tuple[int, float]] = deque()
@@ -152,7 +152,7 @@ class _RowWalk:
         return [self._act(place, action) for place, action in enumerate(self.row)]
 
     def _act(self, place: int, action: Action) -> ActionMemory:
-        weights, updates = self._weights[place], self.schedule.updates(action)
+        weights, updates = self._weights[place], self.schedule.updated_by(action) is not None
         before = self._now() + weights.during + self._posted(place - 1)
         parts, key = self._parts[action.phase], (action.minibatch, action.microbatch)
         if action.phase == "F":
@@ -173,8 +173,11 @@ class _RowWalk:
         posted = self._posted(place)
         if not self._left.get(key):
             self._left.pop(key, None)
+        if self.schedule.ends(action):
+            self._closed, self._sums = self._closed + self._sums, 0.0
         if updates:
             most = max(most, self._now() + weights.after + posted + self._step)
+            self._closed -= self.gradients
             self._sums = self.gradients if self._keeps else 0.0
             if weights.sent:
                 self._sent_blocks.append((self._forwards, weights.sent))
@@ -195,7 +198,7 @@ class _RowWalk:
         """Between two calls, but for weights and posted receives."""
         sent = sum(size for _, size in self._sent) + sum(size for _, size in self._sent_blocks)
         sent += sum(size for _, size, key in self._shared if key not in self._left)
-        return self._fixed + self._sums + sum(self._left.values()) + self._waiting + sent
+        return self._fixed + self._sums + self._closed + sum(self._left.values()) + self._waiting + sent
 
 
 def _slack(schedule: Schedule) -> int:

@@ -48,10 +48,13 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     timings = {timing.name: timing for timing in costs.timings}
     workers = [_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)]
     for worker, cost in enumerate(workers):
-        waits = exposed_sums(plan, worker, costs.links, cost.weight or cost.backward)
+        charged, waits = (
+            exposed_sums(plan, worker, links, cost.weight or cost.backward)
+            for links in (costs.links, replace(costs.links, copy=0.0))
+        )
         turns = plan.replicas_of(worker) if plan.crossing else 1
         times = {name: getattr(cost, name) / turns for name in ("forward", "backward", "weight")}
-        workers[worker] = replace(cost, **times, update=cost.update + waits)
+        workers[worker] = replace(cost, **times, update=cost.update + charged - waits, sums=waits)
     return Scenario(
         workers=tuple(workers),
         messages=tuple(_message(edge, timings.get(edge.name)) for edge in plan.edges),

@@ -39,7 +39,7 @@ from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
-from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.runtime.worker.final_weights import copies
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
@@ -162,7 +162,7 @@ class LocalPipeline(OwnLoop):
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}  # by minibatch and, of that, microbatch
         self._losses: dict[int, Tensor] = {}
         self._unreported: deque[tuple[int, float | None, float | None]] = deque()
-        self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
+        self._newest = MinibatchLoss(-1, torch.empty(()))
         self._begun = False
         self._clear()
         self._broken = False
@@ -223,6 +223,9 @@ class LocalPipeline(OwnLoop):
             self._leaves[minibatch, microbatch] = leaves
         self.fed += 1
         self._pump()
+        for executor in self.every:
+            while (loss := executor.hear()) is not None:
+                self._heard_loss(loss)
         version = min(executor.store.version for executor in self.every)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]
@@ -382,29 +385,46 @@ class LocalPipeline(OwnLoop):
 
     def _act(self, seat: _Seat) -> bool:
         executor = seat.executor
-        worker, first = executor.worker, executor.replica == 0
+        worker = executor.worker
         if executor.unsettled is not None:
             return self._settle(seat)
         if self.waits and self._evaluation is not None and self._evaluation.awaits(executor):
             return False
         while self._ending and seat.next.minibatch >= self.fed:
-            if executor.store.version == self.fed:
-                return False
+            if executor.store.summed == self.fed:
+                return self._catch_up(executor)
             seat.next = next(seat.row)
         action = seat.next
-        if not self._ready(executor, action):
+        updated = executor.store.updated_by(action)
+        if not self._ready(executor, action, updated):
             return False
         leaves = None
         if worker == 0 and action.phase == "F":
             leaves = self._leaves.pop((action.minibatch, self.plan.microbatch(action.microbatch, 0, executor.replica)))
-        if self._evaluation is not None and first:
-            self._evaluation.before(worker, action)
-        self._heard_loss(action.minibatch, executor.execute(action, leaves))
+        self._before(executor, updated)
+        self._heard_loss(executor.execute(action, leaves))
         seat.next = next(seat.row)
         if executor.unsettled is None or not self._several:
-            self._report(executor, action)
+            self._report(executor, updated)
             self._acted(executor)
         return True
+
+    def _catch_up(self, executor: Executor) -> bool:
+        """The worker's row is over: make the update that the flush makes, if one is owed and what it waits for is
+        there."""
+        owed = executor.store.owed
+        if owed is None or not (self._several or executor.heard(owed)):
+            return False
+        self._before(executor, owed)
+        self._heard_loss(executor.catch_up())
+        if executor.unsettled is None:
+            self._report(executor, owed)
+            self._acted(executor)
+        return True
+
+    def _before(self, executor: Executor, updated: int | None) -> None:
+        if self._evaluation is not None and executor.replica == 0 and updated is not None:
+            self._evaluation.before(executor.worker)
 
     def _settle(self, seat: _Seat) -> bool:
         """Make the update that waits for other workers, if what it waits for has arrived."""
@@ -415,26 +435,25 @@ class LocalPipeline(OwnLoop):
         if not executor.can_settle:
             return False
         minibatch = executor.unsettled
-        assert minibatch is not None
-        self._heard_loss(minibatch, executor.settle())
+        self._heard_loss(executor.settle())
         if self._several:
-            self._report(executor, executor.schedule.update_of(minibatch))
+            self._report(executor, minibatch)
         self._acted(executor)
         return True
 
-    def _heard_loss(self, minibatch: int, loss: Tensor | None) -> None:
+    def _heard_loss(self, loss: MinibatchLoss | None) -> None:
         """The loss worker says a minibatch's loss; its replicas say the same."""
-        if loss is not None and minibatch > self._newest[0]:
-            self._losses[minibatch] = loss
-            self._newest = (minibatch, loss)
+        if loss is not None and loss.minibatch > self._newest[0]:
+            self._losses[loss.minibatch] = loss.value
+            self._newest = loss
             if self.callbacks is not None:
-                self.callbacks.tell(minibatch, loss)
+                self.callbacks.tell(*loss)
             self._tell()
 
-    def _report(self, executor: Executor, action: Action) -> None:
-        """Report a minibatch that worker 0 has ended."""
-        if executor.worker == executor.replica == 0 and executor.schedule.updates(action):
-            self._unreported.append((action.minibatch, executor.store.updater.lr, executor.store.updater.norm))
+    def _report(self, executor: Executor, minibatch: int | None) -> None:
+        """Report a minibatch that worker 0 has ended with its update."""
+        if executor.worker == executor.replica == 0 and minibatch is not None:
+            self._unreported.append((minibatch, executor.store.updater.lr, executor.store.updater.norm))
             self._tell()
 
     def _tell(self) -> None:
@@ -451,14 +470,14 @@ class LocalPipeline(OwnLoop):
         checkpoints = self.checkpoints if executor.replica == 0 else None
         between_actions([executor], self.every, self.callbacks, checkpoints, evaluate, self.waits)
 
-    def _ready(self, executor: Executor, action: Action) -> bool:
+    def _ready(self, executor: Executor, action: Action, updated: int | None) -> bool:
         if action.minibatch >= self.fed:
             return False
         transport = executor.transport
         assert isinstance(transport, LocalTransport)
         edges, weight_copies = executor.waits_for(action)
         return (
-            (self._several or executor.heard(action))
+            (self._several or executor.heard(updated))
             and executor.can_begin(action)
             and all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges)
             and all(transport.arrived_weights(*key) for key in weight_copies)
