@@ -158,7 +158,8 @@ class LocalPipeline(OwnLoop):
             executor.shape_of = self._shapes.__getitem__
         self._shards = [] if resumed is None else restore(self.every, resumed)
         self.shapes.attach(self.every, self._minibatches)
-        self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self.executors, resumed, self._shards)
+        firsts = self._shards[: plan.workers]
+        self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self.executors, resumed, firsts)
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}  # by minibatch and, of that, microbatch
         self._losses: dict[int, Tensor] = {}
         self._unreported: deque[tuple[int, float | None, float | None]] = deque()
