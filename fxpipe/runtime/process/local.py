@@ -19,7 +19,7 @@ from fxpipe.files import replacing
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.throttle import read_throttle
+from fxpipe.planner.throttle import pipeline_links, read_throttle
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.between_actions import between_actions
@@ -33,6 +33,7 @@ from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recip
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
+from fxpipe.runtime.wires.meter import Meter
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.checkpoint import Checkpoint
@@ -104,12 +105,12 @@ class LocalPipeline(OwnLoop):
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        self.throttle = read_throttle(options.throttle, self.plan.ranks)
-        self._mailboxes = [
-            Mailbox(self.plan.all_edges, self.throttle, self.recipe.demand, self.plan.placement)
-            for _ in range(self.plan.dp)
-        ]
-        self._boards = [ReplicaBoard(self.plan.dp) for _ in range(self.plan.workers)]
+        plan, throttle = self.plan, read_throttle(options.throttle, self.plan.processes)
+        of_replicas = [None if throttle is None else pipeline_links(throttle, plan, j) for j in range(plan.dp)]
+        self.throttle = of_replicas[0]
+        self._mailboxes = [Mailbox(plan.all_edges, links, self.recipe.demand, plan.placement) for links in of_replicas]
+        meter = None if throttle is None else Meter(throttle)
+        self._boards = [ReplicaBoard(plan.dp, meter, plan.process_of(k, 0)) for k in range(plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
         self._synchronous = self.recipe.schedule.synchronous
@@ -366,7 +367,7 @@ class LocalPipeline(OwnLoop):
         self._broken = True
         with self._random_apart(any(executor.draws for executor in self.executors)):
             acted = True
-            while acted or any([mailbox.rest() for mailbox in self._mailboxes]):
+            while acted or any([under_way.rest() for under_way in (*self._mailboxes, *self._boards)]):
                 acted = False
                 for seat in self._seats:
                     acted |= self._act(seat)

@@ -141,8 +141,9 @@ class RankRun:
         group = replica_group(plan, process, self.backend)
         self.others = None
         if group is not None:
+            name = process_name(process, plan.mesh)
             self.others = ReplicaProcess(
-                group, replica, plan.dp, device, wires.staged, process_name(process, plan.mesh)
+                group, replica, plan.dp, device, wires.staged, name, meter, plan.process_of(hosted[0], 0)
             )
         self.transports = [
             DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule) for worker in hosted
