@@ -90,6 +90,7 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
         policy_times=subject.known.policy_times,
         placement=subject.plan.placement,
         rows=subject.plan.rows if recipe.schedule.name == subject.plan.schedule else (),
+        dp=subject.plan.dp,
     )
     return setting.workers(subject.plan.workers)
 

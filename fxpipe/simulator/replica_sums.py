@@ -19,10 +19,7 @@ def exposed_sums(plan: Plan, worker: int, links: Links, backward: float) -> floa
     buckets = plan.stages[worker].buckets
     if plan.dp == 1 or not buckets:
         return 0.0
-    pairs = [(source, target) for source in range(plan.ranks) for target in range(plan.ranks) if source != target]
-    pairs = pairs or [(0, 0)]  # of one rank: as the links of all are
-    bandwidth = min(links.bandwidth_of(*pair) for pair in pairs)
-    latency = max(links.latency_of(*pair) for pair in pairs)
+    bandwidth, latency = links.slowest(plan.ranks)
     share = 2 * (plan.dp - 1) / plan.dp
     times = [share * bucket.bytes / bandwidth + 2 * latency for bucket in buckets]
     copying = links.copy * 2 * share * sum(bucket.bytes for bucket in buckets)  # sent and received
