@@ -34,7 +34,7 @@ MOST_SHOWN = 4
 
 @click.command("compile")
 @click.argument("model", type=click.Path(dir_okay=False))
-@option_fields(CompileOptions, "workers", "virtual", "dp")
+@option_fields(CompileOptions, "workers", "virtual", "dp", "replicas")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(
     CompileOptions,
@@ -171,6 +171,7 @@ def _like(folder: str) -> dict[str, Any]:
         "schedule": plan.schedule,
         "policy": plan.policy,
         "dp": plan.dp,
+        "replicas": plan.replicas if plan.crossing else None,
         "microbatches": plan.own_microbatches,
         "autocast": plan.autocast,
         "codec": plan.codec,
@@ -179,6 +180,8 @@ def _like(folder: str) -> dict[str, Any]:
     given = {name for name in found if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     if "schedule" in given and context.params["schedule"] != plan.schedule:
         given.add("policy")  # it belongs to the schedule
+    if given & {"dp", "replicas"}:
+        given |= {"dp", "replicas"}
     return {name: value for name, value in found.items() if name not in given}
 
 
@@ -229,6 +232,7 @@ def _print(
     echo(
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
         + (f"{plan.dp} replicas of each worker · " if plan.dp > 1 else "")
+        + (f"{listed([str(count) for count in plan.replicas])} replicas · " if plan.crossing else "")
         + f"{len(plan.edges)} edges"
     )
     for line in (*microbatch_lines(plan), *shape_lines(plan)):

@@ -43,4 +43,5 @@ def read_throttle(text: str | None, processes: int) -> Links | None:
 
 def pipeline_links(links: Links, plan: Plan, replica: int = 0) -> Links:
     """The links between the ranks of one replica's pipeline, of those between the processes of a run."""
-    return links.on([plan.dp * rank + replica for rank in range(plan.ranks)])
+    mesh = plan.mesh
+    return links.on([mesh.of_rank(rank)[replica] for rank in range(plan.ranks)])

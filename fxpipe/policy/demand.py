@@ -99,6 +99,16 @@ class Demand:
         found.segments = segments
         return found
 
+    def of_worker(self, worker: int) -> Demand:
+        """What the replicas of a worker follow, where workers have different numbers of them; else the same.
+
+        Its microbatches are those of a replica. Of other workers' weights it says only what does not depend on the
+        microbatch: with a flush that is all; without one, `fxpipe.policy.recipe.choose` has refused what reads any.
+        """
+        if not self.schedule.replicas:
+            return self
+        return Demand(self.plan, self.schedule.of_worker(worker), self.policy).divided(self.segments)
+
     def readings(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:
         """All trained weights that `worker` reads in `phase`, by owner and lag."""
         return self._readings[worker, phase]

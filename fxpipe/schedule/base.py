@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from math import isqrt
@@ -34,15 +34,22 @@ class Schedule(ABC):
         weights_apart: each microbatch has an action W after its B, which makes its weight gradients.
         usual_virtual: how many workers a rank has, where nothing is asked.
         placement: the rank that each worker runs on; empty stands for `usual_placement`.
+        takes_replicas: workers may have different numbers of replicas: rows follow from how many processes there are.
+        replicas: how many each worker has, where they have different numbers (`fxpipe.schedule.replicas`); else empty:
+            equally many replicas are as many pipelines, of which this is one.
+        replica_of: of those, the worker for whose replicas this is; None for the schedule of all.
     """
 
     name: ClassVar[str]
     synchronous: ClassVar[bool]
     weights_apart: ClassVar[bool] = False
     usual_virtual: ClassVar[int] = 1
+    takes_replicas: ClassVar[bool] = False
     workers: int
     microbatches: int = 1
     placement: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    replica_of: int | None = None
 
     def __post_init__(self) -> None:
         for what in ("workers", "microbatches"):
@@ -78,6 +85,35 @@ class Schedule(ABC):
             f"schedule '{cls.name}' has one worker on each rank, not {asked}",
             hint="for several stages on a rank: --schedule interleaved, zb-v, or another one with a flush",
         )
+
+    def of_worker(self, worker: int) -> Schedule:
+        """What each replica of a worker does, in its own microbatches: microbatch i of one of r is i·r + j of all.
+
+        Only the worker's own row means something: the others' are as they would be if they had as many replicas.
+        """
+        if not self.replicas or self.replica_of is not None:
+            return self
+        return replace(self, microbatches=self.microbatches // self.replicas[worker], replica_of=worker)
+
+    @property
+    def of_all(self) -> Schedule:
+        """The schedule of all, of that of a worker's replicas."""
+        if self.replica_of is None:
+            return self
+        return replace(self, microbatches=self.microbatches * self.replicas[self.replica_of], replica_of=None)
+
+    def ahead(self, worker: int) -> int:
+        """How many forwards a worker does before its first backward: one for each worker after it; of replicas, as
+        many as keep all processes from its own on busy."""
+        if not self.replicas:
+            return self.workers - 1 - worker
+        turns = 1 if self.replica_of is None else self.replicas[self.replica_of]
+        return (sum(self.replicas[worker:]) - 1) // turns
+
+    @property
+    def filled_by(self) -> int:
+        """How many microbatches enter the pipeline before the first one leaves it: its workers, or its processes."""
+        return self.ahead(0) + 1
 
     @property
     def ranks(self) -> int:

@@ -85,5 +85,5 @@ class Segments:
 
 def _again(schedule: Schedule, step: int, start: int) -> int:
     """Where a row that began with minibatch `start` begins again, to be what it was from minibatch `step` on."""
-    settled = 3 * -(-schedule.workers // schedule.microbatches) + 4  # as `Versions` studies it
+    settled = 3 * -(-schedule.filled_by // schedule.microbatches) + 4  # as `Versions` studies it
     return max(start, step - settled)

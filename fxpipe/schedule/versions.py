@@ -49,7 +49,7 @@ class Versions:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         workers, microbatches = schedule.workers, schedule.microbatches
-        filling = ceil(workers / microbatches)  # minibatches that enter the pipeline before the first one leaves it
+        filling = ceil(schedule.filled_by / microbatches)  # minibatches that enter before the first one leaves
         # A flush ends every effect of one minibatch on the next; without one, the effect of the start takes a while to
         # end.
         studied = range(3 if schedule.synchronous else 3 * filling + 4)
@@ -101,12 +101,12 @@ def most_missed(schedule: Schedule) -> int:
 
     Read from the workers' rows one by one: far less work than all versions.
     """
-    return max(own_lag(schedule, worker) for worker in range(schedule.workers))
+    return max(own_lag(schedule.of_worker(worker), worker) for worker in range(schedule.workers))
 
 
 def own_lag(schedule: Schedule, worker: int) -> int:
     """The same for one worker."""
-    last = 2 * ceil(schedule.workers / schedule.microbatches) + 2
+    last = 2 * ceil(schedule.filled_by / schedule.microbatches) + 2
     most = updates = 0
     for action in schedule.until(worker, last + 1):
         if action.phase == "F" and action.minibatch == last:

@@ -57,10 +57,13 @@ def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand, ratio: float = 1.0
     Args:
         ratio: the size of a microbatch over the one that the costs are of.
     """
-    stop = filling(demand)
-    rows = [list(demand.schedule.until(worker, stop)) for worker in range(plan.workers)]
-    walks = [memory_of(plan, costs, demand, worker, row, ratio) for worker, row in enumerate(rows)]
-    return tuple(ceil(max((moment.during for moment in walk), default=0.0)) for walk in walks)
+    peaks = []
+    for worker in range(plan.workers):
+        own = demand.of_worker(worker)
+        row = list(own.schedule.until(worker, filling(own)))
+        walk = memory_of(plan, costs, own, worker, row, ratio)
+        peaks.append(ceil(max((moment.during for moment in walk), default=0.0)))
+    return tuple(peaks)
 
 
 def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
@@ -90,7 +93,8 @@ def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, .
 def filling(demand: Demand) -> int:
     """After how many minibatches a run has held all that it ever holds: with copies, their first blocks are free."""
     schedule = demand.schedule
-    once = 1 if schedule.synchronous else 3 * ceil(schedule.workers / schedule.microbatches)  # as `Versions` studies it
+    filled = ceil(schedule.filled_by / schedule.microbatches)
+    once = 1 if schedule.synchronous else 3 * filled  # as `Versions` studies it
     blocks = any(demand.readers(worker) for worker in range(schedule.workers))
     return once + (ceil(_slack(schedule) / schedule.microbatches) if blocks else 0) + 2
 

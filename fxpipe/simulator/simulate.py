@@ -84,7 +84,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
 def steady_minibatches(schedule: Schedule) -> int:
     """How many minibatches show a schedule's steady state: four times as many as fill the pipeline, and enough to see
     twice a cycle of four."""
-    return 4 if schedule.synchronous else 4 * ceil(schedule.workers / schedule.microbatches) + 16
+    return 4 if schedule.synchronous else 4 * ceil(schedule.filled_by / schedule.microbatches) + 16
 
 
 @lru_cache(maxsize=32)

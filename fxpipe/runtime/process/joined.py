@@ -80,7 +80,7 @@ class JoinedPipeline(OwnLoop):
         agreed, self.rank, self._pulse = member.agreed, member.rank, member.pulse
         self.plan, self._task = agreed.plan, agreed.task
         if not self.plan.mesh.plain:
-            replicas = f" with {self.plan.dp} replicas each" if self.plan.dp > 1 else ""
+            replicas = f" with {self.plan.processes} processes" if self.plan.mesh.replicated else ""
             raise RunError(
                 f"the build has {self.plan.workers} workers on {self.plan.ranks} rank"
                 f"{'s' if self.plan.ranks > 1 else ''}{replicas}, and a loop of your own in each process "

@@ -34,6 +34,7 @@ from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.wires.meter import Meter
+from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.checkpoint import Checkpoint
@@ -106,11 +107,17 @@ class LocalPipeline(OwnLoop):
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
         plan, throttle = self.plan, read_throttle(options.throttle, self.plan.processes)
-        of_replicas = [None if throttle is None else pipeline_links(throttle, plan, j) for j in range(plan.dp)]
-        self.throttle = of_replicas[0]
+        meter = self.throttle = None
+        of_replicas = [throttle] * plan.dp
+        if throttle is not None:
+            meter, self.throttle = Meter(throttle), pipeline_links(throttle, plan)
+            if not plan.crossing:
+                of_replicas = [pipeline_links(throttle, plan, replica) for replica in range(plan.dp)]
         self._mailboxes = [Mailbox(plan.all_edges, links, self.recipe.demand, plan.placement) for links in of_replicas]
-        meter = None if throttle is None else Meter(throttle)
-        self._boards = [ReplicaBoard(plan.dp, meter, plan.process_of(k, 0)) for k in range(plan.workers)]
+        self._several = plan.mesh.replicated
+        self._boards = [
+            ReplicaBoard(plan.replicas_of(worker), meter, plan.process_of(worker, 0)) for worker in range(plan.workers)
+        ]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
         self._synchronous = self.recipe.schedule.synchronous
@@ -123,7 +130,6 @@ class LocalPipeline(OwnLoop):
         plan, task, options = self.plan, self._task, self.options
         self.resumed = resumed
         self.fed = 0 if resumed is None else resumed.step
-        several = plan.dp > 1
         self._seats = [
             _Seat(
                 open_worker(
@@ -131,7 +137,7 @@ class LocalPipeline(OwnLoop):
                     self.folder,
                     worker,
                     self.recipe,
-                    LocalTransport(mailbox, worker),
+                    self._transport(worker, replica),
                     task,
                     options,
                     self.device,
@@ -139,15 +145,16 @@ class LocalPipeline(OwnLoop):
                     self._out,
                     self.fed or None,
                     checkpoint,
-                    LocalCollective(self._boards[worker], replica) if several else None,
+                    LocalCollective(self._boards[worker], replica) if plan.replicas_of(worker) > 1 else None,
                 )
             )
-            for replica, mailbox in enumerate(self._mailboxes)
+            for replica in range(max(plan.mesh.replicas))
             for worker in range(plan.workers)
+            if replica < plan.replicas_of(worker)
         ]
         self.every = [seat.executor for seat in self._seats]
         self.executors: list[Executor] = self.every[: plan.workers]
-        for executor in self.every if several else ():
+        for executor in self.every if self._several else ():
             executor.store.holds_back = True
         if self._epoch is not None:
             tell_epoch(self.every, self._epoch)
@@ -168,6 +175,12 @@ class LocalPipeline(OwnLoop):
         self._evaluation: LocalEvaluation | None = None
         self.callbacks: RunCallbacks | None = None
         self.waits = any(executor.store.updater.metric is not None for executor in self.executors)
+
+    def _transport(self, worker: int, replica: int) -> LocalTransport:
+        """Each pipeline of replicas has a mailbox of its own; where pipelines cross, there is one for all."""
+        if self.plan.crossing:
+            return LocalTransport(self._mailboxes[0], worker, ReplicaSeat(worker, replica, self.plan.replicas))
+        return LocalTransport(self._mailboxes[replica], worker)
 
     @property
     def data_mark(self) -> Any:
@@ -340,11 +353,11 @@ class LocalPipeline(OwnLoop):
         self._ending, self._begun = False, True
         resumed, shards = self.resumed, self._shards
         self.resumed, self._shards = None, []
-        recipe, schedule = self.recipe, self.recipe.schedule
         for place, seat in enumerate(self._seats):
             worker = seat.executor.worker
+            recipe = self.recipe.of_worker(worker)
             if resumed is None:
-                seat.row = recipe.segments.actions(schedule, worker, self.fed)
+                seat.row = recipe.segments.actions(recipe.schedule, worker, self.fed)
             else:
                 seat.row = resumed.actions(recipe, worker)
             seat.next = next(seat.row)
@@ -389,12 +402,12 @@ class LocalPipeline(OwnLoop):
             return False
         leaves = None
         if worker == 0 and action.phase == "F":
-            leaves = self._leaves.pop((action.minibatch, self.plan.microbatch(action.microbatch, executor.replica)))
+            leaves = self._leaves.pop((action.minibatch, self.plan.microbatch(action.microbatch, 0, executor.replica)))
         if self._evaluation is not None and first:
             self._evaluation.before(worker, action)
         self._heard_loss(action.minibatch, executor.execute(action, leaves))
         seat.next = next(seat.row)
-        if executor.unsettled is None or self.plan.dp == 1:
+        if executor.unsettled is None or not self._several:
             self._report(executor, action)
             self._acted(executor)
         return True
@@ -410,8 +423,8 @@ class LocalPipeline(OwnLoop):
         minibatch = executor.unsettled
         assert minibatch is not None
         self._heard_loss(minibatch, executor.settle())
-        if self.plan.dp > 1:
-            self._report(executor, self.recipe.schedule.update_of(minibatch))
+        if self._several:
+            self._report(executor, executor.schedule.update_of(minibatch))
         self._acted(executor)
         return True
 
@@ -426,7 +439,7 @@ class LocalPipeline(OwnLoop):
 
     def _report(self, executor: Executor, action: Action) -> None:
         """Report a minibatch that worker 0 has ended."""
-        if executor.worker == executor.replica == 0 and self.recipe.schedule.updates(action):
+        if executor.worker == executor.replica == 0 and executor.schedule.updates(action):
             self._unreported.append((action.minibatch, executor.store.updater.lr, executor.store.updater.norm))
             self._tell()
 
@@ -451,7 +464,7 @@ class LocalPipeline(OwnLoop):
         assert isinstance(transport, LocalTransport)
         edges, weight_copies = executor.waits_for(action)
         return (
-            (self.plan.dp > 1 or executor.heard(action))
+            (self._several or executor.heard(action))
             and executor.can_begin(action)
             and all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges)
             and all(transport.arrived_weights(*key) for key in weight_copies)
@@ -470,4 +483,5 @@ class LocalPipeline(OwnLoop):
 
 
 def _name(executor: Executor, plan: Plan) -> str:
-    return f"worker {executor.worker}" + (f", replica {executor.replica}" if plan.dp > 1 else "")
+    which = f", replica {executor.replica}" if plan.replicas_of(executor.worker) > 1 else ""
+    return f"worker {executor.worker}{which}"

@@ -88,7 +88,7 @@ class Executor:
         if collective is not None:
             collective.watch = self.watch
         self.schedule = store.demand.schedule
-        self._last = plan.own_microbatches - 1
+        self._last = self.schedule.microbatches - 1
         self._divisor = plan.loss_divisor
         self.stages: tuple[LoadedStage, ...] = ()
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
@@ -436,7 +436,7 @@ class Executor:
                 place += old.numel()
 
     def _reseed(self, action: Action) -> None:
-        microbatch = self._plan.microbatch(action.microbatch, self.replica)
+        microbatch = self._plan.microbatch(action.microbatch, self.worker, self.replica)
         reseed(self.device, self.seed, self.worker, action.phase, action.minibatch, microbatch)
 
     def _explained(self, stage: StageOfShape, action: Action) -> AbstractContextManager[None]:
