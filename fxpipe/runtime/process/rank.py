@@ -145,7 +145,9 @@ class RankRun:
         self.others = None
         if group is not None:
             count, name = plan.replicas_of(hosted[0]), process_name(process, plan.mesh)
-            self.others = ReplicaProcess(group, replica, count, device, wires.staged, name)
+            self.others = ReplicaProcess(
+                group, replica, count, device, wires.staged, name, meter, plan.process_of(hosted[0], 0)
+            )
         self.transports = [
             DistTransport.of_training(plan, worker, wires, addresses, self._own_recipe.schedule, replica)
             for worker in hosted
