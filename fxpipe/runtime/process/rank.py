@@ -172,8 +172,9 @@ class RankRun:
         if evaluating:
             data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
             resets = executors[0].resets
+            of_first = None if self.others is None or rank else self.others.of_worker(0)
             self.evaluation = DistributedEvaluation(
-                plan, self.line, hosted, options.build, options.seed, wires, addresses, data, resets
+                plan, self.line, hosted, options.build, options.seed, wires, addresses, data, resets, replica, of_first
             )
         self.watches = [executor.watch for executor in executors]
         pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
@@ -281,6 +282,8 @@ class RankRun:
             if options.trace is not None:
                 collect_trace(options.trace, self.process, plan, self.recipe, traces, summary, self.watches[0].elapsed)
             self.evaluations.last(summary, averages)
+            if self.others is not None:
+                self.others.end()
             if self.callbacks is not None:
                 self.callbacks.over()
             if record is not None:
@@ -338,8 +341,6 @@ class RankRun:
             train(self.plan, self.executors, self.transports, row, feed, report, between, reach, tell)
             for transport in self.transports:
                 transport.finish()
-            if self.others is not None:
-                self.others.end()
             if self.checkpoints is not None:
                 self.checkpoints.finish()
             for watch in self.watches:
