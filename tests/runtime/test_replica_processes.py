@@ -88,16 +88,19 @@ def test_the_gpt_trains_under_torchrun_as_in_one_process(tmp_path: Path) -> None
     build = tmp_path / "build"
     assert fxpipe("compile", EXAMPLES / "gpt.py", "-n", 2, "--dp", 2, "-o", build, *QUICK).code == 0
     common = ("run", build, "--steps", 6, "--threads", 1, "--json", "--out")
-    trace = tmp_path / "trace.json"
-    found = torchrun(4, *common, tmp_path / "apart", "--trace", trace).json
-    assert found["losses"] == fxpipe(*common, tmp_path / "local", "--local").json["losses"]
+    traces = [tmp_path / "apart.json", tmp_path / "local.json"]
+    found = torchrun(4, *common, tmp_path / "apart", "--trace", traces[0]).json
+    local = fxpipe(*common, tmp_path / "local", "--local", "--trace", traces[1]).json
+    assert found["losses"] == local["losses"]
     assert len(found["losses"]) == 6
     weights = [(tmp_path / where / "model.safetensors").read_bytes() for where in ("apart", "local")]
     assert weights[0] == weights[1]
-    events = json.loads(trace.read_text())["traceEvents"]
-    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert sorted(named.values()) == [f"worker {worker}, replica {replica}" for worker in (0, 1) for replica in (0, 1)]
-    for process in named:
-        spans = [event for event in events if event["pid"] == process and event["ph"] == "X"]
-        assert {event["args"]["minibatch"] for event in spans if event["cat"] == "F"} == set(range(6))
-        assert [event["name"] for event in spans].count("wait for the sum of bucket_0") == 6
+    for trace in traces:
+        events = json.loads(trace.read_text())["traceEvents"]
+        named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        assert sorted(named.values()) == [f"worker {k}, replica {j}" for k in (0, 1) for j in (0, 1)]
+        for process in named:
+            spans = [event for event in events if event["pid"] == process and event["ph"] == "X"]
+            assert {event["args"]["minibatch"] for event in spans if event["cat"] == "F"} == set(range(6))
+            if trace is traces[0]:  # in one process nothing waits
+                assert [event["name"] for event in spans].count("wait for the sum of bucket_0") == 6
