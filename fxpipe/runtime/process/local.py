@@ -252,6 +252,8 @@ class LocalPipeline(OwnLoop):
         self._pump()
         if self._in_flight:
             raise self._stuck()
+        for executor in self.every:
+            executor.take_buffers(self.fed)
         self._clear()
         for executor in self.every:
             executor.store.flushed()
