@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,16 +20,34 @@ class Collective(ABC):
     Attributes:
         replica: which one this is.
         replicas: how many there are.
+        in_turn: one thread drives all replicas: `take` waits for nothing, and comes after `arrived`.
         watch: the worker's own; a 'wait' is opened in it wherever the worker waits for other replicas.
     """
 
     replica: int
     replicas: int
+    in_turn: bool = False
     watch: Watch | None = None
 
     @abstractmethod
     def start_sum(self, key: Key, flat: Tensor) -> None:
         """Begin to add up a vector over the replicas; it must not change afterwards."""
+
+    @abstractmethod
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
+        """Begin to add up a vector of parts, one for each replica, which gets the sum of its own part alone.
+
+        Args:
+            sizes: how many elements each part has, the same on all replicas.
+        """
+
+    @abstractmethod
+    def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
+        """Begin to hand out each replica's vector; all get all of them, one after the other.
+
+        Args:
+            sizes: how many elements each has.
+        """
 
     @abstractmethod
     def start_copy(self, key: Key, flat: Tensor) -> None:
@@ -71,11 +89,18 @@ class ReplicaBoard:
 
     def add(self, key: Key, replica: int, flat: Tensor) -> None:
         """A replica gives its vector; the last one makes the sum."""
+        self._give(key, replica, flat, summed)
+
+    def join(self, key: Key, replica: int, flat: Tensor) -> None:
+        """A replica gives its vector; the last one puts them one after the other."""
+        self._give(key, replica, flat, torch.cat)
+
+    def _give(self, key: Key, replica: int, flat: Tensor, made: Callable[[list[Tensor]], Tensor]) -> None:
         parts = self.given.setdefault(key, {})
         parts[replica] = flat
         if len(parts) == self.replicas:
             del self.given[key]
-            self.results[key] = summed([parts[j] for j in range(self.replicas)]), self.replicas
+            self.results[key] = made([parts[j] for j in range(self.replicas)]), self.replicas
 
     def hand_out(self, key: Key, flat: Tensor) -> None:
         """Replica 0 gives its vector, which the others take."""
@@ -93,12 +118,23 @@ class ReplicaBoard:
 class LocalCollective(Collective):
     """The end of a replica in one process with all others."""
 
+    in_turn = True
+
     def __init__(self, board: ReplicaBoard, replica: int) -> None:
         self.replica, self.replicas = replica, board.replicas
         self._board = board
+        self._own: dict[Key, slice] = {}  # where its part is of what is scattered
 
     def start_sum(self, key: Key, flat: Tensor) -> None:
         self._board.add(key, self.replica, flat)
+
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
+        begin = sum(sizes[: self.replica])
+        self._own[key] = slice(begin, begin + sizes[self.replica])
+        self._board.add(key, self.replica, flat)
+
+    def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
+        self._board.join(key, self.replica, own)
 
     def start_copy(self, key: Key, flat: Tensor) -> None:
         if self.replica == 0:
@@ -108,7 +144,8 @@ class LocalCollective(Collective):
         return key in self._board.results
 
     def take(self, key: Key) -> Tensor:
-        return self._board.take(key)
+        found = self._board.take(key)
+        return found[self._own.pop(key)].clone() if key in self._own else found
 
 
 def padded_to(flat: Tensor, replicas: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The replicas of one worker in processes of their own: a process group, over gloo or NCCL.
 
 A sum is an exchange of parts. Each replica gets its part of everybody's vector, adds in the order of replicas, and
-hands the result to all: 2(R − 1)/R of the vector travel from each, as in a ring, and the order of sums is ours.
+hands the result to all: 2(R − 1)/R of the vector travel from each, as in a ring, and the order of sums is ours. The
+two halves are exchanges of their own where replicas share out a worker's parameters.
 
 Over gloo a thread of the process does that while the worker computes. Over NCCL the calls are put on a stream.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -131,6 +132,22 @@ class ReplicaProcess:
         self._group._allgather_base(_bytes(found), _bytes(own)).wait()
         return found[: len(flat)]
 
+    def scatter(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Add up over the replicas what they have of this one's part; the vector has a part of these sizes for each."""
+        own, item = sizes[self.replica], flat.element_size()
+        parts = flat.new_empty(self.replicas * own)
+        given = [size * item for size in sizes]
+        self._group.alltoall_base(_bytes(parts), _bytes(flat), [own * item] * self.replicas, given).wait()
+        return summed(parts.view(self.replicas, own).unbind())
+
+    def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The vectors of all replicas, one after the other; an all-gather of torch's has one size for all."""
+        found, item = own.new_empty(sum(sizes)), own.element_size()
+        copies, given = own.repeat(self.replicas), [len(own) * item] * self.replicas
+        taken = [size * item for size in sizes]
+        self._group.alltoall_base(_bytes(found), _bytes(copies), taken, given).wait()
+        return found
+
     def copy(self, flat: Tensor) -> Tensor:
         """Replica 0's vector."""
         found = flat.clone()
@@ -160,6 +177,12 @@ class WorkerCollective(Collective):
 
     def start_sum(self, key: Key, flat: Tensor) -> None:
         self._process.begin(self._worker, key, self._process.sum, flat)
+
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
+        self._process.begin(self._worker, key, partial(self._process.scatter, sizes=sizes), flat)
+
+    def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
+        self._process.begin(self._worker, key, partial(self._process.gather, sizes=sizes), own)
 
     def start_copy(self, key: Key, flat: Tensor) -> None:
         self._process.begin(self._worker, key, self._process.copy, flat, taken=self.replica > 0)

@@ -22,6 +22,7 @@ class ReplicatedSum(GradientSum):
 
     Args:
         buckets: by name, the indices of their parameters.
+        updaters: by index, the replica that updates a parameter and alone gets its sum; empty where all get all.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class ReplicatedSum(GradientSum):
         order: Sequence[int],
         collective: Collective,
         buckets: Mapping[str, Sequence[int]],
+        updaters: Sequence[int] = (),
     ) -> None:
         super().__init__(parameters, order)
+        self._updaters = updaters
         self._collective = collective
         self._buckets = buckets
         self._sent: dict[Key, list[int]] = {}  # the parameters of each vector that is under way
@@ -77,7 +80,7 @@ class ReplicatedSum(GradientSum):
             for index in indices:
                 parameter = self._parameters[index]
                 part = flat[place : place + parameter.numel()]
-                sums[index] = _like(part, parameter)
+                sums[index] = like(part, parameter)
                 place += parameter.numel()
         self._sent = {}
         return sums
@@ -86,14 +89,19 @@ class ReplicatedSum(GradientSum):
         present = [(index, value) for index, value in zip(indices, values, strict=True) if value is not None]
         if not present:
             return
-        size = sum(value.numel() for _, value in present)
-        flat, place = present[0][1].new_empty(size), 0
-        for index, value in present:
-            part = flat[place : place + value.numel()]
-            _like(part, self._parameters[index], of_memory=True).copy_(value)
-            place += value.numel()
+        if self._updaters:
+            present.sort(key=lambda row: self._updaters[row[0]])
+        values = [value for _, value in present]
+        flat = flattened(values, [self._parameters[index] for index, _ in present], values[0])
         self._sent[key] = [index for index, _ in present]
-        self._collective.start_sum(key, flat)
+        if not self._updaters:
+            self._collective.start_sum(key, flat)
+            return
+        sizes = [0] * self._collective.replicas
+        for index, value in present:
+            sizes[self._updaters[index]] += value.numel()
+        self._sent[key] = [index for index, _ in present if self._updaters[index] == self._collective.replica]
+        self._collective.start_scatter(key, flat, sizes)
 
 
 def _plus(present: Tensor | None, gradient: Tensor | None) -> Tensor | None:
@@ -102,7 +110,16 @@ def _plus(present: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return present + gradient
 
 
-def _like(part: Tensor, parameter: Tensor, of_memory: bool = False) -> Tensor:
+def flattened(values: Sequence[Tensor], parameters: Sequence[nn.Parameter], kind: Tensor) -> Tensor:
+    """Values of parameters in one vector, as `like` takes them out of it; of the type and device of another tensor."""
+    flat, place = kind.new_empty(sum(value.numel() for value in values)), 0
+    for value, parameter in zip(values, parameters, strict=True):
+        like(flat[place : place + value.numel()], parameter, of_memory=True).copy_(value)
+        place += value.numel()
+    return flat
+
+
+def like(part: Tensor, parameter: Tensor, of_memory: bool = False) -> Tensor:
     """A vector as a parameter's gradient, laid out as the parameter is.
 
     Args:
