@@ -20,6 +20,7 @@ from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.scale_loss import ScaleLoss
+from fxpipe.passes.send_early import SendEarly
 from fxpipe.passes.split import Split
 from fxpipe.passes.split_backward import SplitBackward
 from fxpipe.passes.units import Units
@@ -105,6 +106,7 @@ def emitting_passes(
     """
     return [
         *([encode] if encode else []),  # before split: what packs a value is a call of its sender
+        SendEarly(),  # before reduce: gradients are handed over in the order in which they are then made
         *([reduce] if reduce else []),  # before split: a call of its worker; after encode: the last nodes are in place
         Split(),  # a graph for each phase of each worker
         Codegen(command, f"stage_{{worker}}_{shape}.py" if shape else "stage_{worker}.py"),  # last: the product

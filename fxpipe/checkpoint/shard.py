@@ -123,14 +123,14 @@ def write_index(folder: Path, plan: Plan) -> FileEntry:
     return write_bytes(folder / INDEX, json.dumps(body, indent=1).encode())
 
 
-def replicas_that_write(plan: Plan) -> int:
-    """How many replicas of each worker have something to write: one, if the others know nothing that it does not.
+def replicas_that_write(plan: Plan, worker: int) -> int:
+    """How many replicas of a worker have something to write: one, if the others know nothing that it does not.
 
     Each has the optimizer's state of its own share, if it is shared out; and codecs of the gradients of its own
     microbatches remember what they left out.
     """
     remember = any(edge.codec and edge.src_phase == "B" for edge in plan.all_edges)
-    return plan.dp if plan.sharded or remember else 1
+    return plan.replicas_of(worker) if plan.sharded or remember else 1
 
 
 def state_files(worker: int, workers: int, replica: int = 0) -> list[str]:

@@ -19,24 +19,25 @@ def exposed_sums(plan: Plan, worker: int, links: Links, backward: float) -> floa
         backward: seconds in which a microbatch's gradients are made.
     """
     buckets = plan.stages[worker].buckets
-    if plan.dp == 1 or not buckets:
+    replicas = plan.replicas_of(worker)
+    if replicas == 1 or not buckets:
         return 0.0
     pairs = [(source, target) for source in range(plan.ranks) for target in range(plan.ranks) if source != target]
     pairs = pairs or [(0, 0)]  # of one rank: as the links of all are
     bandwidth = min(links.bandwidth_of(*pair) for pair in pairs)
     latency = max(links.latency_of(*pair) for pair in pairs)
-    rounds = [_round(plan, bucket) / bandwidth + latency for bucket in buckets]
+    rounds = [_round(plan, bucket, replicas) / bandwidth + latency for bucket in buckets]
     times, after = (rounds, sum(rounds)) if plan.sharded else ([2 * each for each in rounds], 0.0)
-    copying = links.copy * 4 * (plan.dp - 1) / plan.dp * sum(bucket.bytes for bucket in buckets)  # sent and received
+    copying = links.copy * 4 * (replicas - 1) / replicas * sum(bucket.bytes for bucket in buckets)  # sent and received
     return max(times[-1], sum(times) - backward) + after + copying
 
 
-def _round(plan: Plan, bucket: BucketSpec) -> float:
+def _round(plan: Plan, bucket: BucketSpec, replicas: int) -> float:
     """The most bytes that a replica sends, or receives, in one round of a bucket's exchange."""
     if not bucket.sharded:
-        return (plan.dp - 1) / plan.dp * bucket.bytes
+        return (replicas - 1) / replicas * bucket.bytes
     sizes = {name: p.tensor.bytes for p in plan.parameters for name in p.names}
-    parts = [0] * plan.dp
+    parts = [0] * replicas
     for name, replica in zip(bucket.parameters, bucket.updaters, strict=True):
         parts[replica] += sizes[name]
-    return float(max((plan.dp - 1) * max(parts), sum(parts) - min(parts)))
+    return float(max((replicas - 1) * max(parts), sum(parts) - min(parts)))

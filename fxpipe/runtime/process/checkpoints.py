@@ -123,7 +123,7 @@ class Checkpoints:
         exchange = exchange or LocalExchange()
         writer = ShardWriter(
             *(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep),
-            writing=replica < replicas_that_write(plan),
+            writing=replica < replicas_that_write(plan, executors[0].worker),
         )
         every, step = Interval.of(options.checkpoint_every), 0 if resumed is None else resumed.step
         exact = shards[: len(executors)] if resumed is not None and resumed.exact else ()
@@ -213,7 +213,8 @@ class ShardWriter:
         self._last: int | None = None
         self._anchored = False  # the disk has the names of the folders that the checkpoints are in
         self.whole, self._writing = whole, writing
-        self._written = [(worker, r) for r in range(replicas_that_write(plan)) for worker in range(plan.workers)]
+        workers = range(plan.workers)
+        self._written = [(worker, r) for worker in workers for r in range(replicas_that_write(plan, worker))]
         self._shards: queue.Queue[tuple[int, int, Shard] | None] = queue.Queue(maxsize=len(self._written))
         self._waiting: dict[int, int] = {}  # the steps whose reports are not all there, and their start
         self._ending = threading.Event()

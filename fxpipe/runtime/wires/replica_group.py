@@ -28,16 +28,17 @@ from fxpipe.runtime.wires.group import peers
 
 
 def replica_group(plan: Plan, process: int, backend: str) -> Any:
-    """The process group of the replicas of this process's rank; called by all processes. None without replicas."""
-    if plan.dp == 1:
+    """The process group of the replicas of this process's rank; called by all processes. None without others."""
+    mesh = plan.mesh
+    if not mesh.replicated:
         return None
     own = None
     rank, _ = plan.seat(process)
     with peers(process):
         for each in range(plan.ranks):
-            members = [each * plan.dp + replica for replica in range(plan.dp)]
-            group = dist.new_group(members, backend=backend)
-            own = group if each == rank else own
+            if len(members := mesh.of_rank(each)) > 1:
+                group = dist.new_group(list(members), backend=backend)
+                own = group if each == rank else own
     return own
 
 

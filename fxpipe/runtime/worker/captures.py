@@ -52,7 +52,9 @@ class Captures:
         self._taken = self._begun_at = executor.store.version
         self._earlier = {key: _all_copied(of) for key, of in past.items()}
         self._earlier_sent = {key: _all_copied(of) for key, of in sent.items()}
+        self._memories: dict[int, dict[str, dict[str, Tensor]]] = {}  # of codecs, by step: some are ahead of updates
         executor.store.leaving = self._keep
+        executor.ended = self._ended
 
     def take(self) -> Shard | None:
         """Call between two actions: this worker's shard at the step that was just reached, if a checkpoint is due."""
@@ -61,11 +63,12 @@ class Captures:
         if step == self._taken or store.unsettled is not None:
             return None
         self._taken = step
+        memories = self._memories.pop(step, {})
         if not self.due(step):
             return None
         self.executor.watch.open("save")
         if self.executor.replica:
-            shard = _of_other_replica(self.executor, Shard(step))
+            shard = _of_other_replica(self.executor, Shard(step), memories)
             self.executor.watch.close()
             return shard
         shard = self._begun.pop(step, None) or Shard(step)
@@ -79,7 +82,7 @@ class Captures:
         shard.sent = dict(sorted(shard.sent.items()))
         shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
         shard.buffers = {name: copied(value) for name, value in shard.buffers.items()}
-        shard.codecs = _copy(self.executor.codec_memories(), {})
+        shard.codecs = _copy(memories, {})
         shard.state = _copy(store.state(), {})
         self.executor.watch.close()
         return shard
@@ -88,6 +91,10 @@ class Captures:
         """The first forward of a minibatch is about to run; forwards put new values in the place of buffers."""
         if self.executor.replica == 0 and minibatch > self._taken and self.due(minibatch):
             self._of(minibatch).buffers = dict(self.executor.buffers)
+
+    def _ended(self, minibatch: int) -> None:
+        """All gradients of a minibatch were sent; codecs put new values in the place of what they remember."""
+        self._memories[minibatch + 1] = self.executor.codec_memories()
 
     @torch.no_grad()
     def _keep(self, version: int) -> None:
@@ -136,7 +143,7 @@ def shard_at_rest(executor: Executor) -> Shard:
         store.updater.clip.begin()  # as the next segment will
     shard = Shard(store.version, store.version)
     if executor.replica:
-        return _of_other_replica(executor, shard)
+        return _of_other_replica(executor, shard, executor.codec_memories())
     shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
     shard.buffers = {name: copied(value) for name, value in executor.buffers.items()}
     shard.codecs = _copy(executor.codec_memories(), {})
@@ -144,9 +151,9 @@ def shard_at_rest(executor: Executor) -> Shard:
     return shard
 
 
-def _of_other_replica(executor: Executor, shard: Shard) -> Shard:
+def _of_other_replica(executor: Executor, shard: Shard, memories: dict[str, dict[str, Tensor]]) -> Shard:
     """What another replica than the first has, and that one has not."""
-    shard.codecs = _copy(executor.codec_memories(), {})
+    shard.codecs = _copy(memories, {})
     if executor.store.shared is not None:
         shard.state = _copy({"updater": executor.store.updater.state(), "averages": None, "staleness": None}, {})
     return shard

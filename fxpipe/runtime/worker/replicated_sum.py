@@ -7,6 +7,7 @@ bucket of the code has taken is sent off at the backward's end.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -37,7 +38,8 @@ class ReplicatedSum(GradientSum):
         self._updaters = updaters
         self._collective = collective
         self._buckets = buckets
-        self._sent: dict[Key, list[int]] = {}  # the parameters of each vector that is under way
+        self._sent: dict[Key, list[int]] = {}  # the present minibatch's vectors under way, the parameters of each
+        self._under_way: deque[dict[Key, list[int]]] = deque()  # those of the minibatches before
         self._taken: set[int] = set()  # those that a bucket of the present microbatch has
 
     def start(self, bucket: str, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
@@ -65,15 +67,17 @@ class ReplicatedSum(GradientSum):
             self._start((f"rest {dtype}", minibatch), indices, [self._sums[i] for i in indices])
         self._taken = set()
         self._sums = [None] * len(self._parameters)
+        self._under_way.append(self._sent)
+        self._sent = {}
 
     def arrived(self) -> bool:
         """Whether `take` would find all sums."""
-        return all(map(self._collective.arrived, self._sent))
+        return all(map(self._collective.arrived, self._under_way[0]))
 
     def take(self, divisor: int) -> list[Tensor | None]:
-        """The sum over the replicas, divided, by parameter; waits for it."""
+        """The oldest minibatch's sum over the replicas, divided, by parameter; waits for it."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
-        for key, indices in self._sent.items():
+        for key, indices in self._under_way.popleft().items():
             flat, place = self._collective.take(key), 0
             if divisor > 1:
                 flat /= divisor
@@ -82,7 +86,6 @@ class ReplicatedSum(GradientSum):
                 part = flat[place : place + parameter.numel()]
                 sums[index] = like(part, parameter)
                 place += parameter.numel()
-        self._sent = {}
         return sums
 
     def _start(self, key: Key, indices: Sequence[int], values: Sequence[Tensor | None]) -> None:
