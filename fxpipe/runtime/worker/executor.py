@@ -294,7 +294,7 @@ class Executor:
             for name, value in shard.buffers.items():
                 if name in self.buffers:
                     self.buffers[name] = torch.empty_like(self.buffers[name]).copy_(value)
-        memories = shards[0].codecs if same and self.replica == 0 else {}  # a shard is the first replica's
+        memories = shards[0].codecs if same else {}
         for stage in self._stages:
             stage.comm.memories = {
                 edge: {name: value.to(self.device) for name, value in memories[edge].items()}
