@@ -392,7 +392,7 @@ class LocalPipeline(OwnLoop):
         self._broken = True
         with self._random_apart(any(executor.draws for executor in self.executors)):
             acted = True
-            while acted or any([under_way.rest() for under_way in (*self._mailboxes, *self._boards)]):
+            while acted or any([*(box.rest() for box in self._mailboxes), *(b.rest() for b in self._boards)]):
                 acted = False
                 for seat in self._seats:
                     acted |= self._act(seat)
