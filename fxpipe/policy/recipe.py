@@ -65,13 +65,20 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
     if plan.sharded:
         check_shares(chosen)
     demand = Demand(plan, made, chosen).divided(Segments.of(sync_steps, made))
-    if made.replicas and not made.synchronous:
-        _refuse_crossing(plan, demand)
+    refuse_crossing(plan, demand)
     return Recipe(made, chosen, demand)
 
 
-def _refuse_crossing(plan: Plan, demand: Demand) -> None:
-    """Without a flush, replicas of different numbers see only their own worker's weights at versions that are known."""
+def refuse_crossing(plan: Plan, demand: Demand) -> None:
+    """Refuse what needs to know which versions of other workers' weights an action sees, where it is not known: without
+    a flush, where workers have different numbers of replicas.
+
+    Raises:
+        ScheduleError: a worker reads weights of another one.
+        PolicyError: the policy follows a microbatch from worker to worker.
+    """
+    if not demand.schedule.replicas or demand.schedule.synchronous:
+        return
     numbers = ", ".join(map(str, plan.replicas))
     hint = f"another policy, --schedule 1f1b, or as many replicas of each worker (--dp R), not {numbers}"
     if demand.policy.one_pipeline:

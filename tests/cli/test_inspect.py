@@ -451,7 +451,13 @@ def test_many_workers_show_a_part_of_the_grid() -> None:
 
 def test_what_replicas_add_up() -> None:
     program = library.capture(golden_model.Golden(), golden_model.loss, golden_model.batch())
-    options = {"workers": 2, "cost": "analytic", "forward_at": ["hidden"], "backward_at": ["hidden"]}
+    options = {
+        "workers": 2,
+        "schedule": "1f1b",
+        "cost": "analytic",
+        "forward_at": ["hidden"],
+        "backward_at": ["hidden"],
+    }
     build = library.lower(program, **options, reduce=Reduce((1, 3), bucket_bytes=1))
     found = facts(subject_of(build))
     stage = build.plan.stages[1]

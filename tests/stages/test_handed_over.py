@@ -194,7 +194,7 @@ def test_a_worker_without_replicas_says_so() -> None:
 
 
 def test_a_plan_with_replicas_is_read_as_it_was_written(tmp_path: Path) -> None:
-    build = lowered("gpt", microbatches=4, workers=2, reduce=Reduce((2, 4), 4096, 1024, sharded=True))
+    build = lowered("gpt", microbatches=4, workers=2, schedule="1f1b", reduce=Reduce((2, 4), 4096, 1024, sharded=True))
     build.save(tmp_path / "build")
     plan = read_plan(tmp_path / "build")
     assert plan.replicas == (2, 4)
