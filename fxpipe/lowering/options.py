@@ -21,7 +21,7 @@ from fxpipe.planner.workers import Recomputation
 from fxpipe.policy import default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
-from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text
+from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text, with_replicas
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.csv_rows import RowsOfText
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
@@ -71,6 +71,14 @@ def _dims(text: str) -> dict[str, int | None]:
     return found
 
 
+def _replicas(text: str) -> tuple[int, ...]:
+    """`2,1,1` as numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(len(part) < 9 and part.isdecimal() and 0 < int(part) <= MOST_WORKERS for part in parts):
+        raise FxpipeError(f"{text!r} is not a number of processes for each worker", hint="such as 2,1,1")
+    return tuple(int(part) for part in parts)
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """What a compile is asked; the fields with flags are options of `fxpipe compile`, too.
@@ -80,6 +88,8 @@ class CompileOptions:
         virtual: how many workers each process runs in turn: a stage for each. As the schedule has it where None.
         dp: how many replicas each worker has: processes with the same stage and the same weights, which share each
             minibatch's microbatches and add up their gradients.
+        replicas: of each worker its own number of them, in place of `dp`; they share all microbatches. Only with a
+            schedule that has a worker in each process and no weight gradients apart.
         cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
             (weight gradients apart, too), or 'auto': bidirectional where they gain more than 2%. Or the cuts
             themselves, as unit numbers, instead of all choosing.
@@ -91,10 +101,9 @@ class CompileOptions:
         synchronous: train exactly as one worker would: only schedules with a flush. `compile(…, synchronous=True)`
             without a schedule takes the fastest of them.
         policy: where None, that of `fxpipe.policy.default_for`.
-        microbatches: how many make a minibatch, or, of replicas, the share of each; the step is captured on one of
-            them. None: a divisor of the batch near
-            the number of workers, which is 1 for async and two workers; 1 for async, too, where microbatches would
-            change the loss.
+        microbatches: how many make a minibatch, or, with `dp`, the share of each replica; the step is captured on one
+            of them. None: a divisor of the batch near the number of workers, which is 1 for async and two workers; 1
+            for async, too, where microbatches would change the loss.
         microbatch_dims: along which dimension the leaves of a batch are cut into microbatches: in the place of every
             leaf a number, or None if every microbatch gets it whole; or by the leaves' names, `batch[0]`. Found by how
             the step uses them if it is not given.
@@ -149,6 +158,15 @@ class CompileOptions:
         maximum=MOST_WORKERS,
         metavar="R",
         help="Replicas of every worker, which share its microbatches: a run has n times R processes.",
+    )
+    replicas: tuple[int, ...] = option(
+        (),
+        "--replicas",
+        on_command_line=None,
+        kind=_replicas,
+        metavar="R,R,…",
+        help="Replicas of each worker, such as 2,1,1, which share all --microbatches; --schedule is then 1f1b by "
+        "default.",
     )
     cuts: Cuts | CutsMode = option(
         "auto",
@@ -274,6 +292,9 @@ class CompileOptions:
     known_costs: Path | None = None
     command: str = IN_PYTHON
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replicas", tuple(self.replicas or ()))
+
     @property
     def encoding(self) -> Encoding:
         """Which codecs are asked for.
@@ -320,7 +341,12 @@ class CompileOptions:
         """The pass that puts gradients into buckets for replicas; None where there are none."""
         from fxpipe.passes.reduce import Reduce
 
-        return Reduce((self.dp,) * self.stages) if self.dp > 1 else None
+        return Reduce(self.replicas or (self.dp,) * self.stages) if self.processes > self.workers else None
+
+    @property
+    def processes(self) -> int:
+        """How many a run has."""
+        return sum(self.replicas) or self.workers * self.dp
 
     @property
     def planned(self) -> bool:
@@ -398,7 +424,11 @@ class CompileOptions:
             ScheduleError: an unknown name, or it cannot have so many workers.
         """
         made = self.from_file
-        return make_schedule(self.schedule, self.stages, self.own_count, self.placement) if made is None else made
+        if made is None:
+            made = make_schedule(self.schedule, self.stages, self.own_count, self.placement)
+        if self.replicas and self.microbatches is None:
+            made = replace(made, microbatches=math.lcm(*self.replicas))
+        return with_replicas(made, self.replicas)
 
     def for_batches(self, batches: Sequence[Any]) -> CompileOptions:
         """With the number of microbatches decided where it is not asked: it divides all of these minibatches.
@@ -413,14 +443,16 @@ class CompileOptions:
         if (made := self.from_file) is not None:
             return self.of_microbatches(made.microbatches)
         kind = self.kind
-        if kind.usual_microbatches(self.workers, 2 * self.workers) == 1:
+        if not self.replicas and kind.usual_microbatches(self.workers, 2 * self.workers) == 1:
             return self.of_microbatches(1)  # of any batch, also of one that cannot be cut
         sizes = [
             samples_of(batch, None if self.microbatch_dims is None else self.dims(batch), self.constant_batch)
             for batch in batches
         ]
-        shares = max(1, math.gcd(*sizes) // self.dp)  # what replicas cannot share is refused with the batch
-        return self.of_microbatches(kind.usual_microbatches(self.workers, shares))
+        multiple = math.lcm(*self.replicas)
+        # What replicas cannot share is refused with the batch.
+        shares, ranks = max(1, math.gcd(*sizes) // (self.dp * multiple)), -(-self.processes // (self.dp * multiple))
+        return self.of_microbatches(multiple * kind.usual_microbatches(ranks, shares))
 
     def of_microbatches(self, count: int) -> CompileOptions:
         """With so many microbatches, also in the command that makes the build again."""
@@ -431,7 +463,7 @@ class CompileOptions:
         """With what a model file and this machine decide where nothing was asked."""
         from fxpipe.threads import threads_for
 
-        threads = threads_for(self.threads, self.workers * self.dp)
+        threads = threads_for(self.threads, self.processes)
         pad_to = task.pad_to if self.pad_to is None else self.pad_to
         return replace(
             self,
@@ -465,6 +497,7 @@ class CompileOptions:
             raise CutError(f"recompute={self.recompute!r} is none of {', '.join(get_args(Recomputation))}")
         if self.cost not in (None, *get_args(CostMode)):
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
+        self._check_replicas()
         if self.synchronous and not self.kind.synchronous:
             raise not_synchronous(self.schedule)
         check_loss_scaling(self.kind, self.autocast)
@@ -472,6 +505,32 @@ class CompileOptions:
         encoding = self.encoding
         if self.autocast == FLOAT16:
             encoding.check_scaled()
+
+    def _check_replicas(self) -> None:
+        """Refuse numbers of replicas that are none, or said twice.
+
+        Raises:
+            CutError: with what to give instead.
+        """
+        if not self.replicas:
+            return
+        numbers = ",".join(map(str, self.replicas))
+        if not all(isinstance(count, int) and 1 <= count <= MOST_WORKERS for count in self.replicas):
+            raise CutError(f"{numbers} are no numbers of replicas", hint="one for each worker, such as 2,1,1")
+        if self.dp > 1:
+            raise CutError(
+                f"all workers have {self.dp} replicas, or each its own number ({numbers}), not both",
+                hint="--dp or --replicas",
+            )
+        if len(self.replicas) != self.workers:
+            raise CutError(
+                f"{numbers} are the replicas of {len(self.replicas)} workers, there are {self.workers}",
+                hint=f"-n {len(self.replicas)}",
+            )
+        if len(set(self.replicas)) == 1:
+            raise CutError(
+                f"all workers have {self.replicas[0]} replicas", hint=f"--dp {self.replicas[0]} in place of --replicas"
+            )
 
     def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:
         """What the planner plans for.
@@ -495,4 +554,5 @@ class CompileOptions:
             rows=schedule.lines if isinstance(schedule, RowsOfText) else (),
             recompute=self.recompute,
             dp=self.dp,
+            replicas=self.replicas,
         )

@@ -99,9 +99,9 @@ def check(plan: Plan) -> None:
 
 
 def _check_replicas(plan: Plan) -> None:
-    """Whether each worker has some replicas, with a microbatch for each, and those of one rank equally many."""
+    """Whether each worker has some replicas, with as many microbatches each, and those of one rank equally many."""
     counts = plan.replicas
-    if counts and (len(counts) != plan.workers or not all(1 <= count <= plan.microbatches for count in counts)):
+    if counts and (len(counts) != plan.workers or any(count < 1 or plan.microbatches % count for count in counts)):
         what = f"{plan.workers} workers cannot have {list(counts)[:80]} replicas for {plan.microbatches} microbatches"
         raise Malformed(what, ", $.replicas")
     for rank in range(plan.ranks if counts else 0):

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
@@ -287,20 +289,44 @@ class ShapeSpec:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, in two dimensions: `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
+    """The processes of a run: those of a rank are next to each other. With equally many replicas it has two dimensions,
+    `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
 
     Attributes:
         placement: as of `Plan`.
-        dp: how many replicas each rank has; they are next to each other.
+        replicas: how many each rank has; empty where each has one.
     """
 
     placement: tuple[int, ...] = ()
-    dp: int = 1
+    replicas: tuple[int, ...] = ()
 
     @property
     def plain(self) -> bool:
         """Whether each process has one worker, which has no other."""
-        return self.dp == 1 and len(set(self.placement)) == len(self.placement)
+        return not self.replicated and len(set(self.placement)) == len(self.placement)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether a rank has several replicas."""
+        return max(self.replicas, default=1) > 1
+
+    @property
+    def noun(self) -> str:
+        """What a process is called, by what it has."""
+        return "worker" if self.plain else "process" if self.replicated else "rank"
+
+    def of_rank(self, rank: int) -> range:
+        """The processes of a rank, one for each replica."""
+        if not self.replicas:
+            return range(rank, rank + 1)
+        first = sum(self.replicas[:rank])
+        return range(first, first + self.replicas[rank])
+
+    def seat(self, process: int) -> tuple[int, int]:
+        """The rank of a process, and which of its replicas it is."""
+        ends = list(accumulate(self.replicas))
+        rank = bisect_right(ends, process) if ends else process
+        return rank, process - self.of_rank(rank)[0]
 
 
 MESH = Mesh()
@@ -390,35 +416,49 @@ class Plan:
 
     @property
     def dp(self) -> int:
-        """How many replicas each worker has, if that is one number; else 1."""
+        """How many pipelines there are next to each other: as many as each worker has replicas, if that is one number;
+        else 1, which all are in."""
         return self.replicas[0] if len(set(self.replicas)) == 1 else 1
+
+    @property
+    def crossing(self) -> bool:
+        """Whether workers have different numbers of replicas, so that messages cross from one replica to another."""
+        return len(set(self.replicas)) > 1
+
+    def replicas_of(self, worker: int) -> int:
+        """How many processes a worker has."""
+        return self.replicas[worker] if self.replicas else 1
 
     @property
     def mesh(self) -> Mesh:
         """Where workers and replicas are."""
-        return Mesh(self.placement, self.dp)
+        return Mesh(self.placement, tuple(self.replicas_of(self.hosted(rank)[0]) for rank in range(self.ranks)))
 
     @property
     def processes(self) -> int:
         """How many processes a run has: all replicas of all ranks."""
-        return self.ranks * self.dp
+        return sum(self.mesh.replicas)
 
     def seat(self, process: int) -> tuple[int, int]:
         """The rank of a process of a run, and which of its replicas it is; those of one rank are next to each other."""
-        return divmod(process, self.dp)
+        return self.mesh.seat(process)
 
     def process_of(self, worker: int, replica: int) -> int:
         """The process that has a replica of a worker."""
-        return self.rank_of(worker) * self.dp + replica
+        return self.mesh.of_rank(self.rank_of(worker))[replica]
 
     @property
     def own_microbatches(self) -> int:
-        """How many microbatches of a minibatch each replica of a worker does."""
+        """How many microbatches the schedule of the plan has: those of a minibatch, shared by the pipelines (`dp`)."""
         return self.microbatches // self.dp
 
-    def microbatch(self, own: int, replica: int) -> int:
+    def share(self, worker: int) -> int:
+        """How many microbatches of a minibatch each replica of a worker does."""
+        return self.microbatches // self.replicas_of(worker)
+
+    def microbatch(self, own: int, worker: int, replica: int) -> int:
         """The number, in the whole minibatch, of a replica's own microbatch: replicas take them in turn."""
-        return own * self.dp + replica
+        return own * self.replicas_of(worker) + replica
 
     @property
     def virtual(self) -> bool:

@@ -2,7 +2,7 @@
 
 It is that of a worker with a process of its own; `process_peaks` adds up several. While an action runs, a worker holds
 
-    weights, gradients summed so far, the optimizer's state, buffers   always; gradients until the update
+    weights, gradients summed so far, the optimizer's state, buffers   always; gradients until their update
   + what the policy keeps, and weight copies                           `fxpipe.policy.held_weights`
   + the values that other microbatches in flight have left             `PartMemory.left`
   + the tensors of the microbatches that were read and wait            worker 0
@@ -57,10 +57,13 @@ def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand, ratio: float = 1.0
     Args:
         ratio: the size of a microbatch over the one that the costs are of.
     """
-    stop = filling(demand)
-    rows = [list(demand.schedule.until(worker, stop)) for worker in range(plan.workers)]
-    walks = [memory_of(plan, costs, demand, worker, row, ratio) for worker, row in enumerate(rows)]
-    return tuple(ceil(max((moment.during for moment in walk), default=0.0)) for walk in walks)
+    peaks = []
+    for worker in range(plan.workers):
+        own = demand.of_worker(worker)
+        row = list(own.schedule.until(worker, filling(own)))
+        walk = memory_of(plan, costs, own, worker, row, ratio)
+        peaks.append(ceil(max((moment.during for moment in walk), default=0.0)))
+    return tuple(peaks)
 
 
 def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
@@ -90,7 +93,8 @@ def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, .
 def filling(demand: Demand) -> int:
     """After how many minibatches a run has held all that it ever holds: with copies, their first blocks are free."""
     schedule = demand.schedule
-    once = 1 if schedule.synchronous else 3 * ceil(schedule.workers / schedule.microbatches)  # as `Versions` studies it
+    filled = ceil(schedule.filled_by / schedule.microbatches)
+    once = 1 if schedule.synchronous else 3 * filled  # as `Versions` studies it
     blocks = any(demand.readers(worker) for worker in range(schedule.workers))
     return once + (ceil(_slack(schedule) / schedule.microbatches) if blocks else 0) + 2
 
@@ -136,7 +140,7 @@ class _RowWalk:
         self._slack = _slack(demand.schedule)
         self._last = next(reversed(self.parts)) if self.parts else "B"
         self._left: dict[tuple[int, int], float] = {}
-        self._sums = 0.0
+        self._sums = self._closed = 0.0  # of the present minibatch, and of those whose updates are to come
         self._waiting = 0.0  # of the batch
         self._forwards = 0
         self._sent: deque[tuple[int, float]] = deque()
@@ -148,7 +152,7 @@ class _RowWalk:
         return [self._act(place, action) for place, action in enumerate(self.row)]
 
     def _act(self, place: int, action: Action) -> ActionMemory:
-        weights, updates = self._weights[place], self.schedule.updates(action)
+        weights, updates = self._weights[place], self.schedule.updated_by(action) is not None
         before = self._now() + weights.during + self._posted(place - 1)
         parts, key = self._parts[action.phase], (action.minibatch, action.microbatch)
         if action.phase == "F":
@@ -169,8 +173,11 @@ class _RowWalk:
         posted = self._posted(place)
         if not self._left.get(key):
             self._left.pop(key, None)
+        if self.schedule.ends(action):
+            self._closed, self._sums = self._closed + self._sums, 0.0
         if updates:
             most = max(most, self._now() + weights.after + posted + self._step)
+            self._closed -= self.gradients
             self._sums = self.gradients if self._keeps else 0.0
             if weights.sent:
                 self._sent_blocks.append((self._forwards, weights.sent))
@@ -191,7 +198,7 @@ class _RowWalk:
         """Between two calls, but for weights and posted receives."""
         sent = sum(size for _, size in self._sent) + sum(size for _, size in self._sent_blocks)
         sent += sum(size for _, size, key in self._shared if key not in self._left)
-        return self._fixed + self._sums + sum(self._left.values()) + self._waiting + sent
+        return self._fixed + self._sums + self._closed + sum(self._left.values()) + self._waiting + sent
 
 
 def _slack(schedule: Schedule) -> int:

@@ -17,13 +17,11 @@ def exposed_sums(plan: Plan, worker: int, links: Links, backward: float) -> floa
         backward: seconds in which a microbatch's gradients are made.
     """
     buckets = plan.stages[worker].buckets
-    if plan.dp == 1 or not buckets:
+    replicas = plan.replicas_of(worker)
+    if replicas == 1 or not buckets:
         return 0.0
-    pairs = [(source, target) for source in range(plan.ranks) for target in range(plan.ranks) if source != target]
-    pairs = pairs or [(0, 0)]  # of one rank: as the links of all are
-    bandwidth = min(links.bandwidth_of(*pair) for pair in pairs)
-    latency = max(links.latency_of(*pair) for pair in pairs)
-    share = 2 * (plan.dp - 1) / plan.dp
+    bandwidth, latency = links.slowest(plan.ranks)
+    share = 2 * (replicas - 1) / replicas
     times = [share * bucket.bytes / bandwidth + 2 * latency for bucket in buckets]
     copying = links.copy * 2 * share * sum(bucket.bytes for bucket in buckets)  # sent and received
     return max(times[-1], sum(times) - backward) + copying

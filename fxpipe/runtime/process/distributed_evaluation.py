@@ -18,7 +18,8 @@ a turn ago, and all processes compute at the same time. With workers 0 and 2 her
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +29,11 @@ from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.process.goal import metrics_of
 from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.wires.collective import Collective
+from fxpipe.runtime.wires.collective import Collective, Key
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
 from fxpipe.runtime.wires.process_line import ProcessLine
+from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.evaluation_data import EvaluationData, Placed
 from fxpipe.runtime.worker.evaluator import Evaluator, means
@@ -48,12 +50,15 @@ class DistributedEvaluation:
     """What one process does in the evaluations of a run.
 
     Args:
-        line: the processes of this replica of the pipeline.
+        line: the processes of this replica of the pipeline; where pipelines cross, of the first replicas, which alone
+            evaluate.
         hosted: the workers of this process, in rising order.
         folder: of the build.
         seed: of the run.
         data: the batches, on worker 0; None elsewhere.
         resets: the hook `reset(model)`, if there is one.
+        seats: which replica of each worker this process has; empty where there are no others.
+        told: where pipelines cross, what the worker's other replicas, which do not evaluate, hear the metrics through.
         replica: which one of the pipeline this process belongs to.
         collective: worker 0's end of what its replicas exchange, where that is; None without replicas.
 
@@ -76,22 +81,28 @@ class DistributedEvaluation:
         addresses: Addresses,
         data: EvaluationData | None,
         resets: BuffersReset | None = None,
+        seats: Mapping[int, ReplicaSeat] = MappingProxyType({}),
+        told: Collective | None = None,
         replica: int = 0,
         collective: Collective | None = None,
     ) -> None:
         self.plan = plan
+        self._told, self._count = told, 0
         self._hosted = hosted
         self._replicas = sharing(plan)
         self._replica = replica % self._replicas
         edges, ahead = evaluation_edges(plan), AHEAD * self._replicas
-        self._transports = {worker: DistTransport(plan, worker, wires, addresses, edges, 1, ahead) for worker in hosted}
+        self._transports = {
+            worker: DistTransport(plan, worker, wires, addresses, edges, 1, ahead, seats.get(worker))
+            for worker in hosted
+        }
         self._collective = collective if self._replicas > 1 else None
         self.evaluators = [
             Evaluator(plan, worker, folder, seed, transport) for worker, transport in self._transports.items()
         ]
         if self._collective is not None:
             self._collective.watch = self._transports[0].watch
-        self._line = line
+        self._line, self._wires = line, wires
         self._speaks = self._transports[self._line.own]
         self._data = data
         self._resets = resets
@@ -258,7 +269,14 @@ class DistributedEvaluation:
             heard = torch.tensor([found.get(name, math.nan) for name in self._names], dtype=torch.float64)
         if self._line.after is not None:
             self._speaks.send_note(self._line.after, ("heard", 0), heard)
+        if self._told is not None:
+            self._told.start_copy(self._next_word(), heard.to(self._wires.device))
         self._finish()
+
+    def _next_word(self) -> Key:
+        """What the metrics of one more evaluation are called among replicas."""
+        self._count += 1
+        return "metrics", self._count
 
     def _finish(self) -> None:
         for transport in self._transports.values():
@@ -267,6 +285,21 @@ class DistributedEvaluation:
     def _numbers(self, source: int, kind: str, count: int) -> Tensor:
         self._speaks.expect_note(source, (kind, 0), count)
         return self._speaks.recv_note(source, (kind, 0))
+
+
+class HeardEvaluation(DistributedEvaluation):
+    """The same in a process of another replica, where pipelines cross: it evaluates nothing, and hears the metrics."""
+
+    @property
+    def before(self) -> int | None:
+        return None
+
+    def run(self, states: Sequence[dict[str, Tensor]]) -> dict[str, float] | None:
+        assert self._told is not None
+        word = self._next_word()
+        self._told.start_copy(word, torch.zeros(len(self._names), dtype=torch.float64, device=self._wires.device))
+        self.heard = dict(zip(self._names, self._told.take(word).tolist(), strict=True))
+        return None
 
 
 class _Batch(NamedTuple):

@@ -19,7 +19,6 @@ from fxpipe.runtime.wires.moves import evaluation_edges, moves
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import Evaluator, means
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.schedule.action import Action
 
 Follow = Callable[[int, dict[str, float], list[dict[str, Tensor]]], None]
 
@@ -105,11 +104,11 @@ class LocalEvaluation:
         for executor in self._executors:
             executor.evaluates = due
 
-    def before(self, worker: int, action: Action) -> None:
-        """Before an action: copy the weights that its update changes, if they have yet to be evaluated."""
+    def before(self, worker: int) -> None:
+        """Before an update: copy the weights that it changes, if they have yet to be evaluated."""
         executor = self._executors[worker]
         version = executor.store.version
-        if executor.schedule.updates(action) and version > self.evaluated and executor.evaluates(version):
+        if version > self.evaluated and executor.evaluates(version):
             trained = executor.store.trained
             state = executor.state(version)
             self._passed[worker, version] = {n: t.clone() if n in trained else t for n, t in state.items()}

@@ -12,9 +12,9 @@ def process_name(process: int, mesh: Mesh = MESH) -> str:
     Args:
         mesh: the plan's; one worker a process as long as that is not known.
     """
-    rank, replica = divmod(process, mesh.dp)
+    rank, replica = mesh.seat(process)
     hosted = [worker for worker, own in enumerate(mesh.placement) if own == rank] or [rank]
-    which = f", replica {replica}" if mesh.dp > 1 else ""
+    which = f", replica {replica}" if len(mesh.of_rank(rank)) > 1 else ""
     if len(hosted) == 1:
         return f"worker {hosted[0]}{which}"
     return f"rank {rank}{which} (workers {listed([str(worker) for worker in hosted])})"

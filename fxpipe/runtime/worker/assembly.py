@@ -8,7 +8,6 @@ import torch
 
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.engines.attach import engines_of, equip
-from fxpipe.errors import RunError
 from fxpipe.observe.run_folder import staleness_file
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
@@ -50,6 +49,7 @@ def open_worker(
 
     Args:
         folder: of the build.
+        recipe: of the run, or of this worker (`Recipe.of_worker`).
         keep_gradients: keep the gradients of the last update.
         out: the folder for the file of the staleness log, if the options ask for one; None writes no file.
         continue_after: the step after which an interrupted run goes on; None begins anew.
@@ -60,16 +60,9 @@ def open_worker(
         BuildError: the stage or the weights do not fit the plan.
         TaskError: the build has no values of the parameters, and the model does not initialise them.
         BackendError: the engine is not available, or cannot run the stage.
-        RunError: saved values are to be offloaded, and the device is none of CUDA's; or workers have different numbers
-            of replicas.
+        RunError: saved values are to be offloaded, and the device is none of CUDA's.
     """
-    if len(set(plan.replicas)) > 1:
-        raise RunError(
-            f"the workers have {', '.join(map(str, plan.replicas))} replicas, and a run needs as many of each",
-            where=str(folder),
-            hint="compile with --dp R",
-        )
-    folder = Path(folder)
+    folder, recipe = Path(folder), recipe.of_worker(worker)
     if options.offload:
         check_offload(device)
     stages = []
@@ -108,7 +101,7 @@ def open_worker(
     executor.scaler = scaler
     executor.offload = Offload(device) if options.offload else None
     executor.resets = BuffersReset.of(plan, task, options.seed)
-    executor.watch.fills = recipe.segments.single * plan.own_microbatches
+    executor.watch.fills = recipe.segments.single * recipe.schedule.microbatches
     return executor
 
 

@@ -52,7 +52,9 @@ class Captures:
         self._taken = self._begun_at = executor.store.version
         self._earlier = {key: _all_copied(of) for key, of in past.items()}
         self._earlier_sent = {key: _all_copied(of) for key, of in sent.items()}
+        self._memories: dict[int, dict[str, dict[str, Tensor]]] = {}  # of codecs, by step: some are ahead of updates
         executor.store.leaving = self._keep
+        executor.ended = self._ended
 
     def take(self) -> Shard | None:
         """Call between two actions: this worker's shard at the step that was just reached, if a checkpoint is due."""
@@ -61,6 +63,7 @@ class Captures:
         if step == self._taken or store.unsettled is not None:
             return None
         self._taken = step
+        memories = self._memories.pop(step, {})
         if not self.due(step):
             return None
         self.executor.watch.open("save")
@@ -75,7 +78,7 @@ class Captures:
         shard.sent = dict(sorted(shard.sent.items()))
         shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
         shard.buffers = {name: copied(value) for name, value in shard.buffers.items()}
-        shard.codecs = _copy(self.executor.codec_memories(), {})
+        shard.codecs = _copy(memories, {})
         shard.state = _copy(store.state(), {})
         self.executor.watch.close()
         return shard
@@ -84,6 +87,10 @@ class Captures:
         """The first forward of a minibatch is about to run; forwards put new values in the place of buffers."""
         if minibatch > self._taken and self.due(minibatch):
             self._of(minibatch).buffers = dict(self.executor.buffers)
+
+    def _ended(self, minibatch: int) -> None:
+        """All gradients of a minibatch were sent; codecs put new values in the place of what they remember."""
+        self._memories[minibatch + 1] = self.executor.codec_memories()
 
     @torch.no_grad()
     def _keep(self, version: int) -> None:

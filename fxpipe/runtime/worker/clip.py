@@ -23,7 +23,6 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.schedule.action import Action
-from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.segments import Segments
 
 
@@ -52,8 +51,13 @@ class Clip(ABC):
         """Go on from what `state` gave, here if the cuts are the `same`, else on some worker."""
 
     @abstractmethod
-    def expect(self, action: Action) -> None:
-        """Announce to the transport what will be received around an action, some actions before it."""
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        """Announce to the transport what will be received around an action, some actions before it.
+
+        Args:
+            action: None for a flush.
+            updated: the minibatch whose update is made then, if one is.
+        """
 
     def forward(self, minibatch: int) -> None:  # noqa: B027
         """The first forward of a minibatch is about to run."""
@@ -82,19 +86,18 @@ class Clip(ABC):
 class _ByNorm(Clip):
     """What both ways of clipping have in common: norms come up after the backwards."""
 
-    def __init__(self, limit: float, plan: Plan, worker: int, schedule: Schedule, transport: Transport) -> None:
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
         self.limit = limit
         self.worker = worker
         self.last = plan.workers - 1
         self.transport = transport
-        self._schedule = schedule
         self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
         # The norm's dtype: torch's own norm of tensors of these dtypes has it.
         self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
 
-    def expect(self, action: Action) -> None:
-        if self._schedule.updates(action) and self.worker < self.last:
-            self.transport.expect_note(self.worker + 1, ("behind", action.minibatch), self._behind)
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        if updated is not None and self.worker < self.last:
+            self.transport.expect_note(self.worker + 1, ("behind", updated), self._behind)
 
     def heard(self, minibatch: int) -> bool:
         return self.worker == self.last or self.transport.arrived_note(self.worker + 1, ("behind", minibatch))
@@ -126,8 +129,8 @@ class ExactClip(_ByNorm):
     from k on.
     """
 
-    def __init__(self, limit: float, plan: Plan, worker: int, schedule: Schedule, transport: Transport) -> None:
-        super().__init__(limit, plan, worker, schedule, transport)
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
+        super().__init__(limit, plan, worker, transport)
         trained = [p for p in plan.parameters if p.trained]
         self._order = sorted(range(len(trained)), key=lambda i: trained[i].owner)  # stable: each worker's own order
         self._count = sum(p.owner > worker for p in trained)
@@ -136,10 +139,10 @@ class ExactClip(_ByNorm):
     def _behind(self) -> int:
         return self._count
 
-    def expect(self, action: Action) -> None:
-        super().expect(action)
-        if self._schedule.updates(action) and self.worker > 0:
-            self.transport.expect_note(self.worker - 1, ("total", action.minibatch), 1)
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        super().expect(action, updated)
+        if updated is not None and self.worker > 0:
+            self.transport.expect_note(self.worker - 1, ("total", updated), 1)
 
     def waits(self, minibatch: int) -> bool:
         return self.worker > 0
@@ -187,10 +190,8 @@ class PipelinedClip(_ByNorm):
         lag: how many updates of its own weights a forward of this worker misses.
     """
 
-    def __init__(
-        self, limit: float, plan: Plan, worker: int, schedule: Schedule, transport: Transport, lag: int
-    ) -> None:
-        super().__init__(limit, plan, worker, schedule, transport)
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport, lag: int) -> None:
+        super().__init__(limit, plan, worker, transport)
         self._elements = sum(prod(p.tensor.shape) for p in plan.parameters if p.trained)
         self._before = torch.zeros(2, dtype=torch.float64)  # the norm's square, and the number of elements in it
         self._own = torch.zeros(2, dtype=torch.float64)
@@ -204,9 +205,9 @@ class PipelinedClip(_ByNorm):
     def _behind(self) -> int:
         return 2
 
-    def expect(self, action: Action) -> None:
-        super().expect(action)
-        if action.phase == "F" and action.microbatch == 0 and self.worker > 0:
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        super().expect(action, updated)
+        if action is not None and action.phase == "F" and action.microbatch == 0 and self.worker > 0:
             self.transport.expect_note(self.worker - 1, ("before", action.minibatch), 2)
 
     def begin(self) -> None:
@@ -271,8 +272,10 @@ class ClipInSegments(Clip):
     def load(self, state: Any, same: bool) -> None:
         self._pipelined.load(state, same)
 
-    def expect(self, action: Action) -> None:
-        self._of(action.minibatch).expect(action)
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        minibatch = updated if action is None else action.minibatch
+        assert minibatch is not None
+        self._of(minibatch).expect(action, updated)
 
     def forward(self, minibatch: int) -> None:
         self._of(minibatch).forward(minibatch)
@@ -321,9 +324,9 @@ def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, tran
         raise RunError(f"gradients cannot be clipped to a norm of {limit}", hint="give a clip_norm above 0, or None")
     schedule = recipe.schedule
     if schedule.synchronous:
-        return ExactClip(limit, plan, worker, schedule, transport)
+        return ExactClip(limit, plan, worker, transport)
     lag = recipe.demand.versions.lag("F", worker, worker)
-    pipelined = PipelinedClip(limit, plan, worker, schedule, transport, lag)
+    pipelined = PipelinedClip(limit, plan, worker, transport, lag)
     if not recipe.segments.single:
         return pipelined
-    return ClipInSegments(ExactClip(limit, plan, worker, schedule, transport), pipelined, recipe.segments)
+    return ClipInSegments(ExactClip(limit, plan, worker, transport), pipelined, recipe.segments)

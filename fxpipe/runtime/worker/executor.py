@@ -40,6 +40,13 @@ class _Left(NamedTuple):
     taken: set[int]
 
 
+class MinibatchLoss(NamedTuple):
+    """A minibatch, and its loss with its metrics after it."""
+
+    minibatch: int
+    value: Tensor
+
+
 class Executor:
     """Executes the actions of one worker, one after the other.
 
@@ -57,6 +64,7 @@ class Executor:
         evaluates: whether the state after so many updates will be evaluated while the worker trains on.
         on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
         beginning: called with each minibatch before its first forward.
+        ended: called with each minibatch after its last action here, before any update.
         scaler: gives the scale of the loss; None where it is not scaled.
         resets: the hook `reset(model)`; None without it.
         offload: moves saved values away until their backward; None leaves them.
@@ -88,7 +96,7 @@ class Executor:
         if collective is not None:
             collective.watch = self.watch
         self.schedule = store.demand.schedule
-        self._last = plan.own_microbatches - 1
+        self._last = self.schedule.microbatches - 1
         self._divisor = plan.loss_divisor
         self.stages: tuple[LoadedStage, ...] = ()
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
@@ -104,10 +112,12 @@ class Executor:
         self.evaluates: Callable[[int], bool] = lambda version: False
         self.on_loss: Callable[[int, Tensor], None] | None = None
         self.beginning: Callable[[int], None] = lambda minibatch: None
+        self.ended: Callable[[int], None] = lambda minibatch: None
         self.resets: BuffersReset | None = None
         self.offload: Offload | None = None
         self._coming: deque[Action] = deque()  # what was announced, in the order in which it will run
         self._kept: dict[int, dict[str, Tensor]] = {}
+        self._own_losses: dict[int, Tensor] = {}  # of minibatches whose sum over the replicas is under way
         self._whole_losses: dict[int, Tensor] = {}
         self._batches: set[int] = set()  # the minibatches whose numbers are being compared
         self._handed: dict[int, dict[str, list[str]]] = {}  # the buffers that minibatches begin with, by type
@@ -149,10 +159,10 @@ class Executor:
         edges = [edge for part in parts for edge in stage.incoming[part.phase]]
         return edges, [key for part in parts for key in self.store.waits_for(part)]
 
-    def heard(self, action: Action) -> bool:
-        """Whether what an update at the end of the action waits for has arrived, but for what `settle` waits for."""
+    def heard(self, minibatch: int | None) -> bool:
+        """Whether what the update of a minibatch, if one is, waits for has arrived, but for what `settle` waits for."""
         clip = self.store.updater.clip
-        return clip is None or not self.schedule.updates(action) or clip.heard(action.minibatch)
+        return clip is None or minibatch is None or clip.heard(minibatch)
 
     def leave_out(self, action: Action) -> None:
         """The action will not run: forget what only it would have read."""
@@ -160,16 +170,16 @@ class Executor:
         for part in self._parts(action):
             self.store.release(part)
 
-    def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> Tensor | None:
-        """Run one action; a minibatch's last one makes the update, or leaves it to `settle`.
+    def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> MinibatchLoss | None:
+        """Run one action, with the update that is part of it, if one is (`WeightStore.updated_by`), or begin that.
 
         Args:
             leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
 
         Returns:
-            The minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says;
+            A minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says;
             with its metrics after it (`Plan.metrics`), if it has some. Where the worker has replicas, their sum, after
-            the update.
+            the minibatch's update.
 
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
@@ -180,22 +190,26 @@ class Executor:
         stage.comm.bind(action.minibatch, action.microbatch)
         self.watch.at(action)
         self._now = action
-        result = None
+        result: MinibatchLoss | None = None
         self.watch.open(action.phase)
         with torch.no_grad():
             if action.phase == "F":
-                result = self._run_forward(stage, action, leaves)
+                loss = self._run_forward(stage, action, leaves)
+                result = None if loss is None else MinibatchLoss(action.minibatch, loss)
             else:
                 for part in self._parts(action):
                     self._run_later(stage, part)
-                if self.schedule.updates(action):
+                if self.schedule.ends(action):
                     self.store.close_sum(action.minibatch)
-                    self.store.update(action.minibatch)
-                    result = self._whole_loss(action.minibatch)
+                    self.ended(action.minibatch)
+                    updated = self.store.updated_by(action)
+                    if updated is not None:
+                        self.store.update(updated)
+                        result = self._whole_loss(updated)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
         if result is not None and self.collective is None and self.on_loss is not None:
-            self.on_loss(action.minibatch, result.reshape(-1)[0])
+            self.on_loss(action.minibatch, result.value.reshape(-1)[0])
         return result
 
     def compare_batch(self, minibatch: int, number: int) -> None:
@@ -216,6 +230,14 @@ class Executor:
         kinds = self._handed.get(action.minibatch, {})
         return all(self.collective.arrived((kind, action.minibatch - 1)) for kind in kinds)
 
+    def hear(self) -> MinibatchLoss | None:
+        """A loss over all replicas that has arrived before its update; for drivers that run several in turn."""
+        minibatch = next(iter(self._own_losses), None)
+        if minibatch is None or self.collective is None or not self.collective.arrived(("loss", minibatch)):
+            return None
+        self._hear(minibatch)
+        return MinibatchLoss(minibatch, self._whole_losses.pop(minibatch))
+
     @property
     def unsettled(self) -> int | None:
         """The minibatch whose update waits for other workers; `settle` must come before the next action."""
@@ -231,7 +253,15 @@ class Executor:
         with torch.no_grad():
             self.store.announce()
 
-    def settle(self) -> Tensor | None:
+    def catch_up(self) -> MinibatchLoss | None:
+        """Make the update that a flush makes (`WeightStore.owed`), or begin it; returns what `execute` then would."""
+        minibatch = self.store.owed
+        assert minibatch is not None
+        with torch.no_grad():
+            self.store.catch_up()
+        return self._whole_loss(minibatch)
+
+    def settle(self) -> MinibatchLoss | None:
         """Make the update that waits for other workers, if there is one; returns what `execute` then would."""
         minibatch = self.unsettled
         if minibatch is None:
@@ -278,6 +308,7 @@ class Executor:
         self._coming.clear()
         self._kept.clear()
         self._loss = None
+        self._own_losses.clear()
         self._whole_losses.clear()
         self._batches.clear()
         self._handed.clear()
@@ -376,7 +407,7 @@ class Executor:
             return None
         total, self._loss = self._loss, None
         if self.collective is not None:
-            self._whole_losses[action.minibatch] = total
+            self._own_losses[action.minibatch] = total
             self.collective.start_sum(("loss", action.minibatch), total.reshape(-1))
             return None
         return total / self._divisor if self._divisor > 1 else total
@@ -388,17 +419,22 @@ class Executor:
             self._batches.remove(minibatch)
             numbers = self.collective.take(("batch", minibatch)).tolist()
             check_read_alike(numbers, f"step {minibatch + 1}", "train_data()")
-        if minibatch in self._whole_losses:
-            total = self.collective.take(("loss", minibatch)).reshape(self._whole_losses[minibatch].shape)
-            loss = self._whole_losses[minibatch] = total / self._divisor if self._divisor > 1 else total
-            if self.on_loss is not None:
-                self.on_loss(minibatch, loss.reshape(-1)[0])
+        if minibatch in self._own_losses:
+            self._hear(minibatch)
 
-    def _whole_loss(self, minibatch: int) -> Tensor | None:
+    def _hear(self, minibatch: int) -> None:
+        assert self.collective is not None
+        total = self.collective.take(("loss", minibatch)).reshape(self._own_losses.pop(minibatch).shape)
+        loss = self._whole_losses[minibatch] = total / self._divisor if self._divisor > 1 else total
+        if self.on_loss is not None:
+            self.on_loss(minibatch, loss.reshape(-1)[0])
+
+    def _whole_loss(self, minibatch: int) -> MinibatchLoss | None:
         """The loss over all replicas, if it is known and was not asked for."""
         if self.collective is None or self.store.version <= minibatch:
             return None
-        return self._whole_losses.pop(minibatch, None)
+        loss = self._whole_losses.pop(minibatch, None)
+        return None if loss is None else MinibatchLoss(minibatch, loss)
 
     def _reduce(self, bucket: str, gradients: Sequence[Tensor | None]) -> None:
         """The code has made a bucket's gradients: those of the last microbatch complete the sums of this replica."""
@@ -428,7 +464,7 @@ class Executor:
                 place += old.numel()
 
     def _reseed(self, action: Action) -> None:
-        microbatch = self._plan.microbatch(action.microbatch, self.replica)
+        microbatch = self._plan.microbatch(action.microbatch, self.worker, self.replica)
         reseed(self.device, self.seed, self.worker, action.phase, action.minibatch, microbatch)
 
     def _explained(self, stage: StageOfShape, action: Action) -> AbstractContextManager[None]:

@@ -56,6 +56,7 @@ class WeightStore:
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
         version: how many updates this worker has made.
+        summed: of how many minibatches it has all gradients: where updates are late, of one more between two actions.
         updater: makes them.
         predictions: of the live version.
         weight_copies: what other workers have of its weights, and it of theirs.
@@ -84,7 +85,7 @@ class WeightStore:
         self.worker = worker
         self.demand = demand
         self.transport = transport
-        self.version = 0
+        self.version = self.summed = 0
         self.averages: Averages | None = None
         self.staleness: StalenessLog | None = None
         self.leaving: Callable[[int], None] = lambda version: None
@@ -187,6 +188,7 @@ class WeightStore:
         self._unread.begin(start, stop, since)
         self.weight_copies.begin(Filling(start, since))
         self._pending, self._ungathered, self._unannounced = None, False, False
+        self.summed = self.version
         self._copies.clear()
         self.predictions.forget_all()
         self._let_go()
@@ -232,7 +234,7 @@ class WeightStore:
     def expect(self, action: Action) -> None:
         """Tell the transport which weight copies an action could wait for: those of the newest versions it can see."""
         if self.updater.clip is not None:
-            self.updater.clip.expect(action)
+            self.updater.clip.expect(action, self.updated_by(action))
         for reading in self._parts[action.phase].readings:
             owner = reading.owner
             if owner == self.worker:
@@ -283,13 +285,30 @@ class WeightStore:
             part.storages = {weight.untyped_storage().data_ptr() for weight in weights}
         return part.storages
 
+    def updated_by(self, action: Action) -> int | None:
+        """The minibatch whose update is part of an action; None if no update is, or it was made before a checkpoint."""
+        return self.demand.updated_by(action, self._unread.since)
+
+    @property
+    def owed(self) -> int | None:
+        """After the last action of a row: the minibatch whose update only a flush makes; None if all are made."""
+        return self.version if self._pending is None and self.version < self.summed else None
+
+    def catch_up(self) -> None:
+        """The pipeline is empty: make the update that is owed, as `update`."""
+        minibatch = self.owed
+        assert minibatch is not None
+        if self.updater.clip is not None:
+            self.updater.clip.expect(None, minibatch)
+        self.update(minibatch)
+
     def update(self, minibatch: int) -> None:
-        """The minibatch's last action is over: make the update, or begin it if it must wait for other workers.
+        """The minibatch's gradients are there: make the update, or begin it if it must wait for other workers.
 
         Raises:
             RunError: the user's optimizer or scheduler failed.
         """
-        assert self.version == minibatch, f"update {self.version} by minibatch {minibatch}"
+        assert self.version == minibatch < self.summed, f"update {self.version} by minibatch {minibatch}"
         self.transport.watch.open("update")
         self._keep_past()  # first: some predictions need the last update's gradient, which goes now
         self._pending, self._ungathered, self._unannounced = minibatch, True, self.updater.clip is not None
@@ -310,8 +329,8 @@ class WeightStore:
 
     def close_sum(self, minibatch: int) -> None:
         """All gradients of a minibatch are added up here."""
-        if self._over_replicas is not None:
-            self._over_replicas.close(minibatch)
+        self._sum.close(minibatch)
+        self.summed = minibatch + 1
 
     def _gather(self, minibatch: int) -> None:
         """Take the minibatch's gradients; waits for the other replicas'."""
