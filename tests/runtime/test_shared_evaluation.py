@@ -147,9 +147,8 @@ class Shared:
                     wires,
                     Addresses(plan, choose(plan).demand),
                     None if rank else data[replica],
-                    None,
-                    replica,
-                    None if rank else Meeting(board, replica),
+                    replica=replica,
+                    collective=None if rank else Meeting(board, replica),
                 )
                 for evaluator in evaluation.evaluators:
                     self._count(evaluator, self.calls.setdefault((replica, evaluator.worker), []))

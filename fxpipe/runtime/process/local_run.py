@@ -33,7 +33,7 @@ from fxpipe.runtime.process.run_summary import (
     worker_row,
 )
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
-from fxpipe.runtime.wires.collect_trace import WorkerTrace, seats, write_trace
+from fxpipe.runtime.wires.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.feed import Feed
@@ -169,7 +169,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
             best.take_place(summary)
             if (path := options.trace) is not None:
-                traces = dict(zip(seats(plan), map(WorkerTrace.of, watches), strict=True))
+                traces = {(each.replica, each.worker): WorkerTrace.of(each.watch) for each in pipeline.every}
                 add_trace(
                     summary,
                     path,

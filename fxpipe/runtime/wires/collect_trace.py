@@ -61,7 +61,7 @@ def write_trace(
     """
     errors: list[float] = []
     origin = 0
-    with TraceWriter(path, plan.workers, plan.own_microbatches, plan.placement, plan.dp) as writer:
+    with TraceWriter(path, plan.workers, plan.own_microbatches, plan.placement, max(plan.mesh.replicas)) as writer:
         for replica, worker in seats(plan):
             found = fetch(worker, replica)
             origin = origin if worker or replica else found.before.at
@@ -97,7 +97,8 @@ def write_trace(
 
 def seats(plan: Plan) -> list[tuple[int, int]]:
     """Each replica and worker of a run, in the order in which a trace has them."""
-    return [(replica, worker) for replica in range(plan.dp) for worker in range(plan.workers)]
+    counts = [plan.replicas_of(worker) for worker in range(plan.workers)]
+    return [(replica, worker) for replica in range(max(counts)) for worker, own in enumerate(counts) if replica < own]
 
 
 def send_trace(trace: WorkerTrace) -> None:
