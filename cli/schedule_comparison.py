@@ -12,7 +12,7 @@ from fxpipe.cli.output import echo, print_table, size
 from fxpipe.cli.planned import Say, Source
 
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
-from fxpipe.schedule import Schedule, kind_of
+from fxpipe.schedule import OneFOneB, Schedule, kind_of
 from fxpipe.schedule.csv_rows import NAME
 
 if TYPE_CHECKING:

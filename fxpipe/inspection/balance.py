@@ -91,6 +91,7 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
         placement=subject.plan.placement,
         replicas=subject.plan.replicas if subject.plan.crossing else (),
         rows=subject.plan.rows if recipe.schedule.name == subject.plan.schedule else (),
+        dp=subject.plan.dp,
     )
     return setting.workers(subject.plan.workers)
 

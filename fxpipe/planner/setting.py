@@ -107,6 +107,7 @@ class Setting:
             ratios=self.ratios,
             deferred=tuple(stage.deferred for stage in stages),
             recompute=self.recompute,
+            dp=self.dp,
         )
 
     def stages_of(self, count: int) -> tuple[StageDemands, ...]:

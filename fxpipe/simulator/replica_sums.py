@@ -22,10 +22,7 @@ def exposed_sums(plan: Plan, worker: int, links: Links, backward: float) -> floa
     replicas = plan.replicas_of(worker)
     if replicas == 1 or not buckets:
         return 0.0
-    pairs = [(source, target) for source in range(plan.ranks) for target in range(plan.ranks) if source != target]
-    pairs = pairs or [(0, 0)]  # of one rank: as the links of all are
-    bandwidth = min(links.bandwidth_of(*pair) for pair in pairs)
-    latency = max(links.latency_of(*pair) for pair in pairs)
+    bandwidth, latency = links.slowest(plan.ranks)
     rounds = [_round(plan, bucket, replicas) / bandwidth + latency for bucket in buckets]
     times, after = (rounds, sum(rounds)) if plan.sharded else ([2 * each for each in rounds], 0.0)
     copying = links.copy * 4 * (replicas - 1) / replicas * sum(bucket.bytes for bucket in buckets)  # sent and received

@@ -77,9 +77,9 @@ def test_no_deadlock_where_updates_wait_for_all_replicas(name: str, counts: list
             while place[worker, replica] < len(row):
                 action = row[place[worker, replica]]
                 before = row[place[worker, replica] - 1] if place[worker, replica] else None
-                if before and before.phase == "B" and before.microbatch > last - counts[worker]:
-                    if not ended(worker, before.minibatch):
-                        break
+                updated = before and before.phase == "B" and before.microbatch > last - counts[worker]
+                if before and updated and not ended(worker, before.minibatch):
+                    break
                 needed = sender(worker, action, schedule.workers)
                 if needed is not None and needed not in done:
                     break

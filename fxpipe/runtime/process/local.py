@@ -20,7 +20,7 @@ from fxpipe.files import replacing
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.throttle import read_throttle
+from fxpipe.planner.throttle import pipeline_links, read_throttle
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.between_actions import between_actions
@@ -34,6 +34,7 @@ from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recip
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
+from fxpipe.runtime.wires.meter import Meter
 from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -106,13 +107,18 @@ class LocalPipeline(OwnLoop):
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        self.throttle = read_throttle(options.throttle, self.plan.processes if self.plan.crossing else self.plan.ranks)
-        self._mailboxes = [
-            Mailbox(self.plan.all_edges, self.throttle, self.recipe.demand, self.plan.placement)
-            for _ in range(self.plan.dp)
+        plan, throttle = self.plan, read_throttle(options.throttle, self.plan.processes)
+        meter = self.throttle = None
+        of_replicas = [throttle] * plan.dp
+        if throttle is not None:
+            meter, self.throttle = Meter(throttle), pipeline_links(throttle, plan)
+            if not plan.crossing:
+                of_replicas = [pipeline_links(throttle, plan, replica) for replica in range(plan.dp)]
+        self._mailboxes = [Mailbox(plan.all_edges, links, self.recipe.demand, plan.placement) for links in of_replicas]
+        self._several = plan.mesh.replicated
+        self._boards = [
+            ReplicaBoard(plan.replicas_of(worker), meter, plan.process_of(worker, 0)) for worker in range(plan.workers)
         ]
-        self._several = self.plan.mesh.replicated
-        self._boards = [ReplicaBoard(self.plan.replicas_of(worker)) for worker in range(self.plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
         self._synchronous = self.recipe.schedule.synchronous
@@ -246,6 +252,8 @@ class LocalPipeline(OwnLoop):
         self._pump()
         if self._in_flight:
             raise self._stuck()
+        for executor in self.every:
+            executor.take_buffers(self.fed)
         self._clear()
         for executor in self.every:
             executor.store.flushed()
@@ -383,7 +391,7 @@ class LocalPipeline(OwnLoop):
         self._broken = True
         with self._random_apart(any(executor.draws for executor in self.executors)):
             acted = True
-            while acted or any([mailbox.rest() for mailbox in self._mailboxes]):
+            while acted or any([under_way.rest() for under_way in (*self._mailboxes, *self._boards)]):
                 acted = False
                 for seat in self._seats:
                     acted |= self._act(seat)

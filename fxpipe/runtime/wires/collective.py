@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fxpipe.observe.watch import Watch
+from fxpipe.runtime.wires.meter import Meter
 
 Key = tuple[str, int]
 """What is exchanged, and the minibatch that it is of."""
@@ -28,6 +29,11 @@ class Collective(ABC):
     replicas: int
     in_turn: bool = False
     watch: Watch | None = None
+
+    @property
+    def sent(self) -> Mapping[str, int]:
+        """The bytes that have left for other replicas' processes, by what was exchanged."""
+        return {}
 
     @abstractmethod
     def start_sum(self, key: Key, flat: Tensor) -> None:
@@ -68,36 +74,62 @@ class Collective(ABC):
 
 def summed(parts: Sequence[Tensor]) -> Tensor:
     """((p0 + p1) + p2) + …, in memory of its own."""
-    total = parts[0].clone()
-    for part in parts[1:]:
+    if len(parts) == 1:
+        return parts[0].clone()
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
         total += part
     return total
 
 
 class ReplicaBoard:
-    """What the replicas of one worker exchange in one process."""
+    """What the replicas of one worker exchange in one process.
 
-    def __init__(self, replicas: int) -> None:
+    Args:
+        meter: the links between processes that results are to take as long as; None where they are there at once.
+        first: replica 0's process, which the others follow.
+    """
+
+    def __init__(self, replicas: int, meter: Meter | None = None, first: int = 0) -> None:
         self.replicas = replicas
         self.given: dict[Key, dict[int, Tensor]] = {}
         self.results: dict[Key, tuple[Tensor, int]] = {}
+        self._meter, self._first = meter, first
+        self._halfway: dict[Key, list[int]] = {}  # when each replica has its part of all that is given
+        self._arrives: dict[Key, int] = {}
+        self._awaited: list[int] = []
 
     def clear(self) -> None:
         """Forget all that is under way."""
-        self.given.clear()
-        self.results.clear()
+        for known in (self.given, self.results, self._halfway, self._arrives, self._awaited):
+            known.clear()
 
     def add(self, key: Key, replica: int, flat: Tensor) -> None:
         """A replica gives its vector; the last one makes the sum."""
-        self._give(key, replica, flat, summed)
+        self._give(key, replica, flat, summed, -(-len(flat) // self.replicas), rounds=2)
+
+    def share(self, key: Key, replica: int, flat: Tensor, sizes: Sequence[int]) -> None:
+        """The same where each replica wants only its own part of the sum."""
+        self._give(key, replica, flat, summed, sizes)
 
     def join(self, key: Key, replica: int, flat: Tensor) -> None:
         """A replica gives its vector; the last one puts them one after the other."""
-        self._give(key, replica, flat, torch.cat)
+        self._give(key, replica, flat, torch.cat, len(flat))
 
-    def _give(self, key: Key, replica: int, flat: Tensor, made: Callable[[list[Tensor]], Tensor]) -> None:
+    def _give(
+        self,
+        key: Key,
+        replica: int,
+        flat: Tensor,
+        made: Callable[[list[Tensor]], Tensor],
+        sent: int | Sequence[int],
+        rounds: int = 1,
+    ) -> None:
+        """Of what is given, so many elements travel to each other replica; in a second round, as many back."""
         parts = self.given.setdefault(key, {})
         parts[replica] = flat
+        sizes = [sent] * self.replicas if isinstance(sent, int) else sent
+        self._leave(key, replica, [size * flat.itemsize for size in sizes], rounds)
         if len(parts) == self.replicas:
             del self.given[key]
             self.results[key] = made([parts[j] for j in range(self.replicas)]), self.replicas
@@ -105,14 +137,53 @@ class ReplicaBoard:
     def hand_out(self, key: Key, flat: Tensor) -> None:
         """Replica 0 gives its vector, which the others take."""
         self.results[key] = flat.clone(), self.replicas - 1
+        if self._meter is not None:
+            self._arrives[key] = max(self._send(0, [flat.nbytes] * self.replicas))
+
+    def has(self, key: Key) -> bool:
+        """Whether a result has come."""
+        if key not in self.results or self._meter is None:
+            return key in self.results
+        if self._meter.is_due(self._arrives[key]):
+            return True
+        self._awaited.append(self._arrives[key])
+        return False
+
+    def rest(self) -> bool:
+        """Wait for the first result that was asked for and was still under way; False where none was."""
+        if self._meter is None or not self._awaited:
+            return False
+        self._meter.hold(min(self._awaited))
+        self._awaited.clear()
+        return True
 
     def take(self, key: Key) -> Tensor:
         """The result, for one of the replicas."""
         found, left = self.results.pop(key)
         if left == 1:
+            self._arrives.pop(key, None)
             return found
         self.results[key] = found, left - 1
         return found.clone()
+
+    def _leave(self, key: Key, replica: int, sizes: Sequence[int], rounds: int) -> None:
+        """A replica sends each other one its part; who has all parts sends them the sum, if there are two rounds."""
+        if self._meter is None:
+            return
+        times = self._halfway.setdefault(key, [0] * self.replicas)
+        times[:] = map(max, times, self._send(replica, sizes))
+        if len(self.given[key]) == self.replicas:
+            del self._halfway[key]
+            again = range(self.replicas if rounds == 2 else 0)
+            self._arrives[key] = max([*times, *(max(self._send(j, sizes, times[j])) for j in again)])
+
+    def _send(self, replica: int, sizes: Sequence[int], sent: int = 0) -> list[int]:
+        """When each replica has so many bytes that one sends it."""
+        assert self._meter is not None
+        ends = range(self._first, self._first + self.replicas)
+        others = [j for j in range(self.replicas) if j != replica]
+        due = self._meter.send_all(ends[replica], [ends[j] for j in others], [sizes[j] for j in others], sent)
+        return [dict(zip(others, due, strict=True)).get(j, 0) for j in range(self.replicas)]
 
 
 class LocalCollective(Collective):
@@ -131,7 +202,7 @@ class LocalCollective(Collective):
     def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
         begin = sum(sizes[: self.replica])
         self._own[key] = slice(begin, begin + sizes[self.replica])
-        self._board.add(key, self.replica, flat)
+        self._board.share(key, self.replica, flat, sizes)
 
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
         self._board.join(key, self.replica, own)
@@ -141,7 +212,7 @@ class LocalCollective(Collective):
             self._board.hand_out(key, flat)
 
     def arrived(self, key: Key) -> bool:
-        return key in self._board.results
+        return self._board.has(key)
 
     def take(self, key: Key) -> Tensor:
         found = self._board.take(key)

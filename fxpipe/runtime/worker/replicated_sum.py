@@ -45,8 +45,7 @@ class ReplicatedSum(GradientSum):
     def start(self, bucket: str, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
         """The last microbatch's gradients of a bucket are there: send off the sums."""
         indices = self._buckets[bucket]
-        own = [_plus(self._sums[i], gradient) for i, gradient in zip(indices, gradients, strict=True)]
-        self._start((bucket, minibatch), indices, own)
+        self._start((bucket, minibatch), indices, gradients)
         self._taken |= set(indices)
 
     def add(self, gradients: Sequence[Tensor | None], taken: set[int]) -> None:
@@ -64,7 +63,7 @@ class ReplicatedSum(GradientSum):
             if value is not None and index not in self._taken:
                 rest.setdefault(value.dtype, []).append(index)
         for dtype, indices in rest.items():
-            self._start((f"rest {dtype}", minibatch), indices, [self._sums[i] for i in indices])
+            self._start((f"rest {dtype}", minibatch), indices, [None] * len(indices))
         self._taken = set()
         self._sums = [None] * len(self._parameters)
         self._under_way.append(self._sent)
@@ -88,29 +87,35 @@ class ReplicatedSum(GradientSum):
                 place += parameter.numel()
         return sums
 
-    def _start(self, key: Key, indices: Sequence[int], values: Sequence[Tensor | None]) -> None:
-        present = [(index, value) for index, value in zip(indices, values, strict=True) if value is not None]
-        if not present:
+    def _start(self, key: Key, indices: Sequence[int], last: Sequence[Tensor | None]) -> None:
+        """Send off the sums so far, with the last microbatch's gradients added: straight into one vector."""
+        addends = [
+            (index, [value for value in (self._sums[index], gradient) if value is not None])
+            for index, gradient in zip(indices, last, strict=True)
+        ]
+        addends = [(index, values) for index, values in addends if values]
+        if not addends:
             return
         if self._updaters:
-            present.sort(key=lambda row: self._updaters[row[0]])
-        values = [value for _, value in present]
-        flat = flattened(values, [self._parameters[index] for index, _ in present], values[0])
-        self._sent[key] = [index for index, _ in present]
-        if not self._updaters:
-            self._collective.start_sum(key, flat)
-            return
+            addends.sort(key=lambda row: self._updaters[row[0]])
+        flat, place = addends[0][1][0].new_empty(sum(values[0].numel() for _, values in addends)), 0
         sizes = [0] * self._collective.replicas
-        for index, value in present:
-            sizes[self._updaters[index]] += value.numel()
-        self._sent[key] = [index for index, _ in present if self._updaters[index] == self._collective.replica]
-        self._collective.start_scatter(key, flat, sizes)
-
-
-def _plus(present: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if present is None or gradient is None:
-        return gradient if present is None else present
-    return present + gradient
+        for index, values in addends:
+            part = flat[place : place + values[0].numel()]
+            part = like(part, self._parameters[index], of_memory=True)
+            if len(values) == 1:
+                part.copy_(values[0])
+            else:
+                torch.add(*values, out=part)
+            place += part.numel()
+            if self._updaters:
+                sizes[self._updaters[index]] += part.numel()
+        if not self._updaters:
+            self._sent[key] = [index for index, _ in addends]
+            self._collective.start_sum(key, flat)
+        else:
+            self._sent[key] = [index for index, _ in addends if self._updaters[index] == self._collective.replica]
+            self._collective.start_scatter(key, flat, sizes)
 
 
 def flattened(values: Sequence[Tensor], parameters: Sequence[nn.Parameter], kind: Tensor) -> Tensor:
