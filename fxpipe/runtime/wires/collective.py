@@ -104,17 +104,18 @@ class ReplicaBoard:
         for known in (self.given, self.results, self._halfway, self._arrives, self._awaited):
             known.clear()
 
-    def add(self, key: Key, replica: int, flat: Tensor) -> None:
-        """A replica gives its vector; the last one makes the sum."""
-        self._give(key, replica, flat, summed, -(-len(flat) // self.replicas), rounds=2)
+    def add(self, key: Key, replica: int, flat: Tensor, sizes: Sequence[int] = ()) -> None:
+        """A replica gives its vector; the last one makes the sum.
 
-    def share(self, key: Key, replica: int, flat: Tensor, sizes: Sequence[int]) -> None:
-        """The same where each replica wants only its own part of the sum."""
-        self._give(key, replica, flat, summed, sizes)
+        Args:
+            sizes: the elements of each replica's part, where it gets that of the sum alone; else all get the whole.
+        """
+        parts = sizes or [-(-len(flat) // self.replicas)] * self.replicas
+        self._give(key, replica, flat, summed, parts, rounds=1 if sizes else 2)
 
     def join(self, key: Key, replica: int, flat: Tensor) -> None:
         """A replica gives its vector; the last one puts them one after the other."""
-        self._give(key, replica, flat, torch.cat, len(flat))
+        self._give(key, replica, flat, torch.cat, [len(flat)] * self.replicas, rounds=1)
 
     def _give(
         self,
@@ -122,13 +123,11 @@ class ReplicaBoard:
         replica: int,
         flat: Tensor,
         made: Callable[[list[Tensor]], Tensor],
-        sent: int | Sequence[int],
-        rounds: int = 1,
+        sizes: Sequence[int],
+        rounds: int,
     ) -> None:
-        """Of what is given, so many elements travel to each other replica; in a second round, as many back."""
         parts = self.given.setdefault(key, {})
         parts[replica] = flat
-        sizes = [sent] * self.replicas if isinstance(sent, int) else sent
         self._leave(key, replica, [size * flat.itemsize for size in sizes], rounds)
         if len(parts) == self.replicas:
             del self.given[key]
@@ -167,22 +166,21 @@ class ReplicaBoard:
         return found.clone()
 
     def _leave(self, key: Key, replica: int, sizes: Sequence[int], rounds: int) -> None:
-        """A replica sends each other one its part; who has all parts sends them the sum, if there are two rounds."""
+        """A replica sends each other one its part; in a second round, who has all parts sends them the sum."""
         if self._meter is None:
             return
         times = self._halfway.setdefault(key, [0] * self.replicas)
         times[:] = map(max, times, self._send(replica, sizes))
         if len(self.given[key]) == self.replicas:
             del self._halfway[key]
-            again = range(self.replicas if rounds == 2 else 0)
-            self._arrives[key] = max([*times, *(max(self._send(j, sizes, times[j])) for j in again)])
+            again = [max(self._send(j, sizes, times[j])) for j in range(self.replicas)] if rounds == 2 else times
+            self._arrives[key] = max(again)
 
     def _send(self, replica: int, sizes: Sequence[int], sent: int = 0) -> list[int]:
         """When each replica has so many bytes that one sends it."""
         assert self._meter is not None
-        ends = range(self._first, self._first + self.replicas)
         others = [j for j in range(self.replicas) if j != replica]
-        due = self._meter.send_all(ends[replica], [ends[j] for j in others], [sizes[j] for j in others], sent)
+        due = self._meter.send_all(self._first + replica, {self._first + j: sizes[j] for j in others}, sent)
         return [dict(zip(others, due, strict=True)).get(j, 0) for j in range(self.replicas)]
 
 
@@ -202,7 +200,7 @@ class LocalCollective(Collective):
     def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
         begin = sum(sizes[: self.replica])
         self._own[key] = slice(begin, begin + sizes[self.replica])
-        self._board.share(key, self.replica, flat, sizes)
+        self._board.add(key, self.replica, flat, sizes)
 
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
         self._board.join(key, self.replica, own)

@@ -155,12 +155,12 @@ class ReplicaProcess:
     def sum(self, flat: Tensor) -> Tensor:
         """Add up over the replicas; returns when that is done, or put on the stream."""
         whole = padded_to(flat, self.replicas)
-        size = whole.nbytes // self.replicas
-        parts, due = torch.empty_like(whole), self._leave(size)
+        sizes = [whole.nbytes // self.replicas] * self.replicas
+        parts, due = torch.empty_like(whole), self._leave(sizes)
         self._group.alltoall_base(_bytes(parts), _bytes(whole), [], []).wait()
         self._hold(due)
         own = summed(parts.view(self.replicas, -1).unbind())
-        found, due = torch.empty_like(whole), self._leave(size)
+        found, due = torch.empty_like(whole), self._leave(sizes)
         self._group._allgather_base(_bytes(found), _bytes(own)).wait()
         self._hold(due)
         return found[: len(flat)]
@@ -179,14 +179,14 @@ class ReplicaProcess:
         """The vectors of all replicas, one after the other; an all-gather of torch's has one size for all."""
         found, item = own.new_empty(sum(sizes)), own.element_size()
         copies, given = own.repeat(self.replicas), [len(own) * item] * self.replicas
-        taken, due = [size * item for size in sizes], self._leave(own.nbytes)
+        taken, due = [size * item for size in sizes], self._leave(given)
         self._group.alltoall_base(_bytes(found), _bytes(copies), taken, given).wait()
         self._hold(due)
         return found
 
     def copy(self, flat: Tensor) -> Tensor:
         """Replica 0's vector."""
-        found, due = flat.clone(), self._leave(0 if self.replica else flat.nbytes)
+        found, due = flat.clone(), self._leave([0 if self.replica else flat.nbytes] * self.replicas)
         self._group.broadcast([_bytes(found)]).wait()
         self._hold(due)
         return found
@@ -195,15 +195,14 @@ class ReplicaProcess:
         self._now = what
         return run(flat)
 
-    def _leave(self, size: int | Sequence[int]) -> Tensor | None:
-        """So many bytes leave for each other replica now; returns when each has them, by the links of the meter."""
-        sizes = [size] * self.replicas if isinstance(size, int) else size
+    def _leave(self, sizes: Sequence[int]) -> Tensor | None:
+        """So many bytes leave for each replica now; returns when the others have them, by the links of the meter."""
         self.sent[self._now] += sum(sizes[j] for j in self._others)
         if self._meter is None:
             return None
         due, others = torch.zeros(self.replicas, dtype=torch.int64), [j for j in self._others if sizes[j]]
-        ends, given = [self._first + j for j in others], [sizes[j] for j in others]
-        due[others] = torch.tensor(self._meter.send_all(self._first + self.replica, ends, given), dtype=torch.int64)
+        times = self._meter.send_all(self._first + self.replica, {self._first + j: sizes[j] for j in others})
+        due[others] = torch.tensor(times, dtype=torch.int64)
         return due
 
     def _hold(self, due: Tensor | None) -> None:

@@ -99,23 +99,22 @@ class ReplicatedSum(GradientSum):
         if self._updaters:
             addends.sort(key=lambda row: self._updaters[row[0]])
         flat, place = addends[0][1][0].new_empty(sum(values[0].numel() for _, values in addends)), 0
-        sizes = [0] * self._collective.replicas
         for index, values in addends:
-            part = flat[place : place + values[0].numel()]
-            part = like(part, self._parameters[index], of_memory=True)
+            part = like(flat[place : place + values[0].numel()], self._parameters[index], of_memory=True)
             if len(values) == 1:
                 part.copy_(values[0])
             else:
                 torch.add(*values, out=part)
             place += part.numel()
-            if self._updaters:
-                sizes[self._updaters[index]] += part.numel()
         if not self._updaters:
             self._sent[key] = [index for index, _ in addends]
             self._collective.start_sum(key, flat)
-        else:
-            self._sent[key] = [index for index, _ in addends if self._updaters[index] == self._collective.replica]
-            self._collective.start_scatter(key, flat, sizes)
+            return
+        sizes = [0] * self._collective.replicas
+        for index, values in addends:
+            sizes[self._updaters[index]] += values[0].numel()
+        self._sent[key] = [index for index, _ in addends if self._updaters[index] == self._collective.replica]
+        self._collective.start_scatter(key, flat, sizes)
 
 
 def flattened(values: Sequence[Tensor], parameters: Sequence[nn.Parameter], kind: Tensor) -> Tensor:

@@ -103,19 +103,6 @@ def test_in_one_process_a_sum_arrives_with_the_last_replica() -> None:
     assert not board.results
 
 
-def test_in_one_process_each_replica_gets_its_own_part() -> None:
-    board = ReplicaBoard(2)
-    ends = [LocalCollective(board, replica) for replica in range(2)]
-    for end in ends:
-        end.start_scatter(("parts", 0), torch.tensor([1.0, 2.0, 3.0]) * 10**end.replica, [1, 2])
-    assert [end.take(("parts", 0)).tolist() for end in ends] == [[11.0], [22.0, 33.0]]
-    for end in ends:
-        assert not end.arrived(("all", 0))
-        end.start_gather(("all", 0), torch.full((end.replica + 1,), float(end.replica)), [1, 2])
-    assert [end.take(("all", 0)).tolist() for end in ends] == [[0.0, 1.0, 1.0]] * 2
-    assert not board.results
-
-
 class Clock:
     """Time that passes only when one waits."""
 
@@ -152,6 +139,19 @@ def test_in_one_process_a_sum_takes_its_time(replicas: int) -> None:
     assert board.rest()
     assert (clock.time - began) / 1e9 == pytest.approx(0.5 + 0.1 * (replicas - 1), abs=1e-6)
     assert not board.rest()
+
+
+def test_in_one_process_each_replica_gets_its_own_part() -> None:
+    board = ReplicaBoard(2)
+    ends = [LocalCollective(board, replica) for replica in range(2)]
+    for end in ends:
+        end.start_scatter(("parts", 0), torch.tensor([1.0, 2.0, 3.0]) * 10**end.replica, [1, 2])
+    assert [end.take(("parts", 0)).tolist() for end in ends] == [[11.0], [22.0, 33.0]]
+    for end in ends:
+        assert not end.arrived(("all", 0))
+        end.start_gather(("all", 0), torch.full((end.replica + 1,), float(end.replica)), [1, 2])
+    assert [end.take(("all", 0)).tolist() for end in ends] == [[0.0, 1.0, 1.0]] * 2
+    assert not board.results
 
 
 def test_sums_have_the_order_of_replicas() -> None:
