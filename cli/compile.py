@@ -34,7 +34,7 @@ MOST_SHOWN = 4
 
 @click.command("compile")
 @click.argument("model", type=click.Path(dir_okay=False))
-@option_fields(CompileOptions, "workers", "virtual", "dp")
+@option_fields(CompileOptions, "workers", "virtual", "dp", "replicas", "shard")
 @option_fields(CompileOptions, "outer", "outer_every", "outer_lr", "outer_momentum", "outer_delay")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(
@@ -173,6 +173,7 @@ def _like(folder: str) -> dict[str, Any]:
         "policy": plan.policy,
         "dp": plan.dp,
         **outer_options(plan.outer),
+        "replicas": plan.replicas if plan.crossing else None,
         "microbatches": plan.own_microbatches,
         "autocast": plan.autocast,
         "codec": plan.codec,
@@ -181,6 +182,8 @@ def _like(folder: str) -> dict[str, Any]:
     given = {name for name in found if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     if "schedule" in given and context.params["schedule"] != plan.schedule:
         given.add("policy")  # it belongs to the schedule
+    if given & {"dp", "replicas"}:
+        given |= {"dp", "replicas"}
     return {name: value for name, value in found.items() if name not in given}
 
 
@@ -203,6 +206,7 @@ def _print(
     from fxpipe.lowering.own_rounding import rounding_text
     from fxpipe.observe.record import samples_of
     from fxpipe.schedule import of_plan
+    from fxpipe.simulator.forecast import late_instead
 
     plan = build.plan
     rows = []
@@ -232,6 +236,7 @@ def _print(
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
         + (f"{plan.dp} replicas of each worker · " if plan.dp > 1 else "")
         + ("" if plan.outer is None else f"{plan.outer} · ")
+        + (f"{listed([str(count) for count in plan.replicas])} replicas · " if plan.crossing else "")
         + f"{len(plan.edges)} edges"
     )
     for line in (*microbatch_lines(plan), *shape_lines(plan)):
@@ -253,6 +258,12 @@ def _print(
         f"forecast: {simulation.samples_per_second(samples_of(plan)):.1f} samples/s, "
         f"bubble {100 * simulation.bubble:.0f} %"
     )
+    if faster := late_instead(plan, build.costs, simulation.seconds_per_minibatch):
+        name, seconds = faster
+        echo(
+            f"updates wait for sums over replicas: with --schedule {name}, one update later, "
+            f"{samples_of(plan) / seconds:.1f} samples/s"
+        )
     if codecs := codec_facts(plan, build.costs):
         text = codec_text(codecs)
         if codecs["plain_seconds"] and codecs["seconds"]:

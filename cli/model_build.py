@@ -152,6 +152,8 @@ def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     for name in ("outer", "outer_every", "outer_lr", "outer_momentum", "outer_delay"):
         asked = getattr(options, name)
         parts += [] if asked is None else [f"--{name.replace('_', '-')} {asked}"]
+    parts += [] if options.shard is None else [f"--shard {options.shard}"]
+    parts += [f"--replicas {','.join(map(str, options.replicas))}"] if options.replicas else []
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []
     parts += [f"--recompute {options.recompute}"] if options.recompute != "auto" else []

@@ -201,8 +201,7 @@ def _other_node(build: str) -> str | None:
     from fxpipe.plan.build_folder import read_plan
 
     try:
-        mesh = read_plan(build).mesh
-        noun = "worker" if mesh.plain else "rank" if mesh.dp == 1 else "process"
+        noun = read_plan(build).mesh.noun
     except FxpipeError:  # said later, with all that is wrong
         noun = "worker"
     last = rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1

@@ -12,7 +12,7 @@ from fxpipe.cli.output import echo, print_table, size
 from fxpipe.cli.planned import Say, Source
 
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
-from fxpipe.schedule import Schedule, kind_of
+from fxpipe.schedule import OneFOneB, Schedule, kind_of
 from fxpipe.schedule.csv_rows import NAME
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool 
     """Decide what the options --schedule and --synchronous mean together; returns whether schedules are compared.
 
     Args:
-        asked: the options by their fields; `schedule` becomes 'auto' where only `synchronous` was asked.
+        asked: the options by their fields; `schedule` becomes 'auto' where only `synchronous` was asked, and '1f1b'
+            where workers have different numbers of replicas and none was asked.
         compare: with --compare, which compares all of them.
         given: the schedule comes from elsewhere, if not from the command line.
 
@@ -40,7 +41,9 @@ def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool 
         raise click.UsageError(f"--compare compares all schedules: leave --schedule {asked['schedule']} out")
     if named and asked["synchronous"] and not kind_of(asked["schedule"]).synchronous:
         raise not_synchronous(asked["schedule"])
-    if not named and (compare or asked["synchronous"]):
+    if not named and asked.get("replicas"):
+        asked["schedule"] = OneFOneB.name  # of those for different numbers of replicas, the one for any cuts
+    elif not named and (compare or asked["synchronous"]):
         asked["schedule"] = AUTO
     return bool(asked["schedule"] == AUTO)
 

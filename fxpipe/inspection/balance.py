@@ -89,7 +89,9 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
         optimizer_bytes=subject.known.optimizer_bytes,
         policy_times=subject.known.policy_times,
         placement=subject.plan.placement,
+        replicas=subject.plan.replicas if subject.plan.crossing else (),
         rows=subject.plan.rows if recipe.schedule.name == subject.plan.schedule else (),
+        dp=subject.plan.dp,
     )
     return setting.workers(subject.plan.workers)
 

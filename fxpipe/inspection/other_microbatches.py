@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import PolicyError
@@ -52,7 +53,8 @@ def own_and_others(build: Build) -> tuple[Prospect, ...]:
     plan = build.plan
     if build.nodes is None or not build.costs.workers:
         return ()
-    known = divisors(samples_of(plan) // plan.dp)
+    shared = lcm(*plan.replicas) if plan.crossing else 1
+    known = [count for count in divisors(samples_of(plan) // plan.dp) if count % shared == 0]
     fewer = [d for d in known if 2 * d <= plan.own_microbatches]
     more = [d for d in known if d >= 2 * plan.own_microbatches]
     others = dict.fromkeys([] if plan.rows else [*known[:1], *fewer[-1:], *more[:1]])  # a file has its own number

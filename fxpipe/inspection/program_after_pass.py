@@ -165,6 +165,7 @@ def _options_of(plan: Plan, folder: Path) -> CompileOptions:
         virtual=None if plan.rows else plan.workers // plan.ranks,
         dp=plan.dp,
         **outer_options(plan.outer),
+        replicas=plan.replicas if plan.crossing else (),
         microbatches=plan.own_microbatches,
         microbatch_dims={leaf.name: leaf.dim for leaf in plan.given},
         constant_batch=[leaf.name for leaf in plan.given if leaf.tensor is None],

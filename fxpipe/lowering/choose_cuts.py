@@ -90,6 +90,8 @@ def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tup
             hint=f"use -n {len(profile.units) * options.workers // options.stages} or fewer",
         )
     widest = "bidirectional" if options.cuts == "auto" else str(options.cuts)
+    if options.replicas and not options.kind.synchronous and options.cuts == "auto":
+        widest = "same"  # others would have copies of weights, which such a run refuses (`fxpipe.policy.recipe`)
     found = advised_partitions(profile, setting, options.stages, ("same", widest))
     chosen = found[widest]
     if options.cuts == "auto" and "same" in found:

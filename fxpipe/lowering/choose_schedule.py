@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fxpipe.errors import BatchError, CaptureError, FxpipeError
+from fxpipe.errors import BatchError, CaptureError, FxpipeError, ScheduleError
 from fxpipe.lowering.captured_step import CapturedStep, captured_step
 from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
 from fxpipe.lowering.choose_cuts import choose_cuts
@@ -71,8 +71,14 @@ def choose_schedule(
 
     Raises:
         CutError: nothing fits into memory; says what would. Or as `choose_cuts`.
+        ScheduleError: workers are to have different numbers of replicas.
         FxpipeError: as `captured_step`, where no number of microbatches can be captured.
     """
+    if options.replicas:
+        raise ScheduleError(
+            f"schedule 'auto' is for workers with equally many replicas, not {', '.join(map(str, options.replicas))}",
+            hint="name the schedule: 1f1b, gpipe or async",
+        )
     tried: dict[int, tuple[CapturedStep, StepProfile]] = {}
     refused: list[ScheduleForecast] = []
     counts = list(counts_of(options, [batch, *shapes, *([] if last is None else [last])]))

@@ -31,6 +31,7 @@ from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Ratios
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
+from fxpipe.policy.recipe import refuse_crossing
 from fxpipe.schedule import of_plan
 from fxpipe.simulator.memory import process_peaks
 
@@ -113,6 +114,7 @@ class Emitter:
         plan = replace(plan, codec=self.options.codec, weights_codec=self.options.encoding.of_weights)
         schedule = of_plan(plan)
         demand = Demand(plan, schedule, make_policy(plan.policy))
+        refuse_crossing(plan, demand)
         held: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
         tensors = {row.names[0]: program.values[row.node] for row in held if not program.values[row.node].is_meta}
         known = BuildCosts(

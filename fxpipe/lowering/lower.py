@@ -174,8 +174,9 @@ def lower(
         )
     options = replace(options, optimizer=of_parameters(options.optimizer, None))
     reduce = reduce or options.reduce
-    if reduce is not None and len(set(reduce.replicas)) == 1:
-        options = replace(options, dp=reduce.replicas[0])
+    if reduce is not None:
+        equal = len(set(reduce.replicas)) == 1
+        options = replace(options, dp=reduce.replicas[0] if equal else 1, replicas=() if equal else reduce.replicas)
     _check_values(program, options)
     lines = PassLines()
     observers = (*observers, lines)

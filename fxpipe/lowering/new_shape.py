@@ -75,6 +75,7 @@ def options_of(plan: Plan, batch: Any, hooks: StepHooks) -> CompileOptions:
         policy=plan.policy,
         dp=plan.dp,
         **outer_options(plan.outer),
+        replicas=plan.replicas if plan.crossing else (),
         microbatches=plan.own_microbatches,
         microbatch_dims=dims if leaves == list(dims) and plan.microbatches > 1 else None,
         constant_batch=constants,

@@ -22,7 +22,8 @@ from fxpipe.planner.workers import Recomputation
 from fxpipe.policy import default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
-from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text
+from fxpipe.policy.shares import check_shares
+from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text, with_replicas
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.csv_rows import RowsOfText
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
@@ -51,6 +52,7 @@ SCANNED = 8
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
+ShardMode = Literal["optimizer"]
 
 
 def compile_schedule(text: str) -> str:
@@ -85,6 +87,14 @@ def _dims(text: str) -> dict[str, int | None]:
     return found
 
 
+def _replicas(text: str) -> tuple[int, ...]:
+    """`2,1,1` as numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(len(part) < 9 and part.isdecimal() and 0 < int(part) <= MOST_WORKERS for part in parts):
+        raise FxpipeError(f"{text!r} is not a number of processes for each worker", hint="such as 2,1,1")
+    return tuple(int(part) for part in parts)
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """What a compile is asked; the fields with flags are options of `fxpipe compile`, too.
@@ -99,6 +109,10 @@ class CompileOptions:
         outer_every, outer_lr, outer_momentum: after how many updates, and by which SGD with Nesterov momentum; where
             None, those of `DILOCO`.
         outer_delay: 1 applies the result of an exchange one outer step later, so that nothing waits for it.
+        replicas: of each worker its own number of them, in place of `dp`; they share all microbatches. Only with a
+            schedule that has a worker in each process and no weight gradients apart.
+        shard: 'optimizer': each replica of a worker has the optimizer's state of its own share of the worker's
+            parameters, and updates these alone; then the replicas hand out the new weights.
         cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
             (weight gradients apart, too), or 'auto': bidirectional where they gain more than 2%. Or the cuts
             themselves, as unit numbers, instead of all choosing.
@@ -110,10 +124,9 @@ class CompileOptions:
         synchronous: train exactly as one worker would: only schedules with a flush. `compile(…, synchronous=True)`
             without a schedule takes the fastest of them.
         policy: where None, that of `fxpipe.policy.default_for`.
-        microbatches: how many make a minibatch, or, of replicas, the share of each; the step is captured on one of
-            them. None: a divisor of the batch near
-            the number of workers, which is 1 for async and two workers; 1 for async, too, where microbatches would
-            change the loss.
+        microbatches: how many make a minibatch, or, with `dp`, the share of each replica; the step is captured on one
+            of them. None: a divisor of the batch near the number of workers, which is 1 for async and two workers; 1
+            for async, too, where microbatches would change the loss.
         microbatch_dims: along which dimension the leaves of a batch are cut into microbatches: in the place of every
             leaf a number, or None if every microbatch gets it whole; or by the leaves' names, `batch[0]`. Found by how
             the step uses them if it is not given.
@@ -168,6 +181,21 @@ class CompileOptions:
         maximum=MOST_WORKERS,
         metavar="R",
         help="Replicas of every worker, which share its microbatches: a run has n times R processes.",
+    )
+    replicas: tuple[int, ...] = option(
+        (),
+        "--replicas",
+        on_command_line=None,
+        kind=_replicas,
+        metavar="R,R,…",
+        help="Replicas of each worker, such as 2,1,1, which share all --microbatches; --schedule is then 1f1b by "
+        "default.",
+    )
+    shard: ShardMode | None = option(
+        None,
+        "--shard",
+        choices=get_args(ShardMode),
+        help="What replicas share out instead of having all of it: the optimizer's state, with its updates.",
     )
     outer: str | None = option(
         None,
@@ -316,6 +344,9 @@ class CompileOptions:
     known_costs: Path | None = None
     command: str = IN_PYTHON
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replicas", tuple(self.replicas or ()))
+
     @property
     def encoding(self) -> Encoding:
         """Which codecs are asked for.
@@ -360,7 +391,17 @@ class CompileOptions:
         if self.outer != OUTER:
             raise CutError(f"outer={self.outer!r} is no kind of outer steps", hint=repr(OUTER))
         if self.dp == 1:
-            raise CutError("outer steps bring replicas together, and there is one", hint="--dp R with R above 1")
+            raise CutError("outer steps bring equally many replicas together", hint="--dp R with R above 1")
+        if self.shard is not None:
+            raise CutError(
+                f"--outer and --shard {self.shard}: replicas that train apart share nothing out",
+                hint="leave one of them out",
+            )
+        if self.kind.late:
+            raise CutError(
+                f"--outer and schedule '{self.schedule}': replicas that train apart have no sums that could be late",
+                hint="--schedule async",
+            )
         spec = replace(DILOCO, **given)
         rates = math.isfinite(spec.lr) and spec.lr > 0 and 0 <= spec.momentum < 1
         if spec.every < 1 or not rates or spec.delay not in (0, 1):
@@ -396,7 +437,14 @@ class CompileOptions:
         """The pass that puts gradients into buckets for replicas; None where none add them up."""
         from fxpipe.passes.reduce import Reduce
 
-        return Reduce((self.joint,) * self.stages) if self.joint > 1 else None
+        if self.processes == self.workers or self.outer is not None:
+            return None
+        return Reduce(self.replicas or (self.dp,) * self.stages, sharded=self.shard is not None)
+
+    @property
+    def processes(self) -> int:
+        """How many a run has."""
+        return sum(self.replicas) or self.workers * self.dp
 
     @property
     def planned(self) -> bool:
@@ -474,7 +522,11 @@ class CompileOptions:
             ScheduleError: an unknown name, or it cannot have so many workers.
         """
         made = self.from_file
-        return make_schedule(self.schedule, self.stages, self.own_count, self.placement) if made is None else made
+        if made is None:
+            made = make_schedule(self.schedule, self.stages, self.own_count, self.placement)
+        if self.replicas and self.microbatches is None:
+            made = replace(made, microbatches=math.lcm(*self.replicas))
+        return with_replicas(made, self.replicas)
 
     def for_batches(self, batches: Sequence[Any]) -> CompileOptions:
         """With the number of microbatches decided where it is not asked: it divides all of these minibatches.
@@ -489,14 +541,16 @@ class CompileOptions:
         if (made := self.from_file) is not None:
             return self.of_microbatches(made.microbatches)
         kind = self.kind
-        if kind.usual_microbatches(self.workers, 2 * self.workers) == 1:
+        if not self.replicas and kind.usual_microbatches(self.workers, 2 * self.workers) == 1:
             return self.of_microbatches(1)  # of any batch, also of one that cannot be cut
         sizes = [
             samples_of(batch, None if self.microbatch_dims is None else self.dims(batch), self.constant_batch)
             for batch in batches
         ]
-        shares = max(1, math.gcd(*sizes) // self.dp)  # what replicas cannot share is refused with the batch
-        return self.of_microbatches(kind.usual_microbatches(self.workers, shares))
+        multiple = math.lcm(*self.replicas)
+        # What replicas cannot share is refused with the batch.
+        shares, ranks = max(1, math.gcd(*sizes) // (self.dp * multiple)), -(-self.processes // (self.dp * multiple))
+        return self.of_microbatches(multiple * kind.usual_microbatches(ranks, shares))
 
     def of_microbatches(self, count: int) -> CompileOptions:
         """With so many microbatches, also in the command that makes the build again."""
@@ -507,7 +561,7 @@ class CompileOptions:
         """With what a model file and this machine decide where nothing was asked."""
         from fxpipe.threads import threads_for
 
-        threads = threads_for(self.threads, self.workers * self.dp)
+        threads = threads_for(self.threads, self.processes)
         pad_to = task.pad_to if self.pad_to is None else self.pad_to
         return replace(
             self,
@@ -541,14 +595,59 @@ class CompileOptions:
             raise CutError(f"recompute={self.recompute!r} is none of {', '.join(get_args(Recomputation))}")
         if self.cost not in (None, *get_args(CostMode)):
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
+        self._check_replicas()
         if self.synchronous and not self.kind.synchronous:
             raise not_synchronous(self.schedule)
         check_loss_scaling(self.kind, self.autocast)
         _ = self.outer_spec
+        self._check_shard()
         self.setting()
         encoding = self.encoding
         if self.autocast == FLOAT16:
             encoding.check_scaled()
+
+    def _check_replicas(self) -> None:
+        """Refuse numbers of replicas that are none, or said twice.
+
+        Raises:
+            CutError: with what to give instead.
+        """
+        if not self.replicas:
+            return
+        numbers = ",".join(map(str, self.replicas))
+        if not all(isinstance(count, int) and 1 <= count <= MOST_WORKERS for count in self.replicas):
+            raise CutError(f"{numbers} are no numbers of replicas", hint="one for each worker, such as 2,1,1")
+        if self.dp > 1:
+            raise CutError(
+                f"all workers have {self.dp} replicas, or each its own number ({numbers}), not both",
+                hint="--dp or --replicas",
+            )
+        if len(self.replicas) != self.workers:
+            raise CutError(
+                f"{numbers} are the replicas of {len(self.replicas)} workers, there are {self.workers}",
+                hint=f"-n {len(self.replicas)}",
+            )
+        if len(set(self.replicas)) == 1:
+            raise CutError(
+                f"all workers have {self.replicas[0]} replicas", hint=f"--dp {self.replicas[0]} in place of --replicas"
+            )
+
+    def _check_shard(self) -> None:
+        if self.shard is None:
+            return
+        if self.shard not in get_args(ShardMode):
+            raise CutError(f"shard={self.shard!r} is none of {', '.join(get_args(ShardMode))}")
+        if self.dp == 1:
+            raise CutError(
+                f"--shard {self.shard} shares out among the replicas of a worker, and each has one",
+                hint="add --dp R, or leave --shard out",
+            )
+        if self.autocast == FLOAT16:
+            raise CutError(
+                f"--shard {self.shard} and --autocast fp16: a replica sees its own gradients alone, and not whether "
+                "those of others overflow",
+                hint="compile with --autocast bf16, which needs no loss scale, or leave --shard out",
+            )
 
     def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:
         """What the planner plans for.
@@ -563,13 +662,16 @@ class CompileOptions:
         schedule = self.made_schedule
         policy = make_policy(self.policy or default_for(schedule, optimizer.momentum))
         policy.check(schedule)
+        if self.shard is not None:
+            check_shares(policy)
         links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
         speeds, memory = tuple(self.speeds), tuple(self.memory)
         return Setting(
             *(schedule.name, str(policy), schedule.microbatches, links, speeds, memory),
-            *(optimizer.state_bytes, optimizer.policy),
+            *(optimizer.state_bytes / (1 if self.shard is None else self.dp), optimizer.policy),
             placement=schedule.placement if schedule.several else (),
             rows=schedule.lines if isinstance(schedule, RowsOfText) else (),
             recompute=self.recompute,
             dp=self.joint,
+            replicas=self.replicas,
         )

@@ -178,10 +178,11 @@ class _Worker:
             return made
 
         self.plan = plan
-        self.recipe = recipe
+        self.recipe = recipe.of_worker(rank)
         self.rank = rank
         self.now = clock_of(device.type)
-        alone = LocalCollective(ReplicaBoard(1), 0) if plan.dp > 1 else None  # other replicas' gradients take no time
+        # Other replicas' gradients take no time.
+        alone = LocalCollective(ReplicaBoard(1), 0) if plan.replicas_of(rank) > 1 else None
         task, options = ObjectTask(still), PipelineOptions()
         self.executor = open_worker(plan, folder, rank, recipe, transport, task, options, device, collective=alone)
         self.updates: list[float] = []
@@ -193,10 +194,10 @@ class _Worker:
         That is when the worker's share of the budget is used, and at least two minibatches after the warm-up have been
         measured, by two microbatches each; if these are long, one minibatch by one microbatch.
         """
-        microbatches, workers = self.plan.own_microbatches, self.plan.workers
+        microbatches, workers = self.recipe.schedule.microbatches, self.plan.workers
         share = BUDGET / workers
         # Without a flush: then the pipeline is full, and every kind of weights has been read.
-        warm = 1 if self.recipe.schedule.synchronous else workers + 1
+        warm = 1 if self.recipe.schedule.synchronous else self.recipe.schedule.filled_by + 1
         count = 1
         kept: dict[int, set[int]] = {}  # by minibatch, which microbatches are run
         last: dict[Phase, float] = {}  # seconds of the newest minibatch's last microbatch

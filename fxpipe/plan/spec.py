@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
@@ -143,12 +145,14 @@ class BucketSpec:
         bytes: of all of them.
         sharded: whether each replica gets only its own part of the sums (`comm.reduce_scatter`), not all of them
             (`comm.all_reduce`).
+        updaters: then, for each of the parameters, the replica that gets the sum of its gradient and updates it.
     """
 
     name: str
     parameters: tuple[str, ...]
     bytes: int
     sharded: bool = False
+    updaters: tuple[int, ...] = ()
 
     @property
     def call(self) -> Literal["all_reduce", "reduce_scatter"]:
@@ -287,32 +291,52 @@ class ShapeSpec:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, in two dimensions: `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
+    """The processes of a run: those of a rank are next to each other, or, `apart`, those of a replica. With equally many
+    replicas it has two dimensions, `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
 
     Attributes:
         placement: as of `Plan`.
-        dp: how many replicas each rank has; they are next to each other.
-        apart: where replicas train apart, the number of ranks: those of a replica are then next to each other. Else 0.
+        replicas: how many each rank has; empty where each has one.
+        apart: replicas train apart: the processes of a replica, not those of a rank, are next to each other.
     """
 
     placement: tuple[int, ...] = ()
-    dp: int = 1
-    apart: int = 0
-
-    def seat(self, process: int) -> tuple[int, int]:
-        """The rank of a process of a run, and which of its replicas it is."""
-        if self.apart:
-            return process % self.apart, process // self.apart
-        return divmod(process, self.dp)
-
-    def process(self, rank: int, replica: int) -> int:
-        """The process that is a replica of a rank."""
-        return replica * self.apart + rank if self.apart else rank * self.dp + replica
+    replicas: tuple[int, ...] = ()
+    apart: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether each process has one worker, which has no other."""
-        return self.dp == 1 and len(set(self.placement)) == len(self.placement)
+        return not self.replicated and len(set(self.placement)) == len(self.placement)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether a rank has several replicas."""
+        return max(self.replicas, default=1) > 1
+
+    @property
+    def noun(self) -> str:
+        """What a process is called, by what it has."""
+        return "worker" if self.plain else "process" if self.replicated else "rank"
+
+    def of_rank(self, rank: int) -> range:
+        """The processes of a rank, one for each replica."""
+        if not self.replicas:
+            return range(rank, rank + 1)
+        if self.apart:
+            ranks = len(self.replicas)
+            return range(rank, ranks * self.replicas[rank], ranks)
+        first = sum(self.replicas[:rank])
+        return range(first, first + self.replicas[rank])
+
+    def seat(self, process: int) -> tuple[int, int]:
+        """The rank of a process, and which of its replicas it is."""
+        if self.apart:
+            replica, rank = divmod(process, len(self.replicas))
+            return rank, replica
+        ends = list(accumulate(self.replicas))
+        rank = bisect_right(ends, process) if ends else process
+        return rank, process - self.of_rank(rank)[0]
 
 
 MESH = Mesh()
@@ -425,18 +449,29 @@ class Plan:
 
     @property
     def dp(self) -> int:
-        """How many replicas each worker has, if that is one number; else 1."""
+        """How many pipelines there are next to each other: as many as each worker has replicas, if that is one number;
+        else 1, which all are in."""
         return self.replicas[0] if len(set(self.replicas)) == 1 else 1
+
+    @property
+    def crossing(self) -> bool:
+        """Whether workers have different numbers of replicas, so that messages cross from one replica to another."""
+        return len(set(self.replicas)) > 1
+
+    def replicas_of(self, worker: int) -> int:
+        """How many processes a worker has."""
+        return self.replicas[worker] if self.replicas else 1
 
     @property
     def mesh(self) -> Mesh:
         """Where workers and replicas are."""
-        return Mesh(self.placement, self.dp, 0 if self.outer is None else self.ranks)
+        replicas = tuple(self.replicas_of(self.hosted(rank)[0]) for rank in range(self.ranks))
+        return Mesh(self.placement, replicas, self.outer is not None)
 
     @property
     def processes(self) -> int:
         """How many processes a run has: all replicas of all ranks."""
-        return self.ranks * self.dp
+        return sum(self.mesh.replicas)
 
     def seat(self, process: int) -> tuple[int, int]:
         """The rank of a process of a run, and which of its replicas it is."""
@@ -444,16 +479,20 @@ class Plan:
 
     def process_of(self, worker: int, replica: int) -> int:
         """The process that has a replica of a worker."""
-        return self.mesh.process(self.rank_of(worker), replica)
+        return self.mesh.of_rank(self.rank_of(worker))[replica]
 
     @property
     def own_microbatches(self) -> int:
-        """How many microbatches of a minibatch each replica of a worker does."""
+        """How many microbatches the schedule of the plan has: those of a minibatch, shared by the pipelines (`dp`)."""
         return self.microbatches // self.dp
 
-    def microbatch(self, own: int, replica: int) -> int:
+    def share(self, worker: int) -> int:
+        """How many microbatches of a minibatch each replica of a worker does."""
+        return self.microbatches // self.replicas_of(worker)
+
+    def microbatch(self, own: int, worker: int, replica: int) -> int:
         """The number, in the whole minibatch, of a replica's own microbatch: replicas take them in turn."""
-        return own * self.dp + replica
+        return own * self.replicas_of(worker) + replica
 
     @property
     def of_one_replica(self) -> Plan:
@@ -539,6 +578,26 @@ class Plan:
     def owned(self, worker: int) -> tuple[ParameterSpec, ...]:
         """The parameters whose master weights live on `worker`."""
         return tuple(p for p in self.parameters if p.owner == worker)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each replica of a worker updates its own share of the worker's parameters, and not all of them."""
+        return any(bucket.sharded for stage in self.stages for bucket in stage.buckets)
+
+    def updaters(self, worker: int) -> dict[str, int]:
+        """The replica that updates each trained parameter of a worker, by name; empty where all replicas update all.
+
+        Of a parameter that never gets a gradient it is the first.
+        """
+        shared = [bucket for bucket in self.stages[worker].buckets if bucket.sharded]
+        known = {n: r for bucket in shared for n, r in zip(bucket.parameters, bucket.updaters, strict=True)}
+        trained = [p for p in self.owned(worker) if p.trained] if shared else []
+        return {p.name: next((known[name] for name in p.names if name in known), 0) for p in trained}
+
+    def updated(self, worker: int, replica: int) -> tuple[ParameterSpec, ...]:
+        """The trained parameters of a worker that one of its replicas updates."""
+        updaters = self.updaters(worker)
+        return tuple(p for p in self.owned(worker) if p.trained and updaters.get(p.name, replica) == replica)
 
     @property
     def digest(self) -> str:

@@ -38,7 +38,8 @@ each. The sums of their weights' gradients are exchanged once a minibatch, in th
 count for what that backward does not hide. What many processes send to few, or few to many, occupies the wires of the
 few; weights that a worker with replicas reads leave their owner once for each, as if it had only one process.
 `link_times` says what all this costs, on one machine and between machines. Costs are per microbatch of the minibatch,
-so that workers with more and fewer replicas compare.
+so that workers with more and fewer replicas compare. Where whole pipelines train together (`Workers.dp`), the exchange
+counts likewise, and all else is as of one.
 
 Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer state, what the policy keeps) + weight
 copies and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
@@ -66,7 +67,7 @@ from numpy.typing import NDArray
 
 from fxpipe.errors import CutError
 from fxpipe.planner.crossing import Crossing
-from fxpipe.planner.link_times import LinkTimes, all_reduce, fans, link_from
+from fxpipe.planner.link_times import LinkTimes, all_reduce, exposed_exchange, fans, link_from
 from fxpipe.planner.profile import Profile, SavingLevel
 from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, Span, Trim, back, both, front, hull, prefix, total
 from fxpipe.planner.workers import Workers
@@ -274,12 +275,12 @@ class CostModel:
             others = total(self._handed, spans.backward) - total(self._handed, both(spans.backward, spans.weight))
             sent = sent + ratios.gradient * others
             busy = busy + copy * done * (from_before + from_behind + sent)
-        if self.workers.replicas:
+        if self.workers.replicas or self.workers.dp > 1:
             weights = total(self._parameters, spans.weight)
             hidden = own_backward + (total(self.weight, spans.weight) - total(self._update, spans.weight)) / speed
-            exchange = all_reduce(self.workers, worker)
-            waits = waits + np.maximum(np.where(weights > 0, exchange.occupied(weights), 0.0) - hidden, 0.0) / own
-            busy = busy + copy * done * exchange.copied * weights / own
+            waits = waits + exposed_exchange(self.workers, worker, weights, hidden) / own
+            busy = busy + copy * done * all_reduce(self.workers, worker).copied * weights / own
+        if self.workers.replicas:
             wire = np.maximum(wire, self._fan(worker, begins, ends))
         return busy, waits * done, wire * done
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fxpipe.planner.sums_over_runs import Floats
 
 if TYPE_CHECKING:
@@ -68,12 +70,13 @@ def link_from(workers: Workers, other: int, worker: int) -> LinkTimes:
 
 def all_reduce(workers: Workers, worker: int) -> GradientExchange:
     """What the exchange of gradients among a worker's replicas takes, for each byte of its weights."""
-    links, machines, count = workers.links, workers.machines, workers.replicas_of(worker)
+    links, machines, count = workers.links, workers.machines, workers.dp * workers.replicas_of(worker)
     if count == 1:
         return GradientExchange(0.0, 0.0, 0.0)
     sent = 2 * (count - 1) / count
     if machines is None:
-        return GradientExchange(1e3 * sent / links.bandwidth_of(0, 0), 1e3 * links.latency_of(0, 0), 2 * sent)
+        bandwidth, latency = links.slowest(workers.count)
+        return GradientExchange(1e3 * sent / bandwidth, 1e3 * latency, 2 * sent)
     counts, _, _ = _places(workers, worker)
     inner = machines.inner
     within = 2 * (max(counts) - 1) / count / inner.bandwidth_of(0, 0)
@@ -81,6 +84,18 @@ def all_reduce(workers: Workers, worker: int) -> GradientExchange:
         return GradientExchange(1e3 * within, 1e3 * inner.latency_of(0, 0), 2 * sent)
     between = max(2 * here * (count - here) / count for here in counts) / links.bandwidth_of(0, 0)
     return GradientExchange(1e3 * max(within, between), 1e3 * links.latency_of(0, 0), 2 * sent)
+
+
+def exposed_exchange(workers: Workers, worker: int, weights: Floats, hidden: Floats) -> Floats:
+    """Milliseconds of a minibatch for which a worker's update waits for the exchange of gradients.
+
+    Args:
+        weights: bytes of what it owns.
+        hidden: milliseconds of the backward of the last microbatch, meanwhile.
+    """
+    taken = np.where(weights > 0, all_reduce(workers, worker).occupied(weights), 0.0)
+    found: Floats = np.maximum(taken - hidden, 0.0)
+    return found
 
 
 def fans(workers: Workers, worker: int) -> tuple[float, float]:

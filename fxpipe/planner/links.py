@@ -47,6 +47,12 @@ class Links:
         """How long a message of `size` bytes occupies its direction of the link, without the latency."""
         return size / self.bandwidth_of(source, target)
 
+    def slowest(self, count: int) -> tuple[float, float]:
+        """The least bandwidth and the greatest latency between any two of so many workers; of one, as links of all
+        are."""
+        pairs = [(a, b) for a in range(count) for b in range(count) if a != b] or [(0, 0)]
+        return min(self.bandwidth_of(*pair) for pair in pairs), max(self.latency_of(*pair) for pair in pairs)
+
     def on(self, placement: Sequence[int]) -> Links:
         """The links between workers, if these are between the ranks they run on; within a rank, messages are free.
 

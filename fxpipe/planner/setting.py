@@ -16,7 +16,7 @@ from fxpipe.planner.workers import Ratios, Recomputation, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.work import seconds_per_owned_byte
-from fxpipe.schedule import Schedule, from_csv, make
+from fxpipe.schedule import Schedule, from_csv, make, with_replicas
 from fxpipe.schedule.check import held_together, moments
 
 MOMENTUM = 1.0
@@ -39,6 +39,7 @@ class Setting:
         rows: of a schedule that was read from a file, as `Plan.rows`.
         recompute: what backwards may compute again to save memory.
         dp: how many replicas each worker has; `microbatches` are those of one.
+        replicas: where workers have different numbers of them: those of each, which share the microbatches.
         machines, evenly: as for `Workers`.
     """
 
@@ -55,6 +56,7 @@ class Setting:
     rows: tuple[str, ...] = ()
     recompute: Recomputation = "none"
     dp: int = 1
+    replicas: tuple[int, ...] = ()
     machines: Machines | None = None
     evenly: bool = False
 
@@ -66,7 +68,8 @@ class Setting:
         """
         if self.rows:
             return _of_rows(self.rows)
-        return make(self.schedule, count, self.microbatches, self.placement if len(self.placement) == count else ())
+        made = make(self.schedule, count, self.microbatches, self.placement if len(self.placement) == count else ())
+        return with_replicas(made, self.replicas) if len(self.replicas) == count else made
 
     def memory_of(self, ranks: int) -> tuple[float, ...]:
         """The memory of so many ranks; empty without limit."""
@@ -81,6 +84,8 @@ class Setting:
             CutError: speeds, memories, links or replicas for another number of workers.
         """
         schedule = self.schedule_of(count)
+        if not replicas and len(self.replicas) == count:
+            replicas = self.replicas
         if replicas:
             return self._replicated(schedule, replicas)
         stages, placement, ranks = self._stages(schedule), schedule.placement, schedule.ranks
@@ -102,6 +107,7 @@ class Setting:
             ratios=self.ratios,
             deferred=tuple(stage.deferred for stage in stages),
             recompute=self.recompute,
+            dp=self.dp,
         )
 
     def stages_of(self, count: int) -> tuple[StageDemands, ...]:
@@ -187,7 +193,7 @@ class Setting:
 @lru_cache(maxsize=64)
 def _known_stages(setting: Setting, count: int) -> tuple[StageDemands, ...]:
     """Following a schedule with many workers takes a while, and plans with replicas ask for the same ones."""
-    return setting._stages(setting.schedule_of(count))
+    return setting._stages(replace(setting, replicas=()).schedule_of(count))
 
 
 @lru_cache(maxsize=16)

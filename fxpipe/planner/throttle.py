@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fxpipe.errors import ProfileError
+from fxpipe.plan.spec import Plan
 from fxpipe.planner import quantity
 from fxpipe.planner.device import read_device_spec
 from fxpipe.planner.links import Links
@@ -12,13 +13,14 @@ from fxpipe.planner.links import Links
 EXAMPLES = "100Mbit,20ms, or a file with [links] such as `fxpipe doctor --links -o links.toml` writes"
 
 
-def read_throttle(text: str | None, workers: int) -> Links | None:
-    """The links of `100Mbit,20ms` (bandwidth and latency of every direction of every link), of `100Mbit`, or of a file.
+def read_throttle(text: str | None, processes: int) -> Links | None:
+    """The links between processes: of `100Mbit,20ms` (bandwidth and latency of every direction of every link), of
+    `100Mbit`, or of a file.
 
     None stays None. Copying costs nothing: what the run's own messages cost comes on top.
 
     Raises:
-        ProfileError: it is none of these; or a matrix is for another number of workers.
+        ProfileError: it is none of these; or a matrix is for another number of processes.
     """
     if text is None:
         return None
@@ -35,5 +37,11 @@ def read_throttle(text: str | None, workers: int) -> Links | None:
             links = Links(quantity.bandwidth(rate), quantity.seconds(delay) if comma else 0.0)
         except ProfileError as error:
             raise ProfileError(f"--throttle {text}: {error.what}", hint=f"give {EXAMPLES}") from error
-    links.check(workers)
+    links.check(processes)
     return links
+
+
+def pipeline_links(links: Links, plan: Plan, replica: int = 0) -> Links:
+    """The links between the ranks of one replica's pipeline, of those between the processes of a run."""
+    mesh = plan.mesh
+    return links.on([mesh.of_rank(rank)[replica] for rank in range(plan.ranks)])

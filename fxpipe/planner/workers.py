@@ -45,6 +45,8 @@ class Workers:
         ratios: of what travels.
         replicas: processes of each worker, which do its microbatches in turn; empty means one each. Speeds and memory
             are those of each process, and `in_flight` and `deferred` count what one process holds.
+        dp: how many pipelines like this one train together, each with microbatches of its own: a worker adds up its
+            gradients with as many processes.
         evenly: whether a worker's microbatches count as shared out evenly, though its replicas may not divide them.
         machines: what processes share one, numbered from worker 0's first on; `links` are then between machines.
         in_flight_before: the most microbatches of a process that hold what the worker in front saved for them; empty
@@ -64,6 +66,7 @@ class Workers:
     deferred: tuple[int, ...] = ()
     recompute: Recomputation = "none"
     replicas: tuple[int, ...] = ()
+    dp: int = 1
     evenly: bool = False
     machines: Machines | None = None
     in_flight_before: tuple[int, ...] = ()

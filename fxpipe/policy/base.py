@@ -42,6 +42,8 @@ class Policy(ABC):
     """Predictions repeat the last update itself, with any optimizer (`fxpipe.policy.optimizers.predict`)."""
     decay: ClassVar[bool] = False
     """Predictions reach only as far as momentum will still carry; an option of `PredictingPolicy`."""
+    one_pipeline: ClassVar[bool] = False
+    """What an action reads follows from what its microbatch saw on other workers."""
 
     sc: bool = False
     ef: bool = False

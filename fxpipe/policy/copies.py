@@ -22,10 +22,10 @@ def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
     remembered = 1.0 if policy.weight_form else 0.0
     if schedule.synchronous:
         return (0.0,) * schedule.workers
-    versions = versions_of(schedule)
     return tuple(
         remembered + _held(policy, versions, worker) + _fed_back(policy, versions, worker)
         for worker in range(schedule.workers)
+        for versions in [versions_of(schedule.of_worker(worker))]
     )
 
 
@@ -45,7 +45,7 @@ def _fed_back(policy: Policy, versions: Versions, worker: int) -> int:
 
 def _held(policy: Policy, versions: Versions, worker: int) -> int:
     schedule = versions.schedule
-    filling = ceil(schedule.workers / schedule.microbatches)
+    filling = ceil(schedule.filled_by / schedule.microbatches)
     row = list(schedule.until(worker, 3 * filling + 4))
     seen = [sight(policy, versions, action, worker) for action in row]
     left = Counter(seen)
@@ -61,7 +61,7 @@ def _held(policy: Policy, versions: Versions, worker: int) -> int:
         left[key] -= 1
         if not left[key]:
             held.discard(key)
-        if schedule.updates(action):
+        if schedule.updated_by(action) is not None:
             held |= {key for key in of_version.get(live, ()) if left[key]}  # freed now; later readers do not matter
             live += 1
             most = max(most, len(held - {(live, 0)}))

@@ -99,6 +99,16 @@ class Demand:
         found.segments = segments
         return found
 
+    def of_worker(self, worker: int) -> Demand:
+        """What the replicas of a worker follow, where workers have different numbers of them; else the same.
+
+        Its microbatches are those of a replica. Of other workers' weights it says only what does not depend on the
+        microbatch: with a flush that is all; without one, `fxpipe.policy.recipe.choose` has refused what reads any.
+        """
+        if not self.schedule.replicas:
+            return self
+        return Demand(self.plan, self.schedule.of_worker(worker), self.policy).divided(self.segments)
+
     def readings(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:
         """All trained weights that `worker` reads in `phase`, by owner and lag."""
         return self._readings[worker, phase]
@@ -144,6 +154,14 @@ class Demand:
         """
         first = self.segments.begins(action.minibatch, start)
         return max(first, action.minibatch - reading.lags[action.microbatch])
+
+    def updated_by(self, action: Action, start: int) -> int | None:
+        """The minibatch whose update is part of an action; None if no update is.
+
+        Args:
+            start: as of `version`.
+        """
+        return self.segments.updated_by(self.schedule, action, start)
 
     def newest(self, action: Action, reader: int, owner: int, start: int) -> int:
         """The newest version of `owner`'s weights that an action on `reader` could read."""

@@ -24,6 +24,8 @@ class DoubleBuffer(Policy):
         worker 1: ..     F0@0   F0.1@0 ..     B0@0   F1@0   B0.1@0 F1.1@0 B1@0   ..     B1.1@0
         worker 2: ..     ..     F0@0   B0@0   F0.1@0 B0.1@0 F1@0   B1@0   F1.1@0 B1.1@0
 
+    Under `async-late` they see version m−2.
+
     Memory: two copies on every worker, the live weights included.
     From: Narayanan et al. 2021 (PipeDream-2BW), ICML, arXiv 2006.09503.
 
@@ -53,7 +55,8 @@ class DoubleBuffer(Policy):
         return action.minibatch - version if self.predict else 0
 
     def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
-        return min(1, newest.lag("F", 0, 0))  # nothing is late on a single worker
+        # Nothing is late on a single worker, if no update is.
+        return min(1 + newest.schedule.late, newest.lag("F", 0, 0))
 
     def check(self, schedule: Schedule) -> None:
         """Refuse schedules with a flush, and too few microbatches for two buffers."""

@@ -51,7 +51,8 @@ class _WeightsOfRow:
         self._changes = [0] * (2 * len(row) + 1)
         self._predicted: dict[str, list[int]] = defaultdict(lambda: [0] * (2 * len(row) + 1))
         self._sent = [0] * len(row)
-        self._updates = {action.minibatch: place for place, action in enumerate(row) if demand.schedule.updates(action)}
+        updated = ((demand.schedule.updated_by(action), place) for place, action in enumerate(row))
+        self._updates = {minibatch: place for minibatch, place in updated if minibatch is not None}
 
     def all(self) -> list[HeldWeights]:
         """The row's."""

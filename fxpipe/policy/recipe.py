@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from fxpipe import policy as policies
 from fxpipe import schedule as schedules
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import PolicyError, ScheduleError
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.base import Policy
 from fxpipe.policy.demand import Demand
+from fxpipe.policy.shares import check_shares
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.segments import Segments
 
@@ -27,6 +28,13 @@ class Recipe:
         """Those of the run."""
         return self.demand.segments
 
+    def of_worker(self, worker: int) -> Recipe:
+        """That of a worker's replicas, where workers have different numbers of them; else the same."""
+        if not self.schedule.replicas:
+            return self
+        demand = self.demand.of_worker(worker)
+        return Recipe(demand.schedule, self.policy, demand)
+
     @property
     def steady(self) -> Recipe:
         """The same without synchronous steps at the start."""
@@ -41,7 +49,8 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
 
     Raises:
         ScheduleError, PolicyError: an unknown name, a schedule for other workers, a combination that makes no sense, or
-            weight gradients apart, which the stages have not as a function of their own.
+            weight gradients apart, which the stages have not as a function of their own; or, without a flush, one that
+            cannot be where workers have different numbers of replicas.
     """
     made = schedules.of_plan(plan, schedule)
     if made.weights_apart and not plan.weights_apart:
@@ -53,4 +62,32 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
         policy = plan.policy if made.name == plan.schedule else policies.default_for(made)
     chosen = policies.make(policy) if isinstance(policy, str) else policy
     chosen.check(made)
-    return Recipe(made, chosen, Demand(plan, made, chosen).divided(Segments.of(sync_steps, made)))
+    if plan.sharded:
+        check_shares(chosen)
+    demand = Demand(plan, made, chosen).divided(Segments.of(sync_steps, made))
+    refuse_crossing(plan, demand)
+    return Recipe(made, chosen, demand)
+
+
+def refuse_crossing(plan: Plan, demand: Demand) -> None:
+    """Refuse what needs to know which versions of other workers' weights an action sees, where it is not known: without
+    a flush, where workers have different numbers of replicas.
+
+    Raises:
+        ScheduleError: a worker reads weights of another one.
+        PolicyError: the policy follows a microbatch from worker to worker.
+    """
+    if not demand.schedule.replicas or demand.schedule.synchronous:
+        return
+    numbers = ", ".join(map(str, plan.replicas))
+    hint = f"another policy, --schedule 1f1b, or as many replicas of each worker (--dp R), not {numbers}"
+    if demand.policy.one_pipeline:
+        what = f"policy '{demand.policy}' follows a microbatch through one pipeline: with {numbers} replicas they cross"
+        raise PolicyError(what, hint=hint)
+    for owner in range(plan.workers):
+        for reader in demand.readers(owner):
+            raise ScheduleError(
+                f"with {numbers} replicas and schedule '{demand.schedule.name}', worker {reader} reads weights of "
+                f"worker {owner}, and its replicas would not all see one version",
+                hint="--schedule 1f1b; or --cuts same, if no weights are tied",
+            )

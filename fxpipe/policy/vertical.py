@@ -25,6 +25,7 @@ class Vertical(Policy):
     """
 
     name: ClassVar[str] = "vertical"
+    one_pipeline: ClassVar[bool] = True
 
     def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
         return newest.lag("F", 0, 0, microbatch)

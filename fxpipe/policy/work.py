@@ -17,12 +17,12 @@ def seconds_per_owned_byte(policy: Policy, schedule: Schedule, times: PolicyTime
     """Of each worker, for a minibatch: its predictions and its error feedback."""
     if schedule.synchronous:
         return (0.0,) * schedule.workers
-    versions = versions_of(schedule)
     prediction = times.repetition if policy.weight_form else times.prediction
     return tuple(
-        predictions(policy, schedule, worker) * prediction
-        + (times.feedback if policy.ef and delay(policy, versions, worker) else 0.0)
+        predictions(policy, own, worker) * prediction
+        + (times.feedback if policy.ef and delay(policy, versions_of(own), worker) else 0.0)
         for worker in range(schedule.workers)
+        for own in [schedule.of_worker(worker)]
     )
 
 
@@ -33,7 +33,7 @@ def predictions(policy: Policy, schedule: Schedule, worker: int) -> int:
     Actions that see the same version, predicted as far, share one prediction.
     """
     versions = versions_of(schedule)
-    late = 3 * ceil(schedule.workers / schedule.microbatches) + 4
+    late = 3 * ceil(schedule.filled_by / schedule.microbatches) + 4
     seen: list[set[tuple[int, int]]] = [set(), set()]
     for action in schedule.until(worker, late + 1):
         version, ahead = sight(policy, versions, action, worker)

@@ -24,7 +24,7 @@ class XPipe(PredictingPolicy):
         worker 0: F0@0     F0.1@0   ..       B0@0     F1@0+1   B0.1@0   F1.1@0+1 B1@1     ..       B1.1@1
         worker 1: ..       F0@0+1   B0@0     F0.1@0+1 B0.1@0   F1@1+1   B1@1     F1.1@1+1 B1.1@1
 
-    Nothing is late on a single worker, and nothing is predicted there.
+    Nothing is late on a single worker, and nothing is predicted there, but for an update that the schedule makes late.
 
     Memory: two predicted copies of the weights, one for each phase that is under way.
     From: Guan et al. 2019 (XPipe), arXiv 1911.04610.
@@ -38,7 +38,7 @@ class XPipe(PredictingPolicy):
     def ahead(self, action: Action, version: int, owner: int, schedule: Schedule) -> int:
         workers, microbatches = schedule.workers, schedule.microbatches
         if workers == 1:
-            return 0
+            return action.minibatch - version
         if action.phase == "F":
             late = ceil((workers - 1 - owner) / microbatches)
             target = action.minibatch - late + _nearest((workers + microbatches - owner / 2 - 2) / microbatches)

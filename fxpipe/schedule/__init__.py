@@ -1,7 +1,7 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
-action → merge → base → gpipe, one_f_one_b, asynchronous, zero_bubble, and, with several workers on a rank,
-table → interleaved, v_shaped; then order (the laws, and a run in which nothing is
+action → merge → base → gpipe, one_f_one_b, asynchronous, late, zero_bubble, and, with several workers on a rank,
+table → interleaved, v_shaped; then replicas, order (the laws, and a run in which nothing is
 computed) → versions (which weights every action sees) → check (the user's verdict and picture).
 """
 
@@ -16,13 +16,15 @@ from fxpipe.schedule.check import Report, check, grid
 from fxpipe.schedule.csv_rows import ENDING, RowsOfText, from_csv, read_csv, to_csv
 from fxpipe.schedule.gpipe import GPipe
 from fxpipe.schedule.interleaved import Interleaved
+from fxpipe.schedule.late import AsyncLate
 from fxpipe.schedule.one_f_one_b import OneFOneB
+from fxpipe.schedule.replicas import with_replicas
 from fxpipe.schedule.v_shaped import DualPipeV, VHalf, VMin, ZeroBubbleV
 from fxpipe.schedule.versions import Versions
 from fxpipe.schedule.zero_bubble import ZeroBubbleH1, ZeroBubbleH2
 
 _KINDS: tuple[type[Schedule], ...] = (
-    *(GPipe, OneFOneB, Async, ZeroBubbleH1, ZeroBubbleH2),
+    *(GPipe, OneFOneB, Async, AsyncLate, ZeroBubbleH1, ZeroBubbleH2),
     *(Interleaved, ZeroBubbleV, VHalf, VMin, DualPipeV),
 )
 SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in _KINDS}
@@ -65,20 +67,24 @@ def of_text(text: str) -> RowsOfText | None:
 
 
 def of_plan(plan: Plan, name: str | None = None) -> Schedule:
-    """The schedule of a plan, or another one for its workers.
+    """The schedule of a plan, or another one for its workers: of the pipeline of one replica, where these are equally
+    many; else of all.
 
     Args:
         name: a name, a file (`….csv`), or the text of one.
 
     Raises:
-        ScheduleError: there is no such schedule, or it is for other workers, ranks or microbatches.
+        ScheduleError: there is no such schedule, or it is for other workers, ranks or microbatches, or not for
+            workers with different numbers of replicas.
     """
     if name is None or name == plan.schedule:
         made = from_csv("\n".join(plan.rows), "the plan's schedule") if plan.rows else None
     else:
         made = of_text(name)
     if made is None:
-        return make(name or plan.schedule, plan.workers, plan.own_microbatches, plan.placement)
+        made = make(name or plan.schedule, plan.workers, plan.own_microbatches, plan.placement)
+        return with_replicas(made, plan.replicas)
+    with_replicas(made, plan.replicas)
     placement = plan.placement or tuple(range(plan.workers))
     for what, found, wanted in (
         ("ranks", made.ranks, plan.ranks),
@@ -99,6 +105,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Async",
+    "AsyncLate",
     "DualPipeV",
     "GPipe",
     "Interleaved",
@@ -121,4 +128,5 @@ __all__ = [
     "parse_row",
     "read_csv",
     "to_csv",
+    "with_replicas",
 ]

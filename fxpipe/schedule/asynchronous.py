@@ -24,6 +24,7 @@ class Async(Schedule):
 
     name: ClassVar[str] = "async"
     synchronous: ClassVar[bool] = False
+    takes_replicas: ClassVar[bool] = True
 
     @classmethod
     def usual_microbatches(cls, workers: int, samples: int) -> int:
@@ -40,7 +41,7 @@ class Async(Schedule):
         return min(enough, key=lambda d: (abs(d - workers), -d), default=few)
 
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
-        ahead = self.workers - 1 - worker
+        ahead = self.ahead(worker)
         for flat in range(ahead):
             yield self._action("F", start, flat)
         for flat in count():

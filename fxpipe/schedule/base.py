@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from math import isqrt
@@ -22,8 +22,9 @@ T = TypeVar("T")
 class Schedule(ABC):
     """The order of actions on each of `workers` workers, with `microbatches` microbatches per minibatch.
 
-    A worker updates its weights as part of the last action of a minibatch's last microbatch, and at no other time: that
-    is its B, or its W in a schedule that has weight gradients apart.
+    A worker updates its weights as part of the last action of a minibatch's last microbatch: that is its B, or its W in
+    a schedule that has weight gradients apart. Where updates are late, it is that of a later minibatch; a flush makes
+    those that are left.
 
     A rank is a process with one device. It runs one worker, or several: then their actions take turns there, in an
     order that is the schedule's, too. A schedule that says nothing of it lets whatever can begin first go first.
@@ -32,17 +33,26 @@ class Schedule(ABC):
         name: its name on the command line.
         synchronous: every action of minibatch m sees exactly the updates of the minibatches before m.
         weights_apart: each microbatch has an action W after its B, which makes its weight gradients.
+        late: how many minibatches after its own a minibatch's update is made.
         usual_virtual: how many workers a rank has, where nothing is asked.
         placement: the rank that each worker runs on; empty stands for `usual_placement`.
+        takes_replicas: workers may have different numbers of replicas: rows follow from how many processes there are.
+        replicas: how many each worker has, where they have different numbers (`fxpipe.schedule.replicas`); else empty:
+            equally many replicas are as many pipelines, of which this is one.
+        replica_of: of those, the worker for whose replicas this is; None for the schedule of all.
     """
 
     name: ClassVar[str]
     synchronous: ClassVar[bool]
     weights_apart: ClassVar[bool] = False
+    late: ClassVar[int] = 0
     usual_virtual: ClassVar[int] = 1
+    takes_replicas: ClassVar[bool] = False
     workers: int
     microbatches: int = 1
     placement: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    replica_of: int | None = None
 
     def __post_init__(self) -> None:
         for what in ("workers", "microbatches"):
@@ -79,6 +89,35 @@ class Schedule(ABC):
             hint="for several stages on a rank: --schedule interleaved, zb-v, or another one with a flush",
         )
 
+    def of_worker(self, worker: int) -> Schedule:
+        """What each replica of a worker does, in its own microbatches: microbatch i of one of r is i·r + j of all.
+
+        Only the worker's own row means something: the others' are as they would be if they had as many replicas.
+        """
+        if not self.replicas or self.replica_of is not None:
+            return self
+        return replace(self, microbatches=self.microbatches // self.replicas[worker], replica_of=worker)
+
+    @property
+    def of_all(self) -> Schedule:
+        """The schedule of all, of that of a worker's replicas."""
+        if self.replica_of is None:
+            return self
+        return replace(self, microbatches=self.microbatches * self.replicas[self.replica_of], replica_of=None)
+
+    def ahead(self, worker: int) -> int:
+        """How many forwards a worker does before its first backward: one for each worker after it; of replicas, as
+        many as keep all processes from its own on busy."""
+        if not self.replicas:
+            return self.workers - 1 - worker
+        turns = 1 if self.replica_of is None else self.replicas[self.replica_of]
+        return (sum(self.replicas[worker:]) - 1) // turns
+
+    @property
+    def filled_by(self) -> int:
+        """How many microbatches enter the pipeline before the first one leaves it: its workers, or its processes."""
+        return self.ahead(0) + 1
+
     @property
     def ranks(self) -> int:
         """How many there are."""
@@ -108,13 +147,22 @@ class Schedule(ABC):
         made in B."""
         return phase if phase in self.phases else self.last_phase
 
-    def updates(self, action: Action) -> bool:
-        """Whether the worker's update of a minibatch is part of this action."""
+    def ends(self, action: Action) -> bool:
+        """Whether this is the worker's last action of its minibatch: all gradients of that are there."""
         return action.phase == self.last_phase and action.microbatch == self.microbatches - 1
 
+    def updated_by(self, action: Action, start: int = 0) -> int | None:
+        """The minibatch whose update is part of this action; None if no update is.
+
+        Args:
+            start: the minibatch before which the pipeline was empty.
+        """
+        minibatch = action.minibatch - self.late
+        return minibatch if self.ends(action) and minibatch >= start else None
+
     def update_of(self, minibatch: int) -> Action:
-        """The action that ends with the worker's update of a minibatch."""
-        return Action(self.last_phase, minibatch, self.microbatches - 1)
+        """The action that ends with the worker's update of a minibatch, unless a flush comes before it."""
+        return Action(self.last_phase, minibatch + self.late, self.microbatches - 1)
 
     @classmethod
     def usual_microbatches(cls, workers: int, samples: int) -> int:

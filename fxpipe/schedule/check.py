@@ -11,6 +11,7 @@ from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import label_of, picture_of, play, read, timeline
+from fxpipe.schedule.replicas import unreceived_of_replica
 from fxpipe.schedule.versions import versions_of
 
 
@@ -51,14 +52,20 @@ def check(schedule: Schedule, minibatches: int, start: int = 0, copies: Sequence
 
 def held(schedule: Schedule) -> tuple[int, ...]:
     """For each worker, the most microbatches whose F is done and whose last action is not, in a full pipeline."""
-    stop, last = _full(schedule), schedule.last_phase
-    return tuple(_at_once(schedule.until(worker, stop), last) for worker in range(schedule.workers))
+    return tuple(_held(schedule.of_worker(worker), worker) for worker in range(schedule.workers))
+
+
+def _held(schedule: Schedule, worker: int) -> int:
+    return _at_once(schedule.until(worker, _full(schedule)), schedule.last_phase)
 
 
 @cache
 def unreceived(schedule: Schedule) -> int:
     """How many microbatches after an action, by the worker's own forwards, all that it has sent has been received."""
-    report = check(schedule, 2 if schedule.synchronous else 2 * schedule.workers + 2)
+    if schedule.replica_of is not None:
+        whole = schedule.of_all
+        return unreceived_of_replica(schedule, _at_once(whole.until(0, _full(whole)), "B"))
+    report = check(schedule, 2 if schedule.synchronous else 2 * schedule.filled_by + 2)
     # Who has ended B of a microbatch has ended W of the one that many earlier.
     return report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
 
@@ -109,6 +116,7 @@ def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
     """
     if schedule.several:
         return (_together(schedule)[worker],)
+    schedule = schedule.of_worker(worker)
     found: set[tuple[int, int]] = {(0, 0)}
     counts = 0, 0
     for action in schedule.until(worker, _full(schedule)):
@@ -137,7 +145,7 @@ def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], st
 
 def _full(schedule: Schedule) -> int:
     """After how many minibatches the pipeline has been full."""
-    return 1 if schedule.synchronous else schedule.workers + 1
+    return 1 if schedule.synchronous else schedule.filled_by + 1
 
 
 def _at_once(row: Iterable[Action], last: Phase) -> int:

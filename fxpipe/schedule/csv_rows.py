@@ -92,7 +92,7 @@ def from_csv(text: str, where: str = "the schedule") -> RowsOfText:
     written = [",".join(_written(row, apart, own)) for row in cells]
     kind = RowsOfTextApart if apart else RowsOfText
     try:
-        schedule = kind(workers, microbatches, tuple(placement), tuple(written))
+        schedule = kind(workers, microbatches, tuple(placement), lines=tuple(written))
         play(schedule, read(schedule, 1))
     except ScheduleError as error:
         error.what = error.what.replace(f"schedule '{NAME}'", where, 1)

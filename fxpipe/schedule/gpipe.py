@@ -22,6 +22,7 @@ class GPipe(Schedule):
 
     name: ClassVar[str] = "gpipe"
     synchronous: ClassVar[bool] = True
+    takes_replicas: ClassVar[bool] = True
 
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
         for minibatch in count(start):

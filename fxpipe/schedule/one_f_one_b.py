@@ -23,9 +23,10 @@ class OneFOneB(Schedule):
 
     name: ClassVar[str] = "1f1b"
     synchronous: ClassVar[bool] = True
+    takes_replicas: ClassVar[bool] = True
 
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
-        ahead = min(self.microbatches, self.workers - 1 - worker)
+        ahead = min(self.microbatches, self.ahead(worker))
         for minibatch in count(start):
             for microbatch in range(ahead):
                 yield Action("F", minibatch, microbatch)

@@ -15,7 +15,8 @@ class Segments:
     """The first `single` minibatches of a run have a segment each; the rest of it has one, unless a caller flushes.
 
     A segment of one minibatch is that minibatch under a flush: all its actions read the weights after the updates of
-    all minibatches before it, and no others. With `async` its order is that of `1f1b`. Here single = 2:
+    all minibatches before it, and no others; its last action ends with its update. With `async` its order is that of
+    `1f1b`. Here single = 2:
 
         worker 0: F0 .. .. B0 F1 .. .. B1 F2 F3 .. B2 F4 B3 ..
         worker 1: .. F0 B0 .. .. F1 B1 .. .. F2 B2 F3 B3 F4 ..
@@ -46,6 +47,12 @@ class Segments:
     def begins(self, minibatch: int, start: int) -> int:
         """The first minibatch of the segment of `minibatch`, if a caller's last flush was before `start`."""
         return minibatch if self.is_single(minibatch) else max(start, self.single)
+
+    def updated_by(self, schedule: Schedule, action: Action, start: int) -> int | None:
+        """The minibatch whose update is part of an action, as `Schedule.updated_by`."""
+        if self.is_single(action.minibatch):
+            return action.minibatch if schedule.ends(action) else None
+        return schedule.updated_by(action, self.begins(action.minibatch, start))
 
     def actions(self, schedule: Schedule, worker: int, start: int = 0) -> Iterator[Action]:
         """The endless row of a worker, as `Schedule.actions`."""
@@ -85,5 +92,5 @@ class Segments:
 
 def _again(schedule: Schedule, step: int, start: int) -> int:
     """Where a row that began with minibatch `start` begins again, to be what it was from minibatch `step` on."""
-    settled = 3 * -(-schedule.workers // schedule.microbatches) + 4  # as `Versions` studies it
+    settled = 3 * -(-schedule.filled_by // schedule.microbatches) + 4  # as `Versions` studies it
     return max(start, step - settled)

@@ -42,6 +42,9 @@ class Versions:
     M of them, worker k's F of microbatch j sees version m − ⌈(N−1−k−j)/M⌉ of its own weights. PipeDream-2BW's delay of
     one is the case M ≥ N−1. So a lag belongs to a microbatch.
 
+    Where updates are late by a minibatch, as with `async-late`, all this is one update more, but where the bound holds
+    already: a B on a worker before the owner.
+
     Raises:
         ScheduleError: the schedule is unlawful or deadlocks, or its lags are not fixed.
     """
@@ -49,7 +52,7 @@ class Versions:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         workers, microbatches = schedule.workers, schedule.microbatches
-        filling = ceil(workers / microbatches)  # minibatches that enter the pipeline before the first one leaves it
+        filling = ceil(schedule.filled_by / microbatches)  # minibatches that enter before the first one leaves
         # A flush ends every effect of one minibatch on the next; without one, the effect of the start takes a while to
         # end.
         studied = range(3 if schedule.synchronous else 3 * filling + 4)
@@ -101,17 +104,17 @@ def most_missed(schedule: Schedule) -> int:
 
     Read from the workers' rows one by one: far less work than all versions.
     """
-    return max(own_lag(schedule, worker) for worker in range(schedule.workers))
+    return max(own_lag(schedule.of_worker(worker), worker) for worker in range(schedule.workers))
 
 
 def own_lag(schedule: Schedule, worker: int) -> int:
     """The same for one worker."""
-    last = 2 * ceil(schedule.workers / schedule.microbatches) + 2
+    last = 2 * ceil(schedule.filled_by / schedule.microbatches) + 2
     most = updates = 0
     for action in schedule.until(worker, last + 1):
         if action.phase == "F" and action.minibatch == last:
             most = max(most, last - updates)
-        updates += schedule.updates(action)
+        updates += schedule.updated_by(action) is not None
     return most
 
 
@@ -145,7 +148,7 @@ def _seen(schedule: Schedule, steps: Iterable[TimedAction]) -> dict[Event, tuple
                 clock = tuple(map(max, clock, other))
         newest = action.minibatch
         seen[worker, action] = clock if max(clock) <= newest else tuple([min(v, newest) for v in clock])
-        if schedule.updates(action):
+        if schedule.updated_by(action) is not None:
             clock = (*clock[:worker], clock[worker] + 1, *clock[worker + 1 :])
         clocks[worker] = done[worker, action] = clock
     return seen

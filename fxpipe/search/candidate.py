@@ -129,8 +129,12 @@ def _too_many(stages: int, sized: Sized) -> bool:
 
 
 def schedules_of(synchronous: bool) -> tuple[str, ...]:
-    """The names of all schedules, or of those that train exactly as one worker would; the simpler ones first."""
-    return tuple(name for name, kind in SCHEDULES.items() if kind.synchronous or not synchronous)
+    """The names of all schedules, or of those that train exactly as one worker would; the simpler ones first.
+
+    Those with late updates are left out: they win only by sums over replicas, which a search does not time.
+    """
+    known = ((name, kind) for name, kind in SCHEDULES.items() if not kind.late)
+    return tuple(name for name, kind in known if kind.synchronous or not synchronous)
 
 
 def microbatch_counts(workers: int, samples: int, schedules: Sequence[str]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.schedule import Async, AsyncLate
 from fxpipe.simulator.memory import peak_bytes
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.result import Simulation
@@ -28,6 +29,26 @@ def forecast(
         BuildError: the costs are empty, as in a loaded build without `costs.json`.
     """
     return expect(plan, dataclasses.replace(costs, links=links or costs.links), choose(plan, schedule, policy))[1]
+
+
+LEAST = 0.98
+"""What a schedule with late updates must take of the time of one without, to be worth its staleness."""
+
+
+def late_instead(plan: Plan, costs: BuildCosts, seconds: float) -> tuple[str, float] | None:
+    """The schedule of late updates in place of a build's own, whose updates wait for sums over replicas; None if it
+    is not faster.
+
+    Args:
+        seconds: of a minibatch with the build's own.
+
+    Returns:
+        Its name, and its seconds of a minibatch.
+    """
+    if plan.dp == 1 or plan.schedule != Async.name:
+        return None
+    found = forecast(plan, costs, schedule=AsyncLate.name, policy=plan.policy).seconds_per_minibatch
+    return (AsyncLate.name, found) if found < LEAST * seconds else None
 
 
 def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Simulation]:

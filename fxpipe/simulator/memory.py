@@ -2,7 +2,7 @@
 
 It is that of a worker with a process of its own; `process_peaks` adds up several. While an action runs, a worker holds
 
-    weights, gradients summed so far, the optimizer's state, buffers   always; gradients until the update
+    weights, gradients summed so far, the optimizer's state, buffers   always; gradients until their update
   + common weights and momentum of outer steps                         where replicas train apart
   + what the policy keeps, and weight copies                           `fxpipe.policy.held_weights`
   + the values that other microbatches in flight have left             `PartMemory.left`
@@ -58,10 +58,13 @@ def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand, ratio: float = 1.0
     Args:
         ratio: the size of a microbatch over the one that the costs are of.
     """
-    stop = filling(demand)
-    rows = [list(demand.schedule.until(worker, stop)) for worker in range(plan.workers)]
-    walks = [memory_of(plan, costs, demand, worker, row, ratio) for worker, row in enumerate(rows)]
-    return tuple(ceil(max((moment.during for moment in walk), default=0.0)) for walk in walks)
+    peaks = []
+    for worker in range(plan.workers):
+        own = demand.of_worker(worker)
+        row = list(own.schedule.until(worker, filling(own)))
+        walk = memory_of(plan, costs, own, worker, row, ratio)
+        peaks.append(ceil(max((moment.during for moment in walk), default=0.0)))
+    return tuple(peaks)
 
 
 def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
@@ -91,7 +94,8 @@ def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, .
 def filling(demand: Demand) -> int:
     """After how many minibatches a run has held all that it ever holds: with copies, their first blocks are free."""
     schedule = demand.schedule
-    once = 1 if schedule.synchronous else 3 * ceil(schedule.workers / schedule.microbatches)  # as `Versions` studies it
+    filled = ceil(schedule.filled_by / schedule.microbatches)
+    once = 1 if schedule.synchronous else 3 * filled  # as `Versions` studies it
     blocks = any(demand.readers(worker) for worker in range(schedule.workers))
     return once + (ceil(_slack(schedule) / schedule.microbatches) if blocks else 0) + 2
 
@@ -101,6 +105,15 @@ def memory_of(
 ) -> list[ActionMemory]:
     """A worker's row, from an empty pipeline on; the optimizer's state is counted from the beginning."""
     return _RowWalk(plan, costs, demand, worker, row, ratio).all()
+
+
+def largest_share(plan: Plan, worker: int) -> list[int]:
+    """Bytes of each parameter that a replica of a worker updates: the one that has most of them.
+
+    All replicas update all, unless they share them out.
+    """
+    shares = ([p.tensor.bytes for p in plan.updated(worker, replica)] for replica in range(plan.replicas_of(worker)))
+    return max(shares, key=sum)
 
 
 class _RowWalk:
@@ -113,16 +126,16 @@ class _RowWalk:
         summary: WorkerSummary = costs.workers[worker]
         self.parts = {part.phase: _resized(part, ratio) for part in summary.parts}
         self._weights = held_weights(demand, worker, row)
-        trained = [p.tensor.bytes for p in plan.owned(worker) if p.trained]
-        self.gradients = float(sum(trained))
+        self.gradients = float(sum(p.tensor.bytes for p in plan.owned(worker) if p.trained))
+        updated = largest_share(plan, worker)
         frozen = sum(
             p.tensor.bytes
             for p in plan.parameters
             if not p.trained and p.owner != worker and any(reader == worker for reader, _ in p.readers)
         )
         step = costs.step_memory
-        self._step = step.of_largest * max(trained, default=0) + step.of_all * self.gradients
-        self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * self.gradients
+        self._step = step.of_largest * max(updated, default=0) + step.of_all * sum(updated)
+        self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * sum(updated)
         self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
         if plan.outer is not None:  # common weights and momentum, and with a delay the weights an exchange began with
             self._fixed += (2 + plan.outer.delay) * self.gradients
@@ -140,7 +153,7 @@ class _RowWalk:
         self._slack = _slack(demand.schedule)
         self._last = next(reversed(self.parts)) if self.parts else "B"
         self._left: dict[tuple[int, int], float] = {}
-        self._sums = 0.0
+        self._sums = self._closed = 0.0  # of the present minibatch, and of those whose updates are to come
         self._waiting = 0.0  # of the batch
         self._forwards = 0
         self._sent: deque[tuple[int, float]] = deque()
@@ -152,7 +165,7 @@ class _RowWalk:
         return [self._act(place, action) for place, action in enumerate(self.row)]
 
     def _act(self, place: int, action: Action) -> ActionMemory:
-        weights, updates = self._weights[place], self.schedule.updates(action)
+        weights, updates = self._weights[place], self.schedule.updated_by(action) is not None
         before = self._now() + weights.during + self._posted(place - 1)
         parts, key = self._parts[action.phase], (action.minibatch, action.microbatch)
         if action.phase == "F":
@@ -173,8 +186,11 @@ class _RowWalk:
         posted = self._posted(place)
         if not self._left.get(key):
             self._left.pop(key, None)
+        if self.schedule.ends(action):
+            self._closed, self._sums = self._closed + self._sums, 0.0
         if updates:
             most = max(most, self._now() + weights.after + posted + self._step)
+            self._closed -= self.gradients
             self._sums = self.gradients if self._keeps else 0.0
             if weights.sent:
                 self._sent_blocks.append((self._forwards, weights.sent))
@@ -195,7 +211,7 @@ class _RowWalk:
         """Between two calls, but for weights and posted receives."""
         sent = sum(size for _, size in self._sent) + sum(size for _, size in self._sent_blocks)
         sent += sum(size for _, size, key in self._shared if key not in self._left)
-        return self._fixed + self._sums + sum(self._left.values()) + self._waiting + sent
+        return self._fixed + self._sums + self._closed + sum(self._left.values()) + self._waiting + sent
 
 
 def _slack(schedule: Schedule) -> int:

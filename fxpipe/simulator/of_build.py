@@ -25,6 +25,8 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     Memory is weights, gradients, weight copies, and saved values for each microbatch in flight alone: all of it is in
     `fxpipe/simulator/memory.py`. All times are divided by the speeds that the build was planned for.
 
+    Where workers have different numbers of replicas, r of them count as one that is r times as fast.
+
     Args:
         costs: an edge that `timings` does not name is made at the end of its action and needed at the start; measured
             `times` replace the compiler's estimates.
@@ -47,8 +49,13 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     workers = [_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)]
     for worker, cost in enumerate(workers):
         busy = plan.own_microbatches * (cost.forward + cost.backward + cost.weight) + cost.update
-        waits = exposed_sums(plan, worker, costs.links, cost.weight or cost.backward, busy)
-        workers[worker] = replace(cost, update=cost.update + waits)
+        charged, waits = (
+            exposed_sums(plan, worker, links, cost.weight or cost.backward, busy)
+            for links in (costs.links, replace(costs.links, copy=0.0))
+        )
+        turns = plan.replicas_of(worker) if plan.crossing else 1
+        times = {name: getattr(cost, name) / turns for name in ("forward", "backward", "weight")}
+        workers[worker] = replace(cost, **times, update=cost.update + charged - waits, sums=waits)
     return Scenario(
         workers=tuple(workers),
         messages=tuple(_message(edge, timings.get(edge.name)) for edge in plan.edges),

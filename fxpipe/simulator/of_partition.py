@@ -9,6 +9,7 @@ import numpy as np
 
 from fxpipe.plan.spec import Phase
 from fxpipe.plan.urgency import turn_of
+from fxpipe.planner.link_times import all_reduce, exposed_exchange
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Ratios, Workers
@@ -28,7 +29,7 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
     them is made, and waited for when the first of them is needed. Peak memory is that of the planner.
     """
     return Scenario(
-        workers=tuple(_cost(partition, workers, k, schedule) for k in range(workers.count)),
+        workers=tuple(_cost(profile, partition, workers, k, schedule) for k in range(workers.count)),
         messages=tuple(_Messages(profile, partition, workers.ratios, schedule.runs_in("W")).all()),
         weight_copies=tuple(_weight_copies(profile, partition, schedule, workers.ratios.weights)),
         links=workers.links,
@@ -36,12 +37,16 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
     )
 
 
-def _cost(partition: Partition, workers: Workers, k: int, schedule: Schedule) -> WorkerCost:
+def _cost(profile: Profile, partition: Partition, workers: Workers, k: int, schedule: Schedule) -> WorkerCost:
     load = partition.loads[k]
     update = load.update * workers.microbatches
     backward, weight = load.backward + load.recompute, load.weight
     if not schedule.weights_apart:
         backward, weight = backward + weight, 0.0
+    if workers.dp > 1:
+        size = sum(unit.parameter_bytes for unit in profile.units[partition.weights[k] : partition.weights[k + 1]])
+        waits = exposed_exchange(workers, k, np.array([size]), np.array([1e3 * (weight or backward)]))
+        update += float(waits[0]) / 1e3 + workers.links.copy * all_reduce(workers, k).copied * size
     return WorkerCost(load.forward, backward, update, static_bytes=load.memory, weight=weight)
 
 

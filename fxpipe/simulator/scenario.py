@@ -22,6 +22,7 @@ class WorkerCost:
         weight: of its weight gradients, where they are apart from its backward (else they are part of that). A schedule
             without actions for them spends it in the backward, after all else.
         update: once per minibatch, at the end of its last action, before new weights are sent.
+        sums: from the end of a minibatch's last action until the sum over replicas is there; its update waits for that.
         static_bytes: held all the time.
         saved_bytes: kept by each microbatch between its forward and its backward.
         deferred_bytes: kept by each microbatch between its backward and its weight gradients, for these.
@@ -36,6 +37,7 @@ class WorkerCost:
     temporary_bytes: float = 0.0
     weight: float = 0.0
     deferred_bytes: float = 0.0
+    sums: float = 0.0
 
     def seconds(self, phase: Phase) -> float:
         """Of one microbatch in a phase."""

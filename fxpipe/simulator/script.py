@@ -40,11 +40,13 @@ class Outgoing(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """What one worker does: its actions by phase, the seconds of its update, and what it sends after that."""
+    """What one worker does: its actions by phase, the seconds of its update, what it sends after that, and the seconds
+    that sums over replicas are under way."""
 
     actions: Mapping[Phase, tuple[Point, ...]]
     update: float
     outgoing: tuple[Outgoing, ...]
+    sums: float
 
     @property
     def channels(self) -> Iterator[Channel]:
@@ -93,6 +95,7 @@ def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Sc
             },
             cost.update,
             tuple(outgoing[worker]),
+            cost.sums,
         )
         for worker, cost in enumerate(scenario.workers)
     ]

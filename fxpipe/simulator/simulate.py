@@ -84,7 +84,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
 def steady_minibatches(schedule: Schedule) -> int:
     """How many minibatches show a schedule's steady state: four times as many as fill the pipeline, and enough to see
     twice a cycle of four."""
-    return 4 if schedule.synchronous else 4 * ceil(schedule.workers / schedule.microbatches) + 16
+    return 4 if schedule.synchronous else 4 * ceil(schedule.filled_by / schedule.microbatches) + 16
 
 
 @lru_cache(maxsize=32)
@@ -110,6 +110,7 @@ class _Simulator:
         self.transfers: list[Transfer] = []
         self.waited = [0.0 for _ in parts]
         self.ends: dict[int, float] = {}
+        self._summed: dict[tuple[int, int], float] = {}  # when the sums of a worker's minibatches are there
         self._awake = list(reversed(range(schedule.ranks)))
         waiting = (channel for part in parts for channel in part.channels if channel.turn != URGENT)
         self._directions = list({id(channel.direction): channel.direction for channel in waiting}.values())
@@ -168,16 +169,24 @@ class _Simulator:
                     clock = begin
                 clock += copy
             spans.append(Span(action.phase, action, begin, clock))  # even without length: every action has its end
-            if self.schedule.updates(action):
-                clock = self._update(worker, action, clock)
+            if self.schedule.ends(action):
+                last = self._summed.get((worker, action.minibatch - 1), clock)  # one sum after the other
+                self._summed[worker, action.minibatch] = max(clock, last) + part.sums
+                if (updated := self.schedule.updated_by(action)) is not None:
+                    clock = self._update(worker, action, updated, clock)
+        for minibatch in range(row[-1][1].minibatch + 1 - self.schedule.late, row[-1][1].minibatch + 1):
+            clock = self._update(*row[-1], minibatch, clock)
         self.ends[rank] = clock
 
-    def _update(self, worker: int, action: Action, begin: float) -> float:
-        """The update that ends a minibatch, and sending its weights; returns when it is over."""
+    def _update(self, worker: int, action: Action, minibatch: int, begin: float) -> float:
+        """A minibatch's update, after an action, and sending its weights; returns when it is over."""
+        wait = max(0.0, self._summed[worker, minibatch] - begin)
+        self.waited[worker] += wait
+        begin += wait
         clock = begin + self.parts[worker].update
         for weights in self.parts[worker].outgoing:
-            if action.minibatch < weights.last:
-                clock = self._send(weights.channel, action.minibatch + 1, clock, action)
+            if minibatch < weights.last:
+                clock = self._send(weights.channel, minibatch + 1, clock, action)
         if clock > begin:
             self.spans[worker].append(Span("update", action, begin, clock))
         return clock
@@ -233,7 +242,7 @@ def _period(schedule: Schedule, row: Sequence[Action], finished: Sequence[float]
     last = len(finished) - 1
     if not schedule.synchronous:  # once nothing enters the pipeline, the rest goes faster or slower
         entered = max(place for place, action in enumerate(row) if action.phase == "F")
-        last = sum(schedule.updates(action) for action in row[:entered]) - 1
+        last = sum(schedule.ends(action) for action in row[:entered]) - 1
     gaps = [b - a for a, b in pairwise(finished[last // 2 : last + 1])] if last > 0 else [seconds / len(finished)]
     for length in range(1, len(gaps) // 2 + 1):  # a cycle over several workers repeats after that many minibatches
         if all(isclose(a, b, rel_tol=1e-6) for a, b in zip(gaps, gaps[length:], strict=False)):

@@ -22,6 +22,7 @@ from torch.testing import assert_close
 
 import fxpipe
 from fxpipe.errors import PolicyError
+from fxpipe.schedule import SCHEDULES
 
 UPDATES = 20
 WIDTHS = (4, 5)
@@ -122,16 +123,17 @@ def same(built: Built) -> Callable[..., None]:
         flush_at: int | None = None,
         sync_steps: int = 0,
         rate_discount: int = 0,
+        schedule: str = "async",
     ) -> None:
         kind, rule, lr = OPTIMIZERS[optimizer]
         workers = at_most(workers, text, microbatches)
         data = batches(workers, microbatches)
         folder = built(workers, microbatches)
         scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor) if factor else None
-        more = {"sync_steps": sync_steps, "rate_discount": rate_discount or None}
+        more = {"sync_steps": sync_steps, "rate_discount": rate_discount or None, "schedule": schedule}
         losses, state = piped(folder, text, data, partial(kind, lr=lr), scheduler, flush_at, **more)
         rate = (lambda i: lr * factor(i)) if factor else (lambda _: lr)
-        start = {"sync_steps": sync_steps, "rate_discount": rate_discount}
+        start = {"sync_steps": sync_steps, "rate_discount": rate_discount, "late": SCHEDULES[schedule].late}
         expected = direct.train(text, initial(workers), data, microbatches, rule, rate, flush_at=flush_at, **start)
         agree(losses, state, expected.losses, expected.layers)
 
@@ -217,6 +219,27 @@ def wave(i: int) -> float:
 def test_update_rule(same: Any, name: str, workers: int, more: int) -> None:
     """Most of the tests below have four workers."""
     same(name, workers, more + (max(1, workers - 1) if name.startswith("2bw") else 1))
+
+
+LATE = [name for name in direct.POLICIES if name != "2bw+predict"]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    covering(
+        [*LATE, "latest+sc", "stash+ef", "pipeoptim+ef"],
+        [(2, 1, None, 0), (3, 1, 5, 0), (4, 2, 6, 3), (2, 3, None, 4), (3, 2, None, 0)],
+    ),
+)
+def test_updates_a_minibatch_late(same: Any, name: str, setting: tuple[int, int, int | None, int]) -> None:
+    """What is read and predicted follows from the schedule; a flush, and a synchronous start, leave nothing late."""
+    workers, microbatches, flush_at, sync_steps = setting
+    same(name, workers, microbatches, flush_at=flush_at, sync_steps=sync_steps, schedule="async-late")
+
+
+@pytest.mark.parametrize("name", [*(name for name in LATE if name != "xpipe"), "spectrain+ef"])
+def test_one_worker_is_late_too(same: Any, name: str) -> None:
+    same(name, 1, 2, flush_at=5, schedule="async-late")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"schedule": "async", "policy": "stash"}, {"clip_norm": 0.5}),
     ({"schedule": "async", "policy": "spectrain+ef", "microbatches": 2}, {"sync_steps": 2}),
     ({"schedule": "async", "policy": "vertical"}, {"ema": 0.9}),
+    ({"schedule": "async-late", "policy": "spectrain"}, {"clip_norm": 0.5}),
+    ({"schedule": "async-late", "policy": "stash", "microbatches": 2}, {"sync_steps": 2}),
     ({"schedule": "async", "policy": "2bw+predict", "microbatches": 4}, {}),
     ({"schedule": "1f1b", "microbatches": 4}, {"clip_norm": 0.5}),
     ({"schedule": "gpipe", "microbatches": 2}, {}),
@@ -53,7 +55,7 @@ def test_processes_train_as_one(toy: Any, many: Any, tmp_path: Path) -> None:
     loops, expected = [], []
     for number, (built, options) in enumerate(LOOPS):
         build = toy(**{**THREE, **built}).save(tmp_path / f"build_{number}")
-        flushes = [("flush",)] if built["schedule"] == "async" else []
+        flushes = [("flush",)] if built["schedule"].startswith("async") else []
         calls = random_calls(random.Random(number), 30, flushes=bool(flushes))
         calls += [("save",), ("step",), ("step",), *flushes, ("load",), ("step",), ("step",)]
         files = {"batches": str(tmp_path / "batches.pt"), "held_out": None}

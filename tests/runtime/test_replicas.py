@@ -119,16 +119,24 @@ def test_it_is_ddp_of_the_eager_model(tmp_path: Path, schedule: str) -> None:
     ("schedule", "workers", "dp", "own", "more"),
     [
         ("1f1b", 2, 2, 2, {"clip_norm": 0.5}),
+        ("1f1b", 2, 2, 1, {"clip_norm": 0.5, "shard": "optimizer", "ema": 0.9}),
+        pytest.param("async", 2, 2, 1, {"policy": "stash", "shard": "optimizer"}, marks=pytest.mark.slow),
+        pytest.param("zb-v", 1, 2, 2, {"shard": "optimizer", "clip_norm": 0.5}, marks=pytest.mark.slow),
         pytest.param("async", 2, 2, 1, {"eval_every": 2}, marks=pytest.mark.slow),
         pytest.param("zb-v", 1, 2, 2, {}, marks=pytest.mark.slow),
         pytest.param("async", 1, 3, 1, {"ema": 0.9}, marks=pytest.mark.slow),
+        ("async-late", 2, 2, 1, {"policy": "stash", "eval_every": 2}),
+        pytest.param("async-late", 2, 2, 2, {"policy": "spectrain", "clip_norm": 0.5}, marks=pytest.mark.slow),
+        pytest.param("async-late", 1, 3, 1, {"ema": 0.9, "sync_steps": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_processes_have_the_bits_of_one(
     tmp_path: Path, schedule: str, workers: int, dp: int, own: int, more: dict[str, Any]
 ) -> None:
-    """Batch norm, dropout, evaluation, averages, checkpoints, and a run that goes on."""
-    _compiled(tmp_path / "build", schedule, workers, dp, own)
+    """Batch norm, dropout, evaluation, averages, shared-out updates, checkpoints, and a run that goes on."""
+    asked = {name: more[name] for name in ("shard", "policy") if name in more}
+    more = {name: value for name, value in more.items() if name not in asked}
+    _compiled(tmp_path / "build", schedule, workers, dp, own, **asked)
     common = {"build": str(tmp_path / "build"), "steps": 6, "checkpoint_every": "3", "progress": False, **more}
     local = run_local(RunOptions(**common, out=str(tmp_path / "local")))
     found = _launched(RunOptions(**common, out=str(tmp_path / "apart")))
@@ -139,6 +147,7 @@ def test_processes_have_the_bits_of_one(
         folders = [tmp_path / where / "checkpoints" / f"step-{step}" for where in ("apart", "local")]
         names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
         assert names[0] == names[1]
+        assert any("-replica-" in name for name in names[0]) == ("shard" in asked)
         for name in names[0]:
             if name.endswith(".safetensors"):
                 assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
@@ -147,6 +156,62 @@ def test_processes_have_the_bits_of_one(
     assert again["losses"] == local["losses"]
     weights = [(tmp_path / where / "model.safetensors").read_bytes() for where in ("local", "apart", "again")]
     assert weights[0] == weights[1] == weights[2]
+
+
+def test_late_updates_are_gradients_of_the_weights_before(tmp_path: Path) -> None:
+    """One worker, two replicas, by hand: update m is the mean over both of gradients at version m − 1, bit for bit."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(6)]
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+    build = fxp.compile(net, loss, data[0], workers=1, dp=2, microbatches=1, schedule="async-late")
+    losses, state = trained(build, tmp_path / "build", data, policy="stash")
+    net.load_state_dict(start)
+    parameters, optimizer = list(net.parameters()), sgd(net.named_parameters())
+    pending: list[Tensor] | None = None
+
+    def update(gradients: list[Tensor]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+    for batch, found in zip(data, losses, strict=True):
+        shares = [loss(net, tuple(torch.chunk(leaf, 2)[replica] for leaf in batch)) for replica in (0, 1)]
+        both = [torch.autograd.grad(share, parameters) for share in shares]
+        assert found == ((shares[0] + shares[1]) / 2).item()
+        if pending is not None:
+            update(pending)
+        pending = [(one + other) / 2 for one, other in zip(*both, strict=True)]
+    assert pending is not None
+    update(pending)  # by the flush
+    for name, value in net.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_a_throttle_slows_sums_down(tmp_path: Path) -> None:
+    """As over links between the replicas: 2 (R - 1)/R of the gradients leave each process, in two rounds."""
+    _compiled(tmp_path / "build", "1f1b", 1, 2, 1)
+    common = {"build": str(tmp_path / "build"), "steps": 6, "progress": False}
+    bandwidth, latency = 20e3, 0.01
+    slow = _launched(RunOptions(**common, throttle="160kbit,10ms", out=str(tmp_path / "slow")))
+    local = run_local(RunOptions(**common, throttle="160kbit,10ms", out=str(tmp_path / "local")))
+    assert slow["losses"] == local["losses"] == run_local(RunOptions(**common))["losses"]
+    plan = fxp.load(tmp_path / "build").plan
+    size = sum(bucket.bytes for bucket in plan.stages[0].buckets)
+    assert slow["seconds"] > 6 * (size / bandwidth + 2 * latency)
+    assert local["seconds"] > 6 * (size / bandwidth + 2 * latency)
+    forecast = slow["forecast"]["milliseconds"] / 1e3
+    assert forecast > size / bandwidth + 2 * latency
+    for row in (*slow["workers"], *slow["replicas"]):
+        sent = {what: count / 6 for what, count in row["sent"].items()}
+        assert sum(count for what, count in sent.items() if what.startswith("bucket")) == size + size % 8
+        assert sent["loss"] == 8
+        assert sum(wait["seconds"] for wait in row["waits"] if wait["what"] == "sum") > 5 * size / bandwidth
+    assert all(row["sent"] == {} for row in (*local["workers"], *local["replicas"]))
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (3, 1))])
@@ -206,7 +271,7 @@ def test_a_batch_that_cannot_be_shared_is_refused_with_the_numbers_that_can() ->
         fxp.compile(net, loss, torch.randn(1, 4), workers=1, dp=2, schedule="gpipe")
 
 
-def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more: str = "") -> None:
+def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more: str = "", **asked: Any) -> None:
     """A build of the model file, which is next to it."""
     path = folder.parent / f"model_{folder.name}.py"
     path.write_text(MODEL.read_text() + more)
@@ -225,6 +290,7 @@ def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more
         cost="analytic",
         forward_at=["norm"] if schedule == "1f1b" and workers == 2 else [],
         evaluation=(task.metrics, task.eval_data()),
+        **asked,
     ).save(folder, model_file=path)
 
 

@@ -18,6 +18,7 @@ from fxpipe.schedule import (
     SCHEDULES,
     Action,
     Async,
+    AsyncLate,
     DualPipeV,
     GPipe,
     Interleaved,
@@ -77,6 +78,18 @@ def test_1f1b() -> None:
 def test_async() -> None:
     is_drawn(
         Async(workers=3),
+        5,
+        """
+        worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4
+        worker 1: .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4
+        worker 2: .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+        """,
+    )
+
+
+def test_async_late() -> None:
+    is_drawn(
+        AsyncLate(workers=3),
         5,
         """
         worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4
@@ -205,6 +218,7 @@ def test_the_names() -> None:
         "gpipe": GPipe,
         "1f1b": OneFOneB,
         "async": Async,
+        "async-late": AsyncLate,
         "zb-h1": ZeroBubbleH1,
         "zb-h2": ZeroBubbleH2,
         "interleaved": Interleaved,

@@ -155,10 +155,14 @@ class Events:
             yield from self.compute(worker, action, action.phase, getattr(cost, NAMES[action.phase]))
             if action.phase == "B" and not apart:
                 yield from self.compute(worker, action, "W", cost.weight)
-            if action.phase == ("W" if apart else "B") and action.microbatch == last:
+            ends = action.phase == ("W" if apart else "B") and action.microbatch == last
+            made = [action.minibatch - self.schedule.late] if ends and action.minibatch >= self.schedule.late else []
+            if (worker, action) == row[-1]:
+                made += range(self.minibatches - self.schedule.late, self.minibatches)
+            for minibatch in made:
                 yield float(cost.update)
                 for i, r in enumerate(self.scenario.weight_copies):
-                    version = action.minibatch + 1
+                    version = minibatch + 1
                     if r.owner == worker and any(
                         version + lag < self.minibatches for _, lags in r.reads for lag in lags if lag != NEVER
                     ):
@@ -200,7 +204,7 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     name = draw(st.sampled_from([n for n, kind in SCHEDULES.items() if workers % kind.usual_virtual == 0]))
     microbatches = draw(st.integers(1, 3))
     places = [(), tuple(worker % 2 for worker in range(workers))]
-    several = workers > 1 and SCHEDULES[name].usual_virtual == 1 and name != "async"
+    several = workers > 1 and SCHEDULES[name].usual_virtual == 1 and not name.startswith("async")
     schedule = make(name, workers, microbatches, draw(st.sampled_from(places)) if several else ())
     small = st.integers(0, 12).map(lambda v: v / 4)
     share = st.integers(0, 4).map(lambda v: v / 4)
@@ -213,7 +217,8 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
             src, dst = (low, high) if down else (high, low)
             order = draw(st.sampled_from([(1, 0), (0, 1), (0, 0), (2, 2)]))
             messages.append(Message(src, source, dst, target, draw(small), draw(share), draw(share), order))
-        lag = st.sampled_from([NEVER, *range(0 if name != "async" else workers - 1, 5)])
+        least = 0 if schedule.synchronous else workers - 1 + schedule.late
+        lag = st.sampled_from([NEVER, *range(least, 5)])
         lags = st.tuples(*[lag] * microbatches).filter(lambda lags: max(lags) != NEVER)
         reads = st.lists(st.tuples(st.sampled_from(PHASES), lags), min_size=1, max_size=2)
         for low, high in draw(st.lists(pair, max_size=3)):

@@ -10,7 +10,9 @@ from cached import captured
 import fxpipe
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.links import Links
-from fxpipe.simulator.forecast import forecast
+from fxpipe.schedule import make
+from fxpipe.simulator import Scenario, WorkerCost, simulate
+from fxpipe.simulator.forecast import forecast, late_instead
 from fxpipe.simulator.replica_sums import exposed_sums
 
 
@@ -34,6 +36,40 @@ def test_what_the_backward_does_not_hide_is_waited_for() -> None:
     assert exposed_sums(three_of, 0, links, backward=0.0) == pytest.approx(3 * whole)
     assert exposed_sums(three_of, 0, links, backward=1.5 * whole) == pytest.approx(1.5 * whole)
     assert exposed_sums(three_of, 0, links, backward=99.0) == pytest.approx(whole)
+
+
+def test_a_late_update_hides_them_behind_a_minibatch() -> None:
+    for sums, plainly, late in ((0.0, 4.0, 4.0), (2.0, 6.0, 4.0), (3.0, 7.0, 4.0), (5.0, 9.0, 5.0)):
+        scenario = Scenario((WorkerCost(1.0, 2.0, 1.0, sums=sums),))
+        for name, expected in (("async", plainly), ("async-late", late)):
+            found = simulate(make(name, 1), scenario, 24)
+            assert found.seconds_per_minibatch == expected
+            assert found.busy == (24 * 4.0,)
+            assert found.waited[0] == pytest.approx(found.seconds - 24 * 4.0)
+
+
+def test_a_forecast_says_when_late_updates_are_faster() -> None:
+    program = captured("gpt", 2, size=12)[2]
+    build = fxpipe.lower(program, workers=1, dp=2, microbatches=1, cost="analytic", schedule="async")
+    compute = build.costs.time(0).forward + build.costs.time(0).backward
+    slow = replace(build.costs, links=Links(build.plan.stages[0].buckets[0].bytes / compute))  # both take as long
+    own = forecast(build.plan, slow)
+    found = late_instead(build.plan, slow, own.seconds_per_minibatch)
+    assert found == ("async-late", forecast(build.plan, slow, schedule="async-late").seconds_per_minibatch)
+    assert found[1] == pytest.approx(own.seconds_per_minibatch / 2, rel=0.05)
+    fast = replace(build.costs, links=Links(1e15))
+    assert late_instead(build.plan, fast, forecast(build.plan, fast).seconds_per_minibatch) is None
+
+
+def test_one_more_sum_of_gradients_is_held() -> None:
+    program = captured("gpt", 2, size=12)[2]
+    build = fxpipe.lower(program, workers=1, dp=2, microbatches=1, cost="analytic", schedule="async")
+    gradients = sum(p.tensor.bytes for p in build.plan.parameters)
+    peaks = [
+        forecast(build.plan, build.costs, schedule=name, policy="latest").peak_bytes[0]
+        for name in ("async", "async-late")
+    ]
+    assert peaks[1] == peaks[0] + gradients
 
 
 def test_the_processors_copy_what_is_sent_and_received() -> None:

@@ -149,6 +149,8 @@ def with_buckets(change: Callable[[tuple[BucketSpec, ...]], Sequence[BucketSpec]
             "two buckets have one name",
         ),
         (with_buckets(lambda found: [dataclasses.replace(b, bytes=-1) for b in found]), "less than no bytes"),
+        (with_buckets(lambda found: [dataclasses.replace(b, updaters=(0,)) for b in found]), "has other updaters than"),
+        (with_buckets(lambda found: [dataclasses.replace(b, sharded=True) for b in found]), "has other updaters than"),
         (
             lambda plan: of_first(plan, forward=dataclasses.replace(plan.stages[0].forward, reduces=("bucket_0",))),
             "where it makes gradients",
@@ -192,7 +194,7 @@ def test_a_worker_without_replicas_says_so() -> None:
 
 
 def test_a_plan_with_replicas_is_read_as_it_was_written(tmp_path: Path) -> None:
-    build = lowered("gpt", microbatches=4, workers=2, reduce=Reduce((2, 4), 4096, 1024, sharded=True))
+    build = lowered("gpt", microbatches=4, workers=2, schedule="1f1b", reduce=Reduce((2, 4), 4096, 1024, sharded=True))
     build.save(tmp_path / "build")
     plan = read_plan(tmp_path / "build")
     assert plan.replicas == (2, 4)

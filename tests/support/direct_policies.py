@@ -168,6 +168,8 @@ class Worker:
         is_late: whether the gradients of this segment are late, and whether those of the last update were.
         start: the minibatch that first found the pipeline empty: 0, or the first one after a flush.
         kept: what a policy keeps between the actions of a worker, by phase, minibatch and microbatch.
+        late: how many minibatches after its own an update is made, but for those that a flush makes.
+        summed: the gradients of minibatches whose updates are to come.
         saw: by action, the version it found live and the steps predicted from it, for tests of this file.
     """
 
@@ -190,6 +192,8 @@ class Worker:
     kept: dict[tuple[str, int, int], Any] = field(default_factory=dict)
     saw: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     steps: int = 0
+    late: int = 0
+    summed: list[Layer] = field(default_factory=list)
 
     @property
     def version(self) -> int:
@@ -259,7 +263,7 @@ class Policy:
     def lag(self, at: Worker) -> int:
         """How many updates a forward in steady state is behind its backward, at most: counted, not looked up."""
         seen = [max(0, (i - (at.workers - 1 - at.k)) // at.microbatches) for i in range(50 * at.microbatches)]
-        return max(i // at.microbatches - s for i, s in enumerate(seen))
+        return max(i // at.microbatches - s for i, s in enumerate(seen)) + at.late
 
 
 class Stash(Policy):
@@ -292,7 +296,7 @@ class Vertical(Policy):
         return at.history[self.entered[m, j]]
 
     def lag(self, at: Worker) -> int:
-        return -(-(at.workers - 1) // at.microbatches)
+        return -(-(at.workers - 1) // at.microbatches) + at.late
 
 
 class TwoBuffered(Policy):
@@ -304,7 +308,7 @@ class TwoBuffered(Policy):
     backward = forward
 
     def lag(self, at: Worker) -> int:
-        return min(1, at.workers - 1)
+        return min(1, at.workers - 1) + at.late
 
 
 class TwoBufferedAhead(TwoBuffered):
@@ -334,10 +338,12 @@ class SpecTrain(Policy):
 
 
 class PipeOptim(Policy):
-    """`pipeoptim`: forward predicts what its backward will find live."""
+    """`pipeoptim`: forward predicts what its update will find live; so does backward, if that is later."""
 
     def forward(self, at: Worker, m: int, j: int) -> Layer:
         return at.ahead(m)
+
+    backward = forward
 
 
 class Keep(Stash):
@@ -352,6 +358,8 @@ class Lwp(Policy):
 
     def forward(self, at: Worker, m: int, j: int) -> Layer:
         return at.line(m)
+
+    backward = forward
 
 
 class XPipe(Policy):
@@ -428,8 +436,11 @@ def train(
     flush_at: int | None = None,
     sync_steps: int = 0,
     rate_discount: int = 0,
+    late: int = 0,
 ) -> Run:
     """Train the chain under policy `text`; each batch is one minibatch, the pipeline is emptied before `flush_at`.
+
+    Updates are made `late` minibatches after their own.
 
     The first `sync_steps` minibatches are synchronous: nothing but the live weights is read, and nothing is repaired.
     In the first `rate_discount` updates, rates are divided by τ^(1 − t/`rate_discount`) where gradients are τ late.
@@ -441,6 +452,7 @@ def train(
         for k, layer in enumerate(initial)
     ]
     for worker in workers:
+        worker.late = late
         if rate_discount:
             worker.rate = _discounted(rate, chosen.lag(worker), rate_discount, sync_steps)
         if "ef" in options:
@@ -525,8 +537,13 @@ def _segment(chosen: Policy, workers: Sequence[Worker], batches: Sequence[Batch]
             pulls[k - 1, key] = pull @ layer.weight
             sums[k].append(Layer(pull.t() @ x, pull.sum(0)))
             if len(sums[k]) == count:
-                worker.update(Layer(*(torch.stack(g).mean(0) for g in zip(*sums[k], strict=True))))
-                chosen.updated(worker)
+                worker.summed.append(Layer(*(torch.stack(g).mean(0) for g in zip(*sums[k], strict=True))))
                 sums[k].clear()
+                if len(worker.summed) > worker.late:
+                    worker.update(worker.summed.pop(0))
+                    chosen.updated(worker)
         assert acted
+    for worker in workers:
+        while worker.summed:
+            worker.update(worker.summed.pop(0))
     return [sum(losses[m, j] for j in range(count)) / count for m in minibatches]

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.spec import EdgeSpec
+from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.coming_shapes import ComingShapes, several_shapes
@@ -68,15 +68,17 @@ class StrictWires:
 
     Args:
         by_channel: as with NCCL, all edges of a channel share one line and must keep its order.
-        placement: the rank of each worker; empty where worker k is on rank k.
+        mesh: of the plan.
     """
 
-    def __init__(self, hub: Hub, rank: int, by_channel: bool, placement: Sequence[int] = ()) -> None:
-        self.hub, self.rank, self.ordered, self.placement = hub, rank, by_channel, placement
+    def __init__(self, hub: Hub, rank: int, by_channel: bool, mesh: Mesh = MESH) -> None:
+        self.hub, self.rank, self.ordered, self.mesh = hub, rank, by_channel, mesh
         self.loopback = Loopback()
 
-    def isend(self, flat: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0) -> Message | None:
-        target = self.rank_of(to)
+    def isend(
+        self, flat: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0, replica: int = 0
+    ) -> Message | None:
+        target = self.process_of(to, replica)
         if target == self.rank:
             self.loopback.send(self.number(channel, tag), flat)
             return None
@@ -84,28 +86,38 @@ class StrictWires:
         return self.hub.put(self.hub.sends, self.key(self.rank, target, channel, tag), flat)
 
     def irecv(
-        self, count: int, dtype: torch.dtype, source: int, channel: Any, tag: int | None = None, turn: int = 0
+        self,
+        count: int,
+        dtype: torch.dtype,
+        source: int,
+        channel: Any,
+        tag: int | None = None,
+        turn: int = 0,
+        replica: int = 0,
     ) -> Message | Passing:
-        if (rank := self.rank_of(source)) == self.rank:
+        if (rank := self.process_of(source, replica)) == self.rank:
             return self.loopback.expect(self.number(channel, tag))
         key = self.key(rank, self.rank, channel, tag)
         return self.hub.put(self.hub.receives, key, torch.empty(count, dtype=dtype))
 
-    def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> Message | None:
-        target = self.rank_of(to)
+    def isend_numbers(self, numbers: Tensor, to: int, tag: int, replica: int = 0) -> Message | None:
+        target = self.process_of(to, replica)
         if target == self.rank:
             self.loopback.send(tag, numbers)
             return None
         return self.hub.put(self.hub.sends, (self.rank, target, "numbers", tag), numbers)
 
-    def irecv_numbers(self, count: int, source: int, tag: int) -> Message | Passing:
-        if (rank := self.rank_of(source)) == self.rank:
+    def irecv_numbers(self, count: int, source: int, tag: int, replica: int = 0) -> Message | Passing:
+        if (rank := self.process_of(source, replica)) == self.rank:
             return self.loopback.expect(tag)
         numbers = torch.empty(count, dtype=torch.float64)
         return self.hub.put(self.hub.receives, (rank, self.rank, "numbers", tag), numbers)
 
     def rank_of(self, worker: int) -> int:
-        return self.placement[worker] if self.placement else worker
+        return self.mesh.placement[worker] if self.mesh.placement else worker
+
+    def process_of(self, worker: int, replica: int) -> int:
+        return self.mesh.of_rank(self.rank_of(worker))[replica]
 
     def stays(self, edge: EdgeSpec) -> bool:
         return self.rank_of(edge.src) == self.rank_of(edge.dst)
@@ -230,7 +242,7 @@ def run_in_threads(
 
     for rank in range(plan.ranks):
         addresses = Addresses(plan, recipe.demand)
-        wires: Any = StrictWires(hub, rank, by_channel, plan.placement)
+        wires: Any = StrictWires(hub, rank, by_channel, plan.mesh)
         loopbacks.append(wires.loopback)
         own = []
         for worker in plan.hosted(rank):

@@ -133,6 +133,8 @@ def test_weights_of_versions_before_keep_their_layout(tmp_path: Path) -> None:
 SHAPES = [(2, 1, True), (4, 1, False), (4, 1, True), (4, 4, True)]
 MORE = {"clip_norm": 0.5, "log_staleness": True}
 
+LATE = {"schedule": "async-late"}
+
 # workers, microbatches, distinct cuts, optimizer, scheduler, options, steps to go on from
 CASES: list[tuple[int, int, bool, str, str, dict[str, Any], Sequence[int]]] = [
     (4, 1, False, "sgd", "cosine", {"policy": "spectrain", "clip_norm": 0.5, "ema": 0.9}, (1, 2, 3, 11, STEPS)),
@@ -151,6 +153,9 @@ CASES: list[tuple[int, int, bool, str, str, dict[str, Any], Sequence[int]]] = [
     (4, 1, False, "adamw", "none", {"policy": "latest", "rate_discount": 18}, (3, 13)),
     (4, 2, True, "adamw", "cosine", {"schedule": "1f1b", "clip_norm": 0.5}, (1, 13)),
     (2, 2, False, "own", "own", {"schedule": "gpipe"}, (7,)),
+    (4, 1, False, "sgd", "cosine", {**LATE, "policy": "spectrain", "clip_norm": 0.5, "ema": 0.9}, (1, 2, 11, STEPS)),
+    (4, 2, True, "adamw", "none", {**LATE, "policy": "latest+ef", "sync_steps": 5}, (4, 5, 6, 12)),
+    (2, 1, True, "own", "own", {**LATE, "policy": "2bw+predict"}, (1, 14)),
 ]
 
 
@@ -167,6 +172,7 @@ ENCODED: list[tuple[int, int, str, str, dict[str, Any], Sequence[int]]] = [
     (4, 1, "int8", "sgd", {"policy": "stash", "sync_steps": 9}, (4, 8, 9, 10, 17)),
     (4, 2, "lowrank:2", "adamw", {"schedule": "1f1b"}, (1, 13)),
     (2, 1, "int8", "several", {"policy": "pipeoptim+keep"}, (3,)),
+    (4, 1, "int8", "sgd", {**LATE, "policy": "stash"}, (2, 11)),
 ]
 
 
@@ -182,10 +188,17 @@ def test_goes_on_with_encoded_weight_copies(case: Any, builds: Callable[..., Bui
 
 
 @pytest.mark.parametrize(
-    ("codec", "policy", "microbatches"),
-    [("topk:0.2", "spectrain", 1), ("lowrank:2", "latest+ef", 2), ("int8", "stash", 2)],
+    ("codec", "policy", "microbatches", "schedule"),
+    [
+        ("topk:0.2", "spectrain", 1, "async"),
+        ("lowrank:2", "latest+ef", 2, "async"),
+        ("int8", "stash", 2, "async"),
+        ("topk:0.2", "spectrain", 2, "async-late"),
+    ],
 )
-def test_goes_on_with_what_codecs_left_out(codec: str, policy: str, microbatches: int, tmp_path: Path) -> None:
+def test_goes_on_with_what_codecs_left_out(
+    codec: str, policy: str, microbatches: int, schedule: str, tmp_path: Path
+) -> None:
     """Of gradients that are sent in part, the rest is in the checkpoint."""
     torch.manual_seed(0)
     first = torch.randn(64, 6), torch.randint(3, (64,))
@@ -193,7 +206,7 @@ def test_goes_on_with_what_codecs_left_out(codec: str, policy: str, microbatches
     build = fxpipe.compile(Net(0.1), loss, first, codec=f"gradient={codec}", **options)
     packed = [edge for edge in build.plan.edges if edge.codec]
     assert packed
-    asked: dict[str, Any] = {"optimizer": OPTIMIZERS["sgd"], "policy": policy}
+    asked: dict[str, Any] = {"optimizer": OPTIMIZERS["sgd"], "policy": policy, "schedule": schedule}
     pipeline = build.local(**asked)
     pipeline.run([first] * 3)
     memories = [memory for executor in pipeline.executors for memory in executor.codec_memories().values()]

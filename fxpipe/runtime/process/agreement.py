@@ -22,7 +22,7 @@ import torch
 import fxpipe
 from fxpipe.checkpoint.manifest import MANIFEST
 from fxpipe.checkpoint.shelf import Shelf
-from fxpipe.errors import FxpipeError, PeerRefused, RunError
+from fxpipe.errors import FxpipeError, PeerRefused, RunError, listed
 from fxpipe.files import Snapshot
 from fxpipe.plan.spec import Mesh, Plan
 from fxpipe.runtime.options import RunOptions
@@ -129,6 +129,9 @@ def _other_number(plan: Plan, world: int, build: str) -> RunError:
     on = f" on {plan.ranks} rank{'s' if plan.ranks > 1 else ''}" if plan.virtual else ""
     replicas = f", with {plan.dp} replicas of each" if plan.dp > 1 else ""
     instead = f"-n {world}" if plan.dp == 1 else f"another -n and --dp, whose product is {world}"
+    if plan.crossing:
+        replicas = f", with {listed([str(count) for count in plan.replicas])} replicas"
+        instead = f"other --replicas, whose sum is {world}"
     return RunError(
         f"the build has {plan.workers} worker{'s' if plan.workers > 1 else ''}{on}{replicas}, but {world} process"
         f"{'es were' if world > 1 else ' was'} started",

@@ -31,7 +31,7 @@ def lead(recipe: Recipe, shapes: bool) -> int:
 
 def furthest(schedule: Schedule) -> int:
     """How far a worker at version v has looked ahead, at most: to an action of minibatch v plus this."""
-    begun = -(-max(held(schedule)) // schedule.microbatches)
+    begun = -(-max(held(schedule)) // schedule.microbatches) + schedule.late
     expected = -(-(LOOKAHEAD + 1) // schedule.microbatches)
     return begun + expected + 1
 

@@ -80,7 +80,7 @@ class JoinedPipeline(OwnLoop):
         agreed, self.rank, self._pulse = member.agreed, member.rank, member.pulse
         self.plan, self._task = agreed.plan, agreed.task
         if not self.plan.mesh.plain:
-            replicas = f" with {self.plan.dp} replicas each" if self.plan.dp > 1 else ""
+            replicas = f" with {self.plan.processes} processes" if self.plan.mesh.replicated else ""
             raise RunError(
                 f"the build has {self.plan.workers} workers on {self.plan.ranks} rank"
                 f"{'s' if self.plan.ranks > 1 else ''}{replicas}, and a loop of your own in each process "
@@ -317,14 +317,17 @@ class JoinedPipeline(OwnLoop):
                     self.executor.expect(action)
                     self._window.append(action)
                 self.executor.settle()
-                if not self._window:
+                if not self._window and not (ending and self.executor.store.owed is not None):
                     return
-                action = self._window.popleft()
-                first = action.phase == "F" and self.rank == 0
-                leaves = self._leaves.pop((action.minibatch, action.microbatch)) if first else None
-                loss = self.executor.execute(action, leaves)
+                if self._window:
+                    action = self._window.popleft()
+                    first = action.phase == "F" and self.rank == 0
+                    leaves = self._leaves.pop((action.minibatch, action.microbatch)) if first else None
+                    loss = self.executor.execute(action, leaves)
+                else:
+                    loss = self.executor.catch_up()
                 if loss is not None:
-                    self._losses.tell(action.minibatch, loss)
+                    self._losses.tell(*loss)
 
     def _pull(self, ending: bool) -> Action | None:
         assert self._row is not None
@@ -333,7 +336,7 @@ class JoinedPipeline(OwnLoop):
         if self._upcoming.minibatch >= self.fed:
             return None
         action, self._upcoming = self._upcoming, next(self._row)
-        if self.recipe.schedule.updates(action):
+        if self.recipe.schedule.ends(action):
             self._pulled += 1
         return action
 

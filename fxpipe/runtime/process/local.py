@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.checkpoint.shard import replicas_that_write
 from fxpipe.errors import RunError
 from fxpipe.files import replacing
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.throttle import read_throttle
+from fxpipe.planner.throttle import pipeline_links, read_throttle
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.between_actions import between_actions
@@ -34,12 +35,14 @@ from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recip
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
+from fxpipe.runtime.wires.meter import Meter
+from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
-from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.runtime.worker.final_weights import copies
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
@@ -106,12 +109,19 @@ class LocalPipeline(OwnLoop):
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        self.throttle = read_throttle(options.throttle, self.plan.ranks)
-        self._mailboxes = [
-            Mailbox(self.plan.all_edges, self.throttle, self.recipe.demand, self.plan.placement)
-            for _ in range(self.plan.dp)
+        plan, throttle = self.plan, read_throttle(options.throttle, self.plan.processes)
+        meter = self.throttle = None
+        of_replicas = [throttle] * plan.dp
+        if throttle is not None:
+            meter, self.throttle = Meter(throttle), pipeline_links(throttle, plan)
+            if not plan.crossing:
+                of_replicas = [pipeline_links(throttle, plan, replica) for replica in range(plan.dp)]
+        self._mailboxes = [Mailbox(plan.all_edges, links, self.recipe.demand, plan.placement) for links in of_replicas]
+        self._several = plan.mesh.replicated
+        self._boards = [
+            ReplicaBoard(plan.replicas_of(worker), meter, plan.mesh.of_rank(plan.rank_of(worker)))
+            for worker in range(plan.workers)
         ]
-        self._boards = [ReplicaBoard(self.plan.dp) for _ in range(self.plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
         self._synchronous = self.recipe.schedule.synchronous
@@ -124,7 +134,6 @@ class LocalPipeline(OwnLoop):
         plan, task, options = self.plan, self._task, self.options
         self.resumed = resumed
         self.fed = 0 if resumed is None else resumed.step
-        several = plan.dp > 1
         self._seats = [
             _Seat(
                 open_worker(
@@ -132,7 +141,7 @@ class LocalPipeline(OwnLoop):
                     self.folder,
                     worker,
                     self.recipe,
-                    LocalTransport(mailbox, worker),
+                    self._transport(worker, replica),
                     task,
                     options,
                     self.device,
@@ -140,15 +149,16 @@ class LocalPipeline(OwnLoop):
                     self._out,
                     self.fed or None,
                     checkpoint,
-                    LocalCollective(self._boards[worker], replica) if several else None,
+                    LocalCollective(self._boards[worker], replica) if plan.replicas_of(worker) > 1 else None,
                 )
             )
-            for replica, mailbox in enumerate(self._mailboxes)
+            for replica in range(max(plan.mesh.replicas))
             for worker in range(plan.workers)
+            if replica < plan.replicas_of(worker)
         ]
         self.every = [seat.executor for seat in self._seats]
         self.executors: list[Executor] = self.every[: plan.workers]
-        for executor in self.every if several else ():
+        for executor in self.every if self._several else ():
             executor.store.holds_back = True
         if self._epoch is not None:
             tell_epoch(self.every, self._epoch)
@@ -158,17 +168,24 @@ class LocalPipeline(OwnLoop):
             executor.shape_of = self._shapes.__getitem__
         self._shards = [] if resumed is None else restore(self.every, resumed)
         self.shapes.attach(self.every, self._minibatches)
-        self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self.executors, resumed, self._shards)
+        own = self._shards[: len(self._writers)]
+        self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self._writers, resumed, own)
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}  # by minibatch and, of that, microbatch
         self._losses: dict[int, Tensor] = {}
         self._unreported: deque[tuple[int, float | None, float | None]] = deque()
-        self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
+        self._newest = MinibatchLoss(-1, torch.empty(()))
         self._begun = False
         self._clear()
         self._broken = False
         self._evaluation: LocalEvaluation | None = None
         self.callbacks: RunCallbacks | None = None
         self.waits = any(executor.store.updater.metric is not None for executor in self.executors)
+
+    def _transport(self, worker: int, replica: int) -> LocalTransport:
+        """Each pipeline of replicas has a mailbox of its own; where pipelines cross, there is one for all."""
+        if self.plan.crossing:
+            return LocalTransport(self._mailboxes[0], worker, ReplicaSeat(worker, replica, self.plan.replicas))
+        return LocalTransport(self._mailboxes[replica], worker)
 
     @property
     def data_mark(self) -> Any:
@@ -217,6 +234,9 @@ class LocalPipeline(OwnLoop):
             self._leaves[minibatch, microbatch] = leaves
         self.fed += 1
         self._pump()
+        for executor in self.every:
+            while (loss := executor.hear()) is not None:
+                self._heard_loss(loss)
         version = min(executor.store.version for executor in self.every)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]
@@ -236,6 +256,8 @@ class LocalPipeline(OwnLoop):
         self._pump()
         if self._in_flight:
             raise self._stuck()
+        for executor in self.every:
+            executor.take_buffers(self.fed)
         for executor in self.every:
             executor.begin_meeting()
         for executor in self.every:
@@ -284,7 +306,7 @@ class LocalPipeline(OwnLoop):
         self.flush()
         self.resumed, self._shards = None, []  # here as where one goes on from it, nothing is in flight
         with replacing(Path(folder), "choose another folder") as fresh:
-            written = [write_own(fresh, self.plan, executor) for executor in self.executors]
+            written = [write_own(fresh, self.plan, executor) for executor in self._writers]
             write_whole(fresh, self.plan, self.recipe, self.options, self.fed, written)
 
     def load(self, folder: str | Path) -> None:
@@ -335,7 +357,7 @@ class LocalPipeline(OwnLoop):
                 f"schedule '{self.recipe.schedule.name}' has no moment at which all gradients of one step exist",
                 hint="use schedule='1f1b' or 'gpipe' to look at gradients",
             )
-        return {name: g for e in self.executors for name, g in e.store.gradients().items()}
+        return {name: g for e in self.every for name, g in e.store.gradients().items()}
 
     def staleness(self) -> list[dict[str, Any]]:
         """The means over the run by worker and parameter group (needs `log_staleness`; see `StalenessLog`)."""
@@ -347,16 +369,21 @@ class LocalPipeline(OwnLoop):
         self._ending, self._begun = False, True
         resumed, shards = self.resumed, self._shards
         self.resumed, self._shards = None, []
-        recipe, schedule = self.recipe, self.recipe.schedule
         for place, seat in enumerate(self._seats):
             worker = seat.executor.worker
+            recipe = self.recipe.of_worker(worker)
             if resumed is None:
-                seat.row = recipe.segments.actions(schedule, worker, self.fed)
+                seat.row = recipe.segments.actions(recipe.schedule, worker, self.fed)
             else:
                 seat.row = resumed.actions(recipe, worker)
             seat.next = next(seat.row)
             seat.executor.reset()
             begin_or_go_on(seat.executor, resumed, shards[place] if shards else [])
+
+    @property
+    def _writers(self) -> Sequence[Executor]:
+        """Those that write a checkpoint's files: the first of `every`, or all."""
+        return [e for e in self.every if e.replica < replicas_that_write(self.plan, e.worker)]
 
     @property
     def _here(self) -> Sequence[Executor]:
@@ -374,7 +401,7 @@ class LocalPipeline(OwnLoop):
         self._broken = True
         with self._random_apart(any(executor.draws for executor in self.executors)):
             acted = True
-            while acted or any([mailbox.rest() for mailbox in self._mailboxes]):
+            while acted or any([*(box.rest() for box in self._mailboxes), *(b.rest() for b in self._boards)]):
                 acted = False
                 for seat in self._seats:
                     acted |= self._act(seat)
@@ -382,29 +409,46 @@ class LocalPipeline(OwnLoop):
 
     def _act(self, seat: _Seat) -> bool:
         executor = seat.executor
-        worker, first = executor.worker, executor.replica == 0
+        worker = executor.worker
         if executor.unsettled is not None:
             return self._settle(seat)
         if self.waits and self._evaluation is not None and self._evaluation.awaits(executor):
             return False
         while self._ending and seat.next.minibatch >= self.fed:
-            if executor.store.version == self.fed:
-                return False
+            if executor.store.summed == self.fed:
+                return self._catch_up(executor)
             seat.next = next(seat.row)
         action = seat.next
-        if not self._ready(executor, action):
+        updated = executor.store.updated_by(action)
+        if not self._ready(executor, action, updated):
             return False
         leaves = None
         if worker == 0 and action.phase == "F":
-            leaves = self._leaves.pop((action.minibatch, self.plan.microbatch(action.microbatch, executor.replica)))
-        if self._evaluation is not None and first:
-            self._evaluation.before(worker, action)
-        self._heard_loss(executor, action.minibatch, executor.execute(action, leaves))
+            leaves = self._leaves.pop((action.minibatch, self.plan.microbatch(action.microbatch, 0, executor.replica)))
+        self._before(executor, updated)
+        self._heard_loss(executor, executor.execute(action, leaves))
         seat.next = next(seat.row)
-        if executor.unsettled is None or self.plan.dp == 1:
-            self._report(executor, action)
+        if executor.unsettled is None or not self._several:
+            self._report(executor, updated)
             self._acted(executor)
         return True
+
+    def _catch_up(self, executor: Executor) -> bool:
+        """The worker's row is over: make the update that the flush makes, if one is owed and what it waits for is
+        there."""
+        owed = executor.store.owed
+        if owed is None or not (self._several or executor.heard(owed)):
+            return False
+        self._before(executor, owed)
+        self._heard_loss(executor.catch_up())
+        if executor.unsettled is None:
+            self._report(executor, owed)
+            self._acted(executor)
+        return True
+
+    def _before(self, executor: Executor, updated: int | None) -> None:
+        if self._evaluation is not None and executor.replica == 0 and updated is not None:
+            self._evaluation.before(executor.worker)
 
     def _settle(self, seat: _Seat) -> bool:
         """Make the update that waits for other workers, if what it waits for has arrived."""
@@ -415,28 +459,29 @@ class LocalPipeline(OwnLoop):
         if not executor.can_settle:
             return False
         minibatch = executor.unsettled
-        assert minibatch is not None
-        self._heard_loss(executor, minibatch, executor.settle())
-        if self.plan.dp > 1:
-            self._report(executor, self.recipe.schedule.update_of(minibatch))
+        self._heard_loss(executor, executor.settle())
+        if executor.unsettled is not None:  # it goes on once the other replicas are as far
+            return True
+        if self._several:
+            self._report(executor, minibatch)
         self._acted(executor)
         return True
 
-    def _heard_loss(self, executor: Executor, minibatch: int, loss: Tensor | None) -> None:
+    def _heard_loss(self, executor: Executor, loss: MinibatchLoss | None) -> None:
         """The loss worker says a minibatch's loss; its replicas say the same, or, where they train apart, their own."""
         if self.plan.outer is not None and executor.replica:
             return
-        if loss is not None and minibatch > self._newest[0]:
-            self._losses[minibatch] = loss
-            self._newest = (minibatch, loss)
+        if loss is not None and loss.minibatch > self._newest[0]:
+            self._losses[loss.minibatch] = loss.value
+            self._newest = loss
             if self.callbacks is not None:
-                self.callbacks.tell(minibatch, loss)
+                self.callbacks.tell(*loss)
             self._tell()
 
-    def _report(self, executor: Executor, action: Action) -> None:
-        """Report a minibatch that worker 0 has ended."""
-        if executor.worker == executor.replica == 0 and self.recipe.schedule.updates(action):
-            self._unreported.append((action.minibatch, executor.store.updater.lr, executor.store.updater.norm))
+    def _report(self, executor: Executor, minibatch: int | None) -> None:
+        """Report a minibatch that worker 0 has ended with its update."""
+        if executor.worker == executor.replica == 0 and minibatch is not None:
+            self._unreported.append((minibatch, executor.store.updater.lr, executor.store.updater.norm))
             self._tell()
 
     def _tell(self) -> None:
@@ -450,17 +495,16 @@ class LocalPipeline(OwnLoop):
 
     def _acted(self, executor: Executor) -> None:
         evaluate = None if self._evaluation is None else self._evaluation.after
-        checkpoints = self.checkpoints if executor.replica == 0 else None
-        between_actions([executor], self.every, self.callbacks, checkpoints, evaluate, self.waits)
+        between_actions([executor], self.every, self.callbacks, self.checkpoints, evaluate, self.waits)
 
-    def _ready(self, executor: Executor, action: Action) -> bool:
+    def _ready(self, executor: Executor, action: Action, updated: int | None) -> bool:
         if action.minibatch >= self.fed:
             return False
         transport = executor.transport
         assert isinstance(transport, LocalTransport)
         edges, weight_copies = executor.waits_for(action)
         return (
-            (self.plan.dp > 1 or executor.heard(action))
+            (self._several or executor.heard(updated))
             and executor.can_begin(action)
             and all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges)
             and all(transport.arrived_weights(*key) for key in weight_copies)
@@ -479,4 +523,5 @@ class LocalPipeline(OwnLoop):
 
 
 def _name(executor: Executor, plan: Plan) -> str:
-    return f"worker {executor.worker}" + (f", replica {executor.replica}" if plan.dp > 1 else "")
+    which = f", replica {executor.replica}" if plan.replicas_of(executor.worker) > 1 else ""
+    return f"worker {executor.worker}{which}"

@@ -1,4 +1,7 @@
-"""Evaluation with all workers in one process, in turn: the same bits as with one process for each worker."""
+"""Evaluation with all workers in one process, in turn: the same bits as with one process for each worker.
+
+Of replicas, which have the same weights, the first evaluates all batches: in one process, sharing saves no time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from fxpipe.runtime.wires.moves import evaluation_edges, moves
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import Evaluator, means
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.schedule.action import Action
 
 Follow = Callable[[int, dict[str, float], list[dict[str, Tensor]]], None]
 
@@ -85,12 +87,12 @@ class LocalEvaluation:
             held[move.reader][move.name] = begun[move.source][move.name]
         shapes, weights = list[int](), list[float]()
         values: list[list[float]] = [[] for _ in held]
-        for number, (shape, leaves, weight) in enumerate(data()):
+        for number, batch in enumerate(data()):
             for worker, evaluator in enumerate(self.evaluators):
-                found = evaluator.run(shape, number, held[worker], None if worker else leaves)
+                found = evaluator.run(batch.shape, number, held[worker], None if worker else batch.leaves)
                 values[worker] += [float(value) for value in found]
-            shapes.append(shape)
-            weights.append(weight)
+            shapes.append(batch.shape)
+            weights.append(batch.weight)
         return means(self.plan, shapes, weights, values)
 
     def while_training(self, due: Callable[[int], bool], data: EvaluationData, report: OnEvaluation) -> None:
@@ -102,11 +104,11 @@ class LocalEvaluation:
         for executor in self._executors:
             executor.evaluates = due
 
-    def before(self, worker: int, action: Action) -> None:
-        """Before an action: copy the weights that its update changes, if they have yet to be evaluated."""
+    def before(self, worker: int) -> None:
+        """Before an update: copy the weights that it changes, if they have yet to be evaluated."""
         executor = self._executors[worker]
         version = executor.store.version
-        if executor.schedule.updates(action) and version > self.evaluated and executor.evaluates(version):
+        if version > self.evaluated and executor.evaluates(version):
             trained = executor.store.trained
             state = executor.state(version)
             self._passed[worker, version] = {n: t.clone() if n in trained else t for n, t in state.items()}

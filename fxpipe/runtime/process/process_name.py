@@ -14,7 +14,7 @@ def process_name(process: int, mesh: Mesh = MESH) -> str:
     """
     rank, replica = mesh.seat(process)
     hosted = [worker for worker, own in enumerate(mesh.placement) if own == rank] or [rank]
-    which = f", replica {replica}" if mesh.dp > 1 else ""
+    which = f", replica {replica}" if len(mesh.of_rank(rank)) > 1 else ""
     if len(hosted) == 1:
         return f"worker {hosted[0]}{which}"
     return f"rank {rank}{which} (workers {listed([str(worker) for worker in hosted])})"

@@ -29,7 +29,7 @@ from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.coming_shapes import ComingShapes, several_shapes
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.device import common_backend, own_device
-from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, HeardEvaluation
 from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
 from fxpipe.runtime.process.early_stop import ending
 from fxpipe.runtime.process.epochs import agree_epoch, agree_length
@@ -62,6 +62,7 @@ from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.meter import meter_of_process
 from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
+from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
@@ -125,6 +126,7 @@ class RankRun:
         self.line, hosted = ProcessLine.of(plan, rank), plan.hosted(rank)
         self.pulse, self.pulses = pulse, pulses
         self.recipe = recipe = recipe_of(plan, options)
+        self._own_recipe = recipe.of_worker(hosted[0])
         self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)
         self.step = 0 if resumed is None else resumed.step
         # In the order of a local run: the data, then the rest of the user's code.
@@ -136,19 +138,21 @@ class RankRun:
         check_replicas_apart(plan, options, task)
         resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
+        listening = plan.crossing and replica > 0
         self.backend = common_backend(device, process, plan.processes)
         addresses = Addresses(plan, recipe.demand)
         meter = meter_of_process(options.throttle, process, plan.processes)
-        mesh = plan.mesh
-        wires = Wires(process, self.backend, addresses.channels, device, meter, mesh.placement, mesh.dp, mesh.apart)
+        wires = Wires(process, self.backend, addresses.channels, device, meter, plan.mesh)
         group = replica_group(plan, process, self.backend)
         self.others = None
         if group is not None:
+            count, name = plan.replicas_of(hosted[0]), process_name(process, plan.mesh)
             self.others = ReplicaProcess(
-                group, replica, plan.dp, device, wires.staged, process_name(process, plan.mesh)
+                group, replica, count, device, wires.staged, name, meter, plan.mesh.of_rank(rank)
             )
         self.transports = [
-            DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule) for worker in hosted
+            DistTransport.of_training(plan, worker, wires, addresses, self._own_recipe.schedule, replica)
+            for worker in hosted
         ]
         self.executors: list[Executor] = [
             open_worker(
@@ -173,10 +177,28 @@ class RankRun:
         self.evaluation: DistributedEvaluation | None = None
         self.record: Record | None = None
         if evaluating:
-            data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
+            data = None
+            if rank == 0 and not listening:
+                data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task)
             resets = executors[0].resets
-            self.evaluation = DistributedEvaluation(
-                plan, self.line, hosted, options.build, options.seed, wires, addresses, data, resets
+            evaluation = HeardEvaluation if listening else DistributedEvaluation
+            seats = {each: ReplicaSeat(each, replica, () if plan.crossing else plan.replicas) for each in hosted}
+            told = executors[0].collective if plan.crossing else None
+            of_first = None if self.others is None or rank else self.others.of_worker(0)
+            self.evaluation = evaluation(
+                plan,
+                self.line,
+                hosted,
+                options.build,
+                options.seed,
+                wires,
+                addresses,
+                data,
+                resets,
+                seats,
+                told,
+                replica,
+                of_first,
             )
         self.watches = [executor.watch for executor in executors]
         pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
@@ -284,6 +306,8 @@ class RankRun:
             if options.trace is not None:
                 collect_trace(options.trace, self.process, plan, self.recipe, traces, summary, self.watches[0].elapsed)
             self.evaluations.last(summary, averages)
+            if self.others is not None:
+                self.others.end()
             if self.callbacks is not None:
                 self.callbacks.over()
             if record is not None:
@@ -325,11 +349,7 @@ class RankRun:
             watch.begin()
         self.pulse.phase = "training"
         if record is not None:
-            record.begin(
-                PulseBoard(
-                    self.pulses, "worker" if self.plan.mesh.plain else "rank" if self.plan.dp == 1 else "process"
-                )
-            )
+            record.begin(PulseBoard(self.pulses, self.plan.mesh.noun))
         try:
             row = ending(self._row(), lambda: self.total, self.recipe)
             feed = None if self.batches is None else self._share
@@ -345,8 +365,6 @@ class RankRun:
                 executor.begin_meeting()
             for executor in self.executors:
                 executor.end_meeting()
-            if self.others is not None:
-                self.others.end()
             if self.checkpoints is not None:
                 self.checkpoints.finish()
             for watch in self.watches:
@@ -359,8 +377,8 @@ class RankRun:
     def _row(self) -> Iterator[Event]:
         """What this rank does until the run is to end."""
         if self.resumed is not None:
-            return self.resumed.row(self.recipe, self.rank, self.total)
-        return self.recipe.segments.row_until(self.recipe.schedule, self.rank, self.total)
+            return self.resumed.row(self._own_recipe, self.rank, self.total)
+        return self._own_recipe.segments.row_until(self._own_recipe.schedule, self.rank, self.total)
 
     def _ends(self, total: int) -> None:
         """The run ends after so many steps, perhaps fewer than it was to have."""
@@ -387,10 +405,10 @@ class RankRun:
     def _share(self, minibatch: int) -> list[tuple[Any, ...]]:
         """The microbatches of a minibatch that this replica of worker 0 does."""
         assert self.batches is not None
-        parts = self.batches(minibatch)
-        if self.plan.dp > 1:
+        parts, replicas = self.batches(minibatch), self.plan.replicas_of(0)
+        if replicas > 1:
             self.executors[0].compare_batch(minibatch, number_of(parts))
-        return parts[self.replica :: self.plan.dp]
+        return parts[self.replica :: replicas]
 
     def _between(self, version: int) -> None:
         """Between two actions, after so many updates of each worker here."""

@@ -21,7 +21,7 @@ from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import read_costs
-from fxpipe.planner.throttle import read_throttle
+from fxpipe.planner.throttle import pipeline_links, read_throttle
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite
@@ -47,7 +47,8 @@ def worker_row(executor: Executor, rank: int, replica: int = 0) -> dict[str, Any
     updates, and of its updates, each without waits and receives, as the plan has it (see
     `fxpipe.plan.cost_records.StageTime`). `waits` says what the worker waited for and from whom, `fill` how much of
     that came before the first backward that no flush followed. `staleness` is there if it was logged (see
-    `StalenessLog.summary`), `peak_bytes` if the worker had a process to itself on CUDA (`peak_row`).
+    `StalenessLog.summary`), `peak_bytes` if the worker had a process to itself on CUDA (`peak_row`), `sent` if it has
+    replicas: the bytes that left its process for them, by what was exchanged.
     """
     watch, log = executor.watch, executor.store.staleness
     forward = watch.seconds(*_OWN, within="F")
@@ -72,6 +73,8 @@ def worker_row(executor: Executor, rank: int, replica: int = 0) -> dict[str, Any
         "not_finite": asdict(NotFinite.of(executor)),
         "loss_scale": None if executor.scaler is None else asdict(executor.scaler.scale),
     }
+    if executor.collective is not None:
+        row["sent"] = executor.collective.sent
     return row if log is None else row | {"staleness": log.summary(), "log_problems": log.problems}
 
 
@@ -290,8 +293,8 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
         costs = read_costs(Path(folder), plan)
         if costs is None or not costs.workers:
             return None
-        if (links := read_throttle(throttle, plan.ranks)) is not None:
-            costs = replace(costs, links=replace(links, copy=costs.links.copy))
+        if (links := read_throttle(throttle, plan.processes)) is not None:
+            costs = replace(costs, links=replace(pipeline_links(links, plan), copy=costs.links.copy))
         scenario, simulation = expect(plan, costs, recipe)
     except FxpipeError as error:
         warn(f"{error.what}: there is no forecast to compare the run with")

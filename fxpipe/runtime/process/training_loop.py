@@ -1,5 +1,7 @@
 """Runs one process's actions one after the other, with receives posted ahead.
 
+Where updates are late, the one that the row's end owes is made after it.
+
 Where a process has several workers, their schedule has a flush: it ends a minibatch with all of them before it begins
 with the next one with any. What must wait for other workers, or is the process's own, is done in between. So all
 processes do it in one order, and none waits for what another would only do later:
@@ -19,7 +21,7 @@ from torch import Tensor
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.distributed import DistTransport
-from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.task.metrics import named_numbers
 
@@ -47,7 +49,7 @@ def train(
     """
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
     first, several = executors[0], len(executors) > 1
-    schedule, remote_loss = first.schedule, plan.loss_worker != 0
+    remote_loss = plan.loss_worker != 0
     for executor in executors:
         executor.store.holds_back = several
     window: deque[Event] = deque()
@@ -63,38 +65,45 @@ def train(
             value, metrics = named_numbers(found, plan.metrics)
             report(minibatch, value, updater.lr, updater.norm, metrics)
 
-    def heard(worker: int, minibatch: int, loss: Tensor | None) -> None:
+    def heard(worker: int, loss: MinibatchLoss | None) -> None:
         if loss is None:
             return
         if tell is not None:
-            tell(minibatch, loss)
+            tell(*loss)
         if worker:
-            of_worker[worker][1].send_loss(loss)
+            of_worker[worker][1].send_loss(loss.value)
         else:
-            losses[minibatch] = loss
+            losses[loss.minibatch] = loss.value
 
     while True:
         while len(window) <= LOOKAHEAD * len(executors) and (event := next(row, None)) is not None:
             worker, action = event
             executor, transport = of_worker[worker]
             executor.expect(action)
-            if worker == 0 and remote_loss and schedule.updates(action):
-                transport.expect_loss(action.minibatch)
+            updated = executor.store.updated_by(action)
+            if worker == 0 and remote_loss and updated is not None:
+                transport.expect_loss(updated)
             window.append(event)
         if not several or not window or window[0][1].minibatch != ended:
             for executor in reversed(executors):
                 executor.announce()
             for executor in executors:
-                minibatch = executor.unsettled
-                if minibatch is not None:
-                    heard(executor.worker, minibatch, executor.settle())
+                heard(executor.worker, executor.settle())
             if unreported is not None:
                 report_of(unreported)
                 unreported = None
             if between is not None:
                 between(first.store.version)
         if not window:
-            return
+            owed = first.store.owed
+            if owed is None:
+                return
+            if first.worker == 0 and remote_loss:
+                transports[0].expect_loss(owed)
+            heard(first.worker, first.catch_up())
+            if first.worker == 0:
+                report_of(owed)
+            continue
         worker, action = window.popleft()
         executor, transport = of_worker[worker]
         mine = None
@@ -110,10 +119,11 @@ def train(
                 leaves = feed(action.minibatch)[::-1]
                 executor.watch.close()
             mine = leaves.pop()
-        heard(worker, action.minibatch, executor.execute(action, mine))
+        updated = executor.store.updated_by(action)
+        heard(worker, executor.execute(action, mine))
         ended = action.minibatch
-        if worker == 0 and schedule.updates(action):
+        if worker == 0 and updated is not None:
             if several:
-                unreported = action.minibatch  # the update may wait yet
+                unreported = updated  # the update may wait yet
             else:
-                report_of(action.minibatch)
+                report_of(updated)

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +29,14 @@ from torch import Tensor
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import EdgeSpec, Mesh, Plan
+from fxpipe.plan.spec import MESH, EdgeSpec, Mesh, Plan
 from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.loopback import Loopback, Passing
 from fxpipe.runtime.wires.meter import Letter, Meter
 from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
+from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import unreceived
@@ -54,8 +57,7 @@ class Wires:
         backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
         channels: all channels of the plan, the same list in every process.
         meter: the links between ranks that messages are to take as long as; None where they take what they take.
-        placement: the rank of each worker; empty where worker k is on rank k.
-        dp, apart: as of `Mesh`, which says where replicas are.
+        mesh: where workers and replicas are.
     """
 
     def __init__(
@@ -65,14 +67,10 @@ class Wires:
         channels: list[Channel],
         device: torch.device,
         meter: Meter | None = None,
-        placement: Sequence[int] = (),
-        dp: int = 1,
-        apart: int = 0,
+        mesh: Mesh = MESH,
     ) -> None:
         self.rank = rank
-        self._mesh = Mesh(dp=dp, apart=apart)
-        _, self._replica = self._mesh.seat(rank)
-        self._placement = placement
+        self._mesh = mesh
         self._loopback = Loopback()
         self._meter = meter
         self.backend = backend
@@ -80,23 +78,24 @@ class Wires:
         self.ordered = backend == "nccl"
         self.staged = backend == "gloo" and device.type != "cpu"
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
-        self._groups: dict[Channel, Any] = {}
+        self._groups: dict[tuple[Channel, int], Any] = {}  # by the process at the other end, too
         self._outboxes: dict[int, Outbox] = {}
         if backend == "nccl":
             self._connect(channels)
 
     def isend(
-        self, flat: Tensor, to: int, channel: Channel, tag: int | None = None, turn: int = URGENT
+        self, flat: Tensor, to: int, channel: Channel, tag: int | None = None, turn: int = URGENT, replica: int = 0
     ) -> Pending | None:
         """Begin to send to a worker; the caller keeps the pair until it has waited for the work.
 
         Args:
             turn: the same for all messages of a tag.
+            replica: which one of the worker.
 
         Returns:
             None if there is nothing to wait for: the worker is in this process.
         """
-        rank = self._rank_of(to)
+        rank = self._process_of(to, replica)
         if rank == self.rank:
             self._loopback.send(self._tags[channel] if tag is None else tag, flat)
             return None
@@ -105,7 +104,7 @@ class Wires:
         flat = self._stamped(flat, rank)
         with peers(self.rank):
             if self.backend == "nccl":
-                return dist.isend(flat, rank, group=self._groups[channel]), flat
+                return dist.isend(flat, rank, group=self._groups[channel, rank]), flat
             if self.staged:
                 flat = flat.cpu()
             return dist.isend(flat, rank, tag=self._tags[channel] if tag is None else tag), flat
@@ -118,16 +117,17 @@ class Wires:
         channel: Channel,
         tag: int | None = None,
         turn: int = URGENT,
+        replica: int = 0,
     ) -> Pending:
-        """Begin to receive from a worker, into new memory, what is sent with the same turn."""
-        rank = self._rank_of(source)
+        """Begin to receive from a replica of a worker, into new memory, what is sent with the same turn."""
+        rank = self._process_of(source, replica)
         if rank == self.rank:
             return self._loopback.expect(self._tags[channel] if tag is None else tag), _NOTHING
         count += self._stamp(dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged else self.device)
         with peers(self.rank):
             if self.backend == "nccl":
-                return dist.irecv(flat, rank, group=self._groups[channel]), flat
+                return dist.irecv(flat, rank, group=self._groups[channel, rank]), flat
             tag = self._tags[channel] if tag is None else tag
             if not self._waits(turn):
                 return dist.irecv(flat, rank, tag=tag), flat
@@ -137,13 +137,13 @@ class Wires:
             places += [slice(len(data) - stamp, len(data))] if stamp else []
             return Coming([dist.irecv(data[place], rank, tag=tag) for place in places]), flat
 
-    def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> Pending | None:
-        """Begin to send a worker a few float64 numbers that are on the CPU: over gloo, with any backend.
+    def isend_numbers(self, numbers: Tensor, to: int, tag: int, replica: int = 0) -> Pending | None:
+        """Begin to send a replica of a worker a few float64 numbers that are on the CPU: over gloo, with any backend.
 
         Returns:
             As `isend`.
         """
-        rank = self._rank_of(to)
+        rank = self._process_of(to, replica)
         if rank == self.rank:
             self._loopback.send(tag, numbers)
             return None
@@ -151,9 +151,9 @@ class Wires:
         with peers(self.rank):
             return dist.isend(numbers, rank, tag=tag), numbers
 
-    def irecv_numbers(self, count: int, source: int, tag: int) -> Pending:
+    def irecv_numbers(self, count: int, source: int, tag: int, replica: int = 0) -> Pending:
         """Begin to receive the float64 numbers that `isend_numbers` sends."""
-        rank = self._rank_of(source)
+        rank = self._process_of(source, replica)
         if rank == self.rank:
             return self._loopback.expect(tag), _NOTHING
         numbers = torch.empty(count + self._stamp(torch.float64), dtype=torch.float64)
@@ -199,10 +199,10 @@ class Wires:
         return turn != URGENT and self.backend == "gloo"
 
     def _rank_of(self, worker: int) -> int:
-        return self._process_of(worker, self._replica)
+        return self._mesh.placement[worker] if self._mesh.placement else worker
 
     def _process_of(self, worker: int, replica: int) -> int:
-        return self._mesh.process(self._placement[worker] if self._placement else worker, replica)
+        return self._mesh.of_rank(self._rank_of(worker))[replica]
 
     def _put(self, flat: Tensor, rank: int, channel: Channel, tag: int | None, turn: int) -> Pending:
         """Begin to send a rank a message that waits its turn."""
@@ -237,10 +237,13 @@ class Wires:
         """Set up a communicator for each channel between ranks, in one global order: each set-up waits for the other
         end."""
         for channel in channels:
-            for replica in range(self._mesh.dp):
-                source, target = (self._process_of(worker, replica) for worker in channel[1:3])
-                if source != target:
-                    self._connect_two(channel, source, target)
+            source, target = (self._mesh.of_rank(self._rank_of(worker)) for worker in channel[1:3])
+            if source == target:
+                continue
+            both = gcd(len(source), len(target))  # a replica exchanges messages with every so-manieth one
+            for one, other in product(range(len(source)), range(len(target))):
+                if one % both == other % both:
+                    self._connect_two(channel, source[one], target[other])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -249,7 +252,7 @@ class Wires:
         with peers(self.rank):
             group = dist.new_group([source, target], backend="nccl")
             if self.rank in (source, target):
-                self._groups[channel] = group
+                self._groups[channel, target if self.rank == source else source] = group
             if self.rank == source:
                 dist.send(probe, target, group=group)
             elif self.rank == target:
@@ -264,6 +267,7 @@ class DistTransport(Transport):
         microbatches: how many a minibatch has; 1 for evaluation, which counts every batch as a minibatch.
         in_flight: how many microbatches may be in flight. When a worker ends an action of microbatch q, everything of
             microbatch q − in_flight has been received everywhere.
+        seat: which replica of the worker it is of; None where there is one.
     """
 
     def __init__(
@@ -275,8 +279,10 @@ class DistTransport(Transport):
         edges: Sequence[EdgeSpec],
         microbatches: int,
         in_flight: int,
+        seat: ReplicaSeat | None = None,
     ) -> None:
         self.worker = worker
+        self._seat = seat or ReplicaSeat(worker)
         self.wires = wires
         self.addresses = addresses
         self._microbatches = microbatches
@@ -294,10 +300,16 @@ class DistTransport(Transport):
         self._loss_count = 1 + len(plan.metrics)
 
     @staticmethod
-    def of_training(plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule) -> DistTransport:
-        """The transport of a worker's messages of training."""
-        in_flight = unreceived(schedule)
-        transport = DistTransport(plan, worker, wires, addresses, plan.all_edges, plan.own_microbatches, in_flight)
+    def of_training(
+        plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule, replica: int = 0
+    ) -> DistTransport:
+        """The transport of a worker's messages of training.
+
+        Args:
+            schedule: of the worker's replicas.
+        """
+        own, seat = schedule.microbatches, ReplicaSeat(worker, replica, plan.replicas)
+        transport = DistTransport(plan, worker, wires, addresses, plan.all_edges, own, unreceived(schedule), seat)
         transport.set_order(*(of_shape.edges for of_shape in plan.of_shapes))
         return transport
 
@@ -334,7 +346,8 @@ class DistTransport(Transport):
         layout = self._layouts[edge.name]
         channel = self.addresses.channel(edge)
         turn = turn_of(edge.kind, edge.sent.bytes)
-        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, self.addresses.tag(edge), turn)
+        tag, source = self.addresses.tag(edge), self._seat.peer(edge.src, microbatch)
+        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, tag, turn, source)
         self._posted[edge.name, minibatch, microbatch] = pending
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
@@ -349,7 +362,8 @@ class DistTransport(Transport):
         layout = self._layouts[edge.name]
         flat = layout.flat(layout(value))
         turn = turn_of(edge.kind, edge.sent.bytes)
-        self._keep(self.wires.isend(flat, edge.dst, channel, self.addresses.tag(edge), turn), edge.dst)
+        tag, reader = self.addresses.tag(edge), self._seat.peer(edge.dst, microbatch)
+        self._keep(self.wires.isend(flat, edge.dst, channel, tag, turn, reader), edge.dst)
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
         layout = self._layouts[edge.name]
@@ -358,14 +372,17 @@ class DistTransport(Transport):
 
     def expect_weights(self, owner: int, version: int, ahead: int, size: int) -> None:
         turn = self.addresses.turn_of_weights(owner, self.worker)
-        pending = self.wires.irecv(size, torch.uint8, owner, ("weights", owner, self.worker), turn=turn)
+        channel, source = ("weights", owner, self.worker), self._seat.teller(owner)
+        pending = self.wires.irecv(size, torch.uint8, owner, channel, turn=turn, replica=source)
         self._posted["weights", owner, version, ahead] = pending
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
         turn = self.addresses.turn_of_weights(self.worker, reader)
-        pending = self.wires.isend(block, reader, ("weights", self.worker, reader), turn=turn)
-        if pending is not None:
-            self._sent_weights.append(_Sent(self._now, pending, reader))
+        for replica in self._seat.told(reader):
+            channel = ("weights", self.worker, reader)
+            pending = self.wires.isend(block, reader, channel, turn=turn, replica=replica)
+            if pending is not None:
+                self._sent_weights.append(_Sent(self._now, pending, reader))
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
         return self._wait(("weights", owner, version, ahead), Cause("weights", "weights", owner))
@@ -377,23 +394,27 @@ class DistTransport(Transport):
 
     def expect_note(self, source: int, what: Note, count: int) -> None:
         tag = self.addresses.tag_of_note(what[0], source, self.worker)
-        self._posted["note", source, what] = self.wires.irecv_numbers(count, source, tag)
+        teller = self._seat.teller(source)
+        self._posted["note", source, what] = self.wires.irecv_numbers(count, source, tag, teller)
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
         tag = self.addresses.tag_of_note(what[0], self.worker, to)
-        self._keep(self.wires.isend_numbers(numbers, to, tag), to)
+        for replica in self._seat.told(to):
+            self._keep(self.wires.isend_numbers(numbers, to, tag, replica), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
         return self._wait(("note", source, what), _cause(what[0], source), numbers=True)
 
     def expect_loss(self, minibatch: int) -> None:
         """On worker 0, if it is not the loss worker: the loss of `minibatch` will be received soon."""
-        pending = self.wires.irecv(self._loss_count, torch.float32, self._loss_worker, self._loss_channel)
+        source, teller = self._loss_worker, self._seat.teller(self._loss_worker)
+        pending = self.wires.irecv(self._loss_count, torch.float32, source, self._loss_channel, replica=teller)
         self._posted["loss", minibatch] = pending
 
     def send_loss(self, loss: Tensor) -> None:
         """Report a minibatch's loss, with its metrics after it (float32), to worker 0."""
-        self._keep(self.wires.isend(loss.reshape(-1), 0, self._loss_channel), 0)
+        for replica in self._seat.told(0):
+            self._keep(self.wires.isend(loss.reshape(-1), 0, self._loss_channel, replica=replica), 0)
 
     def recv_loss(self, minibatch: int) -> Tensor:
         """On worker 0: wait for a minibatch's loss, with its metrics after it."""

@@ -13,6 +13,7 @@ from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.planner.links import Links
 from fxpipe.policy.demand import Demand
 from fxpipe.runtime.wires.meter import Letter, Meter
+from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.wires.transport import Note, Transport
 
 _Key = tuple[Any, ...]
@@ -24,7 +25,8 @@ class Mailbox:
     Args:
         throttle: the links that letters are to take as long as; None where they arrive at once.
         demand: who reads whose weights; None where no weights are sent.
-        placement: the rank of each worker, between which the links are; empty where worker k is on rank k.
+        placement: the rank of each worker, between which the links are; empty where worker k is on rank k, and where
+            the mailbox has the letters of several replicas, whose processes have links.
     """
 
     def __init__(
@@ -100,12 +102,17 @@ class Mailbox:
 
 
 class LocalTransport(Transport):
-    """One worker's end of a mailbox."""
+    """One worker's end of a mailbox.
 
-    def __init__(self, mailbox: Mailbox, worker: int) -> None:
+    Args:
+        seat: which replica it is of, where the mailbox has the letters of several.
+    """
+
+    def __init__(self, mailbox: Mailbox, worker: int, seat: ReplicaSeat | None = None) -> None:
         self.box = mailbox
         self.layouts = mailbox.layouts
         self.worker = worker
+        self._seat = seat or ReplicaSeat(worker)
 
     def add(self, edges: Sequence[EdgeSpec]) -> None:
         self.layouts |= {edge.name: Layout(edge.sent, edge.name) for edge in edges}
@@ -113,31 +120,38 @@ class LocalTransport(Transport):
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
         letter = self.layouts[edge.name](value)
         turn = turn_of(edge.kind, edge.sent.bytes)
-        self.box.put(self.worker, edge.dst, (edge.name, minibatch, microbatch), letter, turn)
+        key = (edge.name, minibatch, self._seat.number(microbatch))
+        self._put(edge.dst, self._seat.peer(edge.dst, microbatch), key, letter, turn)
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
-        return self.box.take((edge.name, minibatch, microbatch))
+        return self.box.take((edge.name, minibatch, self._seat.number(microbatch)))
 
     def arrived(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> bool:
         """Whether `recv` would find its value."""
-        return self.box.has((edge.name, minibatch, microbatch))
+        return self.box.has((edge.name, minibatch, self._seat.number(microbatch)))
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
         turn = self.box.turn(self.worker, reader)
-        self.box.put(self.worker, reader, ("weights", self.worker, reader, version, ahead), block, turn)
+        for place, replica in enumerate(self._seat.told(reader)):
+            key = ("weights", self.worker, reader, replica, version, ahead)
+            self._put(reader, replica, key, block.clone() if place else block, turn)
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
-        return self.box.take(("weights", owner, self.worker, version, ahead))
+        return self.box.take(("weights", owner, self.worker, self._seat.replica, version, ahead))
 
     def arrived_weights(self, owner: int, version: int, ahead: int) -> bool:
         """Whether `recv_weights` would find its block."""
-        return self.box.has(("weights", owner, self.worker, version, ahead))
+        return self.box.has(("weights", owner, self.worker, self._seat.replica, version, ahead))
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
-        self.box.put(self.worker, to, ("note", self.worker, to, what), numbers)
+        for replica in self._seat.told(to):
+            self._put(to, replica, ("note", self.worker, to, replica, what), numbers)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        return self.box.take(("note", source, self.worker, what))
+        return self.box.take(("note", source, self.worker, self._seat.replica, what))
 
     def arrived_note(self, source: int, what: Note) -> bool:
-        return self.box.has(("note", source, self.worker, what))
+        return self.box.has(("note", source, self.worker, self._seat.replica, what))
+
+    def _put(self, to: int, replica: int, key: _Key, letter: Tensor, turn: int = URGENT) -> None:
+        self.box.put(self._seat.end(), self._seat.end(to, replica), key, letter, turn)

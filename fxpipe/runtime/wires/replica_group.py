@@ -1,16 +1,21 @@
 """The replicas of one worker in processes of their own: a process group, over gloo or NCCL.
 
 A sum is an exchange of parts. Each replica gets its part of everybody's vector, adds in the order of replicas, and
-hands the result to all: 2(R − 1)/R of the vector travel from each, as in a ring, and the order of sums is ours.
+hands the result to all: 2(R − 1)/R of the vector travel from each, as in a ring, and the order of sums is ours. The
+two halves are exchanges of their own where replicas share out a worker's parameters.
 
 Over gloo a thread of the process does that while the worker computes. Over NCCL the calls are put on a stream.
+
+With a throttle, what leaves for another replica takes as long as their link: the second half of a sum leaves when the
+first has come.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,24 +24,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.errors import PeerLost
+from fxpipe.errors import PeerLost, RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, padded_to, summed
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.meter import Meter
 
 
 def replica_group(plan: Plan, process: int, backend: str) -> Any:
-    """The process group of the replicas of this process's rank; called by all processes. None without replicas."""
-    if plan.dp == 1:
+    """The process group of the replicas of this process's rank; called by all processes. None without others."""
+    mesh = plan.mesh
+    if not mesh.replicated:
         return None
     own = None
     rank, _ = plan.seat(process)
     with peers(process):
         for each in range(plan.ranks):
-            members = [plan.mesh.process(each, replica) for replica in range(plan.dp)]
-            group = dist.new_group(members, backend=backend)
-            own = group if each == rank else own
+            if len(members := mesh.of_rank(each)) > 1:
+                group = dist.new_group(list(members), backend=backend)
+                own = group if each == rank else own
     return own
 
 
@@ -58,12 +65,35 @@ class ReplicaProcess:
         device: of the vectors.
         staged: the group cannot carry the device's tensors: they go through the CPU's memory.
         name: what errors call this process.
+        meter: the links between processes that exchanges are to take as long as; None where they take what they take.
+        processes: those of the replicas; 0, 1, … where none are given.
+
+    Attributes:
+        sent: the bytes that have left this process for others, by worker and what was exchanged.
+
+    Raises:
+        RunError: a meter over NCCL, whose exchanges nothing of this process could hold up.
     """
 
-    def __init__(self, group: Any, replica: int, replicas: int, device: torch.device, staged: bool, name: str) -> None:
+    def __init__(
+        self,
+        group: Any,
+        replica: int,
+        replicas: int,
+        device: torch.device,
+        staged: bool,
+        name: str,
+        meter: Meter | None = None,
+        processes: Sequence[int] = (),
+    ) -> None:
         self.replica, self.replicas = replica, replicas
+        self.sent: Counter[tuple[int, str]] = Counter()
+        self._meter, self._processes, self._now = meter, processes or range(replicas), (0, "")
+        self._others = [j for j in range(replicas) if j != replica]
         self._group, self._device, self._staged, self._name = group, device, staged, name
         self._on_stream = device.type == "cuda" and not staged
+        if self._on_stream and meter is not None:
+            raise RunError("--throttle cannot slow the sums over replicas down over NCCL", hint="leave out --throttle")
         self._stream = torch.cuda.Stream(device) if self._on_stream else None
         self._begun: dict[tuple[int, Key], _Begun | tuple[Tensor, Any]] = {}
         self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
@@ -75,6 +105,7 @@ class ReplicaProcess:
 
     def begin(self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor, taken: bool = True) -> None:
         """Begin an exchange of a worker's, whose result will be `taken` or not."""
+        run = partial(self._counted, (worker, key[0]), run)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -124,18 +155,63 @@ class ReplicaProcess:
     def sum(self, flat: Tensor) -> Tensor:
         """Add up over the replicas; returns when that is done, or put on the stream."""
         whole = padded_to(flat, self.replicas)
-        parts = torch.empty_like(whole)
+        sizes = [whole.nbytes // self.replicas] * self.replicas
+        parts, due = torch.empty_like(whole), self._leave(sizes)
         self._group.alltoall_base(_bytes(parts), _bytes(whole), [], []).wait()
+        self._hold(due)
         own = summed(parts.view(self.replicas, -1).unbind())
-        found = torch.empty_like(whole)
+        found, due = torch.empty_like(whole), self._leave(sizes)
         self._group._allgather_base(_bytes(found), _bytes(own)).wait()
+        self._hold(due)
         return found[: len(flat)]
+
+    def scatter(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Add up over the replicas what they have of this one's part; the vector has a part of these sizes for each."""
+        own, item = sizes[self.replica], flat.element_size()
+        parts = flat.new_empty(self.replicas * own)
+        given = [size * item for size in sizes]
+        due = self._leave(given)
+        self._group.alltoall_base(_bytes(parts), _bytes(flat), [own * item] * self.replicas, given).wait()
+        self._hold(due)
+        return summed(parts.view(self.replicas, own).unbind())
+
+    def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The vectors of all replicas, one after the other; an all-gather of torch's has one size for all."""
+        found, item = own.new_empty(sum(sizes)), own.element_size()
+        copies, given = own.repeat(self.replicas), [len(own) * item] * self.replicas
+        taken, due = [size * item for size in sizes], self._leave(given)
+        self._group.alltoall_base(_bytes(found), _bytes(copies), taken, given).wait()
+        self._hold(due)
+        return found
 
     def copy(self, flat: Tensor) -> Tensor:
         """Replica 0's vector."""
-        found = flat.clone()
+        found, due = flat.clone(), self._leave([0 if self.replica else flat.nbytes] * self.replicas)
         self._group.broadcast([_bytes(found)]).wait()
+        self._hold(due)
         return found
+
+    def _counted(self, what: tuple[int, str], run: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
+        self._now = what
+        return run(flat)
+
+    def _leave(self, sizes: Sequence[int]) -> Tensor | None:
+        """So many bytes leave for each replica now; returns when the others have them, by the links of the meter."""
+        self.sent[self._now] += sum(sizes[j] for j in self._others)
+        if self._meter is None:
+            return None
+        due, others = torch.zeros(self.replicas, dtype=torch.int64), [j for j in self._others if sizes[j]]
+        times = self._meter.send_all(self._processes[self.replica], {self._processes[j]: sizes[j] for j in others})
+        due[others] = torch.tensor(times, dtype=torch.int64)
+        return due
+
+    def _hold(self, due: Tensor | None) -> None:
+        """Wait until all that left for this replica has come over the links of the meter."""
+        if due is not None:
+            assert self._meter is not None
+            come = torch.empty_like(due)
+            self._group.alltoall_base(_bytes(come), _bytes(due), [], []).wait()
+            self._meter.hold(int(come.max()))
 
     def _work(self) -> None:
         with torch.no_grad():
@@ -158,8 +234,18 @@ class WorkerCollective(Collective):
         self.replica, self.replicas = process.replica, process.replicas
         self._process, self._worker = process, worker
 
+    @property
+    def sent(self) -> Mapping[str, int]:
+        return {what: size for (worker, what), size in sorted(self._process.sent.items()) if worker == self._worker}
+
     def start_sum(self, key: Key, flat: Tensor) -> None:
         self._process.begin(self._worker, key, self._process.sum, flat)
+
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
+        self._process.begin(self._worker, key, partial(self._process.scatter, sizes=sizes), flat)
+
+    def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
+        self._process.begin(self._worker, key, partial(self._process.gather, sizes=sizes), own)
 
     def start_copy(self, key: Key, flat: Tensor) -> None:
         self._process.begin(self._worker, key, self._process.copy, flat, taken=self.replica > 0)

@@ -51,6 +51,7 @@ def open_worker(
 
     Args:
         folder: of the build.
+        recipe: of the run, or of this worker (`Recipe.of_worker`).
         keep_gradients: keep the gradients of the last update.
         out: the folder for the file of the staleness log, if the options ask for one; None writes no file.
         continue_after: the step after which an interrupted run goes on; None begins anew.
@@ -61,16 +62,11 @@ def open_worker(
         BuildError: the stage or the weights do not fit the plan.
         TaskError: the build has no values of the parameters, and the model does not initialise them.
         BackendError: the engine is not available, or cannot run the stage.
-        RunError: saved values are to be offloaded, and the device is none of CUDA's; or workers have different numbers
-            of replicas.
+        RunError: saved values are to be offloaded, and the device is none of CUDA's.
     """
-    if len(set(plan.replicas)) > 1:
-        raise RunError(
-            f"the workers have {', '.join(map(str, plan.replicas))} replicas, and a run needs as many of each",
-            where=str(folder),
-            hint="compile with --dp R",
-        )
-    folder = Path(folder)
+    if plan.sharded:
+        _check_shares(options, task)
+    folder, recipe = Path(folder), recipe.of_worker(worker)
     if options.offload:
         check_offload(device)
     stages = []
@@ -111,7 +107,7 @@ def open_worker(
     executor.scaler = scaler
     executor.offload = Offload(device) if options.offload else None
     executor.resets = BuffersReset.of(plan, task, options.seed)
-    executor.watch.fills = recipe.segments.single * plan.own_microbatches
+    executor.watch.fills = recipe.segments.single * recipe.schedule.microbatches
     return executor
 
 
@@ -130,6 +126,22 @@ def on_engines(
     """
     engines = engines_of(of_shape, worker, options.backend)
     return equip(of_shape, worker, stage, engines, Path(folder) / ENGINES, str(device))
+
+
+def _check_shares(options: PipelineOptions, task: TrainingTask) -> None:
+    """Refuse what needs the optimizer of all parameters of a worker, of which each replica has its share."""
+    if task.averages and options.ema is None:
+        what = "the hook averaged() reads the averages of all of a worker's weights from its optimizer"
+        hint = "--ema keeps averages without the optimizer"
+    elif options.log_staleness:
+        what = "the staleness log follows the parameter groups of a worker's optimizer"
+        hint = "leave out --log-staleness"
+    else:
+        return
+    raise RunError(
+        f"{what}, and of a build with --shard optimizer each replica has its own share of it",
+        hint=f"{hint}; or compile without --shard",
+    )
 
 
 def _weight_names(plan: Plan, worker: int) -> set[str]:

@@ -52,7 +52,9 @@ class Captures:
         self._taken = self._begun_at = executor.store.version
         self._earlier = {key: _all_copied(of) for key, of in past.items()}
         self._earlier_sent = {key: _all_copied(of) for key, of in sent.items()}
+        self._memories: dict[int, dict[str, dict[str, Tensor]]] = {}  # of codecs, by step: some are ahead of updates
         executor.store.leaving = self._keep
+        executor.ended = self._ended
 
     def take(self) -> Shard | None:
         """Call between two actions: this worker's shard at the step that was just reached, if a checkpoint is due."""
@@ -61,9 +63,14 @@ class Captures:
         if step == self._taken or store.unsettled is not None:
             return None
         self._taken = step
+        memories = self._memories.pop(step, {})
         if not self.due(step):
             return None
         self.executor.watch.open("save")
+        if self.executor.replica:
+            shard = _of_other_replica(self.executor, Shard(step), memories)
+            self.executor.watch.close()
+            return shard
         shard = self._begun.pop(step, None) or Shard(step)
         if not shard.buffers:  # no forward of it has begun
             shard.buffers = dict(self.executor.buffers)
@@ -75,20 +82,26 @@ class Captures:
         shard.sent = dict(sorted(shard.sent.items()))
         shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
         shard.buffers = {name: copied(value) for name, value in shard.buffers.items()}
-        shard.codecs = _copy(self.executor.codec_memories(), {})
+        shard.codecs = _copy(memories, {})
         shard.state = _copy(store.state(), {})
         self.executor.watch.close()
         return shard
 
     def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run; forwards put new values in the place of buffers."""
-        if minibatch > self._taken and self.due(minibatch):
+        if self.executor.replica == 0 and minibatch > self._taken and self.due(minibatch):
             self._of(minibatch).buffers = dict(self.executor.buffers)
+
+    def _ended(self, minibatch: int) -> None:
+        """All gradients of a minibatch were sent; codecs put new values in the place of what they remember."""
+        self._memories[minibatch + 1] = self.executor.codec_memories()
 
     @torch.no_grad()
     def _keep(self, version: int) -> None:
         """A version is about to be replaced."""
         store, watch = self.executor.store, self.executor.watch
+        if self.executor.replica:
+            return
         for step in range(version + 1, version + self.reach + 1):
             if not self.due(step):
                 continue
@@ -129,10 +142,20 @@ def shard_at_rest(executor: Executor) -> Shard:
     if store.updater.clip is not None:
         store.updater.clip.begin()  # as the next segment will
     shard = Shard(store.version, store.version)
+    if executor.replica:
+        return _of_other_replica(executor, shard, executor.codec_memories())
     shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
     shard.buffers = {name: copied(value) for name, value in executor.buffers.items()}
     shard.codecs = _copy(executor.codec_memories(), {})
     shard.state = _copy(store.state(), {})
+    return shard
+
+
+def _of_other_replica(executor: Executor, shard: Shard, memories: dict[str, dict[str, Tensor]]) -> Shard:
+    """What another replica than the first has, and that one has not."""
+    shard.codecs = _copy(memories, {})
+    if executor.store.shared is not None:
+        shard.state = _copy({"updater": executor.store.updater.state(), "averages": None, "staleness": None}, {})
     return shard
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from math import isfinite, prod
 from typing import Any
@@ -23,8 +23,10 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.schedule.action import Action
-from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.segments import Segments
+
+Norms = Callable[[int, Sequence[nn.Parameter]], list[float]]
+"""Gives the norms of a minibatch's gradients, as `norms_of`."""
 
 
 class Clip(ABC):
@@ -41,6 +43,9 @@ class Clip(ABC):
     skips: bool = False
     not_finite: tuple[int, list[int]] | None = None
 
+    def measure_by(self, norms: Norms) -> None:  # noqa: B027
+        """Have the norms of this worker's gradients told by someone who knows those that are not here."""
+
     def begin(self) -> None:  # noqa: B027
         """The pipeline is empty."""
 
@@ -52,8 +57,13 @@ class Clip(ABC):
         """Go on from what `state` gave, here if the cuts are the `same`, else on some worker."""
 
     @abstractmethod
-    def expect(self, action: Action) -> None:
-        """Announce to the transport what will be received around an action, some actions before it."""
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        """Announce to the transport what will be received around an action, some actions before it.
+
+        Args:
+            action: None for a flush.
+            updated: the minibatch whose update is made then, if one is.
+        """
 
     def forward(self, minibatch: int) -> None:  # noqa: B027
         """The first forward of a minibatch is about to run."""
@@ -82,19 +92,22 @@ class Clip(ABC):
 class _ByNorm(Clip):
     """What both ways of clipping have in common: norms come up after the backwards."""
 
-    def __init__(self, limit: float, plan: Plan, worker: int, schedule: Schedule, transport: Transport) -> None:
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
         self.limit = limit
         self.worker = worker
         self.last = plan.workers - 1
         self.transport = transport
-        self._schedule = schedule
         self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
         # The norm's dtype: torch's own norm of tensors of these dtypes has it.
         self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
+        self._measured: Norms = lambda minibatch, parameters: norms_of(parameters)
 
-    def expect(self, action: Action) -> None:
-        if self._schedule.updates(action) and self.worker < self.last:
-            self.transport.expect_note(self.worker + 1, ("behind", action.minibatch), self._behind)
+    def measure_by(self, norms: Norms) -> None:
+        self._measured = norms
+
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        if updated is not None and self.worker < self.last:
+            self.transport.expect_note(self.worker + 1, ("behind", updated), self._behind)
 
     def heard(self, minibatch: int) -> bool:
         return self.worker == self.last or self.transport.arrived_note(self.worker + 1, ("behind", minibatch))
@@ -105,8 +118,8 @@ class _ByNorm(Clip):
         """How many numbers come up from the next worker."""
 
     def _norms(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> list[float]:
-        """The norms of the gradients, without those that are None."""
-        norms = _norms(parameters)
+        """As `norms_of`, of the gradients that other replicas have, too."""
+        norms = self._measured(minibatch, parameters)
         if self.not_finite is None and not isfinite(sum(norms)):
             grads = [p.grad for p in parameters]
             places = [i for i, grad in enumerate(grads) if grad is not None and not grad.isfinite().all()]
@@ -126,8 +139,8 @@ class ExactClip(_ByNorm):
     from k on.
     """
 
-    def __init__(self, limit: float, plan: Plan, worker: int, schedule: Schedule, transport: Transport) -> None:
-        super().__init__(limit, plan, worker, schedule, transport)
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
+        super().__init__(limit, plan, worker, transport)
         trained = [p for p in plan.parameters if p.trained]
         self._order = sorted(range(len(trained)), key=lambda i: trained[i].owner)  # stable: each worker's own order
         self._count = sum(p.owner > worker for p in trained)
@@ -136,18 +149,16 @@ class ExactClip(_ByNorm):
     def _behind(self) -> int:
         return self._count
 
-    def expect(self, action: Action) -> None:
-        super().expect(action)
-        if self._schedule.updates(action) and self.worker > 0:
-            self.transport.expect_note(self.worker - 1, ("total", action.minibatch), 1)
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        super().expect(action, updated)
+        if updated is not None and self.worker > 0:
+            self.transport.expect_note(self.worker - 1, ("total", updated), 1)
 
     def waits(self, minibatch: int) -> bool:
         return self.worker > 0
 
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        norms = iter(self._norms(minibatch, parameters))
-        own = [-1.0 if p.grad is None else next(norms) for p in parameters]  # a norm is never negative
-        known = torch.tensor(own, dtype=torch.float64)
+        known = torch.tensor(self._norms(minibatch, parameters), dtype=torch.float64)
         if self.worker < self.last:
             known = torch.cat([known, self.transport.recv_note(self.worker + 1, ("behind", minibatch))])
         if self.worker > 0:
@@ -187,10 +198,8 @@ class PipelinedClip(_ByNorm):
         lag: how many updates of its own weights a forward of this worker misses.
     """
 
-    def __init__(
-        self, limit: float, plan: Plan, worker: int, schedule: Schedule, transport: Transport, lag: int
-    ) -> None:
-        super().__init__(limit, plan, worker, schedule, transport)
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport, lag: int) -> None:
+        super().__init__(limit, plan, worker, transport)
         self._elements = sum(prod(p.tensor.shape) for p in plan.parameters if p.trained)
         self._before = torch.zeros(2, dtype=torch.float64)  # the norm's square, and the number of elements in it
         self._own = torch.zeros(2, dtype=torch.float64)
@@ -204,9 +213,9 @@ class PipelinedClip(_ByNorm):
     def _behind(self) -> int:
         return 2
 
-    def expect(self, action: Action) -> None:
-        super().expect(action)
-        if action.phase == "F" and action.microbatch == 0 and self.worker > 0:
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        super().expect(action, updated)
+        if action is not None and action.phase == "F" and action.microbatch == 0 and self.worker > 0:
             self.transport.expect_note(self.worker - 1, ("before", action.minibatch), 2)
 
     def begin(self) -> None:
@@ -233,7 +242,7 @@ class PipelinedClip(_ByNorm):
 
     def learn(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         """These are the newest gradients of this worker: the next forwards take their norm down."""
-        square = sum(norm * norm for norm in self._norms(minibatch, parameters))
+        square = sum(norm * norm for norm in self._norms(minibatch, parameters) if not norm < 0)
         self._own = torch.tensor([square, sum(p.numel() for p in parameters)], dtype=torch.float64)
         self._past.append(self._own)
 
@@ -262,6 +271,10 @@ class ClipInSegments(Clip):
         self._pipelined = pipelined
         self._segments = segments
 
+    def measure_by(self, norms: Norms) -> None:
+        self._exact.measure_by(norms)
+        self._pipelined.measure_by(norms)
+
     def begin(self) -> None:
         self._pipelined.begin()
 
@@ -271,8 +284,10 @@ class ClipInSegments(Clip):
     def load(self, state: Any, same: bool) -> None:
         self._pipelined.load(state, same)
 
-    def expect(self, action: Action) -> None:
-        self._of(action.minibatch).expect(action)
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        minibatch = updated if action is None else action.minibatch
+        assert minibatch is not None
+        self._of(minibatch).expect(action, updated)
 
     def forward(self, minibatch: int) -> None:
         self._of(minibatch).forward(minibatch)
@@ -303,10 +318,12 @@ class ClipInSegments(Clip):
         return self._exact if self._segments.is_single(minibatch) else self._pipelined
 
 
-def _norms(parameters: Sequence[nn.Parameter]) -> list[float]:
-    """The norms of the gradients, without those that are None."""
+def norms_of(parameters: Sequence[nn.Parameter]) -> list[float]:
+    """The norm of each parameter's gradient; −1, which no norm is, where there is none."""
     present = [p.grad for p in parameters if p.grad is not None]
-    return torch.stack([norm.double() for norm in torch._foreach_norm(present)]).tolist() if present else []
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(present)]).tolist() if present else []
+    known = iter(norms)
+    return [-1.0 if p.grad is None else next(known) for p in parameters]
 
 
 def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, transport: Transport) -> Clip | None:
@@ -321,9 +338,9 @@ def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, tran
         raise RunError(f"gradients cannot be clipped to a norm of {limit}", hint="give a clip_norm above 0, or None")
     schedule = recipe.schedule
     if schedule.synchronous:
-        return ExactClip(limit, plan, worker, schedule, transport)
+        return ExactClip(limit, plan, worker, transport)
     lag = recipe.demand.versions.lag("F", worker, worker)
-    pipelined = PipelinedClip(limit, plan, worker, schedule, transport, lag)
+    pipelined = PipelinedClip(limit, plan, worker, transport, lag)
     if not recipe.segments.single:
         return pipelined
-    return ClipInSegments(ExactClip(limit, plan, worker, schedule, transport), pipelined, recipe.segments)
+    return ClipInSegments(ExactClip(limit, plan, worker, transport), pipelined, recipe.segments)

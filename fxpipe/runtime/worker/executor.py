@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
-from fxpipe.errors import RunError, listed
 from fxpipe.observe.scaled_step import ScaledStep
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import FUNCTIONS, EdgeSpec, Plan
@@ -21,6 +20,7 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
+from fxpipe.runtime.worker.replicas_data import check_read_alike
 from fxpipe.runtime.worker.stage_code import explained, reseed
 from fxpipe.runtime.worker.stage_of_shape import StageOfShape
 from fxpipe.runtime.worker.weights import WeightStore
@@ -40,6 +40,13 @@ class _Left(NamedTuple):
     taken: set[int]
 
 
+class MinibatchLoss(NamedTuple):
+    """A minibatch, and its loss with its metrics after it."""
+
+    minibatch: int
+    value: Tensor
+
+
 class Executor:
     """Executes the actions of one worker, one after the other.
 
@@ -57,6 +64,7 @@ class Executor:
         evaluates: whether the state after so many updates will be evaluated while the worker trains on.
         on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
         beginning: called with each minibatch before its first forward.
+        ended: called with each minibatch after its last action here, before any update.
         scaler: gives the scale of the loss; None where it is not scaled.
         resets: the hook `reset(model)`; None without it.
         offload: moves saved values away until their backward; None leaves them.
@@ -88,7 +96,7 @@ class Executor:
         if collective is not None:
             collective.watch = self.watch
         self.schedule = store.demand.schedule
-        self._last = plan.own_microbatches - 1
+        self._last = self.schedule.microbatches - 1
         self._divisor = plan.loss_divisor
         self.stages: tuple[LoadedStage, ...] = ()
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
@@ -104,10 +112,12 @@ class Executor:
         self.evaluates: Callable[[int], bool] = lambda version: False
         self.on_loss: Callable[[int, Tensor], None] | None = None
         self.beginning: Callable[[int], None] = lambda minibatch: None
+        self.ended: Callable[[int], None] = lambda minibatch: None
         self.resets: BuffersReset | None = None
         self.offload: Offload | None = None
         self._coming: deque[Action] = deque()  # what was announced, in the order in which it will run
         self._kept: dict[int, dict[str, Tensor]] = {}
+        self._own_losses: dict[int, Tensor] = {}  # of minibatches whose sum over the replicas is under way
         self._whole_losses: dict[int, Tensor] = {}
         self._batches: set[int] = set()  # the minibatches whose numbers are being compared
         self._handed: dict[int, dict[str, list[str]]] = {}  # the buffers that minibatches begin with, by type
@@ -152,10 +162,10 @@ class Executor:
         edges = [edge for part in parts for edge in stage.incoming[part.phase]]
         return edges, [key for part in parts for key in self.store.waits_for(part)]
 
-    def heard(self, action: Action) -> bool:
-        """Whether what an update at the end of the action waits for has arrived, but for what `settle` waits for."""
+    def heard(self, minibatch: int | None) -> bool:
+        """Whether what the update of a minibatch, if one is, waits for has arrived, but for what `settle` waits for."""
         clip = self.store.updater.clip
-        return clip is None or not self.schedule.updates(action) or clip.heard(action.minibatch)
+        return clip is None or minibatch is None or clip.heard(minibatch)
 
     def leave_out(self, action: Action) -> None:
         """The action will not run: forget what only it would have read."""
@@ -163,16 +173,16 @@ class Executor:
         for part in self._parts(action):
             self.store.release(part)
 
-    def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> Tensor | None:
-        """Run one action; a minibatch's last one makes the update, or leaves it to `settle`.
+    def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> MinibatchLoss | None:
+        """Run one action, with the update that is part of it, if one is (`WeightStore.updated_by`), or begin that.
 
         Args:
             leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
 
         Returns:
-            The minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says;
+            A minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says;
             with its metrics after it (`Plan.metrics`), if it has some. Where the worker has replicas, their sum, after
-            the update.
+            the minibatch's update.
 
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
@@ -183,22 +193,26 @@ class Executor:
         stage.comm.bind(action.minibatch, action.microbatch)
         self.watch.at(action)
         self._now = action
-        result = None
+        result: MinibatchLoss | None = None
         self.watch.open(action.phase)
         with torch.no_grad():
             if action.phase == "F":
-                result = self._run_forward(stage, action, leaves)
+                loss = self._run_forward(stage, action, leaves)
+                result = None if loss is None else MinibatchLoss(action.minibatch, loss)
             else:
                 for part in self._parts(action):
                     self._run_later(stage, part)
-                if self.schedule.updates(action):
+                if self.schedule.ends(action):
                     self.store.close_sum(action.minibatch)
-                    self.store.update(action.minibatch)
-                    result = self._whole_loss(action.minibatch)
+                    self.ended(action.minibatch)
+                    updated = self.store.updated_by(action)
+                    if updated is not None:
+                        self.store.update(updated)
+                        result = self._whole_loss(updated)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
         if result is not None and self._joint is None and self.on_loss is not None:
-            self.on_loss(action.minibatch, result.reshape(-1)[0])
+            self.on_loss(action.minibatch, result.value.reshape(-1)[0])
         return result
 
     def compare_batch(self, minibatch: int, number: int) -> None:
@@ -227,7 +241,7 @@ class Executor:
         if self.store.outer is None:
             return
         with torch.no_grad():
-            self._take_buffers(version)
+            self.take_buffers(version)
             self.store.outer.begin_meeting(version)
             self._average_buffers(list(dict.fromkeys(n for stage in self._stages for n in stage.updates)), version - 1)
 
@@ -237,7 +251,15 @@ class Executor:
             return
         with torch.no_grad():
             self.store.outer.end_meeting()
-            self._take_buffers(self.store.version)
+            self.take_buffers(self.store.version)
+
+    def hear(self) -> MinibatchLoss | None:
+        """A loss over all replicas that has arrived before its update; for drivers that run several in turn."""
+        minibatch = next(iter(self._own_losses), None)
+        if minibatch is None or self._joint is None or not self._joint.arrived(("loss", minibatch)):
+            return None
+        self._hear(minibatch)
+        return MinibatchLoss(minibatch, self._whole_losses.pop(minibatch))
 
     @property
     def unsettled(self) -> int | None:
@@ -254,7 +276,15 @@ class Executor:
         with torch.no_grad():
             self.store.announce()
 
-    def settle(self) -> Tensor | None:
+    def catch_up(self) -> MinibatchLoss | None:
+        """Make the update that a flush makes (`WeightStore.owed`), or begin it; returns what `execute` then would."""
+        minibatch = self.store.owed
+        assert minibatch is not None
+        with torch.no_grad():
+            self.store.catch_up()
+        return self._whole_loss(minibatch)
+
+    def settle(self) -> MinibatchLoss | None:
         """Make the update that waits for other workers, if there is one; returns what `execute` then would."""
         minibatch = self.unsettled
         if minibatch is None:
@@ -268,7 +298,7 @@ class Executor:
 
         An evaluation after `version` updates reads them. Buffers kept for it are given once, then forgotten.
         """
-        self._take_buffers(version)
+        self.take_buffers(version)
         own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
         return {**own, **self.buffers, **self._kept.pop(version, {})}
 
@@ -287,7 +317,7 @@ class Executor:
             for name, value in shard.buffers.items():
                 if name in self.buffers:
                     self.buffers[name] = torch.empty_like(self.buffers[name]).copy_(value)
-        memories = shards[0].codecs if same and self.replica == 0 else {}  # a shard is the first replica's
+        memories = shards[0].codecs if same else {}
         for stage in self._stages:
             stage.comm.memories = {
                 edge: {name: value.to(self.device) for name, value in memories[edge].items()}
@@ -301,6 +331,7 @@ class Executor:
         self._coming.clear()
         self._kept.clear()
         self._loss = None
+        self._own_losses.clear()
         self._whole_losses.clear()
         self._batches.clear()
         self._handed.clear()
@@ -316,7 +347,7 @@ class Executor:
     def _run_forward(self, stage: StageOfShape, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
         part = stage.parts["F"]
         if action.microbatch == 0:
-            self._take_buffers(action.minibatch)
+            self.take_buffers(action.minibatch)
             self.beginning(action.minibatch)
             if self.resets is not None and self.resets.due(action.minibatch):
                 self.resets(self.buffers, action.minibatch)
@@ -338,7 +369,7 @@ class Executor:
             self._hand_out_buffers(stage, action.minibatch)
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
             if self._apart is None:
-                self._take_buffers(action.minibatch + 1)
+                self.take_buffers(action.minibatch + 1)
             self._kept[action.minibatch + 1] = dict(self.buffers)  # later forwards put others in their place
         self._left[action.minibatch, action.microbatch] = _Left(self._set_aside(saved, action), set())
         self.store.release(action)
@@ -400,7 +431,7 @@ class Executor:
             return None
         total, self._loss = self._loss, None
         if self._joint is not None:
-            self._whole_losses[action.minibatch] = total
+            self._own_losses[action.minibatch] = total
             self._joint.start_sum(("loss", action.minibatch), total.reshape(-1))
             return None
         return total / self._divisor if self._divisor > 1 else total
@@ -411,26 +442,23 @@ class Executor:
         if minibatch in self._batches:
             self._batches.remove(minibatch)
             numbers = self.collective.take(("batch", minibatch)).tolist()
-            if len(set(numbers)) > 1:
-                others = [j for j, number in enumerate(numbers) if number != numbers[0]]
-                raise RunError(
-                    f"the replicas of worker 0 read different batches in step {minibatch + 1}: "
-                    f"{listed([f'replica {j}' for j in others])} another than replica 0",
-                    where="train_data()",
-                    hint="every replica reads all data and takes its share: they must come in the same order in every "
-                    "process, as with random numbers of the process's own generators, which are seeded alike",
-                )
-        if minibatch in self._whole_losses:
-            total = self.collective.take(("loss", minibatch)).reshape(self._whole_losses[minibatch].shape)
-            loss = self._whole_losses[minibatch] = total / self._divisor if self._divisor > 1 else total
-            if self.on_loss is not None:
-                self.on_loss(minibatch, loss.reshape(-1)[0])
+            check_read_alike(numbers, f"step {minibatch + 1}", "train_data()")
+        if minibatch in self._own_losses:
+            self._hear(minibatch)
 
-    def _whole_loss(self, minibatch: int) -> Tensor | None:
+    def _hear(self, minibatch: int) -> None:
+        assert self.collective is not None
+        total = self.collective.take(("loss", minibatch)).reshape(self._own_losses.pop(minibatch).shape)
+        loss = self._whole_losses[minibatch] = total / self._divisor if self._divisor > 1 else total
+        if self.on_loss is not None:
+            self.on_loss(minibatch, loss.reshape(-1)[0])
+
+    def _whole_loss(self, minibatch: int) -> MinibatchLoss | None:
         """The loss over all replicas, if it is known and was not asked for."""
         if self._joint is None or self.store.version <= minibatch:
             return None
-        return self._whole_losses.pop(minibatch, None)
+        loss = self._whole_losses.pop(minibatch, None)
+        return None if loss is None else MinibatchLoss(minibatch, loss)
 
     def _reduce(self, bucket: str, gradients: Sequence[Tensor | None]) -> None:
         """The code has made a bucket's gradients: those of the last microbatch complete the sums of this replica."""
@@ -475,7 +503,7 @@ class Executor:
         if taken:
             self._handed[minibatch + 1] = taken
 
-    def _take_buffers(self, minibatch: int) -> None:
+    def take_buffers(self, minibatch: int) -> None:
         """Begin a minibatch with replica 0's buffers, or the replicas' mean, if they were changed in the one before."""
         for kind, names in self._handed.pop(minibatch, {}).items():
             assert self.collective is not None
@@ -490,7 +518,7 @@ class Executor:
                 place += old.numel()
 
     def _reseed(self, action: Action) -> None:
-        microbatch = self._plan.microbatch(action.microbatch, self.replica)
+        microbatch = self._plan.microbatch(action.microbatch, self.worker, self.replica)
         reseed(self.device, self.seed, self.worker, action.phase, action.minibatch, microbatch)
 
     def _explained(self, stage: StageOfShape, action: Action) -> AbstractContextManager[None]:

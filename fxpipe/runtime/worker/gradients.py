@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ class GradientSum:
         self._parameters = parameters
         self._order = order
         self._sums: list[Tensor | None] = [None] * len(parameters)
+        self._closed: deque[list[Tensor | None]] = deque()  # of earlier minibatches, whose updates are to come
 
     def add(self, gradients: Sequence[Tensor | None], taken: set[int]) -> None:
         """Add one microbatch's gradients.
@@ -48,9 +50,14 @@ class GradientSum:
         if old:
             torch._foreach_add_(old, new)
 
+    def close(self, minibatch: int) -> None:
+        """All gradients of the minibatch are there: the next sum starts empty."""
+        self._closed.append(self._sums)
+        self._sums = [None] * len(self._parameters)
+
     def take(self, divisor: int) -> list[Tensor | None]:
-        """The sum over the microbatches, divided, by parameter; the next sum starts empty."""
-        sums, self._sums = self._sums, [None] * len(self._parameters)
+        """The oldest sum over a minibatch's microbatches that was closed, divided, by parameter."""
+        sums = self._closed.popleft()
         present = [gradient for gradient in sums if gradient is not None]
         if divisor > 1 and present:
             torch._foreach_div_(present, divisor)

@@ -23,7 +23,6 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.schedule.action import Action
-from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.loss_scaling import check_loss_scaling
 
 GROWTH = 2.0
@@ -80,7 +79,6 @@ class LossScaler(Clip):
         interval: int,
         plan: Plan,
         worker: int,
-        schedule: Schedule,
         transport: Transport,
         clip: Clip | None,
     ) -> None:
@@ -90,7 +88,6 @@ class LossScaler(Clip):
         self._interval = interval
         self._inner = clip
         self._end = plan.workers - 1
-        self._schedule = schedule
         self._divisor = plan.loss_divisor
         self._transport = transport
         self._found = 0.0
@@ -127,14 +124,14 @@ class LossScaler(Clip):
         if self._inner is not None and state["clip"] is not None:
             self._inner.load(state["clip"], same)
 
-    def expect(self, action: Action) -> None:
-        if self._schedule.updates(action):
+    def expect(self, action: Action | None, updated: int | None) -> None:
+        if updated is not None:
             if self.worker < self._end:
-                self._transport.expect_note(self.worker + 1, ("overflow", action.minibatch), 1)
+                self._transport.expect_note(self.worker + 1, ("overflow", updated), 1)
             if self.worker > 0:
-                self._transport.expect_note(self.worker - 1, ("skip", action.minibatch), 1)
+                self._transport.expect_note(self.worker - 1, ("skip", updated), 1)
         if self._inner is not None:
-            self._inner.expect(action)
+            self._inner.expect(action, updated)
 
     def forward(self, minibatch: int) -> None:
         if self._inner is not None:
@@ -229,4 +226,4 @@ def make_scaler(
             f"a loss scale of {initial:g}, doubled after {interval} steps, makes no sense",
             hint="loss_scale is a finite number above 0, loss_scale_interval one above 0",
         )
-    return LossScaler(initial, interval, plan, worker, recipe.schedule, transport, clip)
+    return LossScaler(initial, interval, plan, worker, transport, clip)

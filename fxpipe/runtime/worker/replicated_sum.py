@@ -7,6 +7,7 @@ bucket of the code has taken is sent off at the backward's end.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,6 +23,7 @@ class ReplicatedSum(GradientSum):
 
     Args:
         buckets: by name, the indices of their parameters.
+        updaters: by index, the replica that updates a parameter and alone gets its sum; empty where all get all.
     """
 
     def __init__(
@@ -30,18 +32,20 @@ class ReplicatedSum(GradientSum):
         order: Sequence[int],
         collective: Collective,
         buckets: Mapping[str, Sequence[int]],
+        updaters: Sequence[int] = (),
     ) -> None:
         super().__init__(parameters, order)
+        self._updaters = updaters
         self._collective = collective
         self._buckets = buckets
-        self._sent: dict[Key, list[int]] = {}  # the parameters of each vector that is under way
+        self._sent: dict[Key, list[int]] = {}  # the present minibatch's vectors under way, the parameters of each
+        self._under_way: deque[dict[Key, list[int]]] = deque()  # those of the minibatches before
         self._taken: set[int] = set()  # those that a bucket of the present microbatch has
 
     def start(self, bucket: str, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
         """The last microbatch's gradients of a bucket are there: send off the sums."""
         indices = self._buckets[bucket]
-        own = [_plus(self._sums[i], gradient) for i, gradient in zip(indices, gradients, strict=True)]
-        self._start((bucket, minibatch), indices, own)
+        self._start((bucket, minibatch), indices, gradients)
         self._taken |= set(indices)
 
     def add(self, gradients: Sequence[Tensor | None], taken: set[int]) -> None:
@@ -59,50 +63,70 @@ class ReplicatedSum(GradientSum):
             if value is not None and index not in self._taken:
                 rest.setdefault(value.dtype, []).append(index)
         for dtype, indices in rest.items():
-            self._start((f"rest {dtype}", minibatch), indices, [self._sums[i] for i in indices])
+            self._start((f"rest {dtype}", minibatch), indices, [None] * len(indices))
         self._taken = set()
         self._sums = [None] * len(self._parameters)
+        self._under_way.append(self._sent)
+        self._sent = {}
 
     def arrived(self) -> bool:
         """Whether `take` would find all sums."""
-        return all(map(self._collective.arrived, self._sent))
+        return all(map(self._collective.arrived, self._under_way[0]))
 
     def take(self, divisor: int) -> list[Tensor | None]:
-        """The sum over the replicas, divided, by parameter; waits for it."""
+        """The oldest minibatch's sum over the replicas, divided, by parameter; waits for it."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
-        for key, indices in self._sent.items():
+        for key, indices in self._under_way.popleft().items():
             flat, place = self._collective.take(key), 0
             if divisor > 1:
                 flat /= divisor
             for index in indices:
                 parameter = self._parameters[index]
                 part = flat[place : place + parameter.numel()]
-                sums[index] = _like(part, parameter)
+                sums[index] = like(part, parameter)
                 place += parameter.numel()
-        self._sent = {}
         return sums
 
-    def _start(self, key: Key, indices: Sequence[int], values: Sequence[Tensor | None]) -> None:
-        present = [(index, value) for index, value in zip(indices, values, strict=True) if value is not None]
-        if not present:
+    def _start(self, key: Key, indices: Sequence[int], last: Sequence[Tensor | None]) -> None:
+        """Send off the sums so far, with the last microbatch's gradients added: straight into one vector."""
+        addends = [
+            (index, [value for value in (self._sums[index], gradient) if value is not None])
+            for index, gradient in zip(indices, last, strict=True)
+        ]
+        addends = [(index, values) for index, values in addends if values]
+        if not addends:
             return
-        size = sum(value.numel() for _, value in present)
-        flat, place = present[0][1].new_empty(size), 0
-        for index, value in present:
-            part = flat[place : place + value.numel()]
-            _like(part, self._parameters[index], of_memory=True).copy_(value)
-            place += value.numel()
-        self._sent[key] = [index for index, _ in present]
-        self._collective.start_sum(key, flat)
+        if self._updaters:
+            addends.sort(key=lambda row: self._updaters[row[0]])
+        flat, place = addends[0][1][0].new_empty(sum(values[0].numel() for _, values in addends)), 0
+        for index, values in addends:
+            part = like(flat[place : place + values[0].numel()], self._parameters[index], of_memory=True)
+            if len(values) == 1:
+                part.copy_(values[0])
+            else:
+                torch.add(*values, out=part)
+            place += part.numel()
+        if not self._updaters:
+            self._sent[key] = [index for index, _ in addends]
+            self._collective.start_sum(key, flat)
+            return
+        sizes = [0] * self._collective.replicas
+        for index, values in addends:
+            sizes[self._updaters[index]] += values[0].numel()
+        self._sent[key] = [index for index, _ in addends if self._updaters[index] == self._collective.replica]
+        self._collective.start_scatter(key, flat, sizes)
 
 
-def _plus(present: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if present is None or gradient is None:
-        return gradient if present is None else present
-    return present + gradient
+def flattened(values: Sequence[Tensor], parameters: Sequence[nn.Parameter], kind: Tensor) -> Tensor:
+    """Values of parameters in one vector, as `like` takes them out of it; of the type and device of another tensor."""
+    flat, place = kind.new_empty(sum(value.numel() for value in values)), 0
+    for value, parameter in zip(values, parameters, strict=True):
+        like(flat[place : place + value.numel()], parameter, of_memory=True).copy_(value)
+        place += value.numel()
+    return flat
 
 
-def _like(part: Tensor, parameter: Tensor, of_memory: bool = False) -> Tensor:
+def like(part: Tensor, parameter: Tensor, of_memory: bool = False) -> Tensor:
     """A vector as a parameter's gradient, laid out as the parameter is.
 
     Args:

@@ -53,7 +53,7 @@ class StageOfShape:
             phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in self.parts
         }
         edges = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
-        number = partial(plan.microbatch, replica=replica)
+        number = partial(plan.microbatch, worker=worker, replica=replica)
         self.comm = EdgeComm(edges, transport, transport.watch, seed, number)
         aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
         self.buffers = {phase: [aliases[name] for name in part.buffers] for phase, part in self.parts.items()}

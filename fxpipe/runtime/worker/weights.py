@@ -22,6 +22,7 @@ from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.runtime.worker.pending_reads import Key, Unread
 from fxpipe.runtime.worker.predictions import Predictions
 from fxpipe.runtime.worker.replicated_sum import ReplicatedSum
+from fxpipe.runtime.worker.shared_update import SharedUpdate
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.runtime.worker.weight_copies import WeightCopies
@@ -57,6 +58,7 @@ class WeightStore:
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
         version: how many updates this worker has made.
+        summed: of how many minibatches it has all gradients: where updates are late, of one more between two actions.
         updater: makes them.
         predictions: of the live version.
         weight_copies: what other workers have of its weights, and it of theirs.
@@ -66,6 +68,7 @@ class WeightStore:
         leaving: called with the live version before each update.
         holds_back: others of this process take turns with this one, and what an update waits for may be theirs to
             send: `update` waits for nothing, and `announce` comes before `settle` once all have ended the minibatch.
+        shared: what replicas exchange around an update that they share out; None where each makes all of it.
         gathered: called with a minibatch whose gradients are there, from all replicas, before its update; may raise.
     """
 
@@ -86,7 +89,7 @@ class WeightStore:
         self.worker = worker
         self.demand = demand
         self.transport = transport
-        self.version = 0
+        self.version = self.summed = 0
         self.averages: Averages | None = None
         self.staleness: StalenessLog | None = None
         self.outer: OuterStep | None = None
@@ -102,12 +105,20 @@ class WeightStore:
         order = [index[demand.parameters[n].name] for n in plan.stages[worker].gradients]
         self._sum = GradientSum(live, order)
         self._over_replicas: ReplicatedSum | None = None
+        self.shared: SharedUpdate | None = None
         if collective is not None:
             buckets = {
                 bucket.name: [index[demand.parameters[name].name] for name in bucket.parameters]
                 for bucket in plan.stages[worker].buckets
             }
-            self._sum = self._over_replicas = ReplicatedSum(live, order, collective, buckets)
+            updaters = plan.updaters(worker)
+            self._sum = self._over_replicas = ReplicatedSum(
+                live, order, collective, buckets, [updaters[name] for name in self.trained if updaters]
+            )
+            if updaters:
+                self.shared = SharedUpdate(self.trained, updaters, buckets, collective)
+                if clip is not None:
+                    clip.measure_by(self.shared.norms)
         self.updater = Updater(
             worker=worker,
             trained=self.trained,
@@ -121,6 +132,8 @@ class WeightStore:
             clip=clip,
             keep_gradients=keep_gradients,
             seed=seed,
+            own=None if self.shared is None else self.shared.own,
+            replica=0 if collective is None or self.shared is None else collective.replica,
         )
         self.predictions = Predictions(self.updater.predictor, self.trained, transport)
         self._readers = demand.readers(worker)
@@ -190,6 +203,7 @@ class WeightStore:
         self._unread.begin(start, stop, since)
         self.weight_copies.begin(Filling(start, since))
         self._pending, self._ungathered, self._unannounced, self._unmade = None, False, False, False
+        self.summed = self.version
         self._copies.clear()
         self.predictions.forget_all()
         self._let_go()
@@ -235,7 +249,7 @@ class WeightStore:
     def expect(self, action: Action) -> None:
         """Tell the transport which weight copies an action could wait for: those of the newest versions it can see."""
         if self.updater.clip is not None:
-            self.updater.clip.expect(action)
+            self.updater.clip.expect(action, self.updated_by(action))
         for reading in self._parts[action.phase].readings:
             owner = reading.owner
             if owner == self.worker:
@@ -286,13 +300,30 @@ class WeightStore:
             part.storages = {weight.untyped_storage().data_ptr() for weight in weights}
         return part.storages
 
+    def updated_by(self, action: Action) -> int | None:
+        """The minibatch whose update is part of an action; None if no update is, or it was made before a checkpoint."""
+        return self.demand.updated_by(action, self._unread.since)
+
+    @property
+    def owed(self) -> int | None:
+        """After the last action of a row: the minibatch whose update only a flush makes; None if all are made."""
+        return self.version if self._pending is None and self.version < self.summed else None
+
+    def catch_up(self) -> None:
+        """The pipeline is empty: make the update that is owed, as `update`."""
+        minibatch = self.owed
+        assert minibatch is not None
+        if self.updater.clip is not None:
+            self.updater.clip.expect(None, minibatch)
+        self.update(minibatch)
+
     def update(self, minibatch: int) -> None:
-        """The minibatch's last action is over: make the update, or begin it if it must wait for other workers.
+        """The minibatch's gradients are there: make the update, or begin it if it must wait for other workers.
 
         Raises:
             RunError: the user's optimizer or scheduler failed.
         """
-        assert self.version == minibatch, f"update {self.version} by minibatch {minibatch}"
+        assert self.version == minibatch < self.summed, f"update {self.version} by minibatch {minibatch}"
         self.transport.watch.open("update")
         self._keep_past()  # first: some predictions need the last update's gradient, which goes now
         self._pending, self._ungathered, self._unannounced = minibatch, True, self.updater.clip is not None
@@ -314,13 +345,15 @@ class WeightStore:
 
     def close_sum(self, minibatch: int) -> None:
         """All gradients of a minibatch are added up here."""
-        if self._over_replicas is not None:
-            self._over_replicas.close(minibatch)
+        self._sum.close(minibatch)
+        self.summed = minibatch + 1
 
     def _gather(self, minibatch: int) -> None:
         """Take the minibatch's gradients; waits for the other replicas'."""
         self._ungathered = False
         self.updater.gather()
+        if self.shared is not None and self.updater.clip is not None:
+            self.shared.start_norms(minibatch)
         self.gathered(minibatch)
 
     def announce(self) -> None:
@@ -350,6 +383,8 @@ class WeightStore:
     def _announce(self, minibatch: int) -> None:
         if self._ungathered:
             self._gather(minibatch)
+            if self.shared is not None and self.shared.in_turn:
+                return  # norms of other replicas' gradients come when these have gathered, too
         if self._unannounced:
             self._unannounced = False
             self.updater.announce(minibatch)
@@ -364,6 +399,10 @@ class WeightStore:
         if self._sends:
             return clip is None or clip.ready(self._pending)
         arrived = self._over_replicas is None or not self._ungathered or self._over_replicas.arrived()
+        if self.shared is not None:
+            if self._ungathered:
+                return arrived
+            arrived = self.shared.norms_arrived(self._pending)
         return arrived and (clip is None or clip.heard(self._pending))
 
     @property
@@ -376,6 +415,8 @@ class WeightStore:
         """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
         if self._pending is None or self._ungathered or self._unannounced:
             return False
+        if not self._unmade and self.shared is not None:
+            return self.shared.weights_arrived(self._pending)
         if self._meets(self._pending):
             assert self.outer is not None
             return not self._unmade and self.outer.arrived(self._pending + 1)
@@ -383,7 +424,11 @@ class WeightStore:
         return clip is None or clip.ready(self._pending)
 
     def settle(self) -> None:
-        """Finish the update that was begun, and send weight copies of the new version."""
+        """Finish the update that was begun, and send weight copies of the new version.
+
+        Where one thread drives all replicas, which share it out, it takes two calls: the weights that others have
+        updated come in between.
+        """
         if self._pending is None:
             return
         self.transport.watch.open("update")
@@ -396,20 +441,27 @@ class WeightStore:
         return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
 
     def _make(self, minibatch: int) -> None:
-        """The optimizer's step."""
+        """The optimizer's step; begin what replicas exchange after it."""
         self._unmade = False
         if self.staleness is not None and self.updater.optimizer is not None:
             self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
         self.updater.step(minibatch)
         if self.outer is not None:
             self.outer.begin(minibatch + 1)
+        if self.shared is not None:
+            self.shared.start_weights(minibatch)
 
     def _step(self, minibatch: int) -> None:
         if self._unmade:
             self._make(minibatch)
+            if self.shared is not None and self.shared.in_turn:
+                self._pending = minibatch
+                return
         self._pending = None
         if self.outer is not None:
             self.outer.end(minibatch + 1)
+        if self.shared is not None:
+            self.shared.take_weights(minibatch)
         if self.averages is not None:
             self.averages.update()
         self.predictions.forget_all()

@@ -1,0 +1,11 @@
+"""The model of the replicas benchmark: the GPT of benchmarks/schedules, 25 MB of weights."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "schedules"))
+from gpt_pieces import loss, model, optimizer, train_data
+
+__all__ = ["loss", "model", "optimizer", "train_data"]
