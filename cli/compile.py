@@ -34,7 +34,7 @@ MOST_SHOWN = 4
 
 @click.command("compile")
 @click.argument("model", type=click.Path(dir_okay=False))
-@option_fields(CompileOptions, "workers", "virtual", "dp", "replicas")
+@option_fields(CompileOptions, "workers", "virtual", "dp", "replicas", "shard")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(
     CompileOptions,

@@ -149,6 +149,7 @@ def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     parts += ["--synchronous"] if options.synchronous else []
     parts += [] if options.virtual is None else [f"--virtual {options.virtual}"]
     parts += [f"--dp {options.dp}"] if options.dp > 1 else []
+    parts += [] if options.shard is None else [f"--shard {options.shard}"]
     parts += [f"--replicas {','.join(map(str, options.replicas))}"] if options.replicas else []
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -39,7 +39,8 @@ class Reduce(Pass):
         replicas: how many each worker has.
         bucket_bytes: the most that a bucket has, unless one gradient alone has more.
         last_bytes: the same for the last bucket of a dtype, if that is less.
-        sharded: whether a replica gets only its own part of the sums.
+        sharded: whether a replica gets only its own part of the sums: those of the parameters that it updates. These
+            are shared out whole, so that replicas have about as many bytes each.
         buckets: by worker, those of another shape of batch, to be made again in their order; then no others are made,
             and a parameter that gets no gradient here is None.
 
@@ -101,10 +102,27 @@ class Reduce(Pass):
             room[dtype] -= size
         place = {name: i for i, name in enumerate(names)}
         ordered = sorted((members[::-1] for members in closed), key=lambda members: place[members[-1]])
+        updaters = shared_out(gradients.sizes, self.replicas[gradients.worker]) if self.sharded else {}
         return tuple(
-            BucketSpec(f"bucket_{i}", tuple(members), sum(map(gradients.size, members)), self.sharded)
+            BucketSpec(
+                f"bucket_{i}",
+                tuple(members),
+                sum(map(gradients.size, members)),
+                self.sharded,
+                tuple(updaters[name] for name in members if self.sharded),
+            )
             for i, members in enumerate(ordered)
         )
+
+
+def shared_out(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
+    """A replica for each of these names, so that all have about as many bytes: the largest first, to who has least."""
+    held = [0] * replicas
+    found: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: of equal ones, in their order
+        found[name] = held.index(min(held))
+        held[found[name]] += sizes[name]
+    return found
 
 
 class _Gradients:
@@ -136,6 +154,11 @@ class _Gradients:
     def size(self, name: str) -> int:
         """Bytes of a parameter's gradient."""
         return size_of(value(self.nodes[name]))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all gradients."""
+        return {name: self.size(name) for name in self.nodes}
 
     def check_in(self, buckets: Sequence[BucketSpec]) -> None:
         """Refuse gradients that no bucket has.

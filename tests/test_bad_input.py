@@ -236,6 +236,32 @@ def test_microbatches_that_do_not_divide_the_batch(home: Path, count: int) -> No
     assert "hint: choose --microbatches from 1, 2, 4" in err
 
 
+@pytest.mark.parametrize(
+    ("samples", "options", "problem", "fitting"),
+    [
+        (1, ("--dp", 2, "--schedule", "gpipe", "--microbatches", 1), "a batch of 1 cannot be shared by 2 replicas", 1),
+        (4, ("--dp", 3, "--schedule", "gpipe", "--microbatches", 1), "a batch of 4 cannot be shared by 3", "1, 2, 4"),
+        (4, ("--dp", 4, "--schedule", "1f1b", "--microbatches", 2), "a batch of 4 cannot be shared by 4", "1, 2"),
+    ],
+)
+def test_a_batch_that_replicas_cannot_share(
+    home: Path, samples: int, options: tuple[object, ...], problem: str, fitting: object
+) -> None:
+    write_model(home, ("torch.randn(4, 6)", f"torch.randn({samples}, 6)"), ("3, (4,)", f"3, ({samples},)"))
+    err = compile_refused(home, *options)
+    assert f"error: {problem}" in err
+    assert f"hint: choose --dp from {fitting}, or a batch size that " in err
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "1.5"])
+def test_no_number_of_replicas(home: Path, count: str) -> None:
+    write_model(home)
+    with unchanged(home):
+        result = fxpipe("compile", "model.py", "-o", "build", "--dp", count)
+    assert (result.code, result.out) == (2, "")
+    assert "Invalid value for '--dp'" in result.err
+
+
 def test_a_batch_without_one_size(home: Path) -> None:
     write_model(home, ("torch.randint(0, 3, (4,))", "torch.randint(0, 3, (6,))"))
     err = compile_refused(home, "--schedule", "1f1b", "--microbatches", 2)

@@ -159,7 +159,9 @@ def _buckets(worker: Facts, replicas: int) -> str:
     """What a worker's replicas add up, in words."""
     sizes = [bucket["bytes"] for bucket in worker["buckets"]]
     several = f" in {len(sizes)} buckets" if len(sizes) > 1 else ""
-    return f"worker {worker['worker']}: {replicas} replicas, which add up {size(sum(sizes))} of gradients{several}"
+    shares = " and share out the update" if any(bucket["updaters"] for bucket in worker["buckets"]) else ""
+    what = f"{replicas} replicas, which add up {size(sum(sizes))} of gradients{several}{shares}"
+    return f"worker {worker['worker']}: {what}"
 
 
 def _timed_as_wholes(facts: Facts) -> bool:

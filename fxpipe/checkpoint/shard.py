@@ -5,6 +5,10 @@
     pipeline-00001-of-00004.safetensors    what minibatches in flight have read: for the same cuts alone
     worker-00001-of-00004.json             everything that is no tensor, and what each tensor of these two files is
 
+What another replica of a worker has, and the first has not, is in files of the same kinds, but for the model's:
+
+    optimizer-00001-of-00004-replica-1.safetensors
+
 The first are a model as transformers writes it, with `model.safetensors.index.json`.
 """
 
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 INDEX = "model.safetensors.index.json"
-_NUMBER = re.compile(r"-(\d{5})-of-\d{5}\.")
+_NUMBER = re.compile(r"-(\d{5})-of-\d{5}(?:-replica-(\d+))?\.")
 Version = tuple[int, int]
 """How many updates weights have had, and how many ahead they are predicted."""
 
@@ -67,8 +71,8 @@ class Shard:
     data: Any = None
 
 
-def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard) -> dict[str, FileEntry]:
-    """Write a worker's files; returns when the disk has them.
+def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard, replica: int = 0) -> dict[str, FileEntry]:
+    """Write a worker's files, or those of another replica than the first; returns when the disk has them.
 
     Raises:
         OSError: the disk does not take them.
@@ -98,11 +102,10 @@ def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard) -> dict[str
         "codecs": {edge: pipeline(memory, f"codec of {edge}") for edge, memory in shard.codecs.items()},
         "data": pipeline(shard.data, "data"),
     }
-    file = _files(worker, plan.workers)
+    file = _files(worker, plan.workers, replica)
+    aliased = {alias: value for name, value in model.items() for alias in names[name]}
     return {
-        file["model"]: write_tensors(
-            folder / file["model"], {alias: value for name, value in model.items() for alias in names[name]}
-        ),
+        **({} if replica else {file["model"]: write_tensors(folder / file["model"], aliased)}),
         file["optimizer"]: write_tensors(folder / file["optimizer"], optimizer.tensors),
         file["pipeline"]: write_tensors(folder / file["pipeline"], pipeline.tensors),
         file["worker"]: write_bytes(folder / file["worker"], json.dumps(body).encode()),
@@ -120,9 +123,25 @@ def write_index(folder: Path, plan: Plan) -> FileEntry:
     return write_bytes(folder / INDEX, json.dumps(body, indent=1).encode())
 
 
-def state_files(worker: int, workers: int) -> list[str]:
+def replicas_that_write(plan: Plan, worker: int) -> int:
+    """How many replicas of a worker have something to write: one, if the others know nothing that it does not.
+
+    Each has the optimizer's state of its own share, if it is shared out; and codecs of the gradients of its own
+    microbatches remember what they left out.
+    """
+    remember = any(edge.codec and edge.src_phase == "B" for edge in plan.all_edges)
+    return plan.replicas_of(worker) if plan.sharded or remember else 1
+
+
+def state_files(worker: int, workers: int, replica: int = 0) -> list[str]:
     """The names of those files of a worker that `read_shard` reads: all but the model's."""
-    return [name for kind, name in _files(worker, workers).items() if kind != "model"]
+    return [name for kind, name in _files(worker, workers, replica).items() if kind != "model"]
+
+
+def replicas_in(files: Iterable[str], worker: int) -> list[int]:
+    """The replicas of a worker, other than the first, of which there are files among these."""
+    found = [_NUMBER.search(name) for name in files]
+    return sorted({int(each[2]) for each in found if each is not None and each[2] and int(each[1]) == worker + 1})
 
 
 def worker_of(name: str) -> int:
@@ -131,13 +150,13 @@ def worker_of(name: str) -> int:
     return int(found[1]) - 1 if found else 0
 
 
-def read_shard(folder: Path, step: int, worker: int, workers: int) -> Shard:
-    """A worker's shard, but for what is in the model's files.
+def read_shard(folder: Path, step: int, worker: int, workers: int, replica: int = 0) -> Shard:
+    """A worker's shard, or what another replica than the first has; but for what is in the model's files.
 
     Raises:
         CheckpointError: a file cannot be read, or is not what `write_shard` writes.
     """
-    file = _files(worker, workers)
+    file = _files(worker, workers, replica)
     optimizer, pipeline = (Decoder(TensorFile(folder / file[kind])) for kind in ("optimizer", "pipeline"))
     path = folder / file["worker"]
     with explained(path, error=CheckpointError, hint="take another checkpoint: --resume PATH"):
@@ -183,8 +202,8 @@ class _Body:
     codecs: dict[str, Any] = field(default_factory=dict)
 
 
-def _files(worker: int, workers: int) -> Mapping[str, str]:
-    number = f"{worker + 1:05d}-of-{workers:05d}"
+def _files(worker: int, workers: int, replica: int = 0) -> Mapping[str, str]:
+    number = f"{worker + 1:05d}-of-{workers:05d}" + (f"-replica-{replica}" if replica else "")
     return {
         "model": f"model-{number}.safetensors",
         "optimizer": f"optimizer-{number}.safetensors",

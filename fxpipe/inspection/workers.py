@@ -89,7 +89,10 @@ def _row(
         "spared_bytes": costs and costs.spared_bytes,
         "memory_bytes": memory,
         "engines": list(stage.engines),
-        "buckets": [{"name": b.name, "bytes": b.bytes, "parameters": list(b.parameters)} for b in stage.buckets],
+        "buckets": [
+            {"name": b.name, "bytes": b.bytes, "parameters": list(b.parameters), "updaters": list(b.updaters)}
+            for b in stage.buckets
+        ],
         "owned_names": [p.name for p in owned],
         "copy_names": [p.name for p in copies],
         "file": stage.file,

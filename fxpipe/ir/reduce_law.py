@@ -60,6 +60,10 @@ def _check_call(program: Program, bucket: BucketSpec, node: fx.Node, gradients: 
         raise VerifyError(f"{where} is in {info(node).phase}, and gradients are returned in {program.phases[-1]}")
     if node.target.__name__ != bucket.call:  # type: ignore[union-attr]
         raise VerifyError(f"{where} is {node.target.__name__}, not {bucket.call}")  # type: ignore[union-attr]
+    replicas = program.replicas[info(node).worker or 0]
+    count = len(bucket.parameters) if bucket.sharded else 0
+    if len(bucket.updaters) != count or not all(0 <= replica < replicas for replica in bucket.updaters):
+        raise VerifyError(f"{where} has the updaters {bucket.updaters}: of {count} parameters, {replicas} replicas")
     if members_of(node) != [gradients.get(name) for name in bucket.parameters]:
         raise VerifyError(f"{where} hands over {members_of(node)}, which are not the gradients of {bucket.parameters}")
     if node.users:

@@ -21,6 +21,7 @@ from fxpipe.planner.workers import Recomputation
 from fxpipe.policy import default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
+from fxpipe.policy.shares import check_shares
 from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text, with_replicas
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.csv_rows import RowsOfText
@@ -44,6 +45,7 @@ SCANNED = 8
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
+ShardMode = Literal["optimizer"]
 
 
 def compile_schedule(text: str) -> str:
@@ -90,6 +92,8 @@ class CompileOptions:
             minibatch's microbatches and add up their gradients.
         replicas: of each worker its own number of them, in place of `dp`; they share all microbatches. Only with a
             schedule that has a worker in each process and no weight gradients apart.
+        shard: 'optimizer': each replica of a worker has the optimizer's state of its own share of the worker's
+            parameters, and updates these alone; then the replicas hand out the new weights.
         cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
             (weight gradients apart, too), or 'auto': bidirectional where they gain more than 2%. Or the cuts
             themselves, as unit numbers, instead of all choosing.
@@ -167,6 +171,12 @@ class CompileOptions:
         metavar="R,R,…",
         help="Replicas of each worker, such as 2,1,1, which share all --microbatches; --schedule is then 1f1b by "
         "default.",
+    )
+    shard: ShardMode | None = option(
+        None,
+        "--shard",
+        choices=get_args(ShardMode),
+        help="What replicas share out instead of having all of it: the optimizer's state, with its updates.",
     )
     cuts: Cuts | CutsMode = option(
         "auto",
@@ -341,7 +351,9 @@ class CompileOptions:
         """The pass that puts gradients into buckets for replicas; None where there are none."""
         from fxpipe.passes.reduce import Reduce
 
-        return Reduce(self.replicas or (self.dp,) * self.stages) if self.processes > self.workers else None
+        if self.processes == self.workers:
+            return None
+        return Reduce(self.replicas or (self.dp,) * self.stages, sharded=self.shard is not None)
 
     @property
     def processes(self) -> int:
@@ -501,6 +513,7 @@ class CompileOptions:
         if self.synchronous and not self.kind.synchronous:
             raise not_synchronous(self.schedule)
         check_loss_scaling(self.kind, self.autocast)
+        self._check_shard()
         self.setting()
         encoding = self.encoding
         if self.autocast == FLOAT16:
@@ -532,6 +545,28 @@ class CompileOptions:
                 f"all workers have {self.replicas[0]} replicas", hint=f"--dp {self.replicas[0]} in place of --replicas"
             )
 
+    def _check_shard(self) -> None:
+        if self.shard is None:
+            return
+        if self.shard not in get_args(ShardMode):
+            raise CutError(f"shard={self.shard!r} is none of {', '.join(get_args(ShardMode))}")
+        if self.replicas:
+            raise CutError(
+                f"--shard {self.shard} is for workers with equally many replicas, not {','.join(map(str, self.replicas))}",
+                hint="--dp R in place of --replicas, or leave --shard out",
+            )
+        if self.dp == 1:
+            raise CutError(
+                f"--shard {self.shard} shares out among the replicas of a worker, and each has one",
+                hint="add --dp R, or leave --shard out",
+            )
+        if self.autocast == FLOAT16:
+            raise CutError(
+                f"--shard {self.shard} and --autocast fp16: a replica sees its own gradients alone, and not whether "
+                "those of others overflow",
+                hint="compile with --autocast bf16, which needs no loss scale, or leave --shard out",
+            )
+
     def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:
         """What the planner plans for.
 
@@ -545,11 +580,13 @@ class CompileOptions:
         schedule = self.made_schedule
         policy = make_policy(self.policy or default_for(schedule, optimizer.momentum))
         policy.check(schedule)
+        if self.shard is not None:
+            check_shares(policy)
         links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
         speeds, memory = tuple(self.speeds), tuple(self.memory)
         return Setting(
             *(schedule.name, str(policy), schedule.microbatches, links, speeds, memory),
-            *(optimizer.state_bytes, optimizer.policy),
+            *(optimizer.state_bytes / (1 if self.shard is None else self.dp), optimizer.policy),
             placement=schedule.placement if schedule.several else (),
             rows=schedule.lines if isinstance(schedule, RowsOfText) else (),
             recompute=self.recompute,

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ def check_per_worker(
     """Play the user's optimizer both ways, in milliseconds; the process's random state stays as it is.
 
     Args:
-        plan: says who owns which parameters; their values are not needed. Of very many, some are drawn.
+        plan: says who owns which parameters; their values are not needed. Of very many, some are drawn. Where replicas
+            of a worker share its parameters out, each has an optimizer of its own, and counts as a worker here.
         make: None is the default, which looks at each parameter alone.
         scheduler: of its rates; one that cannot be played is left out.
         accepted: the user knows that it makes a difference.
@@ -79,9 +80,11 @@ def check_per_worker(
         TaskError: it makes a difference, or it fails where it is given one worker's parameters alone.
     """
     trained = [p for p in plan.parameters if p.trained]
+    if plan.sharded:
+        trained = [_of_replica(plan, p) for p in trained]
     if make is None or not trained:
         return None
-    with warnings.catch_warnings(), random_state_kept(), _uncompiled(), threads(1, 1):
+    with warnings.catch_warnings(), random_state_kept(), _uncompiled(), threads(1, 1), _counted(plan):
         warnings.simplefilter("ignore")
         rows = _some(trained)
         copies = Copies(rows, plan.device, make, scheduler)
@@ -124,6 +127,11 @@ def compare(together: Played, divided: Played) -> Divergence:
         if share[most] > worst.share:
             worst = Divergence(float(share[most]), most)
     return worst
+
+
+def _of_replica(plan: Plan, row: ParameterSpec) -> ParameterSpec:
+    """A parameter whose owner is the replica that updates it, by its number among those of all workers in order."""
+    return replace(row, owner=row.owner * plan.dp + plan.updaters(row.owner).get(row.name, 0))
 
 
 def _some(trained: list[ParameterSpec]) -> list[ParameterSpec]:
@@ -319,6 +327,20 @@ def _norms(ones: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
     """Of each tensor, or of how far each is from another."""
     tensors = ones if others is None else torch._foreach_sub(ones, others)
     return torch.stack([norm.double() for norm in torch._foreach_norm(tensors)]).cpu()
+
+
+@contextmanager
+def _counted(plan: Plan) -> Iterator[None]:
+    """Errors say what they call a worker, where it is a replica."""
+    try:
+        yield
+    except TaskError as error:
+        if plan.sharded:
+            error.what += (
+                f"; with --shard optimizer each replica has an optimizer of its own, and is counted as a worker here: "
+                f"replica r of worker w is {plan.dp} w + r"
+            )
+        raise
 
 
 @contextmanager

@@ -122,6 +122,12 @@ def _check_buckets(plan: Plan, worker: int, stage: StageSpec, place: str) -> Non
     names = tuple(bucket.name for bucket in stage.buckets)
     if len(set(names)) < len(names) or any(bucket.bytes < 0 for bucket in stage.buckets):
         raise Malformed("two buckets have one name, or one has less than no bytes", f"{place}.buckets")
+    if len({bucket.sharded for bucket in stage.buckets}) > 1:
+        raise Malformed("some buckets are shared out, and others are not", f"{place}.buckets")
+    for bucket in stage.buckets:
+        count = len(bucket.parameters) if bucket.sharded else 0
+        if len(bucket.updaters) != count or not all(0 <= r < plan.replicas[worker] for r in bucket.updaters):
+            raise Malformed(f"{bucket.name} has other updaters than a replica for each parameter", f"{place}.buckets")
     *before, last = stage.parts.values()
     if last.reduces != names or any(part.reduces for part in before):
         raise Malformed("its code does not hand over its buckets, in their order, where it makes gradients", place)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 12
+FORMAT = 13
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
 Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients where a schedule has them apart
@@ -145,12 +145,14 @@ class BucketSpec:
         bytes: of all of them.
         sharded: whether each replica gets only its own part of the sums (`comm.reduce_scatter`), not all of them
             (`comm.all_reduce`).
+        updaters: then, for each of the parameters, the replica that gets the sum of its gradient and updates it.
     """
 
     name: str
     parameters: tuple[str, ...]
     bytes: int
     sharded: bool = False
+    updaters: tuple[int, ...] = ()
 
     @property
     def call(self) -> Literal["all_reduce", "reduce_scatter"]:
@@ -535,6 +537,26 @@ class Plan:
     def owned(self, worker: int) -> tuple[ParameterSpec, ...]:
         """The parameters whose master weights live on `worker`."""
         return tuple(p for p in self.parameters if p.owner == worker)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each replica of a worker updates its own share of the worker's parameters, and not all of them."""
+        return any(bucket.sharded for stage in self.stages for bucket in stage.buckets)
+
+    def updaters(self, worker: int) -> dict[str, int]:
+        """The replica that updates each trained parameter of a worker, by name; empty where all replicas update all.
+
+        Of a parameter that never gets a gradient it is the first.
+        """
+        shared = [bucket for bucket in self.stages[worker].buckets if bucket.sharded]
+        known = {n: r for bucket in shared for n, r in zip(bucket.parameters, bucket.updaters, strict=True)}
+        trained = [p for p in self.owned(worker) if p.trained] if shared else []
+        return {p.name: next((known[name] for name in p.names if name in known), 0) for p in trained}
+
+    def updated(self, worker: int, replica: int) -> tuple[ParameterSpec, ...]:
+        """The trained parameters of a worker that one of its replicas updates."""
+        updaters = self.updaters(worker)
+        return tuple(p for p in self.owned(worker) if p.trained and updaters.get(p.name, replica) == replica)
 
     @property
     def digest(self) -> str:

@@ -10,6 +10,7 @@ from fxpipe.errors import PolicyError, ScheduleError
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.base import Policy
 from fxpipe.policy.demand import Demand
+from fxpipe.policy.shares import check_shares
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.segments import Segments
 
@@ -61,6 +62,8 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
         policy = plan.policy if made.name == plan.schedule else policies.default_for(made)
     chosen = policies.make(policy) if isinstance(policy, str) else policy
     chosen.check(made)
+    if plan.sharded:
+        check_shares(chosen)
     demand = Demand(plan, made, chosen).divided(Segments.of(sync_steps, made))
     refuse_crossing(plan, demand)
     return Recipe(made, chosen, demand)

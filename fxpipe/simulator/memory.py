@@ -106,6 +106,15 @@ def memory_of(
     return _RowWalk(plan, costs, demand, worker, row, ratio).all()
 
 
+def largest_share(plan: Plan, worker: int) -> list[int]:
+    """Bytes of each parameter that a replica of a worker updates: the one that has most of them.
+
+    All replicas update all, unless they share them out.
+    """
+    shares = ([p.tensor.bytes for p in plan.updated(worker, replica)] for replica in range(plan.replicas_of(worker)))
+    return max(shares, key=sum)
+
+
 class _RowWalk:
     """One worker's row."""
 
@@ -116,16 +125,16 @@ class _RowWalk:
         summary: WorkerSummary = costs.workers[worker]
         self.parts = {part.phase: _resized(part, ratio) for part in summary.parts}
         self._weights = held_weights(demand, worker, row)
-        trained = [p.tensor.bytes for p in plan.owned(worker) if p.trained]
-        self.gradients = float(sum(trained))
+        self.gradients = float(sum(p.tensor.bytes for p in plan.owned(worker) if p.trained))
+        updated = largest_share(plan, worker)
         frozen = sum(
             p.tensor.bytes
             for p in plan.parameters
             if not p.trained and p.owner != worker and any(reader == worker for reader, _ in p.readers)
         )
         step = costs.step_memory
-        self._step = step.of_largest * max(trained, default=0) + step.of_all * self.gradients
-        self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * self.gradients
+        self._step = step.of_largest * max(updated, default=0) + step.of_all * sum(updated)
+        self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * sum(updated)
         self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
         # A policy that predicts by the last gradients keeps them until the next ones take their place.
         self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form

@@ -15,7 +15,7 @@ from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule.check import held
-from fxpipe.simulator.memory import peak_bytes
+from fxpipe.simulator.memory import largest_share, peak_bytes
 
 
 def summarize(program: Program, plan: Plan, demand: Demand, optimizer: OptimizerCosts = UNKNOWN) -> list[WorkerSummary]:
@@ -37,7 +37,6 @@ def summarize(program: Program, plan: Plan, demand: Demand, optimizer: Optimizer
     for rank, stage in enumerate(plan.stages):
         owned = [p.name for p in plan.owned(rank)]
         copies = [p.name for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
-        trained = sum(p.tensor.bytes for p in plan.owned(rank) if p.trained)
         owned_bytes, copy_bytes = (sum(sizes[n] for n in names) for names in (owned, copies))
         copy_bytes += traffic.bases[rank]
         saved = _passed_bytes(program, program.stages[rank].parts["B"])
@@ -53,7 +52,7 @@ def summarize(program: Program, plan: Plan, demand: Demand, optimizer: Optimizer
                 forward=seconds.get((rank, "F"), 0.0),
                 backward=seconds.get((rank, "B"), 0.0),
                 weight=seconds.get((rank, "W"), 0.0),
-                update=optimizer.seconds_per_byte * trained,
+                update=optimizer.seconds_per_byte * sum(largest_share(plan, rank)),
                 owned=len(owned),
                 owned_bytes=owned_bytes,
                 copies=len(copies),

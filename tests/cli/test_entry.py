@@ -104,4 +104,5 @@ def test_at_any_moment(tmp_path: Path, number: signal.Signals) -> None:
         time.sleep(0.01 + 0.04 * tenth)
         process.send_signal(number)
         _, err = process.communicate(timeout=20)
-        assert (process.returncode, err.lstrip("\n")) == (128 + number, "interrupted\n"), tenth
+        assert process.returncode == 128 + number, tenth
+        assert err in ("interrupted\n", "\ninterrupted\n"), tenth  # click, inside a command, first ends the line of ^C

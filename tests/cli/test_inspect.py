@@ -464,10 +464,12 @@ def test_what_replicas_add_up() -> None:
     assert found["build"]["replicas"] == [1, 3]
     assert [w["buckets"] for w in found["workers"]] == [
         [],
-        [{"name": b.name, "bytes": b.bytes, "parameters": list(b.parameters)} for b in stage.buckets],
+        [{"name": b.name, "bytes": b.bytes, "parameters": list(b.parameters), "updaters": []} for b in stage.buckets],
     ]
     text = printed(lambda c: print_overview(found, c), 120)
     total = size(sum(bucket.bytes for bucket in stage.buckets))
     assert f"worker 1: 3 replicas, which add up {total} of gradients in {len(stage.buckets)} buckets\n" in text
     assert "worker 0: " not in text
+    shares = library.lower(program, **options, reduce=Reduce((1, 3), sharded=True))
+    assert " and share out the update\n" in printed(lambda c: print_overview(facts(subject_of(shares)), c), 120)
     assert "add up" not in printed(lambda c: print_overview(golden(), c), 120)

@@ -197,6 +197,12 @@ def twice(program: Program) -> Program:
     return dataclasses.replace(program, buckets=((first, first),))
 
 
+def without_updaters(program: Program) -> Program:
+    made = reduced(sharded=True)
+    first, *others = made.buckets[0]
+    return dataclasses.replace(made, buckets=((dataclasses.replace(first, updaters=(2,)), *others),))
+
+
 def in_two_buckets(program: Program) -> Program:
     first, second = program.buckets[0]
     return dataclasses.replace(program, buckets=((first, dataclasses.replace(second, parameters=first.parameters)),))
@@ -232,6 +238,7 @@ def two_dtypes(program: Program) -> Program:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
+        (without_updaters, r"has the updaters \(2,\): of 1 parameters, 2 replicas"),
         (no_call, r"hands over the buckets \['bucket_1'\], and has \['bucket_0', 'bucket_1'\]"),
         (other_member, "which are not the gradients of"),
         (twice, r"and has \['bucket_0', 'bucket_0'\]"),

@@ -156,7 +156,7 @@ def test_another_clock_is_told_in_worker_0s_time(toy: Any, tmp_path: Path) -> No
     plan = read_plan(toy().save(tmp_path / "build"))
     late, drift, end = 10**12, 10_000, 10**9
 
-    def recorded(worker: int) -> WorkerTrace:
+    def recorded(worker: int, replica: int) -> WorkerTrace:
         spans = Spans()
         offset = -late * worker
         for begin in (0, end):

@@ -255,11 +255,15 @@ def test_evaluation_data_are_the_same_every_time(built: tuple[Task, Build]) -> N
     assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
     torch.rand(3), random.random(), numpy.random.rand()
     again = list(data())
-    assert [(shape, weight) for shape, _, weight in first] == [(0, 12.0), (1, 5.0)]
-    for (_, one, _), (_, other, _) in zip(first, again, strict=True):
-        assert all(map(torch.equal, one, other))
-    other = list(EvaluationData(plan, batches, seed=4)())
-    assert not torch.equal(first[0][1][1], other[0][1][1])
+    assert [(placed.shape, placed.weight) for placed in first] == [(0, 12.0), (1, 5.0)]
+    for one, two in zip(first, again, strict=True):
+        assert one.leaves is not None
+        assert two.leaves is not None
+        assert all(map(torch.equal, one.leaves, two.leaves))
+    (other, _) = EvaluationData(plan, batches, seed=4)()
+    assert first[0].leaves is not None
+    assert other.leaves is not None
+    assert not torch.equal(first[0].leaves[1], other.leaves[1])
 
 
 def pair(*shape: int, dtype: torch.dtype = torch.int64) -> Any:

@@ -119,6 +119,9 @@ def test_it_is_ddp_of_the_eager_model(tmp_path: Path, schedule: str) -> None:
     ("schedule", "workers", "dp", "own", "more"),
     [
         ("1f1b", 2, 2, 2, {"clip_norm": 0.5}),
+        ("1f1b", 2, 2, 1, {"clip_norm": 0.5, "shard": "optimizer", "ema": 0.9}),
+        pytest.param("async", 2, 2, 1, {"policy": "stash", "shard": "optimizer"}, marks=pytest.mark.slow),
+        pytest.param("zb-v", 1, 2, 2, {"shard": "optimizer", "clip_norm": 0.5}, marks=pytest.mark.slow),
         pytest.param("async", 2, 2, 1, {"eval_every": 2}, marks=pytest.mark.slow),
         pytest.param("zb-v", 1, 2, 2, {}, marks=pytest.mark.slow),
         pytest.param("async", 1, 3, 1, {"ema": 0.9}, marks=pytest.mark.slow),
@@ -130,8 +133,10 @@ def test_it_is_ddp_of_the_eager_model(tmp_path: Path, schedule: str) -> None:
 def test_processes_have_the_bits_of_one(
     tmp_path: Path, schedule: str, workers: int, dp: int, own: int, more: dict[str, Any]
 ) -> None:
-    """Batch norm, dropout, evaluation, averages, checkpoints, and a run that goes on."""
-    _compiled(tmp_path / "build", schedule, workers, dp, own)
+    """Batch norm, dropout, evaluation, averages, shared-out updates, checkpoints, and a run that goes on."""
+    asked = {name: more[name] for name in ("shard", "policy") if name in more}
+    more = {name: value for name, value in more.items() if name not in asked}
+    _compiled(tmp_path / "build", schedule, workers, dp, own, **asked)
     common = {"build": str(tmp_path / "build"), "steps": 6, "checkpoint_every": "3", "progress": False, **more}
     local = run_local(RunOptions(**common, out=str(tmp_path / "local")))
     found = _launched(RunOptions(**common, out=str(tmp_path / "apart")))
@@ -142,6 +147,7 @@ def test_processes_have_the_bits_of_one(
         folders = [tmp_path / where / "checkpoints" / f"step-{step}" for where in ("apart", "local")]
         names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
         assert names[0] == names[1]
+        assert any("-replica-" in name for name in names[0]) == ("shard" in asked)
         for name in names[0]:
             if name.endswith(".safetensors"):
                 assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
@@ -265,7 +271,7 @@ def test_a_batch_that_cannot_be_shared_is_refused_with_the_numbers_that_can() ->
         fxp.compile(net, loss, torch.randn(1, 4), workers=1, dp=2, schedule="gpipe")
 
 
-def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more: str = "") -> None:
+def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more: str = "", **asked: Any) -> None:
     """A build of the model file, which is next to it."""
     path = folder.parent / f"model_{folder.name}.py"
     path.write_text(MODEL.read_text() + more)
@@ -284,6 +290,7 @@ def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more
         cost="analytic",
         forward_at=["norm"] if schedule == "1f1b" and workers == 2 else [],
         evaluation=(task.metrics, task.eval_data()),
+        **asked,
     ).save(folder, model_file=path)
 
 

@@ -149,6 +149,8 @@ def with_buckets(change: Callable[[tuple[BucketSpec, ...]], Sequence[BucketSpec]
             "two buckets have one name",
         ),
         (with_buckets(lambda found: [dataclasses.replace(b, bytes=-1) for b in found]), "less than no bytes"),
+        (with_buckets(lambda found: [dataclasses.replace(b, updaters=(0,)) for b in found]), "has other updaters than"),
+        (with_buckets(lambda found: [dataclasses.replace(b, sharded=True) for b in found]), "has other updaters than"),
         (
             lambda plan: of_first(plan, forward=dataclasses.replace(plan.stages[0].forward, reduces=("bucket_0",))),
             "where it makes gradients",

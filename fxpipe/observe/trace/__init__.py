@@ -9,9 +9,9 @@ The file is one JSON object with one event per line, so that a truncated file ca
     …
     ], "displayTimeUnit": "ms", "otherData": {"fxpipe": "0.1.0", …}}
 
-`pid` is the worker's rank; where ranks have several workers, `tid` is the worker, else 0. Times are microseconds from
-where training began, with three decimals. An event's `cat` is its kind; a worker's events nest: what is
-inside another counts as its own kind alone. Minibatches count from 0.
+`pid` is the worker's rank, and 65536 more for each replica before its own; where ranks have several workers, `tid` is
+the worker, else 0. Times are microseconds from where training began, with three decimals. An event's `cat` is its kind;
+a worker's events nest: what is inside another counts as its own kind alone. Minibatches count from 0.
 
 `writer` writes it, `reader` reads it, and `nesting` flattens nested events. No torch.
 """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fxpipe.observe.trace import HEAD, KINDS, TAIL, Event
-from fxpipe.observe.trace.rows import worker_of
+from fxpipe.observe.trace.rows import REPLICA, worker_of
 from fxpipe.typed_json import Malformed, convert, parse
 
 
@@ -17,7 +18,7 @@ class Trace:
     """What could be read from a trace file.
 
     Attributes:
-        events: those of the wanted minibatches, in the file's order.
+        events: those of the wanted minibatches, in the file's order; of replicas, the first's.
         workers: how many it is of, if that can be seen.
         minibatches: how many the whole file has, wanted or not.
         other: the file's `otherData`: build, schedule, seconds; empty if the file is cut off.
@@ -72,11 +73,13 @@ def trace_workers(path: str | Path) -> int:
         for line in file:
             if not line.startswith('{"ph":"M"'):
                 break
-            workers += '"process_name"' in line
+            named = _PROCESS.search(line)
+            workers += named is not None and int(named[1]) < REPLICA
     return workers
 
 
-MOST_WORKERS = 1 << 16
+MOST_WORKERS = REPLICA
+_PROCESS = re.compile(r'"name":"process_name","pid":(\d+),')
 MOST_TIME = 1e15
 """Microseconds, 30 years: anything later is not a time."""
 
@@ -136,6 +139,8 @@ class _TraceEvents:
         process, row = event.get("pid"), event.get("tid", 0)
         if isinstance(process, int) and isinstance(row, int) and (worker := worker_of(process, row)) < MOST_WORKERS:
             self.workers = max(self.workers, worker + 1)
+        if isinstance(process, int) and process >= REPLICA:
+            return
         if event.get("ph") != "X" or event.get("cat") not in KINDS or not isinstance(event.get("args"), dict):
             return
         found = convert(event, _SpanJson, extra=True)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+REPLICA = 1 << 16
+"""How far the numbers of processes of one replica are from those of the next: more than any run has."""
 
-def row_of(worker: int, placement: Sequence[int] = ()) -> tuple[int, int]:
-    """The process and the row in it that show a worker; `worker_of` is the way back."""
-    return (placement[worker], worker) if placement else (worker, 0)
+
+def row_of(worker: int, placement: Sequence[int] = (), replica: int = 0) -> tuple[int, int]:
+    """The process and the row in it that show a replica of a worker; `worker_of` is the way back of the first one's."""
+    process, row = (placement[worker], worker) if placement else (worker, 0)
+    return process + replica * REPLICA, row
 
 
 def worker_of(process: int, row: int) -> int:

@@ -58,14 +58,22 @@ class TraceWriter:
 
     Args:
         placement: the rank of each worker; empty where worker k is on rank k.
+        replicas: how many each worker has; each has its own arrows, for its own microbatches.
 
     Raises:
         RunError: the file cannot be written.
     """
 
-    def __init__(self, path: str | Path, workers: int, microbatches: int = 1, placement: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        workers: int,
+        microbatches: int = 1,
+        placement: Sequence[int] = (),
+        replicas: int = 1,
+    ) -> None:
         self.path = Path(path)
-        self._placement = placement
+        self._placement, self._replicas = placement, replicas
         self.workers = workers
         self.microbatches = microbatches
         self._partial = partial(self.path)
@@ -80,7 +88,8 @@ class TraceWriter:
         self._write(
             json.dumps(event, separators=(",", ":"))
             for worker in range(workers)
-            for event in worker_metadata(worker, placement)
+            for replica in range(replicas)
+            for event in worker_metadata(worker, placement, replica if replicas > 1 else None)
         )
 
     def __enter__(self) -> TraceWriter:
@@ -98,6 +107,7 @@ class TraceWriter:
         microbatch: Sequence[int],
         begin: Sequence[int],
         end: Sequence[int],
+        replica: int = 0,
     ) -> None:
         """Write a worker's events, given as columns of one length, in any order.
 
@@ -107,7 +117,7 @@ class TraceWriter:
         """
         if not len(kind) == len(name) == len(minibatch) == len(microbatch) == len(begin) == len(end):
             raise ValueError("the columns differ in length")
-        self._write(self._lines(worker, kind, name, minibatch, microbatch, begin, end))
+        self._write(self._lines(worker, replica, kind, name, minibatch, microbatch, begin, end))
 
     def close(self, other: dict[str, Any]) -> None:
         """End the file with `other` as its `otherData`, and move it into its place."""
@@ -133,6 +143,7 @@ class TraceWriter:
     def _lines(
         self,
         worker: int,
+        replica: int,
         kinds: Sequence[str],
         names: Sequence[str],
         minibatches: Sequence[int],
@@ -145,7 +156,7 @@ class TraceWriter:
         order.sort(key=begins.__getitem__)
         open_ends: list[int] = []
         flow: _Flow | None = None
-        place = f'{self._place(worker)},"ts":'
+        place = f'{self._place(worker, replica)},"ts":'
         for i in order:
             kind, begin, end = kinds[i], begins[i], ends[i]
             while open_ends and open_ends[-1] <= begin:
@@ -154,7 +165,7 @@ class TraceWriter:
                 end = min(end, open_ends[-1])
             if not open_ends:
                 if flow is not None:
-                    yield self._arrow(worker, flow)
+                    yield self._arrow(worker, replica, flow)
                 action = kind in ACTIONS
                 flow = _Flow(kind, minibatches[i], microbatches[i], begin, end) if action else None
             elif flow is not None:
@@ -166,19 +177,19 @@ class TraceWriter:
                 f'"args":{{"minibatch":{minibatches[i]},"microbatch":{microbatches[i]}}}}}'
             )
         if flow is not None:
-            yield self._arrow(worker, flow)
+            yield self._arrow(worker, replica, flow)
 
-    def _arrow(self, worker: int, flow: _Flow) -> str:
-        number = flow.minibatch * self.microbatches + flow.microbatch
+    def _arrow(self, worker: int, replica: int, flow: _Flow) -> str:
+        number = (flow.minibatch * self.microbatches + flow.microbatch) * self._replicas + replica
         phase = "t" if worker else "s" if flow.kind == "F" else "f"
         bound = ',"bp":"e"' if phase == "f" else ""  # else it would bind to the next event, not to the one around it
         return (
             f'{{"ph":"{phase}","cat":"minibatch","name":"minibatch {flow.minibatch}","id":{number},'
-            f'{self._place(worker)},"ts":{flow.point / 1e3:.3f}{bound}}}'
+            f'{self._place(worker, replica)},"ts":{flow.point / 1e3:.3f}{bound}}}'
         )
 
-    def _place(self, worker: int) -> str:
-        process, row = row_of(worker, self._placement)
+    def _place(self, worker: int, replica: int) -> str:
+        process, row = row_of(worker, self._placement, replica)
         return f'"pid":{process},"tid":{row}'
 
     def _write(self, lines: Iterable[str]) -> None:
@@ -196,13 +207,19 @@ class TraceWriter:
         return RunError(f"{self.path} cannot be written: {error.strerror or error}", hint="choose another --trace")
 
 
-def worker_metadata(worker: int, placement: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """The events that name a worker's process and its row, and give it its place among the others."""
-    process, row = row_of(worker, placement)
-    named, lane = (f"rank {process}", f"worker {worker}") if placement else (f"worker {worker}", "compute")
+def worker_metadata(worker: int, placement: Sequence[int] = (), replica: int | None = None) -> list[dict[str, Any]]:
+    """The events that name a worker's process and its row, and give it its place among the others.
+
+    Args:
+        replica: which one; None where the worker has no others. Those of a rank are next to each other.
+    """
+    rank, row = row_of(worker, placement)
+    process, _ = row_of(worker, placement, replica or 0)
+    named, lane = (f"rank {rank}", f"worker {worker}") if placement else (f"worker {worker}", "compute")
+    which = "" if replica is None else f", replica {replica}"
     given: dict[str, dict[str, Any]] = {
-        "process_name": {"name": named},
-        "process_sort_index": {"sort_index": process},
+        "process_name": {"name": named + which},
+        "process_sort_index": {"sort_index": rank},
         "thread_name": {"name": lane},
     }
     return [{"ph": "M", "name": name, "pid": process, "tid": row, "args": args} for name, args in given.items()]

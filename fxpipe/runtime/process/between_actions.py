@@ -35,7 +35,7 @@ def between_actions(
             callbacks.stepped(executor)
     if checkpoints is not None and (rates_follow or (callbacks is not None and callbacks.follows)):
         for executor in acted:
-            checkpoints.take(executor.worker)
+            checkpoints.take(executor)
     if evaluate is not None:
         evaluate()
     if callbacks is not None:
@@ -43,4 +43,4 @@ def between_actions(
             callbacks.epoch_over(executor)
     if checkpoints is not None:
         for executor in acted:
-            checkpoints.take(executor.worker)
+            checkpoints.take(executor)

@@ -21,7 +21,7 @@ from typing import Any
 
 from fxpipe.checkpoint.interval import Interval
 from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
-from fxpipe.checkpoint.shard import INDEX, Shard, write_index, write_shard
+from fxpipe.checkpoint.shard import INDEX, Shard, replicas_that_write, write_index, write_shard
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.tensor_file import write_bytes
 from fxpipe.checkpoint.tree import Unwritable
@@ -83,11 +83,11 @@ class Checkpoints:
         self.agenda = Agenda(exchange, step, ahead, every.seconds, writer.whole, lambda: self.asked())
         before = [(of_worker[0].past, of_worker[0].sent) for of_worker in shards] or [({}, {}) for _ in executors]
         self._captures = {
-            executor.worker: Captures(executor, self.due, past, sent)
+            (executor.worker, executor.replica): Captures(executor, self.due, past, sent)
             for executor, (past, sent) in zip(executors, before, strict=True)
         }
         for executor in executors:
-            executor.beginning = partial(self._begin, self._captures[executor.worker])
+            executor.beginning = partial(self._begin, self._captures[executor.worker, executor.replica])
 
     @staticmethod
     def of(
@@ -106,7 +106,8 @@ class Checkpoints:
         Args:
             resumed, shards: the checkpoint that the run goes on from, and of each executor what it has read of it.
             exchange: with the other processes of the run; None if there are none.
-            replica: which one of its workers this process has: all have the same to write, and the first does.
+            replica: which one of its workers this process has. The first writes what all have, and each what it alone
+                has, if there is anything.
 
         Raises:
             CheckpointError: there is no output folder for them.
@@ -121,24 +122,30 @@ class Checkpoints:
             shelf.clear()
         exchange = exchange or LocalExchange()
         writer = ShardWriter(
-            shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep, writing=replica == 0
+            *(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep),
+            writing=replica < replicas_that_write(plan, executors[0].worker),
         )
         every, step = Interval.of(options.checkpoint_every), 0 if resumed is None else resumed.step
-        exact = shards if resumed is not None and resumed.exact else ()
+        exact = shards[: len(executors)] if resumed is not None and resumed.exact else ()
         return Checkpoints(every, step, executors, writer, exchange, exact, several_shapes(plan, options))
 
-    def take(self, worker: int) -> None:
-        """Call between two actions of a worker: has its shard written if it has reached a step that is due."""
-        shard = self._captures[worker].take()
+    def take(self, executor: Executor) -> None:
+        """Call between two actions of a worker: has its shard written if it has reached a step that is due.
+
+        A replica that has nothing to write is left out, if all are in this process.
+        """
+        captures = self._captures.get((executor.worker, executor.replica))
+        shard = None if captures is None else captures.take()
         if shard is None:
             return
-        if worker == 0:
-            shard.data = self.data(shard.step)
-        if self.decided is not None:
-            shard.state[DECIDED] = self.decided(shard.step)
-        watch = self._captures[worker].executor.watch
+        if executor.replica == 0:
+            if executor.worker == 0:
+                shard.data = self.data(shard.step)
+            if self.decided is not None:
+                shard.state[DECIDED] = self.decided(shard.step)
+        watch = executor.watch
         watch.open("save")
-        self.writer.put(worker, shard, last=shard.step == self.agenda.stop)
+        self.writer.put(executor, shard, last=shard.step == self.agenda.stop)
         watch.close()
 
     def add(self, step: int) -> None:
@@ -181,7 +188,7 @@ class ShardWriter:
         about: what the manifest says of the run: `plan`, `run`, `versions`.
         whole: whether this process has worker 0.
         keep: how many checkpoints stay.
-        writing: whether this process's workers have something to write: those of other replicas than the first do not.
+        writing: whether this process's workers have something to write.
 
     Attributes:
         whole: as given.
@@ -206,18 +213,20 @@ class ShardWriter:
         self._last: int | None = None
         self._anchored = False  # the disk has the names of the folders that the checkpoints are in
         self.whole, self._writing = whole, writing
-        self._shards: queue.Queue[tuple[int, Shard] | None] = queue.Queue(maxsize=max(1, plan.workers))
+        workers = range(plan.workers)
+        self._written = [(worker, r) for worker in workers for r in range(replicas_that_write(plan, worker))]
+        self._shards: queue.Queue[tuple[int, int, Shard] | None] = queue.Queue(maxsize=len(self._written))
         self._waiting: dict[int, int] = {}  # the steps whose reports are not all there, and their start
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._thread.start()
 
-    def put(self, worker: int, shard: Shard, last: bool = False) -> None:
+    def put(self, executor: Executor, shard: Shard, last: bool = False) -> None:
         """Have a worker's shard written; waits if the disk has not taken those before. After the last the run stops."""
         if last:
             self._last = shard.step
         if self._writing:
-            self._shards.put((worker, shard))
+            self._shards.put((executor.worker, executor.replica, shard))
 
     def finish(self) -> None:
         """Wait until everything is on the disk, that of other processes, too, if this one has worker 0."""
@@ -254,22 +263,22 @@ class ShardWriter:
                 self._commit_complete()  # after every shard: on a slow disk the next one always waits
                 self._look_for_end()
 
-    def _write(self, worker: int, shard: Shard) -> None:
+    def _write(self, worker: int, replica: int, shard: Shard) -> None:
         partial = self.shelf.partial(shard.step)
         try:
             partial.mkdir(parents=True, exist_ok=True)
             with shown_alive(partial):
-                files = write_shard(partial, self.plan, worker, shard)
+                files = write_shard(partial, self.plan, worker, shard, replica)
             report: dict[str, Any] = {"files": {name: asdict(entry) for name, entry in files.items()}}
         except Exception as error:  # whatever it is: training would wait for ever for a thread that has ended
             report = {"error": _said(error)}
         if self.whole:
             self._waiting.setdefault(shard.step, shard.start)
-        self.exchange.set(_key(shard.step, worker), json.dumps(report))
+        self.exchange.set(_key(shard.step, worker, replica), json.dumps(report))
 
     def _commit_complete(self) -> None:
         for step in sorted(self._waiting):
-            keys = [_key(step, worker) for worker in range(self.plan.workers)]
+            keys = [_key(step, *place) for place in self._written]
             if (reports := self.exchange.get(keys)) is not None:
                 self._commit(step, self._waiting.pop(step), [json.loads(report) for report in reports])
                 self.exchange.forget(keys)
@@ -282,7 +291,8 @@ class ShardWriter:
 
     def _commit(self, step: int, start: int, reports: list[dict[str, Any]]) -> None:
         partial = self.shelf.partial(step)
-        failed = [f"worker {worker}: {r['error']}" for worker, r in enumerate(reports) if "error" in r]
+        both = zip(self._written, reports, strict=True)
+        failed = [f"{_who(*place)}: {report['error']}" for place, report in both if "error" in report]
         try:
             if failed:
                 raise OSError("; ".join(failed))
@@ -314,8 +324,12 @@ def _said(error: Exception) -> str:
     return text if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {text}"
 
 
-def _key(step: int, worker: int) -> str:
-    return f"fxpipe/checkpoint/{step}/{worker}"
+def _who(worker: int, replica: int) -> str:
+    return f"worker {worker}" + (f", replica {replica}" if replica else "")
+
+
+def _key(step: int, worker: int, replica: int) -> str:
+    return f"fxpipe/checkpoint/{step}/{worker}/{replica}"
 
 
 def _over(step: int) -> str:

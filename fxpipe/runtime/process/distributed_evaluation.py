@@ -4,8 +4,9 @@
     worker k     receives the shape, passes it on, runs its code: receives, sends, keeps its metrics
     at the end   metrics go to worker 0; once it has all of them, they go from process to process, and all train on
 
-A worker waits for the workers after it only until they have what it sent two batches ago, so that no worker runs far
-ahead. It receives the shape of a batch, and posts that batch's receives, before it computes the batch before it.
+Replicas of the pipeline share the batches out (see `shared_evaluation`). A worker waits for the workers after it only
+until they have what it sent two batches ago, so that no worker runs far ahead. It receives the shape of a batch, and
+posts that batch's receives, before it computes the batch before it.
 
 Of a process with several workers, worker k computes a batch k − j turns after worker j: then what it receives was sent
 a turn ago, and all processes compute at the same time. With workers 0 and 2 here, and 1 and 3 there:
@@ -36,6 +37,7 @@ from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.evaluation_data import EvaluationData, Placed
 from fxpipe.runtime.worker.evaluator import Evaluator, means
+from fxpipe.runtime.worker.shared_evaluation import put_together, sharing
 
 AHEAD = 2
 """How many batches a worker may be ahead: it has sent their values, and no worker has received them yet."""
@@ -56,7 +58,9 @@ class DistributedEvaluation:
         data: the batches, on worker 0; None elsewhere.
         resets: the hook `reset(model)`, if there is one.
         seats: which replica of each worker this process has; empty where there are no others.
-        told: what the worker's other replicas, which do not evaluate, hear the metrics through; None without any.
+        told: where pipelines cross, what the worker's other replicas, which do not evaluate, hear the metrics through.
+        replica: which one of the pipeline this process belongs to.
+        collective: worker 0's end of what its replicas exchange, where that is; None without replicas.
 
     Attributes:
         evaluators: of its workers.
@@ -79,18 +83,25 @@ class DistributedEvaluation:
         resets: BuffersReset | None = None,
         seats: Mapping[int, ReplicaSeat] = MappingProxyType({}),
         told: Collective | None = None,
+        replica: int = 0,
+        collective: Collective | None = None,
     ) -> None:
         self.plan = plan
         self._told, self._count = told, 0
         self._hosted = hosted
-        edges = evaluation_edges(plan)
+        self._replicas = sharing(plan)
+        self._replica = replica % self._replicas
+        edges, ahead = evaluation_edges(plan), AHEAD * self._replicas
         self._transports = {
-            worker: DistTransport(plan, worker, wires, addresses, edges, 1, AHEAD, seats.get(worker))
+            worker: DistTransport(plan, worker, wires, addresses, edges, 1, ahead, seats.get(worker))
             for worker in hosted
         }
+        self._collective = collective if self._replicas > 1 else None
         self.evaluators = [
             Evaluator(plan, worker, folder, seed, transport) for worker, transport in self._transports.items()
         ]
+        if self._collective is not None:
+            self._collective.watch = self._transports[0].watch
         self._line, self._wires = line, wires
         self._speaks = self._transports[self._line.own]
         self._data = data
@@ -98,6 +109,7 @@ class DistributedEvaluation:
         self._names = metrics_of(plan)
         self.heard: dict[str, float] = {}
         self._batches: Iterator[Placed] | None = None
+        self._read: list[Placed] = []  # all batches so far, without their leaves
         self._moves = moves(plan)
         self._fixed: dict[tuple[int, str], Tensor] = {}  # received once, since they never change; by worker
         self._given: set[str] = set()  # names of the messages that are sent only once, and were
@@ -147,24 +159,25 @@ class DistributedEvaluation:
                 batches.append(upcoming)
                 upcoming = self._hear(len(batches))
             for evaluator in self.evaluators:
-                number = turn - (evaluator.worker - self._hosted[0])
-                if 0 <= number < len(batches):
-                    batch = batches[number]
+                place = turn - (evaluator.worker - self._hosted[0])
+                if 0 <= place < len(batches):
+                    batch, number = batches[place], self._number(place)
                     transport = self._transports[evaluator.worker]
                     transport.set_order(self.plan.evaluations[batch.shape].edges)
                     state, leaves = held[evaluator.worker], batch.leaves if evaluator.worker == 0 else None
                     values[evaluator.worker] += evaluator.run(batch.shape, number, state, leaves)
                     transport.done("F", number, 0)
                     if evaluator.worker == 0:
-                        batches[number] = batch._replace(leaves=None)
+                        batches[place] = batch._replace(leaves=None)
             turn += 1
-        found = self._gather([batch.shape for batch in batches], [batch.weight for batch in batches], values)
+        found = self._gather([batch.shape for batch in batches], values)
         self._finish()
         self._pass_word(found)
         return found
 
     def _begin(self) -> None:
-        self._batches = None if self._data is None else self._data()
+        self._batches = None if self._data is None else self._data(self._replica, self._replicas)
+        self._read = []
         for worker, transport in self._transports.items():
             transport.set_order()
             for move in self._moves:
@@ -191,10 +204,22 @@ class DistributedEvaluation:
                     self._fixed[key] = found
             held[move.reader][move.name] = found
 
-    def _hear(self, number: int) -> _Batch:
+    def _number(self, place: int) -> int:
+        """Which batch of the evaluation one of this pipeline's share is, from 0."""
+        return place * self._replicas + self._replica
+
+    def _next(self, batches: Iterator[Placed]) -> _Batch:
+        """The next batch of this pipeline's share."""
+        for batch in batches:
+            self._read.append(batch._replace(leaves=None))
+            if batch.leaves is not None:
+                return _Batch(batch.shape, batch.leaves)
+        return _Batch(_OVER, None)
+
+    def _hear(self, place: int) -> _Batch:
         """The batch that comes next; pass its shape on to the next process, and post its receives."""
         if self._batches is not None:
-            batch = next(map(_Batch._make, self._batches), _Batch(_OVER, None))
+            batch = self._next(self._batches)
         else:
             assert self._line.before is not None
             batch = _Batch(int(self._numbers(self._line.before, "shape", 1)[0]), None)
@@ -203,13 +228,15 @@ class DistributedEvaluation:
         if batch.shape != _OVER:
             for edge in self.plan.evaluations[batch.shape].edges:
                 if edge.dst in self._transports:
-                    self._transports[edge.dst].expect(edge, number, 0)
+                    self._transports[edge.dst].expect(edge, self._number(place), 0)
         return batch
 
-    def _gather(
-        self, shapes: list[int], weights: list[float], values: dict[int, list[Tensor]]
-    ) -> dict[str, float] | None:
-        """The means of all workers' metrics where worker 0 is, None elsewhere."""
+    def _gather(self, shapes: list[int], values: dict[int, list[Tensor]]) -> dict[str, float] | None:
+        """The means of all workers' metrics where worker 0 is, None elsewhere.
+
+        Args:
+            shapes: of this pipeline's share of the batches.
+        """
         own = {
             worker: torch.stack(found).cpu() if found else torch.empty(0, dtype=torch.float64)
             for worker, found in values.items()
@@ -227,7 +254,9 @@ class DistributedEvaluation:
             parts = [self.plan.evaluations[shape].stages[worker].part for shape in shapes]
             count = sum(len(part.metrics) for part in parts)
             made.append(self._numbers(worker, "metrics", count).tolist() if count else [])
-        return means(self.plan, shapes, weights, made)
+        if self._collective is not None:
+            made = put_together(self.plan, self._read, made, self._collective)
+        return means(self.plan, [batch.shape for batch in self._read], [batch.weight for batch in self._read], made)
 
     def _pass_word(self, found: dict[str, float] | None) -> None:
         """Wait until worker 0 has all metrics, and pass them on; so no training waits for another evaluation, too."""
@@ -274,8 +303,7 @@ class HeardEvaluation(DistributedEvaluation):
 
 
 class _Batch(NamedTuple):
-    """The batch that comes next: its shape, or `_OVER`; on worker 0 its leaves and what it counts."""
+    """The batch that comes next: its shape, or `_OVER`; on worker 0 its leaves."""
 
     shape: int
     leaves: tuple[Any, ...] | None
-    weight: float = 0.0

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.checkpoint.shard import replicas_that_write
 from fxpipe.errors import RunError
 from fxpipe.files import replacing
 from fxpipe.observe.record import OnStep
@@ -164,8 +165,8 @@ class LocalPipeline(OwnLoop):
             executor.shape_of = self._shapes.__getitem__
         self._shards = [] if resumed is None else restore(self.every, resumed)
         self.shapes.attach(self.every, self._minibatches)
-        firsts = self._shards[: plan.workers]
-        self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self.executors, resumed, firsts)
+        own = self._shards[: len(self._writers)]
+        self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self._writers, resumed, own)
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}  # by minibatch and, of that, microbatch
         self._losses: dict[int, Tensor] = {}
         self._unreported: deque[tuple[int, float | None, float | None]] = deque()
@@ -252,6 +253,8 @@ class LocalPipeline(OwnLoop):
         self._pump()
         if self._in_flight:
             raise self._stuck()
+        for executor in self.every:
+            executor.take_buffers(self.fed)
         self._clear()
         for executor in self.every:
             executor.store.flushed()
@@ -295,7 +298,7 @@ class LocalPipeline(OwnLoop):
         self.flush()
         self.resumed, self._shards = None, []  # here as where one goes on from it, nothing is in flight
         with replacing(Path(folder), "choose another folder") as fresh:
-            written = [write_own(fresh, self.plan, executor) for executor in self.executors]
+            written = [write_own(fresh, self.plan, executor) for executor in self._writers]
             write_whole(fresh, self.plan, self.recipe, self.options, self.fed, written)
 
     def load(self, folder: str | Path) -> None:
@@ -345,7 +348,7 @@ class LocalPipeline(OwnLoop):
                 f"schedule '{self.recipe.schedule.name}' has no moment at which all gradients of one step exist",
                 hint="use schedule='1f1b' or 'gpipe' to look at gradients",
             )
-        return {name: g for e in self.executors for name, g in e.store.gradients().items()}
+        return {name: g for e in self.every for name, g in e.store.gradients().items()}
 
     def staleness(self) -> list[dict[str, Any]]:
         """The means over the run by worker and parameter group (needs `log_staleness`; see `StalenessLog`)."""
@@ -369,6 +372,11 @@ class LocalPipeline(OwnLoop):
             begin_or_go_on(seat.executor, resumed, shards[place] if shards else [])
 
     @property
+    def _writers(self) -> Sequence[Executor]:
+        """Those that write a checkpoint's files: the first of `every`, or all."""
+        return [e for e in self.every if e.replica < replicas_that_write(self.plan, e.worker)]
+
+    @property
     def _here(self) -> Sequence[Executor]:
         return self.every
 
@@ -384,7 +392,7 @@ class LocalPipeline(OwnLoop):
         self._broken = True
         with self._random_apart(any(executor.draws for executor in self.executors)):
             acted = True
-            while acted or any([under_way.rest() for under_way in (*self._mailboxes, *self._boards)]):
+            while acted or any([*(box.rest() for box in self._mailboxes), *(b.rest() for b in self._boards)]):
                 acted = False
                 for seat in self._seats:
                     acted |= self._act(seat)
@@ -443,6 +451,8 @@ class LocalPipeline(OwnLoop):
             return False
         minibatch = executor.unsettled
         self._heard_loss(executor.settle())
+        if executor.unsettled is not None:  # it goes on once the other replicas are as far
+            return True
         if self._several:
             self._report(executor, minibatch)
         self._acted(executor)
@@ -474,8 +484,7 @@ class LocalPipeline(OwnLoop):
 
     def _acted(self, executor: Executor) -> None:
         evaluate = None if self._evaluation is None else self._evaluation.after
-        checkpoints = self.checkpoints if executor.replica == 0 else None
-        between_actions([executor], self.every, self.callbacks, checkpoints, evaluate, self.waits)
+        between_actions([executor], self.every, self.callbacks, self.checkpoints, evaluate, self.waits)
 
     def _ready(self, executor: Executor, action: Action, updated: int | None) -> bool:
         if action.minibatch >= self.fed:

@@ -1,4 +1,7 @@
-"""Evaluation with all workers in one process, in turn: the same bits as with one process for each worker."""
+"""Evaluation with all workers in one process, in turn: the same bits as with one process for each worker.
+
+Of replicas, which have the same weights, the first evaluates all batches: in one process, sharing saves no time.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +87,12 @@ class LocalEvaluation:
             held[move.reader][move.name] = begun[move.source][move.name]
         shapes, weights = list[int](), list[float]()
         values: list[list[float]] = [[] for _ in held]
-        for number, (shape, leaves, weight) in enumerate(data()):
+        for number, batch in enumerate(data()):
             for worker, evaluator in enumerate(self.evaluators):
-                found = evaluator.run(shape, number, held[worker], None if worker else leaves)
+                found = evaluator.run(batch.shape, number, held[worker], None if worker else batch.leaves)
                 values[worker] += [float(value) for value in found]
-            shapes.append(shape)
-            weights.append(weight)
+            shapes.append(batch.shape)
+            weights.append(batch.weight)
         return means(self.plan, shapes, weights, values)
 
     def while_training(self, due: Callable[[int], bool], data: EvaluationData, report: OnEvaluation) -> None:

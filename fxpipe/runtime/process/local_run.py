@@ -103,11 +103,11 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             pipeline.report = looking(record.step, look)
             record.scaled = executors[0].scaled_step
             record.samples_of = samples_by_shape(lambda: shapes.plan, executors[0].shape_of)
-            watches = [executor.watch for executor in executors]
+            watches = [executor.watch for executor in pipeline.every]
             for executor in executors:
                 warn_if_edited(*executor.stages)
-                if options.trace:
-                    executor.watch.record()
+            for watch in watches if options.trace else ():
+                watch.record()
             if data is not None:
                 for evaluator in pipeline.evaluation.evaluators:
                     for loaded in evaluator.loaded:
@@ -132,7 +132,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             warn_of_little_room(options.out, plan, executors[0].store.averages is not None)
             for watch in watches:
                 watch.begin()
-            record.begin(LocalBoard(watches))
+            record.begin(LocalBoard(watches[: plan.workers]))
             feed.go_on(pipeline.fed, pipeline.data_mark)
             if (checkpoints := pipeline.checkpoints) is not None:
                 feed.marks, checkpoints.data, checkpoints.writer.logs = checkpoints.due, feed.mark, record.sync
@@ -169,9 +169,13 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
             best.take_place(summary)
             if (path := options.trace) is not None:
-                traces = [WorkerTrace.of(watch) for watch in watches]
+                traces = {(each.replica, each.worker): WorkerTrace.of(each.watch) for each in pipeline.every}
                 add_trace(
-                    summary, path, lambda: write_trace(path, plan, recipe, watches[0].elapsed, traces.__getitem__)
+                    summary,
+                    path,
+                    lambda: write_trace(
+                        path, plan, recipe, watches[0].elapsed, lambda worker, replica: traces[replica, worker]
+                    ),
                 )
             if data is not None:
                 begin = perf_counter()

@@ -29,13 +29,13 @@ Written = dict[str, FileEntry]
 
 
 def write_own(folder: Path, plan: Plan, executor: Executor) -> Written:
-    """Write a worker's files.
+    """Write the files of a replica of a worker.
 
     Raises:
         CheckpointError: the disk does not take them, or the optimizer's state holds what is no plain value.
     """
     try:
-        return write_shard(folder, plan, executor.worker, shard_at_rest(executor))
+        return write_shard(folder, plan, executor.worker, shard_at_rest(executor), executor.replica)
     except Exception as error:  # of the user's objects, too: the other workers are to hear of it
         text = getattr(error, "strerror", None) or str(error)
         text = text if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {text}"

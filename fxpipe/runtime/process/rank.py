@@ -182,8 +182,21 @@ class RankRun:
             evaluation = HeardEvaluation if listening else DistributedEvaluation
             seats = {each: ReplicaSeat(each, replica, () if plan.crossing else plan.replicas) for each in hosted}
             told = executors[0].collective if plan.crossing else None
+            of_first = None if self.others is None or rank else self.others.of_worker(0)
             self.evaluation = evaluation(
-                plan, self.line, hosted, options.build, options.seed, wires, addresses, data, resets, seats, told
+                plan,
+                self.line,
+                hosted,
+                options.build,
+                options.seed,
+                wires,
+                addresses,
+                data,
+                resets,
+                seats,
+                told,
+                replica,
+                of_first,
             )
         self.watches = [executor.watch for executor in executors]
         pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
@@ -346,8 +359,6 @@ class RankRun:
             train(self.plan, self.executors, self.transports, row, feed, report, between, reach, tell)
             for transport in self.transports:
                 transport.finish()
-            if self.others is not None:
-                self.others.end()
             if self.checkpoints is not None:
                 self.checkpoints.finish()
             for watch in self.watches:

@@ -9,7 +9,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.process.run_summary import add_trace
 from fxpipe.runtime.wires.clocks import ClockOffset, read_offset
-from fxpipe.runtime.wires.collect_trace import WorkerTrace, receive_trace, send_trace, write_trace
+from fxpipe.runtime.wires.collect_trace import WorkerTrace, receive_trace, seats, send_trace, write_trace
 from fxpipe.runtime.wires.group import peers
 
 
@@ -32,31 +32,27 @@ def collect_trace(
 ) -> None:
     """Send what was recorded to rank 0, which receives it from all workers even if it cannot write it.
 
-    Of replicas, the first is recorded.
-
     Args:
         own: of the workers here.
         summary: of the run, on worker 0: it gets the trace's path.
         seconds: the run's.
     """
-    rank, replica = plan.seat(process)
-    if replica:
-        return
     if summary is None:
         with peers(process):
             for trace in own:
                 send_trace(trace)
         return
-    here = dict(zip(plan.hosted(rank), own, strict=True))
-    others = iter([worker for worker in range(plan.workers) if worker not in here])
+    here = dict(zip(plan.hosted(0), own, strict=True))
+    others = iter([(replica, worker) for replica, worker in seats(plan) if replica or worker not in here])
 
-    def fetch(worker: int) -> WorkerTrace:
-        if worker in here:
+    def fetch(worker: int, replica: int) -> WorkerTrace:
+        if not replica and worker in here:
             return here[worker]
+        next(others)
         with peers(process):
-            return receive_trace(plan.process_of(next(others), 0))
+            return receive_trace(plan.process_of(worker, replica))
 
     add_trace(summary, path, lambda: write_trace(path, plan, recipe, seconds, fetch))
-    for worker in others:
+    for replica, worker in others:
         with peers(process):
-            receive_trace(plan.process_of(worker, 0))
+            receive_trace(plan.process_of(worker, replica))

@@ -13,7 +13,7 @@ import torch
 
 import fxpipe
 from fxpipe.checkpoint.manifest import Manifest, check_files, read_manifest
-from fxpipe.checkpoint.shard import Shard, read_shard, state_files
+from fxpipe.checkpoint.shard import Shard, read_shard, replicas_in, state_files
 from fxpipe.checkpoint.shelf import CHECKPOINTS, Shelf
 from fxpipe.errors import CheckpointError, ScheduleError, listed
 from fxpipe.messages import say, warn
@@ -56,19 +56,33 @@ class Resumed:
         """How many steps have been made."""
         return self.manifest.step
 
-    def shards(self, worker: int) -> list[Shard]:
-        """What a worker needs: its own shard if the run is the same, else those of all workers.
+    def shards(self, worker: int, replica: int = 0) -> list[Shard]:
+        """What a replica of a worker needs: its own shard if the run is the same, else those of all workers.
+
+        Its own is the first replica's, with what it has written itself in its place.
 
         The model's files are `Checkpoint`'s, which has compared what it has read of them.
 
         Raises:
             CheckpointError: files are damaged.
         """
+        wanted = [worker] if self.exact else range(self.manifest.workers)
+        found = [self._read(each) for each in wanted]
+        others = [(each, r) for each in wanted for r in replicas_in(self.manifest.files, each)]
+        if not self.exact:
+            return found + [shard for place in others if (shard := self._read(*place)).state is not None]
+        if replica:
+            (shard,) = found
+            own = self._read(worker, replica) if (worker, replica) in others else Shard(self.step)
+            shard.codecs = own.codecs
+            if own.state is not None:
+                shard.state["updater"] = own.state["updater"]
+        return found
+
+    def _read(self, worker: int, replica: int = 0) -> Shard:
         workers = self.manifest.workers
-        wanted = [worker] if self.exact else range(workers)
-        for each in wanted:
-            check_files(self.path, self.manifest, state_files(each, workers))
-        return [read_shard(self.path, self.step, each, workers) for each in wanted]
+        check_files(self.path, self.manifest, state_files(worker, workers, replica))
+        return read_shard(self.path, self.step, worker, workers, replica)
 
     def actions(self, recipe: Recipe, worker: int, stop: int | None = None) -> Iterator[Action]:
         """The rest of a worker's row."""
@@ -243,7 +257,7 @@ def restore(executors: Sequence[Executor], resumed: Resumed) -> list[list[Shard]
     """Put each worker into the state of the checkpoint, but for what is in flight; returns its shards."""
     found = []
     for executor in executors:
-        shards = resumed.shards(executor.worker)
+        shards = resumed.shards(executor.worker, executor.replica)
         executor.load(shards, resumed.exact)
         found.append(shards)
     return found

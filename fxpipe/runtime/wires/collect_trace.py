@@ -45,24 +45,26 @@ class WorkerTrace:
         return WorkerTrace(watch.spans, ClockOffset(watch.began, 0, 0), ClockOffset(watch.ended, 0, 0))
 
 
-def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Callable[[int], WorkerTrace]) -> None:
+def write_trace(
+    path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Callable[[int, int], WorkerTrace]
+) -> None:
     """Write the file, on worker 0.
 
     Its time begins when worker 0 first read its clock: at that moment no worker had begun to train.
 
     Args:
         seconds: what the run took.
-        fetch: gives what a worker recorded; called in the order of the workers.
+        fetch: gives what a worker's replica recorded; called for all workers in their order, of replica 0 first.
 
     Raises:
         RunError: the file cannot be written.
     """
     errors: list[float] = []
     origin = 0
-    with TraceWriter(path, plan.workers, plan.own_microbatches, plan.placement) as writer:
-        for worker in range(plan.workers):
-            found = fetch(worker)
-            origin = origin if worker else found.before.at
+    with TraceWriter(path, plan.workers, plan.own_microbatches, plan.placement, max(plan.mesh.replicas)) as writer:
+        for replica, worker in seats(plan):
+            found = fetch(worker, replica)
+            origin = origin if worker or replica else found.before.at
             spans, causes = found.spans, list(found.spans.table)
             writer.add(
                 worker,
@@ -77,6 +79,7 @@ def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Ca
                 spans.microbatches,
                 _since(origin, spans.begins, found),
                 _since(origin, spans.ends, found),
+                replica,
             )
             errors.append(max(found.before.error, found.after.error) / 1e3)
         writer.close(
@@ -90,6 +93,12 @@ def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Ca
                 "clock_error_us": errors,
             }
         )
+
+
+def seats(plan: Plan) -> list[tuple[int, int]]:
+    """Each replica and worker of a run, in the order in which a trace has them."""
+    counts = [plan.replicas_of(worker) for worker in range(plan.workers)]
+    return [(replica, worker) for replica in range(max(counts)) for worker, own in enumerate(counts) if replica < own]
 
 
 def send_trace(trace: WorkerTrace) -> None:
@@ -134,6 +143,8 @@ def _since(origin: int, times: Iterable[int], trace: WorkerTrace) -> list[int]:
 
 
 def _name(kind: Kind, cause: Cause | None, minibatch: int, microbatch: int) -> str:
+    if cause is not None and cause.what == "sum":
+        return f"wait for the sum of {cause.name}"
     if cause is not None:
         joint = {"send": "send {} to worker {}", "receive": "receive {} from worker {}"}
         return joint.get(kind, "wait for {} from worker {}").format(cause.name, cause.worker)

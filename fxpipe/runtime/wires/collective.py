@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ class Collective(ABC):
     Attributes:
         replica: which one this is.
         replicas: how many there are.
+        in_turn: one thread drives all replicas: `take` waits for nothing, and comes after `arrived`.
         watch: the worker's own; a 'wait' is opened in it wherever the worker waits for other replicas.
     """
 
     replica: int
     replicas: int
+    in_turn: bool = False
     watch: Watch | None = None
 
     @property
@@ -36,6 +38,22 @@ class Collective(ABC):
     @abstractmethod
     def start_sum(self, key: Key, flat: Tensor) -> None:
         """Begin to add up a vector over the replicas; it must not change afterwards."""
+
+    @abstractmethod
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
+        """Begin to add up a vector of parts, one for each replica, which gets the sum of its own part alone.
+
+        Args:
+            sizes: how many elements each part has, the same on all replicas.
+        """
+
+    @abstractmethod
+    def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
+        """Begin to hand out each replica's vector; all get all of them, one after the other.
+
+        Args:
+            sizes: how many elements each has.
+        """
 
     @abstractmethod
     def start_copy(self, key: Key, flat: Tensor) -> None:
@@ -86,20 +104,40 @@ class ReplicaBoard:
         for known in (self.given, self.results, self._halfway, self._arrives, self._awaited):
             known.clear()
 
-    def add(self, key: Key, replica: int, flat: Tensor) -> None:
-        """A replica gives its vector; the last one makes the sum."""
+    def add(self, key: Key, replica: int, flat: Tensor, sizes: Sequence[int] = ()) -> None:
+        """A replica gives its vector; the last one makes the sum.
+
+        Args:
+            sizes: the elements of each replica's part, where it gets that of the sum alone; else all get the whole.
+        """
+        parts = sizes or [-(-len(flat) // self.replicas)] * self.replicas
+        self._give(key, replica, flat, summed, parts, rounds=1 if sizes else 2)
+
+    def join(self, key: Key, replica: int, flat: Tensor) -> None:
+        """A replica gives its vector; the last one puts them one after the other."""
+        self._give(key, replica, flat, torch.cat, [len(flat)] * self.replicas, rounds=1)
+
+    def _give(
+        self,
+        key: Key,
+        replica: int,
+        flat: Tensor,
+        made: Callable[[list[Tensor]], Tensor],
+        sizes: Sequence[int],
+        rounds: int,
+    ) -> None:
         parts = self.given.setdefault(key, {})
         parts[replica] = flat
-        self._leave(key, replica, -(-len(flat) // self.replicas) * flat.itemsize)
+        self._leave(key, replica, [size * flat.itemsize for size in sizes], rounds)
         if len(parts) == self.replicas:
             del self.given[key]
-            self.results[key] = summed([parts[j] for j in range(self.replicas)]), self.replicas
+            self.results[key] = made([parts[j] for j in range(self.replicas)]), self.replicas
 
     def hand_out(self, key: Key, flat: Tensor) -> None:
         """Replica 0 gives its vector, which the others take."""
         self.results[key] = flat.clone(), self.replicas - 1
         if self._meter is not None:
-            self._arrives[key] = max(self._send(0, flat.nbytes))
+            self._arrives[key] = max(self._send(0, [flat.nbytes] * self.replicas))
 
     def has(self, key: Key) -> bool:
         """Whether a result has come."""
@@ -127,34 +165,45 @@ class ReplicaBoard:
         self.results[key] = found, left - 1
         return found.clone()
 
-    def _leave(self, key: Key, replica: int, size: int) -> None:
-        """A replica sends each other one its part; who has all parts sends them the sum."""
+    def _leave(self, key: Key, replica: int, sizes: Sequence[int], rounds: int) -> None:
+        """A replica sends each other one its part; in a second round, who has all parts sends them the sum."""
         if self._meter is None:
             return
         times = self._halfway.setdefault(key, [0] * self.replicas)
-        times[:] = map(max, times, self._send(replica, size))
+        times[:] = map(max, times, self._send(replica, sizes))
         if len(self.given[key]) == self.replicas:
             del self._halfway[key]
-            self._arrives[key] = max(max(self._send(j, size, times[j])) for j in range(self.replicas))
+            again = [max(self._send(j, sizes, times[j])) for j in range(self.replicas)] if rounds == 2 else times
+            self._arrives[key] = max(again)
 
-    def _send(self, replica: int, size: int, sent: int = 0) -> list[int]:
+    def _send(self, replica: int, sizes: Sequence[int], sent: int = 0) -> list[int]:
         """When each replica has so many bytes that one sends it."""
         assert self._meter is not None
-        ends = range(self._first, self._first + self.replicas)
         others = [j for j in range(self.replicas) if j != replica]
-        due = self._meter.send_all(ends[replica], [ends[j] for j in others], size, sent)
+        due = self._meter.send_all(self._first + replica, {self._first + j: sizes[j] for j in others}, sent)
         return [dict(zip(others, due, strict=True)).get(j, 0) for j in range(self.replicas)]
 
 
 class LocalCollective(Collective):
     """The end of a replica in one process with all others."""
 
+    in_turn = True
+
     def __init__(self, board: ReplicaBoard, replica: int) -> None:
         self.replica, self.replicas = replica, board.replicas
         self._board = board
+        self._own: dict[Key, slice] = {}  # where its part is of what is scattered
 
     def start_sum(self, key: Key, flat: Tensor) -> None:
         self._board.add(key, self.replica, flat)
+
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
+        begin = sum(sizes[: self.replica])
+        self._own[key] = slice(begin, begin + sizes[self.replica])
+        self._board.add(key, self.replica, flat, sizes)
+
+    def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
+        self._board.join(key, self.replica, own)
 
     def start_copy(self, key: Key, flat: Tensor) -> None:
         if self.replica == 0:
@@ -164,7 +213,8 @@ class LocalCollective(Collective):
         return self._board.has(key)
 
     def take(self, key: Key) -> Tensor:
-        return self._board.take(key)
+        found = self._board.take(key)
+        return found[self._own.pop(key)].clone() if key in self._own else found
 
 
 def padded_to(flat: Tensor, replicas: int) -> Tensor:

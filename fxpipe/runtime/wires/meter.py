@@ -13,7 +13,7 @@ simulator's `Direction` is the same rule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from time import perf_counter_ns, sleep
@@ -71,17 +71,18 @@ class Meter:
 
     def send(self, source: int, to: int, size: int) -> int:
         """A message of `size` bytes is sent now; returns when it arrives, in nanoseconds of worker 0's clock."""
-        return self.send_all(source, (to,), size)[0]
+        return self.send_all(source, {to: size})[0]
 
-    def send_all(self, source: int, targets: Iterable[int], size: int, sent: int = 0) -> list[int]:
-        """A message of `size` bytes is sent to each target, one after the other; returns when each arrives.
+    def send_all(self, source: int, sizes: Mapping[int, int], sent: int = 0) -> list[int]:
+        """A message is sent to each target, one after the other; returns when each arrives.
 
         Args:
+            sizes: the bytes of each, by its target.
             sent: when, if that is later than now.
         """
         arrive = []
         with self._lock:
-            for to in targets:
+            for to, size in sizes.items():
                 wire, now = self._carried(source, to)
                 wire.free = sent = max(wire.free, now, sent) + self._occupies(source, to, size)
                 arrive.append(sent + self._latency(source, to))

@@ -1,7 +1,8 @@
 """The replicas of one worker in processes of their own: a process group, over gloo or NCCL.
 
 A sum is an exchange of parts. Each replica gets its part of everybody's vector, adds in the order of replicas, and
-hands the result to all: 2(R − 1)/R of the vector travel from each, as in a ring, and the order of sums is ours.
+hands the result to all: 2(R − 1)/R of the vector travel from each, as in a ring, and the order of sums is ours. The
+two halves are exchanges of their own where replicas share out a worker's parameters.
 
 Over gloo a thread of the process does that while the worker computes. Over NCCL the calls are put on a stream.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -154,19 +155,38 @@ class ReplicaProcess:
     def sum(self, flat: Tensor) -> Tensor:
         """Add up over the replicas; returns when that is done, or put on the stream."""
         whole = padded_to(flat, self.replicas)
-        size = whole.nbytes // self.replicas
-        parts, due = torch.empty_like(whole), self._leave(size)
+        sizes = [whole.nbytes // self.replicas] * self.replicas
+        parts, due = torch.empty_like(whole), self._leave(sizes)
         self._group.alltoall_base(_bytes(parts), _bytes(whole), [], []).wait()
         self._hold(due)
         own = summed(parts.view(self.replicas, -1).unbind())
-        found, due = torch.empty_like(whole), self._leave(size)
+        found, due = torch.empty_like(whole), self._leave(sizes)
         self._group._allgather_base(_bytes(found), _bytes(own)).wait()
         self._hold(due)
         return found[: len(flat)]
 
+    def scatter(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Add up over the replicas what they have of this one's part; the vector has a part of these sizes for each."""
+        own, item = sizes[self.replica], flat.element_size()
+        parts = flat.new_empty(self.replicas * own)
+        given = [size * item for size in sizes]
+        due = self._leave(given)
+        self._group.alltoall_base(_bytes(parts), _bytes(flat), [own * item] * self.replicas, given).wait()
+        self._hold(due)
+        return summed(parts.view(self.replicas, own).unbind())
+
+    def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The vectors of all replicas, one after the other; an all-gather of torch's has one size for all."""
+        found, item = own.new_empty(sum(sizes)), own.element_size()
+        copies, given = own.repeat(self.replicas), [len(own) * item] * self.replicas
+        taken, due = [size * item for size in sizes], self._leave(given)
+        self._group.alltoall_base(_bytes(found), _bytes(copies), taken, given).wait()
+        self._hold(due)
+        return found
+
     def copy(self, flat: Tensor) -> Tensor:
         """Replica 0's vector."""
-        found, due = flat.clone(), self._leave(0 if self.replica else flat.nbytes)
+        found, due = flat.clone(), self._leave([0 if self.replica else flat.nbytes] * self.replicas)
         self._group.broadcast([_bytes(found)]).wait()
         self._hold(due)
         return found
@@ -175,14 +195,14 @@ class ReplicaProcess:
         self._now = what
         return run(flat)
 
-    def _leave(self, size: int) -> Tensor | None:
-        """So many bytes leave for each other replica now; returns when each has them, by the links of the meter."""
-        self.sent[self._now] += size * len(self._others)
+    def _leave(self, sizes: Sequence[int]) -> Tensor | None:
+        """So many bytes leave for each replica now; returns when the others have them, by the links of the meter."""
+        self.sent[self._now] += sum(sizes[j] for j in self._others)
         if self._meter is None:
             return None
-        due, others = torch.zeros(self.replicas, dtype=torch.int64), self._others if size else []
-        ends = [self._first + j for j in others]
-        due[others] = torch.tensor(self._meter.send_all(self._first + self.replica, ends, size), dtype=torch.int64)
+        due, others = torch.zeros(self.replicas, dtype=torch.int64), [j for j in self._others if sizes[j]]
+        times = self._meter.send_all(self._first + self.replica, {self._first + j: sizes[j] for j in others})
+        due[others] = torch.tensor(times, dtype=torch.int64)
         return due
 
     def _hold(self, due: Tensor | None) -> None:
@@ -220,6 +240,12 @@ class WorkerCollective(Collective):
 
     def start_sum(self, key: Key, flat: Tensor) -> None:
         self._process.begin(self._worker, key, self._process.sum, flat)
+
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
+        self._process.begin(self._worker, key, partial(self._process.scatter, sizes=sizes), flat)
+
+    def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
+        self._process.begin(self._worker, key, partial(self._process.gather, sizes=sizes), own)
 
     def start_copy(self, key: Key, flat: Tensor) -> None:
         self._process.begin(self._worker, key, self._process.copy, flat, taken=self.replica > 0)

@@ -8,6 +8,7 @@ import torch
 
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.engines.attach import engines_of, equip
+from fxpipe.errors import RunError
 from fxpipe.observe.run_folder import staleness_file
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
@@ -62,6 +63,8 @@ def open_worker(
         BackendError: the engine is not available, or cannot run the stage.
         RunError: saved values are to be offloaded, and the device is none of CUDA's.
     """
+    if plan.sharded:
+        _check_shares(options, task)
     folder, recipe = Path(folder), recipe.of_worker(worker)
     if options.offload:
         check_offload(device)
@@ -120,6 +123,22 @@ def on_engines(
     """
     engines = engines_of(of_shape, worker, options.backend)
     return equip(of_shape, worker, stage, engines, Path(folder) / ENGINES, str(device))
+
+
+def _check_shares(options: PipelineOptions, task: TrainingTask) -> None:
+    """Refuse what needs the optimizer of all parameters of a worker, of which each replica has its share."""
+    if task.averages and options.ema is None:
+        what = "the hook averaged() reads the averages of all of a worker's weights from its optimizer"
+        hint = "--ema keeps averages without the optimizer"
+    elif options.log_staleness:
+        what = "the staleness log follows the parameter groups of a worker's optimizer"
+        hint = "leave out --log-staleness"
+    else:
+        return
+    raise RunError(
+        f"{what}, and of a build with --shard optimizer each replica has its own share of it",
+        hint=f"{hint}; or compile without --shard",
+    )
 
 
 def _weight_names(plan: Plan, worker: int) -> set[str]:

@@ -67,6 +67,10 @@ class Captures:
         if not self.due(step):
             return None
         self.executor.watch.open("save")
+        if self.executor.replica:
+            shard = _of_other_replica(self.executor, Shard(step), memories)
+            self.executor.watch.close()
+            return shard
         shard = self._begun.pop(step, None) or Shard(step)
         if not shard.buffers:  # no forward of it has begun
             shard.buffers = dict(self.executor.buffers)
@@ -85,7 +89,7 @@ class Captures:
 
     def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run; forwards put new values in the place of buffers."""
-        if minibatch > self._taken and self.due(minibatch):
+        if self.executor.replica == 0 and minibatch > self._taken and self.due(minibatch):
             self._of(minibatch).buffers = dict(self.executor.buffers)
 
     def _ended(self, minibatch: int) -> None:
@@ -96,6 +100,8 @@ class Captures:
     def _keep(self, version: int) -> None:
         """A version is about to be replaced."""
         store, watch = self.executor.store, self.executor.watch
+        if self.executor.replica:
+            return
         for step in range(version + 1, version + self.reach + 1):
             if not self.due(step):
                 continue
@@ -136,10 +142,20 @@ def shard_at_rest(executor: Executor) -> Shard:
     if store.updater.clip is not None:
         store.updater.clip.begin()  # as the next segment will
     shard = Shard(store.version, store.version)
+    if executor.replica:
+        return _of_other_replica(executor, shard, executor.codec_memories())
     shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
     shard.buffers = {name: copied(value) for name, value in executor.buffers.items()}
     shard.codecs = _copy(executor.codec_memories(), {})
     shard.state = _copy(store.state(), {})
+    return shard
+
+
+def _of_other_replica(executor: Executor, shard: Shard, memories: dict[str, dict[str, Tensor]]) -> Shard:
+    """What another replica than the first has, and that one has not."""
+    shard.codecs = _copy(memories, {})
+    if executor.store.shared is not None:
+        shard.state = _copy({"updater": executor.store.updater.state(), "averages": None, "staleness": None}, {})
     return shard
 
 

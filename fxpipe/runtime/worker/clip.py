@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from math import isfinite, prod
 from typing import Any
@@ -24,6 +24,9 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.segments import Segments
+
+Norms = Callable[[int, Sequence[nn.Parameter]], list[float]]
+"""Gives the norms of a minibatch's gradients, as `norms_of`."""
 
 
 class Clip(ABC):
@@ -39,6 +42,9 @@ class Clip(ABC):
     norm: float | None = None
     skips: bool = False
     not_finite: tuple[int, list[int]] | None = None
+
+    def measure_by(self, norms: Norms) -> None:  # noqa: B027
+        """Have the norms of this worker's gradients told by someone who knows those that are not here."""
 
     def begin(self) -> None:  # noqa: B027
         """The pipeline is empty."""
@@ -94,6 +100,10 @@ class _ByNorm(Clip):
         self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
         # The norm's dtype: torch's own norm of tensors of these dtypes has it.
         self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
+        self._measured: Norms = lambda minibatch, parameters: norms_of(parameters)
+
+    def measure_by(self, norms: Norms) -> None:
+        self._measured = norms
 
     def expect(self, action: Action | None, updated: int | None) -> None:
         if updated is not None and self.worker < self.last:
@@ -108,8 +118,8 @@ class _ByNorm(Clip):
         """How many numbers come up from the next worker."""
 
     def _norms(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> list[float]:
-        """The norms of the gradients, without those that are None."""
-        norms = _norms(parameters)
+        """As `norms_of`, of the gradients that other replicas have, too."""
+        norms = self._measured(minibatch, parameters)
         if self.not_finite is None and not isfinite(sum(norms)):
             grads = [p.grad for p in parameters]
             places = [i for i, grad in enumerate(grads) if grad is not None and not grad.isfinite().all()]
@@ -148,9 +158,7 @@ class ExactClip(_ByNorm):
         return self.worker > 0
 
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        norms = iter(self._norms(minibatch, parameters))
-        own = [-1.0 if p.grad is None else next(norms) for p in parameters]  # a norm is never negative
-        known = torch.tensor(own, dtype=torch.float64)
+        known = torch.tensor(self._norms(minibatch, parameters), dtype=torch.float64)
         if self.worker < self.last:
             known = torch.cat([known, self.transport.recv_note(self.worker + 1, ("behind", minibatch))])
         if self.worker > 0:
@@ -234,7 +242,7 @@ class PipelinedClip(_ByNorm):
 
     def learn(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         """These are the newest gradients of this worker: the next forwards take their norm down."""
-        square = sum(norm * norm for norm in self._norms(minibatch, parameters))
+        square = sum(norm * norm for norm in self._norms(minibatch, parameters) if not norm < 0)
         self._own = torch.tensor([square, sum(p.numel() for p in parameters)], dtype=torch.float64)
         self._past.append(self._own)
 
@@ -262,6 +270,10 @@ class ClipInSegments(Clip):
         self._exact = exact
         self._pipelined = pipelined
         self._segments = segments
+
+    def measure_by(self, norms: Norms) -> None:
+        self._exact.measure_by(norms)
+        self._pipelined.measure_by(norms)
 
     def begin(self) -> None:
         self._pipelined.begin()
@@ -306,10 +318,12 @@ class ClipInSegments(Clip):
         return self._exact if self._segments.is_single(minibatch) else self._pipelined
 
 
-def _norms(parameters: Sequence[nn.Parameter]) -> list[float]:
-    """The norms of the gradients, without those that are None."""
+def norms_of(parameters: Sequence[nn.Parameter]) -> list[float]:
+    """The norm of each parameter's gradient; −1, which no norm is, where there is none."""
     present = [p.grad for p in parameters if p.grad is not None]
-    return torch.stack([norm.double() for norm in torch._foreach_norm(present)]).tolist() if present else []
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(present)]).tolist() if present else []
+    known = iter(norms)
+    return [-1.0 if p.grad is None else next(known) for p in parameters]
 
 
 def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, transport: Transport) -> Clip | None:

@@ -10,7 +10,9 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.plan.spec import EvaluationSpec, LeafSpec, Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
+from fxpipe.stages.minibatch import number_of
 from fxpipe.task.batch import describe, dump, said, shape_key
+from fxpipe.task.containers import flatten
 from fxpipe.task.loss_weights import LossWeight, LossWeights
 from fxpipe.task.model_file import hook_raised
 from fxpipe.task.padding import padded
@@ -21,11 +23,17 @@ Batches = Callable[[], Iterable[Any]]
 
 
 class Placed(NamedTuple):
-    """A batch as the stages take it: the number of its shape among `Plan.evaluations`, its leaves, what it counts."""
+    """A batch as the stages take it: the number of its shape among `Plan.evaluations`, its leaves, what it counts.
+
+    Attributes:
+        leaves: None where another replica evaluates it.
+        checksum: of the batch as the user gave it, where there are other replicas; else 0.
+    """
 
     shape: int
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...] | None
     weight: float
+    checksum: int = 0
 
 
 class EvaluationData:
@@ -52,8 +60,8 @@ class EvaluationData:
         self._seed = seed
         self._task = task
 
-    def __call__(self) -> Iterator[Placed]:
-        """The batches of one evaluation, each read when it is asked for.
+    def __call__(self, replica: int = 0, replicas: int = 1) -> Iterator[Placed]:
+        """The batches of one evaluation, each read when it is asked for; of several replicas, one takes every so many.
 
         Raises:
             TaskError: producing or weighing them failed, or there was none.
@@ -78,8 +86,10 @@ class EvaluationData:
                 except Exception as error:
                     raise hook_raised("eval_data", error, getattr(self._task, "path", None)) from error
                 state = random_state()
+            own = count % replicas == replica
             count += 1
-            yield Placed(*self._shapes(batch, count), self._weigh(batch))
+            shape, leaves = self._shapes(batch, count, own)
+            yield Placed(shape, leaves, self._weigh(batch), number_of([flatten(batch)[0]]) if replicas > 1 else 0)
         if not count:
             raise TaskError(
                 "eval_data() gave no batch",
@@ -96,11 +106,12 @@ class Shapes:
         self._numbers = {shape_key(spec.batch_spec, spec.batch): i for i, spec in enumerate(plan.evaluations)}
         self._constants = {leaf.name for spec in plan.evaluations for leaf in spec.batch if leaf.tensor is None}
 
-    def __call__(self, batch: Any, number: int) -> tuple[int, tuple[Any, ...]]:
+    def __call__(self, batch: Any, number: int, wanted: bool = True) -> tuple[int, tuple[Any, ...] | None]:
         """The number of the batch's shape, and copies of its leaves, since an iterable may fill the same memory again.
 
         Args:
             number: which batch of `eval_data()` it is, from 1.
+            wanted: whether to copy the leaves; else there are none.
 
         Raises:
             BatchError: no batch of this shape was captured; says what it is and what the build knows.
@@ -110,7 +121,7 @@ class Shapes:
         shape = self._numbers.get(shape_key(dump(tree), leaves))
         if shape is None:
             raise self._unknown(leaves, tree, number)
-        return shape, self._placers[shape](batch, number - 1)[0]
+        return shape, self._placers[shape](batch, number - 1)[0] if wanted else None
 
     def _unknown(self, leaves: list[LeafSpec], tree: pytree.TreeSpec, number: int) -> BatchError:
         alike = [spec for spec in self._specs if spec.batch_spec == dump(tree)]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
-from fxpipe.errors import RunError, listed
 from fxpipe.observe.scaled_step import ScaledStep
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import FUNCTIONS, EdgeSpec, Plan
@@ -21,6 +20,7 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
+from fxpipe.runtime.worker.replicas_data import check_read_alike
 from fxpipe.runtime.worker.stage_code import explained, reseed
 from fxpipe.runtime.worker.stage_of_shape import StageOfShape
 from fxpipe.runtime.worker.weights import WeightStore
@@ -275,7 +275,7 @@ class Executor:
 
         An evaluation after `version` updates reads them. Buffers kept for it are given once, then forgotten.
         """
-        self._take_buffers(version)
+        self.take_buffers(version)
         own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
         return {**own, **self.buffers, **self._kept.pop(version, {})}
 
@@ -294,7 +294,7 @@ class Executor:
             for name, value in shard.buffers.items():
                 if name in self.buffers:
                     self.buffers[name] = torch.empty_like(self.buffers[name]).copy_(value)
-        memories = shards[0].codecs if same and self.replica == 0 else {}  # a shard is the first replica's
+        memories = shards[0].codecs if same else {}
         for stage in self._stages:
             stage.comm.memories = {
                 edge: {name: value.to(self.device) for name, value in memories[edge].items()}
@@ -324,7 +324,7 @@ class Executor:
     def _run_forward(self, stage: StageOfShape, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
         part = stage.parts["F"]
         if action.microbatch == 0:
-            self._take_buffers(action.minibatch)
+            self.take_buffers(action.minibatch)
             self.beginning(action.minibatch)
             if self.resets is not None and self.resets.due(action.minibatch):
                 self.resets(self.buffers, action.minibatch)
@@ -345,7 +345,7 @@ class Executor:
         if action.microbatch == self._last:
             self._hand_out_buffers(stage, action.minibatch)
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
-            self._take_buffers(action.minibatch + 1)
+            self.take_buffers(action.minibatch + 1)
             self._kept[action.minibatch + 1] = dict(self.buffers)  # later forwards put others in their place
         self._left[action.minibatch, action.microbatch] = _Left(self._set_aside(saved, action), set())
         self.store.release(action)
@@ -418,15 +418,7 @@ class Executor:
         if minibatch in self._batches:
             self._batches.remove(minibatch)
             numbers = self.collective.take(("batch", minibatch)).tolist()
-            if len(set(numbers)) > 1:
-                others = [j for j, number in enumerate(numbers) if number != numbers[0]]
-                raise RunError(
-                    f"the replicas of worker 0 read different batches in step {minibatch + 1}: "
-                    f"{listed([f'replica {j}' for j in others])} another than replica 0",
-                    where="train_data()",
-                    hint="every replica reads all data and takes its share: they must come in the same order in every "
-                    "process, as with random numbers of the process's own generators, which are seeded alike",
-                )
+            check_read_alike(numbers, f"step {minibatch + 1}", "train_data()")
         if minibatch in self._own_losses:
             self._hear(minibatch)
 
@@ -461,7 +453,7 @@ class Executor:
         if self.replica:
             self._handed[minibatch + 1] = of_dtypes
 
-    def _take_buffers(self, minibatch: int) -> None:
+    def take_buffers(self, minibatch: int) -> None:
         """Begin a minibatch with replica 0's buffers, if it has changed them in the one before."""
         for kind, names in self._handed.pop(minibatch, {}).items():
             assert self.collective is not None

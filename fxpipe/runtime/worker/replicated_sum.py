@@ -23,6 +23,7 @@ class ReplicatedSum(GradientSum):
 
     Args:
         buckets: by name, the indices of their parameters.
+        updaters: by index, the replica that updates a parameter and alone gets its sum; empty where all get all.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class ReplicatedSum(GradientSum):
         order: Sequence[int],
         collective: Collective,
         buckets: Mapping[str, Sequence[int]],
+        updaters: Sequence[int] = (),
     ) -> None:
         super().__init__(parameters, order)
+        self._updaters = updaters
         self._collective = collective
         self._buckets = buckets
         self._sent: dict[Key, list[int]] = {}  # the present minibatch's vectors under way, the parameters of each
@@ -80,7 +83,7 @@ class ReplicatedSum(GradientSum):
             for index in indices:
                 parameter = self._parameters[index]
                 part = flat[place : place + parameter.numel()]
-                sums[index] = _like(part, parameter)
+                sums[index] = like(part, parameter)
                 place += parameter.numel()
         return sums
 
@@ -93,20 +96,37 @@ class ReplicatedSum(GradientSum):
         addends = [(index, values) for index, values in addends if values]
         if not addends:
             return
+        if self._updaters:
+            addends.sort(key=lambda row: self._updaters[row[0]])
         flat, place = addends[0][1][0].new_empty(sum(values[0].numel() for _, values in addends)), 0
         for index, values in addends:
-            part = flat[place : place + values[0].numel()]
-            part = _like(part, self._parameters[index], of_memory=True)
+            part = like(flat[place : place + values[0].numel()], self._parameters[index], of_memory=True)
             if len(values) == 1:
                 part.copy_(values[0])
             else:
                 torch.add(*values, out=part)
             place += part.numel()
-        self._sent[key] = [index for index, _ in addends]
-        self._collective.start_sum(key, flat)
+        if not self._updaters:
+            self._sent[key] = [index for index, _ in addends]
+            self._collective.start_sum(key, flat)
+            return
+        sizes = [0] * self._collective.replicas
+        for index, values in addends:
+            sizes[self._updaters[index]] += values[0].numel()
+        self._sent[key] = [index for index, _ in addends if self._updaters[index] == self._collective.replica]
+        self._collective.start_scatter(key, flat, sizes)
 
 
-def _like(part: Tensor, parameter: Tensor, of_memory: bool = False) -> Tensor:
+def flattened(values: Sequence[Tensor], parameters: Sequence[nn.Parameter], kind: Tensor) -> Tensor:
+    """Values of parameters in one vector, as `like` takes them out of it; of the type and device of another tensor."""
+    flat, place = kind.new_empty(sum(value.numel() for value in values)), 0
+    for value, parameter in zip(values, parameters, strict=True):
+        like(flat[place : place + value.numel()], parameter, of_memory=True).copy_(value)
+        place += value.numel()
+    return flat
+
+
+def like(part: Tensor, parameter: Tensor, of_memory: bool = False) -> Tensor:
     """A vector as a parameter's gradient, laid out as the parameter is.
 
     Args:

@@ -40,6 +40,8 @@ class Updater:
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
             optimizer; its scheduler, if any, makes a step after every update, or after every epoch.
         keep_gradients: leave them in `grad` until the next update.
+        own: those of the trained parameters that are updated here, where replicas share them out; None for all.
+        replica: then, which one this is: each has random numbers of its own.
         seed: of the run; the optimizer's random numbers follow from it, the worker and the update, a scheduler's from
             it and the update alone: all workers' rates are the same. The process's own random state stays as it was.
 
@@ -69,8 +71,12 @@ class Updater:
         clip: Clip | None,
         keep_gradients: bool,
         seed: int,
+        own: Mapping[str, nn.Parameter] | None = None,
+        replica: int = 0,
     ) -> None:
         self.worker = worker
+        self._place = (worker, replica) if replica else (worker,)
+        updated = trained if own is None else own
         self.parameters = list(trained.values())
         self._names = {id(parameter): name for name, parameter in trained.items()}
         self._sum = gradients
@@ -93,8 +99,8 @@ class Updater:
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
         self._keeps = keep_gradients
         with random_state_kept():
-            self._reseed(worker, "optimizer")
-            self.optimizer = make_optimizer(task.optimizer, list(trained.items())) if trained else None
+            self._reseed(*self._place, "optimizer")
+            self.optimizer = make_optimizer(task.optimizer, list(updated.items())) if updated else None
             if self.optimizer is None:
                 return
             self._reseed("lr_scheduler")
@@ -348,7 +354,7 @@ class Updater:
                 if self.predictor is not None:
                     self.predictor.before_step()
                 if self._may_draw(optimizer):
-                    self._reseed(self.worker, "update", minibatch)
+                    self._reseed(*self._place, "update", minibatch)
                 optimizer.step()
                 if self.repair is not None:
                     self.repair.after_step(late)

@@ -21,6 +21,7 @@ from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.pending_reads import Key, Unread
 from fxpipe.runtime.worker.predictions import Predictions
 from fxpipe.runtime.worker.replicated_sum import ReplicatedSum
+from fxpipe.runtime.worker.shared_update import SharedUpdate
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.runtime.worker.weight_copies import WeightCopies
@@ -65,6 +66,7 @@ class WeightStore:
         leaving: called with the live version before each update.
         holds_back: others of this process take turns with this one, and what an update waits for may be theirs to
             send: `update` waits for nothing, and `announce` comes before `settle` once all have ended the minibatch.
+        shared: what replicas exchange around an update that they share out; None where each makes all of it.
         gathered: called with a minibatch whose gradients are there, from all replicas, before its update; may raise.
     """
 
@@ -100,12 +102,20 @@ class WeightStore:
         order = [index[demand.parameters[n].name] for n in plan.stages[worker].gradients]
         self._sum = GradientSum(live, order)
         self._over_replicas: ReplicatedSum | None = None
+        self.shared: SharedUpdate | None = None
         if collective is not None:
             buckets = {
                 bucket.name: [index[demand.parameters[name].name] for name in bucket.parameters]
                 for bucket in plan.stages[worker].buckets
             }
-            self._sum = self._over_replicas = ReplicatedSum(live, order, collective, buckets)
+            updaters = plan.updaters(worker)
+            self._sum = self._over_replicas = ReplicatedSum(
+                live, order, collective, buckets, [updaters[name] for name in self.trained if updaters]
+            )
+            if updaters:
+                self.shared = SharedUpdate(self.trained, updaters, buckets, collective)
+                if clip is not None:
+                    clip.measure_by(self.shared.norms)
         self.updater = Updater(
             worker=worker,
             trained=self.trained,
@@ -119,6 +129,8 @@ class WeightStore:
             clip=clip,
             keep_gradients=keep_gradients,
             seed=seed,
+            own=None if self.shared is None else self.shared.own,
+            replica=0 if collective is None or self.shared is None else collective.replica,
         )
         self.predictions = Predictions(self.updater.predictor, self.trained, transport)
         self._readers = demand.readers(worker)
@@ -131,7 +143,7 @@ class WeightStore:
         self._parts = {phase: self._part(plan, phase, self._frozen) for phase in PHASES}
         self._expected: dict[int, int] = {}
         self._pending: int | None = None
-        self._ungathered = self._unannounced = False
+        self._ungathered = self._unannounced = self._stepped = False
         self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
 
     def begin(self, start: int, stop: int | None = None) -> None:
@@ -187,7 +199,7 @@ class WeightStore:
         """Forget all that a pipeline has in flight; return the owners of the weight copies that this worker reads."""
         self._unread.begin(start, stop, since)
         self.weight_copies.begin(Filling(start, since))
-        self._pending, self._ungathered, self._unannounced = None, False, False
+        self._pending, self._ungathered, self._unannounced, self._stepped = None, False, False, False
         self.summed = self.version
         self._copies.clear()
         self.predictions.forget_all()
@@ -336,6 +348,8 @@ class WeightStore:
         """Take the minibatch's gradients; waits for the other replicas'."""
         self._ungathered = False
         self.updater.gather()
+        if self.shared is not None and self.updater.clip is not None:
+            self.shared.start_norms(minibatch)
         self.gathered(minibatch)
 
     def announce(self) -> None:
@@ -350,6 +364,8 @@ class WeightStore:
     def _announce(self, minibatch: int) -> None:
         if self._ungathered:
             self._gather(minibatch)
+            if self.shared is not None and self.shared.in_turn:
+                return  # norms of other replicas' gradients come when these have gathered, too
         if self._unannounced:
             self._unannounced = False
             self.updater.announce(minibatch)
@@ -361,6 +377,10 @@ class WeightStore:
             return False
         clip = self.updater.clip
         arrived = self._over_replicas is None or not self._ungathered or self._over_replicas.arrived()
+        if self.shared is not None:
+            if self._ungathered:
+                return arrived
+            arrived = self.shared.norms_arrived(self._pending)
         return arrived and (clip is None or clip.heard(self._pending))
 
     @property
@@ -373,11 +393,17 @@ class WeightStore:
         """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
         if self._pending is None or self._ungathered or self._unannounced:
             return False
+        if self._stepped and self.shared is not None:
+            return self.shared.weights_arrived(self._pending)
         clip = self.updater.clip
         return clip is None or clip.ready(self._pending)
 
     def settle(self) -> None:
-        """Finish the update that was begun, and send weight copies of the new version."""
+        """Finish the update that was begun, and send weight copies of the new version.
+
+        Where one thread drives all replicas, which share it out, it takes two calls: the weights that others have
+        updated come in between.
+        """
         if self._pending is None:
             return
         self.transport.watch.open("update")
@@ -390,10 +416,18 @@ class WeightStore:
         return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
 
     def _step(self, minibatch: int) -> None:
-        self._pending = None
-        if self.staleness is not None and self.updater.optimizer is not None:
-            self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
-        self.updater.step(minibatch)
+        if not self._stepped:
+            if self.staleness is not None and self.updater.optimizer is not None:
+                self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
+            self.updater.step(minibatch)
+            if self.shared is not None:
+                self.shared.start_weights(minibatch)
+                if self.shared.in_turn:
+                    self._pending, self._stepped = minibatch, True
+                    return
+        if self.shared is not None:
+            self.shared.take_weights(minibatch)
+        self._pending, self._stepped = None, False
         if self.averages is not None:
             self.averages.update()
         self.predictions.forget_all()

@@ -140,3 +140,30 @@ def test_what_is_no_plain_file_is_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RunError, match="no plain file"):
         check_trace(tmp_path / "pipe")
+
+
+def test_each_replica_has_a_row_and_arrows_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with TraceWriter(path, 2, placement=(), replicas=2) as writer:
+        for replica in range(2):
+            for worker in range(2):
+                begins = [1000 * worker, 1000 * (3 - worker)]
+                ends = [begin + 500 for begin in begins]
+                writer.add(worker, ["F", "B"], ["F0", "B0"], [0, 0], [0, 0], begins, ends, replica)
+        writer.close({})
+    events = json.loads(path.read_text())["traceEvents"]
+    named = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert list(named) == [f"worker {worker}, replica {replica}" for worker in range(2) for replica in range(2)]
+    assert len(set(named.values())) == 4
+    arrows = {event["pid"]: event["id"] for event in events if event["ph"] in "stf"}
+    assert [arrows[named[f"worker {worker}, replica {replica}"]] for replica in (0, 1) for worker in (0, 1)] == [
+        0,
+        0,
+        1,
+        1,
+    ]
+    assert [event["cat"] for event in events if event["ph"] == "X"] == ["F", "B"] * 4
+    trace = read_trace(path)
+    assert trace.workers == trace_workers(path) == 2
+    assert [(event.worker, event.kind) for event in trace.events] == [(0, "F"), (0, "B"), (1, "F"), (1, "B")]
+    assert not trace.problems

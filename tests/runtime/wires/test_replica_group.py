@@ -30,15 +30,24 @@ def given(replica, dtype, length):
     made = torch.randn(length, generator=torch.Generator().manual_seed(replica)) * 10
     return made.to(dtype)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64]
+def sizes(length):
+    return [length - length // 3] + [0] * (size - 2) + [length // 3]
 cases = [(dtype, length) for dtype in DTYPES for length in (1, 5, 64, 1001)]
 for number, case in enumerate(cases):
     first.start_sum(("bucket", number), given(rank, *case))
     second.start_sum(("bucket", number), 2 * given(rank, *case))
+    first.start_scatter(("parts", number), given(rank, *case), sizes(case[1]))
+    first.start_gather(("all", number), given(rank, case[0], sizes(case[1])[rank]), sizes(case[1]))
 first.start_copy(("buffers", 0), torch.full((3,), float(rank)))
 for number, case in reversed(list(enumerate(cases))):
     for factor, end in ((2, second), (1, first)):
         expected = summed([factor * given(replica, *case) for replica in range(size)])
         assert torch.equal(end.take(("bucket", number)), expected), (case, factor)
+    parts = sizes(case[1])
+    begin = sum(parts[:rank])
+    assert torch.equal(first.take(("parts", number)), expected[begin : begin + parts[rank]]), case
+    whole = torch.cat([given(replica, case[0], parts[replica]) for replica in range(size)])
+    assert torch.equal(first.take(("all", number)), whole), case
 if rank:
     assert first.take(("buffers", 0)).tolist() == [0.0] * 3
 process.end()
@@ -130,6 +139,19 @@ def test_in_one_process_a_sum_takes_its_time(replicas: int) -> None:
     assert board.rest()
     assert (clock.time - began) / 1e9 == pytest.approx(0.5 + 0.1 * (replicas - 1), abs=1e-6)
     assert not board.rest()
+
+
+def test_in_one_process_each_replica_gets_its_own_part() -> None:
+    board = ReplicaBoard(2)
+    ends = [LocalCollective(board, replica) for replica in range(2)]
+    for end in ends:
+        end.start_scatter(("parts", 0), torch.tensor([1.0, 2.0, 3.0]) * 10**end.replica, [1, 2])
+    assert [end.take(("parts", 0)).tolist() for end in ends] == [[11.0], [22.0, 33.0]]
+    for end in ends:
+        assert not end.arrived(("all", 0))
+        end.start_gather(("all", 0), torch.full((end.replica + 1,), float(end.replica)), [1, 2])
+    assert [end.take(("all", 0)).tolist() for end in ends] == [[0.0, 1.0, 1.0]] * 2
+    assert not board.results
 
 
 def test_sums_have_the_order_of_replicas() -> None:
