@@ -637,6 +637,11 @@ class CompileOptions:
             return
         if self.shard not in get_args(ShardMode):
             raise CutError(f"shard={self.shard!r} is none of {', '.join(get_args(ShardMode))}")
+        if self.replicas:
+            raise CutError(
+                f"--shard {self.shard} is for workers with equally many replicas, not {','.join(map(str, self.replicas))}",
+                hint="--dp R in place of --replicas, or leave --shard out",
+            )
         if self.dp == 1:
             raise CutError(
                 f"--shard {self.shard} shares out among the replicas of a worker, and each has one",

@@ -291,8 +291,9 @@ class ShapeSpec:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run: those of a rank are next to each other, or, `apart`, those of a replica. With equally many
-    replicas it has two dimensions, `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
+    """The processes of a run: those of a rank are next to each other, or, `apart`, those of a replica.
+
+    With equally many replicas it has two dimensions, `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
 
     Attributes:
         placement: as of `Plan`.
