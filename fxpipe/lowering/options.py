@@ -521,7 +521,7 @@ class CompileOptions:
         Raises:
             ScheduleError: an unknown name, or it cannot have so many workers.
         """
-        made = self.from_file
+        made: Schedule | None = self.from_file
         if made is None:
             made = make_schedule(self.schedule, self.stages, self.own_count, self.placement)
         if self.replicas and self.microbatches is None:
@@ -638,8 +638,9 @@ class CompileOptions:
         if self.shard not in get_args(ShardMode):
             raise CutError(f"shard={self.shard!r} is none of {', '.join(get_args(ShardMode))}")
         if self.replicas:
+            numbers = ",".join(map(str, self.replicas))
             raise CutError(
-                f"--shard {self.shard} is for workers with equally many replicas, not {','.join(map(str, self.replicas))}",
+                f"--shard {self.shard} is for workers with equally many replicas, not {numbers}",
                 hint="--dp R in place of --replicas, or leave --shard out",
             )
         if self.dp == 1:

@@ -236,7 +236,7 @@ class LocalPipeline(OwnLoop):
         self._pump()
         for executor in self.every:
             while (loss := executor.hear()) is not None:
-                self._heard_loss(loss)
+                self._heard_loss(executor, loss)
         version = min(executor.store.version for executor in self.every)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]
@@ -440,7 +440,7 @@ class LocalPipeline(OwnLoop):
         if owed is None or not (self._several or executor.heard(owed)):
             return False
         self._before(executor, owed)
-        self._heard_loss(executor.catch_up())
+        self._heard_loss(executor, executor.catch_up())
         if executor.unsettled is None:
             self._report(executor, owed)
             self._acted(executor)
