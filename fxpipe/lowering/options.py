@@ -391,7 +391,8 @@ class CompileOptions:
         if self.outer != OUTER:
             raise CutError(f"outer={self.outer!r} is no kind of outer steps", hint=repr(OUTER))
         if self.dp == 1:
-            raise CutError("outer steps bring equally many replicas together", hint="--dp R with R above 1")
+            what = "and there is one" if not self.replicas else "as many of each worker"
+            raise CutError(f"outer steps bring replicas together, {what}", hint="--dp R with R above 1")
         if self.shard is not None:
             raise CutError(
                 f"--outer and --shard {self.shard}: replicas that train apart share nothing out",
