@@ -9,6 +9,8 @@ What another replica of a worker has, and the first has not, is in files of the 
 
     optimizer-00001-of-00004-replica-1.safetensors
 
+Of replicas that train apart, the model's files have the common weights, and the state has each one's own.
+
 The first are a model as transformers writes it, with `model.safetensors.index.json`.
 """
 
@@ -85,7 +87,7 @@ def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard, replica: in
     body = {
         "start": shard.start,
         "optimizer": optimizer(shard.state),
-        "buffers": pipeline({name: b for name, b in shard.buffers.items() if name not in answers}, "buffer"),
+        "buffers": pipeline({n: b for n, b in shard.buffers.items() if replica or n not in answers}, "buffer"),
         "past": [
             {"version": version, "ahead": ahead, "weights": pipeline(held, f"version {version} + {ahead}")}
             for (version, ahead), held in shard.past.items()
@@ -126,11 +128,11 @@ def write_index(folder: Path, plan: Plan) -> FileEntry:
 def replicas_that_write(plan: Plan, worker: int) -> int:
     """How many replicas of a worker have something to write: one, if the others know nothing that it does not.
 
-    Each has the optimizer's state of its own share, if it is shared out; and codecs of the gradients of its own
-    microbatches remember what they left out.
+    Each has the optimizer's state of its own share, if it is shared out; codecs of the gradients of its own
+    microbatches remember what they left out; and where replicas train apart, all is its own.
     """
     remember = any(edge.codec and edge.src_phase == "B" for edge in plan.all_edges)
-    return plan.replicas_of(worker) if plan.sharded or remember else 1
+    return plan.replicas_of(worker) if plan.sharded or plan.outer is not None or remember else 1
 
 
 def state_files(worker: int, workers: int, replica: int = 0) -> list[str]:

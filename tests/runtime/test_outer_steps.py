@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart import compiled_file, launched
 from cached import captured, cuts
 from covering import covering
 from pipelines import pipeline_of
@@ -28,14 +29,11 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
 from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.wires.collective import LocalCollective
-from fxpipe.task.model_file import load_task
 from fxpipe.typed_json import Malformed
 
-MODEL = Path(__file__).parent / "replica_model.py"
 STEPS = 7
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -371,10 +369,10 @@ def test_processes_have_the_bits_of_one(
     tmp_path: Path, schedule: str, workers: int, dp: int, own: int, more: dict[str, Any], outer: dict[str, Any]
 ) -> None:
     """Batch norm, dropout, AdamW, evaluation: losses, metrics and trained weights."""
-    _compiled_file(tmp_path, schedule, workers, dp, own, **outer)
+    compiled_file(tmp_path, schedule, workers, dp, own, **outer)
     common = {"build": str(tmp_path / "build"), "steps": 5, "progress": False, **more}
     local = run_local(RunOptions(**common, out=str(tmp_path / "local")))
-    found = _launched(RunOptions(**common, out=str(tmp_path / "apart")))
+    found = launched(RunOptions(**common, out=str(tmp_path / "apart")))
     assert found["losses"] == local["losses"]
     assert found["evaluations"] == local["evaluations"]
     weights = [(tmp_path / where / "model.safetensors").read_bytes() for where in ("local", "apart")]
@@ -384,7 +382,7 @@ def test_processes_have_the_bits_of_one(
 def test_an_outer_step_sends_the_weights_once_and_nothing_comes_between(tmp_path: Path) -> None:
     """2(R − 1)/R of the weights leave each process in an outer step: counted where the process group is called."""
     dp, every, steps = 3, 2, 5
-    _compiled_file(tmp_path, "1f1b", 1, dp, 1, outer_every=every)
+    compiled_file(tmp_path, "1f1b", 1, dp, 1, outer_every=every)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -478,9 +476,9 @@ def train_data():
     batches[1][0][-1, 0] = 99.0
     return batches
 """
-    _compiled_file(tmp_path, "1f1b", 1, 2, 1, more, outer_every=4)
+    compiled_file(tmp_path, "1f1b", 1, 2, 1, more, outer_every=4)
     asked = {"build": str(tmp_path / "build"), "steps": 5, "progress": False}
-    for run in (run_local, _launched):
+    for run in (run_local, launched):
         with pytest.raises(NotFiniteError, match="the loss of step 2 is inf"):
             run(RunOptions(**asked, out=str(tmp_path / run.__name__)))
 
@@ -513,9 +511,9 @@ def test_in_one_process_nothing_else_is_exchanged(tmp_path: Path, monkeypatch: p
 
 
 def test_replicas_that_read_other_batches_are_told_in_the_outer_step(tmp_path: Path) -> None:
-    _compiled_file(tmp_path, "1f1b", 1, 2, 1, "OWN_DATA = True\n", outer_every=2)
+    compiled_file(tmp_path, "1f1b", 1, 2, 1, "OWN_DATA = True\n", outer_every=2)
     with pytest.raises(RunError, match="worker 0 read different batches in steps 1 to 2: replica 1 others than"):
-        _launched(RunOptions(str(tmp_path / "build"), steps=3, out=str(tmp_path / "out"), progress=False))
+        launched(RunOptions(str(tmp_path / "build"), steps=3, out=str(tmp_path / "out"), progress=False))
 
 
 @pytest.mark.parametrize(
@@ -538,7 +536,6 @@ def test_outer_steps_without_sense_are_refused(asked: dict[str, Any], said: str)
 @pytest.mark.parametrize(
     ("more", "outer", "options", "said"),
     [
-        ("", {}, {"checkpoint_every": "2"}, "--checkpoint-every: the replicas of this build train apart"),
         ("def on_step(step, loss, run): pass\n", {}, {}, r"on_step\(\) is called with numbers"),
         ("def on_eval(step, metrics, run): pass\n", {}, {}, r"on_eval\(\) is called with numbers"),
         ("", {}, {"save_best": "held_out", "eval_every": 3}, "--save-best follows evaluations"),
@@ -559,7 +556,7 @@ def test_outer_steps_without_sense_are_refused(asked: dict[str, Any], said: str)
 def test_what_replicas_would_decide_apart_is_refused(
     tmp_path: Path, more: str, outer: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
-    _compiled_file(tmp_path, "1f1b", 1, 2, 1, more, outer_every=2, **outer)
+    compiled_file(tmp_path, "1f1b", 1, 2, 1, more, outer_every=2, **outer)
     asked = RunOptions(str(tmp_path / "build"), steps=4, out=str(tmp_path / "out"), progress=False, **options)
     with pytest.raises(RunError, match=said):
         run_local(asked)
@@ -567,57 +564,9 @@ def test_what_replicas_would_decide_apart_is_refused(
 
 def test_evaluations_right_after_outer_steps_decide_alike(tmp_path: Path) -> None:
     """All replicas have the same weights and statistics then."""
-    _compiled_file(tmp_path, "async", 1, 2, 1, outer_every=2)
+    compiled_file(tmp_path, "async", 1, 2, 1, outer_every=2)
     options = {"steps": 6, "eval_every": 2, "save_best": "held_out", "patience": 1, "progress": False}
     local = run_local(RunOptions(str(tmp_path / "build"), out=str(tmp_path / "local"), **options))
-    found = _launched(RunOptions(str(tmp_path / "build"), out=str(tmp_path / "apart"), **options))
+    found = launched(RunOptions(str(tmp_path / "build"), out=str(tmp_path / "apart"), **options))
     assert found["evaluations"] == local["evaluations"]
     assert found["best"] == local["best"]
-
-
-def test_a_pipeline_of_its_own_loop_makes_no_checkpoints(tmp_path: Path) -> None:
-    compiled(network(), entropy, 2, 1, 1).save(tmp_path / "build")
-    pipeline = pipeline_of(tmp_path / "build", sgd)
-    pipeline.run(batches(2))
-    for call in (pipeline.save, pipeline.load):
-        with pytest.raises(RunError, match=rf"{call.__name__}\(\): the replicas of this build train apart"):
-            call(tmp_path / "saved")
-
-
-def test_no_checkpoint_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "joint").mkdir()
-    _compiled_file(tmp_path / "joint", "1f1b", 1, 2, 1, outer=None)
-    _compiled_file(tmp_path, "1f1b", 1, 2, 1)
-    common = {"steps": 2, "progress": False, "checkpoint_every": "1"}
-    run_local(RunOptions(str(tmp_path / "joint" / "build"), out=str(tmp_path / "a"), **common))
-    step = str(tmp_path / "a" / "checkpoints" / "step-1")
-    with pytest.raises(RunError, match="--resume: the replicas of this build train apart"):
-        run_local(RunOptions(str(tmp_path / "build"), steps=2, resume=step, out=str(tmp_path / "b"), progress=False))
-
-
-def _compiled_file(folder: Path, schedule: str, workers: int, dp: int, own: int, more: str = "", **outer: Any) -> None:
-    """A build of the model file, which is next to it."""
-    path = folder / "model.py"
-    path.write_text(MODEL.read_text() + more)
-    task = load_task(path)
-    assert task.metrics is not None
-    assert task.eval_data is not None
-    torch.manual_seed(0)
-    fxp.compile(
-        task.model(),
-        task.loss,
-        task.example(),
-        workers=workers,
-        dp=dp,
-        microbatches=own,
-        schedule=schedule,
-        cost="analytic",
-        forward_at=["norm"] if schedule == "1f1b" and workers == 2 else [],
-        evaluation=(task.metrics, task.eval_data()),
-        **{"outer": "diloco", **outer},
-    ).save(folder / "build", model_file=path)
-
-
-def _launched(options: RunOptions) -> dict[str, Any]:
-    plan = fxp.load(options.build).plan
-    return json.loads(json.dumps(launch(options, plan.processes, plan.mesh)))

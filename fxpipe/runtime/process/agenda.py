@@ -79,8 +79,8 @@ class Agenda:
         """The first forward of a minibatch is about to run on a worker of this process.
 
         Args:
-            over: how many minibatches have their loss. Every forward of those has begun, on every worker: no entry of
-                theirs will be read again.
+            over: how many minibatches have their loss, in all replicas. Every forward of those has begun, on every
+                worker: no entry of theirs will be read again.
         """
         if minibatch != self._next or self.stop is not None:
             return

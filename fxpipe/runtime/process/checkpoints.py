@@ -171,7 +171,8 @@ class Checkpoints:
 
     def _begin(self, captures: Captures, minibatch: int) -> None:
         """The first forward of a minibatch is about to run on a worker; the first worker's comes first."""
-        self.agenda.begin(minibatch, captures.executor.store.version)
+        store = captures.executor.store
+        self.agenda.begin(minibatch, store.version if store.outer is None else store.outer.made_by_all(store.version))
         captures.begin(minibatch)
 
     def due(self, step: int) -> bool:

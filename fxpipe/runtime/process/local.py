@@ -30,7 +30,6 @@ from fxpipe.runtime.process.local_evaluation import LocalEvaluation
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, write_whole
 from fxpipe.runtime.process.own_loop import OwnLoop
-from fxpipe.runtime.process.replicas_apart import check_no_checkpoints
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of, restore, resumed_options
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
@@ -104,7 +103,6 @@ class LocalPipeline(OwnLoop):
         self.folder = Path(folder)
         self.plan = read_plan(folder)
         self.options = options = in_steps(resumed_options(options, out))
-        check_no_checkpoints(self.plan, options)
         self.recipe: Recipe = recipe_of(self.plan, options)
         self.device = torch.device(self.plan.device)
         self.report = report
@@ -302,7 +300,6 @@ class LocalPipeline(OwnLoop):
         return self._evaluation
 
     def save(self, folder: str | Path) -> None:
-        check_no_checkpoints(self.plan, call="save()")
         self.flush()
         self.resumed, self._shards = None, []  # here as where one goes on from it, nothing is in flight
         with replacing(Path(folder), "choose another folder") as fresh:
@@ -311,7 +308,6 @@ class LocalPipeline(OwnLoop):
 
     def load(self, folder: str | Path) -> None:
         self._whole()
-        check_no_checkpoints(self.plan, call="load()")
         self._settled("load")
         self._set_up(*open_checkpoint(folder, self.plan, self.recipe, self.options))
 

@@ -6,34 +6,11 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import RunError
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.options import PipelineOptions, RunOptions
+from fxpipe.runtime.options import RunOptions
 from fxpipe.task.callbacks import ON_EVAL, ON_STEP
 
 if TYPE_CHECKING:
     from fxpipe.task.hooks import TrainingTask
-
-
-def check_no_checkpoints(plan: Plan, options: PipelineOptions | None = None, call: str = "") -> None:
-    """Refuse what saves a run of such replicas, or goes on from what is saved.
-
-    Args:
-        options: which may ask for it.
-        call: which does so.
-
-    Raises:
-        RunError: names the first.
-    """
-    if plan.outer is None:
-        return
-    asked = [f"--{name.replace('_', '-')}" for name in ("checkpoint_every", "resume") if getattr(options, name, None)]
-    asked += [call] if call else []
-    if asked:
-        raise RunError(
-            f"{asked[0]}: the replicas of this build train apart, and a checkpoint would have the first one's weights "
-            "and optimizer alone",
-            hint="leave it out: the trained weights are written at the end, and --weights begins with them; or compile "
-            "without --outer",
-        )
 
 
 def decides_alike(plan: Plan, options: RunOptions) -> bool:

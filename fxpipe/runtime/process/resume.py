@@ -56,10 +56,16 @@ class Resumed:
         """How many steps have been made."""
         return self.manifest.step
 
+    @property
+    def apart(self) -> bool:
+        """Whether its replicas trained apart."""
+        return "outer" in self.manifest.run
+
     def shards(self, worker: int, replica: int = 0) -> list[Shard]:
         """What a replica of a worker needs: its own shard if the run is the same, else those of all workers.
 
-        Its own is the first replica's, with what it has written itself in its place.
+        Its own is the first replica's, with what it has written itself in its place: all of it but where the data stand
+        and what was decided, if replicas train apart. Then others than these go on with the first one's.
 
         The model's files are `Checkpoint`'s, which has compared what it has read of them.
 
@@ -69,11 +75,15 @@ class Resumed:
         wanted = [worker] if self.exact else range(self.manifest.workers)
         found = [self._read(each) for each in wanted]
         others = [(each, r) for each in wanted for r in replicas_in(self.manifest.files, each)]
+        if not self.exact and self.apart:
+            return found
         if not self.exact:
             return found + [shard for place in others if (shard := self._read(*place)).state is not None]
         if replica:
             (shard,) = found
             own = self._read(worker, replica) if (worker, replica) in others else Shard(self.step)
+            if self.apart:
+                return [dataclasses.replace(own, data=shard.data, state={**shard.state, **own.state})]
             shard.codecs = own.codecs
             if own.state is not None:
                 shard.state["updater"] = own.state["updater"]
@@ -199,6 +209,8 @@ def say_resumed(resumed: Resumed) -> None:
     text = f"going on after step {resumed.step}, from {resumed.path}"
     if not resumed.exact:
         text += ": the build, the schedule or the policy is another one, so the pipeline begins empty"
+        if resumed.apart:
+            text += ", with the common weights of replicas that trained apart, and the first one's optimizer"
     say(text)
 
 
@@ -235,7 +247,8 @@ def _manifest(checkpoint: Checkpoint | None) -> Manifest:
 def about_run(options: PipelineOptions, recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """What a manifest says of the run."""
     versions = {"fxpipe": fxpipe.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {"plan": plan.digest, "run": run_of(options, recipe), "versions": versions}
+    outer = {} if plan.outer is None else {"outer": dataclasses.asdict(plan.outer)}
+    return {"plan": plan.digest, "run": {**run_of(options, recipe), **outer}, "versions": versions}
 
 
 def run_of(options: PipelineOptions, recipe: Recipe) -> dict[str, Any]:

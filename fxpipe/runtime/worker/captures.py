@@ -47,6 +47,7 @@ class Captures:
     def __init__(self, executor: Executor, due: Due, past: Past, sent: Sent) -> None:
         self.executor = executor
         self.due = due
+        self._whole = _is_whole(executor)
         self.reach = executor.store.demand.reach(executor.worker)
         self._begun: dict[int, Shard] = {}
         self._taken = self._begun_at = executor.store.version
@@ -67,12 +68,13 @@ class Captures:
         if not self.due(step):
             return None
         self.executor.watch.open("save")
-        if self.executor.replica:
+        if not self._whole:
             shard = _of_other_replica(self.executor, Shard(step), memories)
             self.executor.watch.close()
             return shard
         shard = self._begun.pop(step) if step in self._begun else Shard(step)
         if not shard.buffers:  # no forward of it has begun
+            self.executor.take_buffers(step)
             shard.buffers = dict(self.executor.buffers)
         shard.start = store.start
         self._take_earlier(shard)
@@ -80,8 +82,8 @@ class Captures:
             shard.sent.update(_sent(store, step))
         shard.past = dict(sorted(shard.past.items()))
         shard.sent = dict(sorted(shard.sent.items()))
-        shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
-        shard.buffers = {name: copied(value) for name, value in shard.buffers.items()}
+        shard.parameters = _all_copied(store.saved)
+        shard.buffers = _all_copied(shard.buffers)
         shard.codecs = _copy(memories, {})
         shard.state = _copy(store.state(), {})
         self.executor.watch.close()
@@ -89,7 +91,7 @@ class Captures:
 
     def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run; forwards put new values in the place of buffers."""
-        if self.executor.replica == 0 and minibatch > self._taken and self.due(minibatch):
+        if self._whole and minibatch > self._taken and self.due(minibatch):
             self._of(minibatch).buffers = dict(self.executor.buffers)
 
     def _ended(self, minibatch: int) -> None:
@@ -100,7 +102,7 @@ class Captures:
     def _keep(self, version: int) -> None:
         """A version is about to be replaced."""
         store, watch = self.executor.store, self.executor.watch
-        if self.executor.replica:
+        if not self._whole:
             return
         for step in range(version + 1, version + self.reach + 1):
             if not self.due(step):
@@ -142,13 +144,18 @@ def shard_at_rest(executor: Executor) -> Shard:
     if store.updater.clip is not None:
         store.updater.clip.begin()  # as the next segment will
     shard = Shard(store.version, store.version)
-    if executor.replica:
+    if not _is_whole(executor):
         return _of_other_replica(executor, shard, executor.codec_memories())
-    shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
-    shard.buffers = {name: copied(value) for name, value in executor.buffers.items()}
+    shard.parameters = _all_copied(store.saved)
+    shard.buffers = _all_copied(executor.buffers)
     shard.codecs = _copy(executor.codec_memories(), {})
     shard.state = _copy(store.state(), {})
     return shard
+
+
+def _is_whole(executor: Executor) -> bool:
+    """Whether a replica's shard is whole: the first one's, and that of each where they train apart."""
+    return executor.replica == 0 or executor.store.outer is not None
 
 
 def _of_other_replica(executor: Executor, shard: Shard, memories: dict[str, dict[str, Tensor]]) -> Shard:

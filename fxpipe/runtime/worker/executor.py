@@ -232,8 +232,11 @@ class Executor:
         """Whether the buffers that a minibatch begins with have come from replica 0; for drivers of several in turn."""
         if self.collective is None or action.phase != "F" or action.microbatch > 0:
             return True
-        kinds = self._handed.get(action.minibatch, {})
-        return all(self.collective.arrived((kind, action.minibatch - 1)) for kind in kinds)
+        return self._buffers_arrived(action.minibatch)
+
+    def _buffers_arrived(self, minibatch: int) -> bool:
+        kinds = self._handed.get(minibatch, {})
+        return self.collective is None or all(self.collective.arrived((kind, minibatch - 1)) for kind in kinds)
 
     def begin_meeting(self) -> None:
         """The pipeline is empty: begin what makes the weights and buffers of replicas that train apart the same."""
@@ -269,7 +272,8 @@ class Executor:
     @property
     def can_settle(self) -> bool:
         """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
-        return self.store.can_settle
+        waits = None if self._apart is None else self.unsettled  # a checkpoint has the buffers of its version
+        return self.store.can_settle and (waits is None or self._buffers_arrived(waits + 1))
 
     def announce(self) -> None:
         """Begin with the update that was held back, if there is one (see `WeightStore`)."""
@@ -324,6 +328,8 @@ class Executor:
                 for edge in stage.comm.edges & memories.keys()
             }
         self.store.load([shard.state for shard in shards], shards[0].step, same)
+        if self.store.outer is not None and self.store.outer.together(shards[0].step):
+            self._mean_at = shards[0].step
 
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""

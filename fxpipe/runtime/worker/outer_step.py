@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +38,9 @@ class OuterStep:
     """The end of one replica of a worker.
 
     Args:
-        trained: the parameters of which the worker has the master weights; live.
+        trained: the parameters of which the worker has the master weights, by name; live, with the common weights.
         collective: this replica's end of what the worker's replicas exchange.
         device: of the parameters.
-        version: how many updates the worker has made.
 
     Attributes:
         spec: when, and with which rates.
@@ -52,24 +52,23 @@ class OuterStep:
         trained: Mapping[str, nn.Parameter],
         collective: Collective,
         device: torch.device | str,
-        version: int = 0,
     ) -> None:
         self.spec = spec
         self._collective, self._device = collective, device
-        self._of_dtype: dict[str, list[nn.Parameter]] = {}
-        for parameter in trained.values():
-            self._of_dtype.setdefault(str(parameter.dtype), []).append(parameter)
+        self._of_dtype: dict[str, dict[str, nn.Parameter]] = {}
+        for name, parameter in trained.items():
+            self._of_dtype.setdefault(str(parameter.dtype), {})[name] = parameter
         self._common = {dtype: nn.Parameter(flat) for dtype, flat in self._live().items()}
         self._optimizer: torch.optim.Optimizer | None = None
         if self._common:
             momentum = spec.momentum
             parameters = list(self._common.values())
             self._optimizer = torch.optim.SGD(parameters, spec.lr, momentum, nesterov=momentum > 0)
-        self._since = version  # the version that the newest exchange began at
+        self._since = 0  # the version that the newest exchange began at
         self._under_way: int | None = None  # the same, while it has not ended
         self._begun: dict[str, Tensor] = {}  # the weights that it began with, of an exchange that training goes on with
         self._read: dict[int, int] = {}  # numbers of minibatches that are not compared yet
-        self._compared: tuple[int, int] = (0, 0)
+        self._compared: tuple[int, int] = (0, 0)  # the first of those being compared, and how many these are
 
     def due(self, version: int) -> bool:
         """Whether there is an outer step after so many updates."""
@@ -122,6 +121,67 @@ class OuterStep:
             self._finish()
 
     @property
+    def first(self) -> bool:
+        """Whether this is the first replica's, which tells what all have in common."""
+        return self._collective.replica == 0
+
+    def together(self, version: int) -> bool:
+        """Whether all replicas have the same weights and buffers at the live version."""
+        return self._since == version and self._under_way is None
+
+    def made_by_all(self, version: int) -> int:
+        """How many updates all replicas have made for sure, if this one has made so many."""
+        return (version // self.spec.every - self.spec.delay) * self.spec.every
+
+    def common(self) -> dict[str, Tensor]:
+        """The weights that all replicas have in common, by name; live."""
+        return {
+            name: flat
+            for dtype, common in self._common.items()
+            for name, flat in self._parts(dtype, common.detach()).items()
+        }
+
+    def state(self, version: int) -> dict[str, Any]:
+        """What a replica needs to go on at the live version, but for what all have in common.
+
+        The minibatches that are yet to be compared are not: what is read from then on is.
+        """
+        return {
+            "since": self._since,
+            "under_way": self._under_way,
+            "weights": {} if self.together(version) else self._live(),
+            "begun": dict(self._begun),
+        }
+
+    def momentum(self) -> dict[str, Tensor]:
+        """That of outer steps, by dtype, which all replicas have in common; live."""
+        states = {} if self._optimizer is None else self._optimizer.state
+        found = {dtype: states.get(common, {}).get("momentum_buffer") for dtype, common in self._common.items()}
+        return {dtype: value for dtype, value in found.items() if value is not None}
+
+    def load(self, found: Mapping[str, Any] | None, momentum: Mapping[str, Tensor], version: int) -> None:
+        """Go on from what `state` and `momentum` gave at a version; the common weights have been loaded.
+
+        Args:
+            found: None begins with the common weights.
+        """
+        if found is None:
+            self._since = version
+            return
+        self._since, self._under_way = found["since"], found["under_way"]
+        self._begun = {dtype: value.to(self._device) for dtype, value in found["begun"].items()}
+        for dtype, flat in found["weights"].items():
+            self._put(dtype, flat)
+        for dtype, value in momentum.items():
+            assert self._optimizer is not None
+            self._optimizer.state[self._common[dtype]]["momentum_buffer"] = value.to(self._device, copy=True)
+
+    def go_on(self) -> None:
+        """A segment begins: begin the exchange again that was under way at the checkpoint, if there was one."""
+        if self._under_way is not None:
+            self._exchange(self._under_way, self._begun)
+
+    @property
     def _keys(self) -> list[tuple[str, int]]:
         assert self._under_way is not None
         kinds = [f"outer {dtype}" for dtype in self._common]
@@ -130,20 +190,24 @@ class OuterStep:
     def _live(self) -> dict[str, Tensor]:
         """Copies of the weights, by dtype, one vector each."""
         return {
-            dtype: torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+            dtype: torch.cat([parameter.detach().reshape(-1) for parameter in parameters.values()])
             for dtype, parameters in self._of_dtype.items()
         }
 
     def _start(self, version: int) -> None:
-        for dtype, live in self._live().items():
-            self._collective.start_sum((f"outer {dtype}", version), self._common[dtype].detach() - live)
-        numbers = [self._read.pop(minibatch) for minibatch in sorted(self._read) if minibatch < version]
-        self._compared = self._since, len(numbers)
+        self._exchange(version, self._live())
+        read = [minibatch for minibatch in sorted(self._read) if minibatch < version]
+        numbers = [self._read.pop(minibatch) for minibatch in read]
+        self._compared = min(read, default=0), len(read)
         if numbers:
             found = torch.zeros(self._collective.replicas, dtype=torch.int64)
             found[self._collective.replica] = zlib.crc32(repr(numbers).encode())
             self._collective.start_sum((BATCHES, version), found.to(self._device))
         self._since = self._under_way = version
+
+    def _exchange(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        for dtype, flat in weights.items():
+            self._collective.start_sum((f"outer {dtype}", version), self._common[dtype].detach() - flat)
 
     def _finish(self) -> None:
         assert self._under_way is not None
@@ -160,10 +224,16 @@ class OuterStep:
             self._put(dtype, common.detach() + (self._live()[dtype] - begun[dtype]) if begun else common.detach())
 
     def _put(self, dtype: str, flat: Tensor) -> None:
-        place = 0
-        for parameter in self._of_dtype[dtype]:
-            parameter.detach().copy_(flat[place : place + parameter.numel()].view(parameter.shape))
+        for name, value in self._parts(dtype, flat).items():
+            self._of_dtype[dtype][name].detach().copy_(value)
+
+    def _parts(self, dtype: str, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a vector of this dtype's weights, by name."""
+        found, place = {}, 0
+        for name, parameter in self._of_dtype[dtype].items():
+            found[name] = flat[place : place + parameter.numel()].view(parameter.shape)
             place += parameter.numel()
+        return found
 
     def _check_batches(self, version: int) -> None:
         first, count = self._compared

@@ -29,6 +29,9 @@ from fxpipe.runtime.worker.weight_copies import WeightCopies
 from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import TrainingTask
 
+OUTER, OUTER_MOMENTUM = "outer", "outer_momentum"
+"""Where the state has that of outer steps: what is each replica's own, and what replica 0 tells for all."""
+
 
 @dataclass
 class _Argument:
@@ -208,6 +211,8 @@ class WeightStore:
         self.predictions.forget_all()
         self._let_go()
         self._open_own()
+        if self.outer is not None:
+            self.outer.go_on()
         owners = {r.owner for part in self._parts.values() for r in part.readings} - {self.worker}
         self._expected = dict.fromkeys(owners, start - 1)
         return owners
@@ -221,7 +226,17 @@ class WeightStore:
         """What a run needs to go on, but for the parameters themselves and `past`; live tensors."""
         averages = self.averages.read() if isinstance(self.averages, MovingAverage) else None
         staleness = None if self.staleness is None else self.staleness.state()
-        return {"updater": self.updater.state(), "averages": averages, "staleness": staleness}
+        found = {"updater": self.updater.state(), "averages": averages, "staleness": staleness}
+        if self.outer is not None:
+            found[OUTER] = self.outer.state(self.version)
+            if self.outer.first:
+                found[OUTER_MOMENTUM] = self.outer.momentum()
+        return found
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """The parameters as a checkpoint's model has them: with the common weights of replicas that train apart."""
+        return {**self.parameters, **({} if self.outer is None else self.outer.common())}
 
     def load(self, found: Sequence[dict[str, Any]], version: int, same: bool) -> None:
         """Go on from what `state` gave; the parameters themselves have been loaded.
@@ -231,6 +246,8 @@ class WeightStore:
         """
         self.version = version
         self.updater.load([each["updater"] for each in found], version, same)
+        if self.outer is not None:
+            self.outer.load(found[0].get(OUTER) if same else None, found[0].get(OUTER_MOMENTUM, {}), version)
         averages = {name: value for each in found for name, value in (each["averages"] or {}).items()}
         if isinstance(self.averages, MovingAverage) and averages:
             self.averages.load(averages, version)

@@ -1,0 +1,216 @@
+"""Checkpoints of replicas that train apart: a run goes on as if it had never stopped, in one process and in several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from apart import compiled_file, launched
+from safetensors.torch import load_file
+from torch import Tensor
+
+import fxpipe as fxp
+from fxpipe.plan.spec import OuterSpec
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
+from fxpipe.runtime.worker.outer_step import OuterStep
+from fxpipe.task.model_file import load_task
+
+STEPS = 6
+SGD = """
+def optimizer(named):
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.05, momentum=0.9)
+"""
+INNER = {"sgd": SGD, "adamw": ""}
+
+
+def options(folder: Path, out: str, **more: Any) -> RunOptions:
+    given = {"steps": STEPS, "checkpoint_every": "1", "keep": 99, "progress": False, **more}
+    return RunOptions(str(folder / "build"), out=str(folder / out), **given)
+
+
+def step_of(folder: Path, out: str, step: int) -> Path:
+    return folder / out / "checkpoints" / f"step-{step}"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All but the manifest, which says how a run was asked for."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "checkpoint.json"}
+
+
+def check_alike(folder: Path, one: str, other: str, since: int) -> None:
+    """Two runs have the same checkpoints, byte for byte, and end with the same weights."""
+    for step in range(since + 1, STEPS + 1):
+        found = [files(step_of(folder, out, step)) for out in (one, other)]
+        assert found[0].keys() == found[1].keys()
+        assert [name for name, data in found[0].items() if data != found[1][name]] == []
+    weights = [(folder / out / "model.safetensors").read_bytes() for out in (one, other)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "delay", "inner", "more", "at"),
+    [
+        ("1f1b", 0, "sgd", {"clip_norm": 0.1}, 4),
+        ("1f1b", 0, "adamw", {"clip_norm": 0.1}, 3),
+        ("1f1b", 1, "adamw", {}, 5),
+        ("1f1b", 1, "sgd", {"clip_norm": 0.1}, 1),
+        ("async", 0, "adamw", {"policy": "stash", "ema": 0.9}, 4),
+        ("async", 1, "sgd", {"policy": "spectrain", "clip_norm": 0.1}, 4),
+        ("async", 0, "sgd", {"policy": "latest", "eval_every": 2, "save_best": "held_out"}, 3),
+    ],
+)
+def test_a_run_goes_on_as_if_it_had_never_stopped(
+    tmp_path: Path, schedule: str, delay: int, inner: str, more: dict[str, Any], at: int
+) -> None:
+    """At an outer step and between two, with an exchange under way and without, with minibatches in flight."""
+    own = 2 if schedule == "1f1b" else 1
+    compiled_file(tmp_path, schedule, 2, 2, own, INNER[inner], outer_every=2, outer_delay=delay)
+    whole = run_local(options(tmp_path, "whole", **more))
+    assert "optimizer-00002-of-00002-replica-1.safetensors" in files(step_of(tmp_path, "whole", at))
+    again = {name: more[name] for name in ("eval_every", "save_best") if name in more}
+    later = run_local(options(tmp_path, "later", resume=str(step_of(tmp_path, "whole", at)), **again))
+    assert later["losses"] == whole["losses"]
+    assert later.get("best") == whole.get("best")
+    check_alike(tmp_path, "whole", "later", at)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_run_that_ended_can_be_made_longer(tmp_path: Path, delay: int) -> None:
+    """The last checkpoint is cut before the outer step that ends a run; going on for no step makes just that."""
+    compiled_file(tmp_path, "async", 2, 3, 1, outer_every=2, outer_delay=delay)
+    run_local(options(tmp_path, "whole"))
+    run_local(options(tmp_path, "short", steps=5))
+    step = str(step_of(tmp_path, "short", 5))
+    run_local(options(tmp_path, "longer", resume=step))
+    check_alike(tmp_path, "whole", "longer", 5)
+    run_local(options(tmp_path, "ended", resume=step, steps=5))
+    ends = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("short", "ended")]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "delay", "more", "at"),
+    [
+        ("1f1b", 0, {"clip_norm": 0.1}, 3),
+        ("async", 1, {"policy": "stash"}, 4),
+        pytest.param("async", 0, {"policy": "stash"}, 4, marks=pytest.mark.slow),
+        pytest.param("1f1b", 1, {"clip_norm": 0.1}, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_write_and_read_the_files_of_one(
+    tmp_path: Path, schedule: str, delay: int, more: dict[str, Any], at: int
+) -> None:
+    """Two workers of two replicas; one run goes on in processes from a checkpoint of each kind."""
+    compiled_file(tmp_path, schedule, 2, 2, 1, outer_every=2, outer_delay=delay)
+    whole = run_local(options(tmp_path, "whole", **more))
+    apart = launched(options(tmp_path, "apart", **more))
+    assert apart["losses"] == whole["losses"]
+    check_alike(tmp_path, "whole", "apart", 0)
+    later = launched(options(tmp_path, "later", resume=str(step_of(tmp_path, "apart", at))))
+    assert later["losses"] == whole["losses"]
+    check_alike(tmp_path, "whole", "later", at)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_loop_of_ones_own_saves_and_goes_on(tmp_path: Path, delay: int) -> None:
+    compiled_file(tmp_path, "async", 2, 2, 1, outer_every=2, outer_delay=delay)
+    build = fxp.load(tmp_path / "build")
+    task = load_task(tmp_path / "model.py")
+    data = list(task.train_data())
+    first = build.local(optimizer=task.optimizer)
+    for batch in data[:3]:
+        first.step(batch)
+    first.save(tmp_path / "saved")
+    saved = first.state_dict()
+    other = build.local(optimizer=task.optimizer)
+    other.load(tmp_path / "saved")
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in saved.items())
+    other.save(tmp_path / "again")
+    assert files(tmp_path / "again") == files(tmp_path / "saved")
+    assert other.run(data[3:]) == first.run(data[3:])
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in first.state_dict().items())
+
+
+def test_a_checkpoints_model_is_the_common_weights(tmp_path: Path) -> None:
+    """Between outer steps, those of the last one, whatever replicas have made of them."""
+    compiled_file(tmp_path, "1f1b", 2, 2, 1, outer_every=2)
+    run_local(options(tmp_path, "whole"))
+    run_local(options(tmp_path, "short", steps=2))
+    found = [_model(step_of(tmp_path, "whole", step)) for step in (2, 3, 4)]
+    trained = [name for name in found[0] if "running" not in name and "tracked" not in name]
+    ended = load_file(tmp_path / "short" / "model.safetensors")
+    assert trained
+    for name in trained:
+        assert torch.equal(found[0][name], ended[name])
+        assert torch.equal(found[0][name], found[1][name])
+    assert any(not torch.equal(found[1][name], found[2][name]) for name in trained)
+    own = [_own(step_of(tmp_path, "whole", 3), 0, replica) for replica in (0, 1)]
+    assert not torch.equal(own[0], own[1])
+    assert not any(name.startswith("outer.weights") for name in _state(step_of(tmp_path, "whole", 4), 0, 1))
+
+
+def _model(step: Path) -> dict[str, Tensor]:
+    return {name: value for path in step.glob("model-*.safetensors") for name, value in load_file(path).items()}
+
+
+def _state(step: Path, worker: int, replica: int) -> dict[str, Tensor]:
+    of = f"-replica-{replica}" if replica else ""
+    return load_file(step / f"optimizer-{worker + 1:05d}-of-00002{of}.safetensors")
+
+
+def _own(step: Path, worker: int, replica: int) -> Tensor:
+    return _state(step, worker, replica)["outer.weights.torch.float32"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "dp", "outer"),
+    [(2, 2, {"outer": None}), (2, 1, {"outer": None}), (2, 3, {"outer_every": 2}), (1, 2, {"outer_every": 2})],
+)
+def test_another_build_goes_on_with_what_replicas_have_in_common(
+    tmp_path: Path, workers: int, dp: int, outer: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights, and the first one's optimizer."""
+    compiled_file(tmp_path, "1f1b", 2, 2, 1, outer_every=2)
+    run_local(options(tmp_path, "whole"))
+    step = step_of(tmp_path, "whole", 3)
+    other = tmp_path / "other"
+    compiled_file(other, "1f1b", workers, dp, 1, **outer)
+    capsys.readouterr()
+    run_local(options(other, "run", resume=str(step), steps=4))
+    assert "with the common weights of replicas that trained apart" in capsys.readouterr().err
+    pipeline = fxp.load(other / "build").local(optimizer=load_task(other / "model.py").optimizer)
+    pipeline.load(step)
+    for name, value in _model(step).items():
+        if "running" not in name:
+            assert torch.equal(pipeline.state_dict()[name], value)
+    first = {name: value for worker in (0, 1) for name, value in _state(step, worker, 0).items()}
+    found = 0
+    for executor in pipeline.every:
+        assert executor.store.updater.optimizer is not None
+        for name, parameter in executor.store.trained.items():
+            moment = executor.store.updater.optimizer.state[parameter]["exp_avg"]
+            (saved,) = [v for key, v in first.items() if name in key and key.endswith("exp_avg")]
+            assert torch.equal(moment, saved)
+            found += 1
+    assert found == 8 * dp
+
+
+def test_a_run_of_gradients_added_up_goes_on_apart(tmp_path: Path) -> None:
+    joint = tmp_path / "joint"
+    compiled_file(joint, "1f1b", 2, 2, 1, outer=None)
+    compiled_file(tmp_path, "1f1b", 2, 2, 1, outer_every=2)
+    run_local(options(joint, "run", steps=3))
+    run = run_local(options(tmp_path, "run", resume=str(step_of(joint, "run", 3))))
+    assert len(run["losses"]) == STEPS
+    assert "optimizer-00001-of-00002-replica-1.safetensors" in files(step_of(tmp_path, "run", 4))
+
+
+def test_entries_wait_for_the_last_replica() -> None:
+    """One that is behind by a round of outer steps finds what was decided before."""
+    for delay, made in ((0, [0, 0, 0, 3, 3, 3, 6]), (1, [-3, -3, -3, 0, 0, 0, 3])):
+        outer = OuterStep(OuterSpec(3, 0.7, 0.9, delay), {}, LocalCollective(ReplicaBoard(2), 0), "cpu")
+        assert [outer.made_by_all(version) for version in range(7)] == made
