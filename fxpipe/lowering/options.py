@@ -551,8 +551,9 @@ class CompileOptions:
         if self.shard not in get_args(ShardMode):
             raise CutError(f"shard={self.shard!r} is none of {', '.join(get_args(ShardMode))}")
         if self.replicas:
+            numbers = ",".join(map(str, self.replicas))
             raise CutError(
-                f"--shard {self.shard} is for workers with equally many replicas, not {','.join(map(str, self.replicas))}",
+                f"--shard {self.shard} is for workers with equally many replicas, not {numbers}",
                 hint="--dp R in place of --replicas, or leave --shard out",
             )
         if self.dp == 1:
