@@ -15,7 +15,7 @@ from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, plain, print_table, size, warn, working
 from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
 
-from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.options import CompileOptions, outer_options
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ MOST_SHOWN = 4
 @click.command("compile")
 @click.argument("model", type=click.Path(dir_okay=False))
 @option_fields(CompileOptions, "workers", "virtual", "dp", "replicas", "shard")
+@option_fields(CompileOptions, "outer", "outer_every", "outer_lr", "outer_momentum", "outer_delay")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(
     CompileOptions,
@@ -171,6 +172,7 @@ def _like(folder: str) -> dict[str, Any]:
         "schedule": plan.schedule,
         "policy": plan.policy,
         "dp": plan.dp,
+        **outer_options(plan.outer),
         "replicas": plan.replicas if plan.crossing else None,
         "microbatches": plan.own_microbatches,
         "autocast": plan.autocast,
@@ -233,6 +235,7 @@ def _print(
     echo(
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
         + (f"{plan.dp} replicas of each worker · " if plan.dp > 1 else "")
+        + ("" if plan.outer is None else f"{plan.outer} · ")
         + (f"{listed([str(count) for count in plan.replicas])} replicas · " if plan.crossing else "")
         + f"{len(plan.edges)} edges"
     )
@@ -367,6 +370,7 @@ def _as_json(
         "policy": plan.policy,
         "microbatches": plan.microbatches,
         "dp": plan.dp,
+        "outer": None if plan.outer is None else dataclasses.asdict(plan.outer),
         "microbatch_loss": microbatch_facts(plan),
         "shapes": shape_facts(plan),
         "padding": padding_facts(plan),

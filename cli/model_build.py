@@ -149,6 +149,9 @@ def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     parts += ["--synchronous"] if options.synchronous else []
     parts += [] if options.virtual is None else [f"--virtual {options.virtual}"]
     parts += [f"--dp {options.dp}"] if options.dp > 1 else []
+    for name in ("outer", "outer_every", "outer_lr", "outer_momentum", "outer_delay"):
+        asked = getattr(options, name)
+        parts += [] if asked is None else [f"--{name.replace('_', '-')} {asked}"]
     parts += [] if options.shard is None else [f"--shard {options.shard}"]
     parts += [f"--replicas {','.join(map(str, options.replicas))}"] if options.replicas else []
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]

@@ -63,8 +63,10 @@ class Reduce(Pass):
 
     @staticmethod
     def like(plan: Plan) -> Reduce | None:
-        """Makes the buckets of a plan; None for one without replicas."""
-        return Reduce(plan.replicas, buckets=tuple(s.buckets for s in plan.stages)) if plan.replicas else None
+        """Makes the buckets of a plan; None for one without replicas, or whose replicas train apart."""
+        if not plan.replicas or plan.outer is not None:
+            return None
+        return Reduce(plan.replicas, buckets=tuple(s.buckets for s in plan.stages))
 
     def __call__(self, program: Program) -> Program:
         if max(self.replicas, default=1) == 1:

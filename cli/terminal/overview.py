@@ -11,6 +11,8 @@ from fxpipe.cli.output import TextColumn, TimeUnit, plain, print_columns, print_
 from fxpipe.cli.terminal.module_tree import print_modules
 from fxpipe.cli.terminal.worker_marks import mark
 
+from fxpipe.plan.spec import OuterSpec
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -150,6 +152,9 @@ def print_workers(facts: Facts, console: Console) -> None:
     for w in facts["workers"]:
         if w["buckets"]:
             print_text(console, _buckets(w, facts["build"]["replicas"][w["worker"]]))
+    if facts["build"]["outer"]:
+        outer, count = OuterSpec(**facts["build"]["outer"]), facts["build"]["replicas"][0]
+        print_text(console, f"{count} replicas of each worker train apart: {outer}")
     edited = [w["file"] for w in facts["workers"] if w["edited"]]
     if edited:
         print_text(console, f"* {', '.join(edited)}: edited since the compile", "bold yellow")

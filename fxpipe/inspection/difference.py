@@ -22,8 +22,8 @@ NOTICEABLE = 0.02
 """A difference of times below this fraction is noise."""
 
 _SETTINGS = (
-    "model", "workers", "replicas", "schedule", "policy", "microbatches", "samples", "autocast", "codec", "device",
-    "cuts", "costs", "loss_worker", "torch", "speeds", "links", "optimizer_bytes",
+    "model", "workers", "replicas", "outer", "schedule", "policy", "microbatches", "samples", "autocast", "codec",
+    "device", "cuts", "costs", "loss_worker", "torch", "speeds", "links", "optimizer_bytes",
 )  # fmt: skip
 _OF_COSTS = ("cuts", "costs", "speeds", "links", "optimizer_bytes")
 """Settings that a build without `costs.json` does not know: then they are not compared."""

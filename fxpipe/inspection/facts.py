@@ -133,6 +133,7 @@ def build_facts(subject: Subject) -> Facts:
         "workers": plan.workers,
         "ranks": plan.ranks,
         "replicas": list(plan.replicas),
+        "outer": None if plan.outer is None else asdict(plan.outer),
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "policy": plan.policy,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe import messages
 from fxpipe.errors import BuildError, FxpipeError, near
-from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.options import CompileOptions, outer_options
 from fxpipe.options import changed
 from fxpipe.plan.build_folder import check_current, model_path, read_plan
 from fxpipe.plan.spec import Plan
@@ -164,6 +164,7 @@ def _options_of(plan: Plan, folder: Path) -> CompileOptions:
         workers=plan.ranks,
         virtual=None if plan.rows else plan.workers // plan.ranks,
         dp=plan.dp,
+        **outer_options(plan.outer),
         replicas=plan.replicas if plan.crossing else (),
         microbatches=plan.own_microbatches,
         microbatch_dims={leaf.name: leaf.dim for leaf in plan.given},

@@ -9,6 +9,7 @@ from typing import Any
 from fxpipe.build.build import Build
 from fxpipe.lowering.agreement import relative_error
 from fxpipe.lowering.compare_with_eager import emitted_step
+from fxpipe.lowering.replicas_apart import of_one_replica
 from fxpipe.stages.compare import wide_dtype
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.padding import padded
@@ -41,7 +42,7 @@ def codec_effect(build: Build, batch: Any, *, seed: int = 0, loss_weight: LossWe
     Raises:
         RunError: the emitted code fails; a lossless codec meets a value that does not fit.
     """
-    batch = padded(batch, build.plan.padding)
+    build, batch = of_one_replica(build, padded(batch, build.plan.padding))
     plain = emitted_step(build, batch, seed, loss_weight)
     coded = emitted_step(build, batch, seed, loss_weight, with_codecs=True)
     norms = {name: g.to(wide_dtype(g)).norm().item() for name, g in plain.gradients.items()}

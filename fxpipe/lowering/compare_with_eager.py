@@ -22,6 +22,7 @@ from fxpipe.codecs import without_codecs
 from fxpipe.errors import CaptureError
 from fxpipe.lowering.agreement import FLOOR, TOLERANCE, Agreement, Step, _each, compare, metric_errors, of_minibatch
 from fxpipe.lowering.own_rounding import THE_LOSS, in_float64, without_rounding
+from fxpipe.lowering.replicas_apart import of_one_replica
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
@@ -58,8 +59,8 @@ def compare_with_eager(
     Raises:
         RunError: the emitted code fails, where eager PyTorch does not.
     """
+    build, batch = of_one_replica(build, padded(batch, build.plan.padding))
     plan = build.plan
-    batch = padded(batch, plan.padding)
     eager = eager_step(plan, model, loss, batch, seed)  # first: a step that cannot run is not the emitted code's
     emitted = emitted_step(build, batch, seed, loss_weight)
     metrics = of_minibatch(eager, _weights(plan, batch, loss_weight))

@@ -21,6 +21,7 @@ from fxpipe.lowering.emit import Codecs, Emitter
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations
 from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.lowering.padding_doubts import padding_doubts
+from fxpipe.lowering.replicas_apart import with_replicas
 from fxpipe.lowering.shapes import CapturedShape, with_shape
 from fxpipe.lowering.step_costs import has_no_values, step_costs
 from fxpipe.lowering.totals import with_totals
@@ -210,7 +211,7 @@ def lower(
             build = replace(build, warnings=(*build.warnings, shape.left_out.format(error.what)))
     if evaluations is not None:
         build = with_evaluations(build, evaluations, options.command)
-    return build if options.backend == "eager" else _on_engines(build, program, options, say)
+    return with_replicas(build if options.backend == "eager" else _on_engines(build, program, options, say), options)
 
 
 def _check_values(program: Program, options: CompileOptions) -> None:

@@ -30,7 +30,7 @@ from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
 from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, LeafSpec
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
 from fxpipe.stages.minibatch import TRIED_SCALE, added_up, weights_of
-from fxpipe.task.batch import Dims, check_sizes, describe, said, split
+from fxpipe.task.batch import Dims, check_sizes, describe, said, share_of, split
 from fxpipe.tracing.capture import Loss, autocasting, capture
 
 SMALL = 1e-5
@@ -67,7 +67,8 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
                 continue
             program = _captured(model, loss, batch, options, dims)
             first = first or program
-            whole = whole or _captured_whole(model, loss, batch, options)
+            if whole is None or options.outer is not None:
+                whole = _captured_whole(model, loss, _whole_batch(batch, options, dims), options)
             program = beside(program, whole)
             if _is_proved(program, dims):
                 return program
@@ -85,6 +86,11 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
             page=failed.page,
         )
     raise failed
+
+
+def _whole_batch(batch: Any, options: CompileOptions, dims: Dims) -> Any:
+    """The batch that a minibatch's loss is of: of replicas that train apart, the first one's share."""
+    return batch if options.outer is None else share_of(batch, options.count, options.dp, dims)
 
 
 def _captured_whole(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> Program | str:
@@ -160,6 +166,8 @@ def checked_loss(
     tried = options.whole_loss()
     if has_no_values(program):
         return program, tried
+    batch = _whole_batch(batch, options, {b.leaf.name: b.leaf.dim for b in program.batch})
+    options = replace(options, dp=options.joint)
     if tried is None:
         return _check_step(program, model, loss, batch, options), None
     parts = split(batch, options.count, {b.leaf.name: b.leaf.dim for b in program.batch})

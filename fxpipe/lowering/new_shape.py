@@ -11,7 +11,7 @@ from torch import nn
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.ir.program import Program
-from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.options import CompileOptions, outer_options
 from fxpipe.lowering.shapes import capture_shape, with_shape
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
@@ -74,6 +74,7 @@ def options_of(plan: Plan, batch: Any, hooks: StepHooks) -> CompileOptions:
         schedule="\n".join(plan.rows) or plan.schedule,
         policy=plan.policy,
         dp=plan.dp,
+        **outer_options(plan.outer),
         replicas=plan.replicas if plan.crossing else (),
         microbatches=plan.own_microbatches,
         microbatch_dims=dims if leaves == list(dims) and plan.microbatches > 1 else None,

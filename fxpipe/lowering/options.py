@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,6 +13,7 @@ from fxpipe.errors import CutError, FxpipeError, ScheduleError, near
 from fxpipe.options import option
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
+from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
@@ -40,6 +41,12 @@ IN_PYTHON = "fxpipe.compile(...)"
 AUTO = "auto"
 """In place of a schedule's name: the one that takes least time, see `fxpipe.search`."""
 
+OUTER = "diloco"
+"""The kind of outer steps that there is."""
+
+DILOCO = OuterSpec(every=64, lr=0.7, momentum=0.9)
+"""The outer steps of Douillard et al. 2023 (arXiv 2311.08105), more often than theirs, after 500 updates."""
+
 SCANNED = 8
 """Batches that are read for their shapes, where nothing is asked."""
 
@@ -60,6 +67,13 @@ def not_synchronous(schedule: str) -> ScheduleError:
         "one worker would",
         hint="leave the schedule out for the fastest that does, or leave --synchronous out",
     )
+
+
+def outer_options(outer: OuterSpec | None) -> dict[str, Any]:
+    """The options of a compile that ask for outer steps."""
+    if outer is None:
+        return {}
+    return {"outer": OUTER, **{f"outer_{name}": number for name, number in asdict(outer).items()}}
 
 
 def _dims(text: str) -> dict[str, int | None]:
@@ -90,6 +104,11 @@ class CompileOptions:
         virtual: how many workers each process runs in turn: a stage for each. As the schedule has it where None.
         dp: how many replicas each worker has: processes with the same stage and the same weights, which share each
             minibatch's microbatches and add up their gradients.
+        outer: 'diloco' lets replicas train apart, each on its share of every minibatch, and bring their weights
+            together by outer steps (`fxpipe/runtime/worker/outer_step.py`); None adds up gradients in every step.
+        outer_every, outer_lr, outer_momentum: after how many updates, and by which SGD with Nesterov momentum; where
+            None, those of `DILOCO`.
+        outer_delay: 1 applies the result of an exchange one outer step later, so that nothing waits for it.
         replicas: of each worker its own number of them, in place of `dp`; they share all microbatches. Only with a
             schedule that has a worker in each process and no weight gradients apart.
         shard: 'optimizer': each replica of a worker has the optimizer's state of its own share of the worker's
@@ -177,6 +196,29 @@ class CompileOptions:
         "--shard",
         choices=get_args(ShardMode),
         help="What replicas share out instead of having all of it: the optimizer's state, with its updates.",
+    )
+    outer: str | None = option(
+        None,
+        "--outer",
+        choices=(OUTER,),
+        help="Replicas train apart, and average their weight changes now and then: for slow links between them.",
+    )
+    outer_every: int | None = option(
+        None, "--outer-every", minimum=1, metavar="H", help="Average after every H updates. [default: 64]"
+    )
+    outer_lr: float | None = option(
+        None, "--outer-lr", kind=float, above=0, metavar="RATE", help="Of the outer step. [default: 0.7]"
+    )
+    outer_momentum: float | None = option(
+        None, "--outer-momentum", kind=float, minimum=0, below=1, metavar="M", help="Nesterov's. [default: 0.9]"
+    )
+    outer_delay: int | None = option(
+        None,
+        "--outer-delay",
+        minimum=0,
+        maximum=1,
+        metavar="D",
+        help="1: apply an average one outer step later, while which it travels. [default: 0]",
     )
     cuts: Cuts | CutsMode = option(
         "auto",
@@ -326,6 +368,50 @@ class CompileOptions:
         """How many of them each replica does."""
         return 1 if self.microbatches is None else self.microbatches
 
+    @property
+    def joint(self) -> int:
+        """How many replicas share a minibatch and its loss: those that train apart have each its own."""
+        return self.dp if self.outer is None else 1
+
+    @property
+    def outer_spec(self) -> OuterSpec | None:
+        """How replicas that train apart come together; None where they add up gradients.
+
+        Raises:
+            CutError: there are no replicas; or an option of outer steps makes no sense, or comes without them.
+        """
+        asked = {name: getattr(self, f"outer_{name}") for name in ("every", "lr", "momentum", "delay")}
+        given = {name: number for name, number in asked.items() if number is not None}
+        if self.outer is None:
+            if given:
+                raise CutError(
+                    f"outer_{min(given)} is given, and no outer steps are asked for", hint=f"--outer {OUTER}"
+                )
+            return None
+        if self.outer != OUTER:
+            raise CutError(f"outer={self.outer!r} is no kind of outer steps", hint=repr(OUTER))
+        if self.dp == 1:
+            what = "and there is one" if not self.replicas else "as many of each worker"
+            raise CutError(f"outer steps bring replicas together, {what}", hint="--dp R with R above 1")
+        if self.shard is not None:
+            raise CutError(
+                f"--outer and --shard {self.shard}: replicas that train apart share nothing out",
+                hint="leave one of them out",
+            )
+        if self.kind.late:
+            raise CutError(
+                f"--outer and schedule '{self.schedule}': replicas that train apart have no sums that could be late",
+                hint="--schedule async",
+            )
+        spec = replace(DILOCO, **given)
+        rates = math.isfinite(spec.lr) and spec.lr > 0 and 0 <= spec.momentum < 1
+        if spec.every < 1 or not rates or spec.delay not in (0, 1):
+            raise CutError(
+                f"outer steps make no sense with {', '.join(f'{name}={number!r}' for name, number in given.items())}",
+                hint="every at least 1, lr above 0, momentum from 0 to below 1, delay 0 or 1",
+            )
+        return spec
+
     def dims(self, batch: Any) -> dict[str, int | None]:
         """Along which dimension each leaf of a batch is cut, as it is asked."""
         from fxpipe.task.batch import asked_dims
@@ -342,16 +428,17 @@ class CompileOptions:
         """The pass that makes the microbatches' losses the whole batch's; None for a program of whole batches."""
         from fxpipe.passes.whole_loss import WholeLoss
 
-        if self.count == 1:
+        count = self.own_count * self.joint
+        if count == 1:
             return None
-        return WholeLoss(self.count, weighted=self.loss_weight is not None, accepted=self.accept_microbatch_loss)
+        return WholeLoss(count, weighted=self.loss_weight is not None, accepted=self.accept_microbatch_loss)
 
     @property
     def reduce(self) -> Reduce | None:
-        """The pass that puts gradients into buckets for replicas; None where there are none."""
+        """The pass that puts gradients into buckets for replicas; None where none add them up."""
         from fxpipe.passes.reduce import Reduce
 
-        if self.processes == self.workers:
+        if self.processes == self.workers or self.outer is not None:
             return None
         return Reduce(self.replicas or (self.dp,) * self.stages, sharded=self.shard is not None)
 
@@ -435,7 +522,7 @@ class CompileOptions:
         Raises:
             ScheduleError: an unknown name, or it cannot have so many workers.
         """
-        made = self.from_file
+        made: Schedule | None = self.from_file
         if made is None:
             made = make_schedule(self.schedule, self.stages, self.own_count, self.placement)
         if self.replicas and self.microbatches is None:
@@ -513,6 +600,7 @@ class CompileOptions:
         if self.synchronous and not self.kind.synchronous:
             raise not_synchronous(self.schedule)
         check_loss_scaling(self.kind, self.autocast)
+        _ = self.outer_spec
         self._check_shard()
         self.setting()
         encoding = self.encoding
@@ -591,6 +679,6 @@ class CompileOptions:
             placement=schedule.placement if schedule.several else (),
             rows=schedule.lines if isinstance(schedule, RowsOfText) else (),
             recompute=self.recompute,
-            dp=self.dp,
+            dp=self.joint,
             replicas=self.replicas,
         )

@@ -107,12 +107,17 @@ def _check_replicas(plan: Plan) -> None:
     for rank in range(plan.ranks if counts else 0):
         if len({counts[worker] for worker in plan.hosted(rank)}) > 1:
             raise Malformed(f"the workers of rank {rank} have different numbers of replicas", ", $.replicas")
+    outer = plan.outer
+    if outer is not None:
+        rates = math.isfinite(outer.lr) and outer.lr > 0 and 0 <= outer.momentum < 1
+        if plan.dp == 1 or outer.every < 1 or not rates or outer.delay not in (0, 1):
+            raise Malformed(f"{plan.dp} replicas cannot come together by {outer}", ", $.outer")
 
 
 def _check_buckets(plan: Plan, worker: int, stage: StageSpec, place: str) -> None:
     """Whether the buckets of a stage have all gradients, each once, are handed over, and are the first shape's."""
     first = plan.stages[worker]
-    several = bool(plan.replicas) and plan.replicas[worker] > 1
+    several = bool(plan.replicas) and plan.replicas[worker] > 1 and plan.outer is None
     members = [name for bucket in stage.buckets for name in bucket.parameters]
     if sorted(members) != sorted(first.gradients if several else ()):
         what = "there are buckets without replicas" if not several else "its buckets do not have each gradient once"

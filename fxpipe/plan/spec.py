@@ -291,16 +291,19 @@ class ShapeSpec:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run: those of a rank are next to each other. With equally many replicas it has two dimensions,
-    `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
+    """The processes of a run: those of a rank are next to each other, or, `apart`, those of a replica.
+
+    With equally many replicas it has two dimensions, `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
 
     Attributes:
         placement: as of `Plan`.
         replicas: how many each rank has; empty where each has one.
+        apart: replicas train apart: the processes of a replica, not those of a rank, are next to each other.
     """
 
     placement: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
+    apart: bool = False
 
     @property
     def plain(self) -> bool:
@@ -321,11 +324,17 @@ class Mesh:
         """The processes of a rank, one for each replica."""
         if not self.replicas:
             return range(rank, rank + 1)
+        if self.apart:
+            ranks = len(self.replicas)
+            return range(rank, ranks * self.replicas[rank], ranks)
         first = sum(self.replicas[:rank])
         return range(first, first + self.replicas[rank])
 
     def seat(self, process: int) -> tuple[int, int]:
         """The rank of a process, and which of its replicas it is."""
+        if self.apart:
+            replica, rank = divmod(process, len(self.replicas))
+            return rank, replica
         ends = list(accumulate(self.replicas))
         rank = bisect_right(ends, process) if ends else process
         return rank, process - self.of_rank(rank)[0]
@@ -333,6 +342,26 @@ class Mesh:
 
 MESH = Mesh()
 """One worker a process, and no replicas."""
+
+
+@dataclass(frozen=True)
+class OuterSpec:
+    """How replicas that train apart bring their weights together (`fxpipe/runtime/worker/outer_step.py`).
+
+    Attributes:
+        every: after so many updates, an outer step.
+        lr, momentum: of the outer step, which is one of SGD with Nesterov momentum.
+        delay: how many outer steps later the result of an exchange is applied: 0 or 1.
+    """
+
+    every: int
+    lr: float
+    momentum: float
+    delay: int = 0
+
+    def __str__(self) -> str:
+        late = ", one step late" if self.delay else ""
+        return f"outer steps every {self.every} updates (lr {self.lr:g}, momentum {self.momentum:g}{late})"
 
 
 @dataclass(frozen=True)
@@ -372,6 +401,8 @@ class Plan:
             option; '' sends the weights as they are.
         replicas: how many processes each worker has, with the same stage and the same weights; empty where each has
             one. Microbatch i of a minibatch is done by replica i mod r of a worker that has r.
+        outer: how replicas that train apart, each on its own share of a minibatch, come together; None where they add
+            up their gradients. What is above of losses is then of a replica's share: it is its whole batch.
     """
 
     fxpipe: str
@@ -410,6 +441,7 @@ class Plan:
     placement: tuple[int, ...] = ()
     rows: tuple[str, ...] = ()
     replicas: tuple[int, ...] = ()
+    outer: OuterSpec | None = None
 
     @property
     def ranks(self) -> int:
@@ -434,7 +466,8 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """Where workers and replicas are."""
-        return Mesh(self.placement, tuple(self.replicas_of(self.hosted(rank)[0]) for rank in range(self.ranks)))
+        replicas = tuple(self.replicas_of(self.hosted(rank)[0]) for rank in range(self.ranks))
+        return Mesh(self.placement, replicas, self.outer is not None)
 
     @property
     def processes(self) -> int:
@@ -442,7 +475,7 @@ class Plan:
         return sum(self.mesh.replicas)
 
     def seat(self, process: int) -> tuple[int, int]:
-        """The rank of a process of a run, and which of its replicas it is; those of one rank are next to each other."""
+        """The rank of a process of a run, and which of its replicas it is."""
         return self.mesh.seat(process)
 
     def process_of(self, worker: int, replica: int) -> int:
@@ -461,6 +494,13 @@ class Plan:
     def microbatch(self, own: int, worker: int, replica: int) -> int:
         """The number, in the whole minibatch, of a replica's own microbatch: replicas take them in turn."""
         return own * self.replicas_of(worker) + replica
+
+    @property
+    def of_one_replica(self) -> Plan:
+        """The pipeline of a replica that trains apart, as if it were the only one; this plan where none does."""
+        if self.outer is None:
+            return self
+        return dataclasses.replace(self, microbatches=self.own_microbatches, replicas=(), outer=None)
 
     @property
     def virtual(self) -> bool:
@@ -517,7 +557,9 @@ class Plan:
     @property
     def loss_divisor(self) -> int:
         """What the sum of the microbatches' losses, and of their gradients, is divided by."""
-        return self.microbatches if self.loss_of_microbatches == "mean" else 1
+        if self.loss_of_microbatches == "sum":
+            return 1
+        return self.microbatches if self.outer is None else self.own_microbatches
 
     @property
     def scales_loss(self) -> bool:

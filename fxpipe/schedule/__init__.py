@@ -82,8 +82,8 @@ def of_plan(plan: Plan, name: str | None = None) -> Schedule:
     else:
         made = of_text(name)
     if made is None:
-        made = make(name or plan.schedule, plan.workers, plan.own_microbatches, plan.placement)
-        return with_replicas(made, plan.replicas)
+        named = make(name or plan.schedule, plan.workers, plan.own_microbatches, plan.placement)
+        return with_replicas(named, plan.replicas)
     with_replicas(made, plan.replicas)
     placement = plan.placement or tuple(range(plan.workers))
     for what, found, wanted in (

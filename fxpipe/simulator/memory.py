@@ -3,6 +3,7 @@
 It is that of a worker with a process of its own; `process_peaks` adds up several. While an action runs, a worker holds
 
     weights, gradients summed so far, the optimizer's state, buffers   always; gradients until their update
+  + common weights and momentum of outer steps                         where replicas train apart
   + what the policy keeps, and weight copies                           `fxpipe.policy.held_weights`
   + the values that other microbatches in flight have left             `PartMemory.left`
   + the tensors of the microbatches that were read and wait            worker 0
@@ -136,6 +137,9 @@ class _RowWalk:
         self._step = step.of_largest * max(updated, default=0) + step.of_all * sum(updated)
         self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * sum(updated)
         self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
+        if plan.outer is not None:  # common weights and momentum, and with a delay the weights an exchange began with
+            self._fixed += (2 + plan.outer.delay) * self.gradients
+            self._step = max(self._step, 3 * self.gradients)  # what is sent, what comes, the sum
         # A policy that predicts by the last gradients keeps them until the next ones take their place.
         self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form
         leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]

@@ -48,8 +48,9 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     timings = {timing.name: timing for timing in costs.timings}
     workers = [_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)]
     for worker, cost in enumerate(workers):
+        busy = plan.own_microbatches * (cost.forward + cost.backward + cost.weight) + cost.update
         charged, waits = (
-            exposed_sums(plan, worker, links, cost.weight or cost.backward)
+            exposed_sums(plan, worker, links, cost.weight or cost.backward, busy)
             for links in (costs.links, replace(costs.links, copy=0.0))
         )
         turns = plan.replicas_of(worker) if plan.crossing else 1

@@ -6,23 +6,29 @@ from fxpipe.plan.spec import BucketSpec, Plan
 from fxpipe.planner.links import Links
 
 
-def exposed_sums(plan: Plan, worker: int, links: Links, backward: float) -> float:
+def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibatch: float = 0.0) -> float:
     """Seconds of a minibatch for which a worker's update waits for sums over its replicas.
 
     Each replica sends 2(R − 1)/R of every bucket, in two rounds (the bound is that of Patarasuk and Yuan 2009). Buckets
     go one after the other while the last microbatch's gradients are made; the last one is complete only at their end.
     Where replicas share out the parameters, the first round is of gradients, and the second, of the new weights, comes
-    after the update: nothing hides it.
+    after the update: nothing hides it. Of replicas that train apart, it is their share of the outer step, whose sum is
+    of all trained weights; with a delay, the minibatches up to the next one hide it.
 
     Args:
         links: between the pipeline's ranks; those between replicas are taken to be like the slowest of them.
         backward: seconds in which a microbatch's gradients are made.
+        minibatch: seconds that a minibatch takes at least.
     """
-    buckets = plan.stages[worker].buckets
+    buckets, outer = plan.stages[worker].buckets, plan.outer
     replicas = plan.replicas_of(worker)
+    bandwidth, latency = links.slowest(plan.ranks)
+    if outer is not None:
+        size = 2 * (replicas - 1) / replicas * sum(p.tensor.bytes for p in plan.owned(worker) if p.trained)
+        hidden, copying = outer.delay * outer.every * minibatch, links.copy * 2 * size
+        return (max(0.0, size / bandwidth + 2 * latency - hidden) + copying) / outer.every if size else 0.0
     if replicas == 1 or not buckets:
         return 0.0
-    bandwidth, latency = links.slowest(plan.ranks)
     rounds = [_round(plan, bucket, replicas) / bandwidth + latency for bucket in buckets]
     times, after = (rounds, sum(rounds)) if plan.sharded else ([2 * each for each in rounds], 0.0)
     copying = links.copy * 4 * (replicas - 1) / replicas * sum(bucket.bytes for bucket in buckets)  # sent and received

@@ -58,6 +58,8 @@ class Minibatches:
         self._splitter = Splitter(given, plan.batch_spec, plan.microbatches, plan.device)
         self._names = [leaf.name for leaf in given]
         self._made = [leaf.name for leaf in plan.made]
+        apart = 1 if plan.outer is None else plan.dp
+        self._shares = [slice(replica, None, apart) for replica in range(apart)]  # whose loss is one
         self._totals: Callable[..., tuple[Tensor, ...]] | None = None
         if plan.totals is not None:
             (spec,) = plan.totals.stages
@@ -74,12 +76,14 @@ class Minibatches:
         """
         parts = self._splitter.cut(padded(batch, self._plan.padding), minibatch)
         leaves = [self._splitter.leaves_of(part) for part in parts]
-        made: dict[str, Sequence[Any]] = {}
+        made: dict[str, list[Any]] = {}
         if self._totals is not None:
             assert self._plan.totals is not None
             made.update(zip(self._plan.totals.metrics, self._added_up(leaves), strict=True))
         if self._loss_weight is not None:
-            made[LOSS_WEIGHT] = weights_of(self._loss_weight, parts, minibatch, self._plan.device)
+            made[LOSS_WEIGHT] = [torch.empty(())] * len(parts)
+            for own in self._shares:
+                made[LOSS_WEIGHT][own] = weights_of(self._loss_weight, parts[own], minibatch, self._plan.device)
         if self._plan.scales_loss:
             scale = torch.full((), TRIED_SCALE / self._plan.loss_divisor, device=self._plan.device)
             made[LOSS_SCALE] = [scale] * len(parts)
@@ -91,14 +95,19 @@ class Minibatches:
         return self._splitter.distance(batch)
 
     def _added_up(self, leaves: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
-        """Each total, once for every microbatch."""
+        """Each total, once for every microbatch; over the microbatches of its replica, where replicas train apart."""
         assert self._totals is not None
         addends = []
         with torch.no_grad():
             for part in leaves:
                 named = dict(zip(self._names, part, strict=True))
                 addends.append(self._totals((), self._buffers, tuple(named[n] for n in self._arguments), None))
-            return [[total] * len(leaves) for total in added_up(addends)]
+            found = [[*column] for column in zip(*addends, strict=True)]
+            for own in self._shares:
+                totals = added_up(addends[own])
+                for column, total in zip(found, totals, strict=True):
+                    column[own] = [total] * len(column[own])
+            return found
 
 
 class ShapedMinibatches:

@@ -209,6 +209,28 @@ def split(batch: Any, microbatches: int, dims: Dims | None = None) -> list[Any]:
     return [pytree.tree_unflatten([c[j] for c in chunks], spec) for j in range(microbatches)]
 
 
+def share_of(batch: Any, microbatches: int, replicas: int, dims: Dims | None = None) -> Any:
+    """The first of several replicas' share of a batch: as one batch, of the microbatches that it does.
+
+    Args:
+        microbatches: of the whole batch; replicas take them in turn.
+        dims: as of `split`.
+
+    Raises:
+        BatchError: as `split`.
+    """
+    if replicas == 1:
+        return batch
+    leaves, _, spec = describe(batch)
+    parts = [describe(part)[1] for part in split(batch, microbatches, dims)[::replicas]]
+    cut = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
+    joined = [
+        values[0] if (dim := cut[leaf.name]) is None else torch.cat(values, dim)
+        for leaf, values in zip(leaves, map(list, zip(*parts, strict=True)), strict=True)
+    ]
+    return pytree.tree_unflatten(joined, spec)
+
+
 def check_divisible(batch: Any, microbatches: int, dims: Dims, size: int) -> None:
     """Refuse a batch of another shape than the first that so many microbatches do not divide, before any is computed.
 

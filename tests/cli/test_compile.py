@@ -166,6 +166,7 @@ def test_json(model: Path) -> None:
         "policy",
         "microbatches",
         "dp",
+        "outer",
         "microbatch_loss",
         "shapes",
         "padding",

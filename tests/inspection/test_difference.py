@@ -45,7 +45,7 @@ def units(forward: int, backward: int, weights: int | None = None) -> list[dict[
 def made() -> dict[str, Any]:
     """A build of two workers, both cut before blocks.1.up."""
     build = {
-        "folder": "build", "model": "gpt.py", "digest": "d", "workers": 2, "replicas": [],
+        "folder": "build", "model": "gpt.py", "digest": "d", "workers": 2, "replicas": [], "outer": None,
         "microbatches": 1, "schedule": "async",
         "policy": "spectrain", "autocast": None, "codec": "none",
         "device": "cpu", "torch": "2.13.0", "samples": 8, "loss_worker": 1,

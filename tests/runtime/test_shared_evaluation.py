@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxpipe.build.build import Build
 from fxpipe.errors import RunError
+from fxpipe.plan.spec import Mesh
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.wires.addresses import Addresses
@@ -137,7 +138,7 @@ class Shared:
         for replica in range(plan.dp):
             hub = Hub()
             for rank in range(plan.ranks):
-                wires: Any = StrictWires(hub, rank, by_channel, plan.placement)
+                wires: Any = StrictWires(hub, rank, by_channel, Mesh(plan.placement))
                 self.evaluations[replica, rank] = evaluation = DistributedEvaluation(
                     plan,
                     ProcessLine.of(plan, rank),

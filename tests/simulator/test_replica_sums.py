@@ -8,6 +8,7 @@ import pytest
 from cached import captured
 
 import fxpipe
+from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
 from fxpipe.simulator import Scenario, WorkerCost, simulate
@@ -75,3 +76,40 @@ def test_the_processors_copy_what_is_sent_and_received() -> None:
     plan = built(2).plan
     size = plan.stages[0].buckets[0].bytes
     assert exposed_sums(plan, 0, Links(copy=1e-9), backward=0.0) == pytest.approx(2e-9 * size)
+
+
+def apart(delay: int, **options: object) -> fxpipe.Build:
+    program = captured("gpt", 2, size=12)[2]
+    asked = {"outer": "diloco", "outer_every": 10, "outer_delay": delay, **options}
+    return fxpipe.lower(program, workers=1, dp=2, microbatches=1, cost="analytic", **asked)
+
+
+def test_replicas_that_train_apart_share_an_outer_step_out() -> None:
+    plan, links = apart(0).plan, Links(1e6, 0.25)
+    assert plan.outer == OuterSpec(10, 0.7, 0.9)
+    trained = sum(p.tensor.bytes for p in plan.parameters)
+    whole = trained / 1e6 + 0.5
+    assert exposed_sums(plan, 0, links, backward=99.0, minibatch=99.0) == pytest.approx(whole / 10)
+    late = apart(1).plan
+    assert exposed_sums(late, 0, links, 0.0, minibatch=whole / 20) == pytest.approx(whole / 20)
+    assert exposed_sums(late, 0, links, 0.0, minibatch=whole / 10) == 0
+
+
+def test_a_slow_link_costs_them_a_step_in_many() -> None:
+    """The forecast of a build: less than with sums in every step, and nothing where a delay hides it."""
+    links = Links(1e8, 1e-3)
+    joint = fxpipe.lower(captured("gpt", 2, size=12)[2], workers=1, dp=2, microbatches=1, cost="analytic", links=links)
+    builds = [joint, apart(0, links=links), apart(0, links=links, outer_every=10**6), apart(1, links=links)]
+    seconds = [forecast(build.plan, build.costs).seconds_per_minibatch for build in builds]
+    alone = seconds[2]
+    assert seconds[1] - alone < 0.2 * (seconds[0] - alone)
+    assert seconds[3] == pytest.approx(alone, rel=1e-4)
+    assert seconds[3] < seconds[1]
+
+
+def test_what_outer_steps_keep_is_counted() -> None:
+    one = fxpipe.lower(captured("gpt", 2, size=12)[2], workers=1, microbatches=1, cost="analytic")
+    trained = sum(p.tensor.bytes for p in one.plan.parameters)
+    memory = [build.costs.workers[0].memory_bytes for build in (one, apart(0), apart(1))]
+    assert memory[1] >= memory[0] + 2 * trained
+    assert memory[2] == memory[1] + trained

@@ -13,6 +13,7 @@ from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.replicas_apart import check_no_checkpoints
 
 if TYPE_CHECKING:
     from fxpipe.runtime.worker.checkpoint import Checkpoint
@@ -44,6 +45,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         raise BuildError("the build was replaced after the run had checked it", where=options.build, hint=START_AGAIN)
     if from_file:
         check_current(plan, options.build, options.model_file)
+    check_no_checkpoints(plan, options)
     read_throttle(options.throttle, plan.processes)
     checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
     if writes:

@@ -20,6 +20,7 @@ from fxpipe.runtime.process.best_weights import PARTIAL
 from fxpipe.runtime.process.coming_shapes import several_shapes
 from fxpipe.runtime.process.early_stop import lead
 from fxpipe.runtime.process.goal import Goal, metrics_of
+from fxpipe.runtime.process.replicas_apart import decides_alike, unlike
 from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.executor import Executor
 
@@ -204,6 +205,8 @@ class Consequences:
 def _check_metric(metric: str | None, options: RunOptions, plan: Plan) -> None:
     if metric is None:
         return
+    if not decides_alike(plan, options):
+        raise unlike("lr_scheduler()", plan)
     if options.eval_every is None:
         raise TaskError(
             f"lr_scheduler() makes a step after every evaluation, with its {metric!r}, and the run evaluates only at "

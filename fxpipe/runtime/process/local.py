@@ -30,6 +30,7 @@ from fxpipe.runtime.process.local_evaluation import LocalEvaluation
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, write_whole
 from fxpipe.runtime.process.own_loop import OwnLoop
+from fxpipe.runtime.process.replicas_apart import check_no_checkpoints
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of, restore, resumed_options
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
@@ -103,6 +104,7 @@ class LocalPipeline(OwnLoop):
         self.folder = Path(folder)
         self.plan = read_plan(folder)
         self.options = options = in_steps(resumed_options(options, out))
+        check_no_checkpoints(self.plan, options)
         self.recipe: Recipe = recipe_of(self.plan, options)
         self.device = torch.device(self.plan.device)
         self.report = report
@@ -117,7 +119,8 @@ class LocalPipeline(OwnLoop):
         self._mailboxes = [Mailbox(plan.all_edges, links, self.recipe.demand, plan.placement) for links in of_replicas]
         self._several = plan.mesh.replicated
         self._boards = [
-            ReplicaBoard(plan.replicas_of(worker), meter, plan.process_of(worker, 0)) for worker in range(plan.workers)
+            ReplicaBoard(plan.replicas_of(worker), meter, plan.mesh.of_rank(plan.rank_of(worker)))
+            for worker in range(plan.workers)
         ]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
@@ -233,7 +236,7 @@ class LocalPipeline(OwnLoop):
         self._pump()
         for executor in self.every:
             while (loss := executor.hear()) is not None:
-                self._heard_loss(loss)
+                self._heard_loss(executor, loss)
         version = min(executor.store.version for executor in self.every)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]
@@ -255,6 +258,10 @@ class LocalPipeline(OwnLoop):
             raise self._stuck()
         for executor in self.every:
             executor.take_buffers(self.fed)
+        for executor in self.every:
+            executor.begin_meeting()
+        for executor in self.every:
+            executor.end_meeting()
         self._clear()
         for executor in self.every:
             executor.store.flushed()
@@ -295,6 +302,7 @@ class LocalPipeline(OwnLoop):
         return self._evaluation
 
     def save(self, folder: str | Path) -> None:
+        check_no_checkpoints(self.plan, call="save()")
         self.flush()
         self.resumed, self._shards = None, []  # here as where one goes on from it, nothing is in flight
         with replacing(Path(folder), "choose another folder") as fresh:
@@ -303,6 +311,7 @@ class LocalPipeline(OwnLoop):
 
     def load(self, folder: str | Path) -> None:
         self._whole()
+        check_no_checkpoints(self.plan, call="load()")
         self._settled("load")
         self._set_up(*open_checkpoint(folder, self.plan, self.recipe, self.options))
 
@@ -417,7 +426,7 @@ class LocalPipeline(OwnLoop):
         if worker == 0 and action.phase == "F":
             leaves = self._leaves.pop((action.minibatch, self.plan.microbatch(action.microbatch, 0, executor.replica)))
         self._before(executor, updated)
-        self._heard_loss(executor.execute(action, leaves))
+        self._heard_loss(executor, executor.execute(action, leaves))
         seat.next = next(seat.row)
         if executor.unsettled is None or not self._several:
             self._report(executor, updated)
@@ -431,7 +440,7 @@ class LocalPipeline(OwnLoop):
         if owed is None or not (self._several or executor.heard(owed)):
             return False
         self._before(executor, owed)
-        self._heard_loss(executor.catch_up())
+        self._heard_loss(executor, executor.catch_up())
         if executor.unsettled is None:
             self._report(executor, owed)
             self._acted(executor)
@@ -450,7 +459,7 @@ class LocalPipeline(OwnLoop):
         if not executor.can_settle:
             return False
         minibatch = executor.unsettled
-        self._heard_loss(executor.settle())
+        self._heard_loss(executor, executor.settle())
         if executor.unsettled is not None:  # it goes on once the other replicas are as far
             return True
         if self._several:
@@ -458,8 +467,10 @@ class LocalPipeline(OwnLoop):
         self._acted(executor)
         return True
 
-    def _heard_loss(self, loss: MinibatchLoss | None) -> None:
-        """The loss worker says a minibatch's loss; its replicas say the same."""
+    def _heard_loss(self, executor: Executor, loss: MinibatchLoss | None) -> None:
+        """The loss worker says a minibatch's loss; its replicas say the same, or, where they train apart, their own."""
+        if self.plan.outer is not None and executor.replica:
+            return
         if loss is not None and loss.minibatch > self._newest[0]:
             self._losses[loss.minibatch] = loss.value
             self._newest = loss

@@ -22,6 +22,7 @@ from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.local_best import LocalBest
 from fxpipe.runtime.process.new_shapes import of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop
+from fxpipe.runtime.process.replicas_apart import check_replicas_apart
 from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import (
@@ -75,6 +76,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
         hooks = task.callbacks
         total, epoch = counted(options, feed, hooks.on_epoch is not None)
         options = of_run(in_steps(replace(options, steps_per_epoch=epoch)), plan)
+        check_replicas_apart(plan, options, task)
         before = resumed_step(options, checkpoint, total)
         data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if evaluating else None
         record = Record(
@@ -100,6 +102,9 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 return not_finite(minibatch, loss, worker, [NotFinite.of(executor) for executor in executors])
 
             look = check_loss(executors[plan.loss_worker], options.keep_going, stopped)
+            for executor in pipeline.every if plan.outer is not None else ():
+                if executor.replica and executor.worker == plan.loss_worker:  # has losses of its own
+                    check_loss(executor, options.keep_going, stopped)
             pipeline.report = looking(record.step, look)
             record.scaled = executors[0].scaled_step
             record.samples_of = samples_by_shape(lambda: shapes.plan, executors[0].shape_of)

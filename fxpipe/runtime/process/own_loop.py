@@ -74,7 +74,10 @@ class OwnLoop(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
+        """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline.
+
+        Replicas that train apart then make an outer step of what they have trained since the last one.
+        """
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:

@@ -39,6 +39,7 @@ from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
+from fxpipe.runtime.process.replicas_apart import check_replicas_apart
 from fxpipe.runtime.process.resume import (
     begin_or_go_on,
     opened,
@@ -134,19 +135,20 @@ class RankRun:
             seed_everything(options.seed)
         self.total, options = agree_length(options, self.feed, process, task.callbacks.on_epoch is not None)
         self.options = options = of_run(options, plan)
+        check_replicas_apart(plan, options, task)
         resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
         listening = plan.crossing and replica > 0
         self.backend = common_backend(device, process, plan.processes)
         addresses = Addresses(plan, recipe.demand)
         meter = meter_of_process(options.throttle, process, plan.processes)
-        wires = Wires(process, self.backend, addresses.channels, device, meter, plan.placement, plan.mesh.replicas)
+        wires = Wires(process, self.backend, addresses.channels, device, meter, plan.mesh)
         group = replica_group(plan, process, self.backend)
         self.others = None
         if group is not None:
             count, name = plan.replicas_of(hosted[0]), process_name(process, plan.mesh)
             self.others = ReplicaProcess(
-                group, replica, count, device, wires.staged, name, meter, plan.process_of(hosted[0], 0)
+                group, replica, count, device, wires.staged, name, meter, plan.mesh.of_rank(rank)
             )
         self.transports = [
             DistTransport.of_training(plan, worker, wires, addresses, self._own_recipe.schedule, replica)
@@ -359,6 +361,10 @@ class RankRun:
             train(self.plan, self.executors, self.transports, row, feed, report, between, reach, tell)
             for transport in self.transports:
                 transport.finish()
+            for executor in self.executors:
+                executor.begin_meeting()
+            for executor in self.executors:
+                executor.end_meeting()
             if self.checkpoints is not None:
                 self.checkpoints.finish()
             for watch in self.watches:

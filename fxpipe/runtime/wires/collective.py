@@ -87,14 +87,14 @@ class ReplicaBoard:
 
     Args:
         meter: the links between processes that results are to take as long as; None where they are there at once.
-        first: replica 0's process, which the others follow.
+        processes: those of the replicas; 0, 1, … where none are given.
     """
 
-    def __init__(self, replicas: int, meter: Meter | None = None, first: int = 0) -> None:
+    def __init__(self, replicas: int, meter: Meter | None = None, processes: Sequence[int] = ()) -> None:
         self.replicas = replicas
         self.given: dict[Key, dict[int, Tensor]] = {}
         self.results: dict[Key, tuple[Tensor, int]] = {}
-        self._meter, self._first = meter, first
+        self._meter, self._processes = meter, processes or range(replicas)
         self._halfway: dict[Key, list[int]] = {}  # when each replica has its part of all that is given
         self._arrives: dict[Key, int] = {}
         self._awaited: list[int] = []
@@ -180,7 +180,8 @@ class ReplicaBoard:
         """When each replica has so many bytes that one sends it."""
         assert self._meter is not None
         others = [j for j in range(self.replicas) if j != replica]
-        due = self._meter.send_all(self._first + replica, {self._first + j: sizes[j] for j in others}, sent)
+        sent_to = {self._processes[j]: sizes[j] for j in others}
+        due = self._meter.send_all(self._processes[replica], sent_to, sent)
         return [dict(zip(others, due, strict=True)).get(j, 0) for j in range(self.replicas)]
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import EdgeSpec, Mesh, Plan
+from fxpipe.plan.spec import MESH, EdgeSpec, Mesh, Plan
 from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
 from fxpipe.runtime.wires.group import peers
@@ -57,8 +57,7 @@ class Wires:
         backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
         channels: all channels of the plan, the same list in every process.
         meter: the links between ranks that messages are to take as long as; None where they take what they take.
-        placement: the rank of each worker; empty where worker k is on rank k.
-        replicas: how many each rank has; empty where each has one.
+        mesh: where workers and replicas are.
     """
 
     def __init__(
@@ -68,11 +67,10 @@ class Wires:
         channels: list[Channel],
         device: torch.device,
         meter: Meter | None = None,
-        placement: Sequence[int] = (),
-        replicas: Sequence[int] = (),
+        mesh: Mesh = MESH,
     ) -> None:
         self.rank = rank
-        self._mesh = Mesh(tuple(placement), tuple(replicas))
+        self._mesh = mesh
         self._loopback = Loopback()
         self._meter = meter
         self.backend = backend

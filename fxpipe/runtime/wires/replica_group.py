@@ -66,7 +66,7 @@ class ReplicaProcess:
         staged: the group cannot carry the device's tensors: they go through the CPU's memory.
         name: what errors call this process.
         meter: the links between processes that exchanges are to take as long as; None where they take what they take.
-        first: replica 0's process, which the others follow.
+        processes: those of the replicas; 0, 1, … where none are given.
 
     Attributes:
         sent: the bytes that have left this process for others, by worker and what was exchanged.
@@ -84,11 +84,11 @@ class ReplicaProcess:
         staged: bool,
         name: str,
         meter: Meter | None = None,
-        first: int = 0,
+        processes: Sequence[int] = (),
     ) -> None:
         self.replica, self.replicas = replica, replicas
         self.sent: Counter[tuple[int, str]] = Counter()
-        self._meter, self._first, self._now = meter, first, (0, "")
+        self._meter, self._processes, self._now = meter, processes or range(replicas), (0, "")
         self._others = [j for j in range(replicas) if j != replica]
         self._group, self._device, self._staged, self._name = group, device, staged, name
         self._on_stream = device.type == "cuda" and not staged
@@ -201,7 +201,7 @@ class ReplicaProcess:
         if self._meter is None:
             return None
         due, others = torch.zeros(self.replicas, dtype=torch.int64), [j for j in self._others if sizes[j]]
-        times = self._meter.send_all(self._first + self.replica, {self._first + j: sizes[j] for j in others})
+        times = self._meter.send_all(self._processes[self.replica], {self._processes[j]: sizes[j] for j in others})
         due[others] = torch.tensor(times, dtype=torch.int64)
         return due
 

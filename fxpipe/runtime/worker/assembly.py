@@ -25,6 +25,7 @@ from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.initial_weights import initial_weights
 from fxpipe.runtime.worker.loss_scaler import make_scaler
 from fxpipe.runtime.worker.offload import Offload, check_offload
+from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.stages.loaded import LoadedStage, load_stage
@@ -93,11 +94,13 @@ def open_worker(
         scaler or clip,
         options.seed,
         options.rate_discount,
-        collective,
+        collective if plan.outer is None else None,
     )
+    if plan.outer is not None and collective is not None:
+        store.outer = OuterStep(plan.outer, store.trained, collective, device)
     store.updater.steps_per_epoch = options.steps_per_epoch
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
-    if options.log_staleness and (collective is None or collective.replica == 0):  # the others' would be the same
+    if options.log_staleness and (collective is None or collective.replica == 0):  # one tells enough
         path = None if out is None else Path(out) / staleness_file(worker)
         store.staleness = StalenessLog(recipe.demand, worker, store.trained, path, continue_after)
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device, collective)

@@ -71,7 +71,7 @@ class Captures:
             shard = _of_other_replica(self.executor, Shard(step), memories)
             self.executor.watch.close()
             return shard
-        shard = self._begun.pop(step, None) or Shard(step)
+        shard = self._begun.pop(step) if step in self._begun else Shard(step)
         if not shard.buffers:  # no forward of it has begun
             shard.buffers = dict(self.executor.buffers)
         shard.start = store.start

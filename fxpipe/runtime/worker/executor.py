@@ -121,6 +121,9 @@ class Executor:
         self._whole_losses: dict[int, Tensor] = {}
         self._batches: set[int] = set()  # the minibatches whose numbers are being compared
         self._handed: dict[int, dict[str, list[str]]] = {}  # the buffers that minibatches begin with, by type
+        self._apart = plan.outer  # replicas that train apart have losses and buffers of their own
+        self._joint = collective if plan.outer is None else None
+        self._mean_at = -1  # the version of the buffers that were last made the mean of the replicas'
         if collective is not None:
             store.gathered = self._gathered
 
@@ -208,16 +211,18 @@ class Executor:
                         result = self._whole_loss(updated)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
-        if result is not None and self.collective is None and self.on_loss is not None:
+        if result is not None and self._joint is None and self.on_loss is not None:
             self.on_loss(action.minibatch, result.value.reshape(-1)[0])
         return result
 
     def compare_batch(self, minibatch: int, number: int) -> None:
         """On worker 0: all replicas must have read the same minibatch, of which this is a number.
 
-        The update of the minibatch finds out, and raises RunError.
+        The update of the minibatch finds out, or the next outer step, and raises RunError.
         """
-        if self.collective is not None:
+        if self.store.outer is not None:
+            self.store.outer.read(minibatch, number)
+        elif self.collective is not None:
             numbers = torch.zeros(self.collective.replicas, dtype=torch.int64)
             numbers[self.replica] = number
             self._batches.add(minibatch)
@@ -230,10 +235,28 @@ class Executor:
         kinds = self._handed.get(action.minibatch, {})
         return all(self.collective.arrived((kind, action.minibatch - 1)) for kind in kinds)
 
+    def begin_meeting(self) -> None:
+        """The pipeline is empty: begin what makes the weights and buffers of replicas that train apart the same."""
+        version = self.store.version
+        if self.store.outer is None:
+            return
+        with torch.no_grad():
+            self.take_buffers(version)
+            self.store.outer.begin_meeting(version)
+            self._average_buffers(list(dict.fromkeys(n for stage in self._stages for n in stage.updates)), version - 1)
+
+    def end_meeting(self) -> None:
+        """Once all replicas here have begun it: now they have the same weights and buffers."""
+        if self.store.outer is None:
+            return
+        with torch.no_grad():
+            self.store.outer.end_meeting()
+            self.take_buffers(self.store.version)
+
     def hear(self) -> MinibatchLoss | None:
         """A loss over all replicas that has arrived before its update; for drivers that run several in turn."""
         minibatch = next(iter(self._own_losses), None)
-        if minibatch is None or self.collective is None or not self.collective.arrived(("loss", minibatch)):
+        if minibatch is None or self._joint is None or not self._joint.arrived(("loss", minibatch)):
             return None
         self._hear(minibatch)
         return MinibatchLoss(minibatch, self._whole_losses.pop(minibatch))
@@ -345,7 +368,8 @@ class Executor:
         if action.microbatch == self._last:
             self._hand_out_buffers(stage, action.minibatch)
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
-            self.take_buffers(action.minibatch + 1)
+            if self._apart is None:
+                self.take_buffers(action.minibatch + 1)
             self._kept[action.minibatch + 1] = dict(self.buffers)  # later forwards put others in their place
         self._left[action.minibatch, action.microbatch] = _Left(self._set_aside(saved, action), set())
         self.store.release(action)
@@ -406,9 +430,9 @@ class Executor:
         if action.microbatch < self._last:
             return None
         total, self._loss = self._loss, None
-        if self.collective is not None:
+        if self._joint is not None:
             self._own_losses[action.minibatch] = total
-            self.collective.start_sum(("loss", action.minibatch), total.reshape(-1))
+            self._joint.start_sum(("loss", action.minibatch), total.reshape(-1))
             return None
         return total / self._divisor if self._divisor > 1 else total
 
@@ -431,7 +455,7 @@ class Executor:
 
     def _whole_loss(self, minibatch: int) -> MinibatchLoss | None:
         """The loss over all replicas, if it is known and was not asked for."""
-        if self.collective is None or self.store.version <= minibatch:
+        if self._joint is None or self.store.version <= minibatch:
             return None
         loss = self._whole_losses.pop(minibatch, None)
         return None if loss is None else MinibatchLoss(minibatch, loss)
@@ -445,6 +469,10 @@ class Executor:
         """Replica 0's buffers, as a minibatch's forwards have left them, are those that all begin the next one with."""
         if self.collective is None or not stage.updates:
             return
+        if self._apart is not None:
+            if not self._apart.delay and (minibatch + 1) % self._apart.every == 0:
+                self._average_buffers(list(dict.fromkeys(stage.updates)), minibatch)
+            return
         of_dtypes: dict[str, list[str]] = {}
         for name in dict.fromkeys(stage.updates):
             of_dtypes.setdefault(f"buffers {self.buffers[name].dtype}", []).append(name)
@@ -453,14 +481,40 @@ class Executor:
         if self.replica:
             self._handed[minibatch + 1] = of_dtypes
 
+    def _average_buffers(self, names: Sequence[str], minibatch: int) -> None:
+        """Begin to make buffers, as a minibatch's forwards have left them, the mean of the replicas'.
+
+        The mean has no sense for whole numbers, such as how many batches were seen: these are replica 0's.
+        """
+        assert self.collective is not None
+        if self._mean_at == minibatch + 1:
+            return
+        self._mean_at = minibatch + 1
+        of_dtypes: dict[str, list[str]] = {}
+        for name in names:
+            value = self.buffers[name]
+            what = "mean of buffers" if value.is_floating_point() or value.is_complex() else "buffers"
+            of_dtypes.setdefault(f"{what} {value.dtype}", []).append(name)
+        for kind, of_dtype in of_dtypes.items():
+            flat = torch.cat([self.buffers[name].reshape(-1) for name in of_dtype])
+            start = self.collective.start_sum if kind.startswith("mean") else self.collective.start_copy
+            start((kind, minibatch), flat)
+        taken = {kind: own for kind, own in of_dtypes.items() if self.replica or kind.startswith("mean")}
+        if taken:
+            self._handed[minibatch + 1] = taken
+
     def take_buffers(self, minibatch: int) -> None:
-        """Begin a minibatch with replica 0's buffers, if it has changed them in the one before."""
+        """Begin a minibatch with replica 0's buffers, or the replicas' mean, if they were changed in the one before."""
         for kind, names in self._handed.pop(minibatch, {}).items():
             assert self.collective is not None
             flat, place = self.collective.take((kind, minibatch - 1)), 0
+            if kind.startswith("mean"):
+                flat /= self.collective.replicas
             for name in names:
                 old = self.buffers[name]
                 self.buffers[name] = torch.empty_like(old).copy_(flat[place : place + old.numel()].view(old.shape))
+                if minibatch in self._kept:
+                    self._kept[minibatch][name] = self.buffers[name]
                 place += old.numel()
 
     def _reseed(self, action: Action) -> None:

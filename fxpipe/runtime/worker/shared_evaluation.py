@@ -20,10 +20,11 @@ from fxpipe.runtime.worker.replicas_data import check_read_alike
 def sharing(plan: Plan) -> int:
     """How many replicas of each worker share an evaluation's batches out.
 
-    One, which evaluates all, where a batch changes buffers that the next one reads.
+    One, which evaluates all, where a batch changes buffers that the next one reads, or replicas have weights of their
+    own.
     """
     carries = any(stage.part.updates for spec in plan.evaluations for stage in spec.stages)
-    return 1 if carries else plan.dp
+    return 1 if carries or plan.outer is not None else plan.dp
 
 
 def put_together(

@@ -18,6 +18,7 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages, MovingAverage
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
+from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.runtime.worker.pending_reads import Key, Unread
 from fxpipe.runtime.worker.predictions import Predictions
 from fxpipe.runtime.worker.replicated_sum import ReplicatedSum
@@ -63,6 +64,7 @@ class WeightStore:
         weight_copies: what other workers have of its weights, and it of theirs.
         averages: of the trained parameters; None unless they are asked for.
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
+        outer: brings the weights of replicas that train apart together; None where they do not.
         leaving: called with the live version before each update.
         holds_back: others of this process take turns with this one, and what an update waits for may be theirs to
             send: `update` waits for nothing, and `announce` comes before `settle` once all have ended the minibatch.
@@ -90,6 +92,7 @@ class WeightStore:
         self.version = self.summed = 0
         self.averages: Averages | None = None
         self.staleness: StalenessLog | None = None
+        self.outer: OuterStep | None = None
         self.leaving: Callable[[int], None] = lambda version: None
         self.holds_back = False
         self.gathered: Callable[[int], None] = lambda minibatch: None
@@ -143,7 +146,7 @@ class WeightStore:
         self._parts = {phase: self._part(plan, phase, self._frozen) for phase in PHASES}
         self._expected: dict[int, int] = {}
         self._pending: int | None = None
-        self._ungathered = self._unannounced = self._stepped = False
+        self._ungathered = self._unannounced = self._unmade = False
         self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
 
     def begin(self, start: int, stop: int | None = None) -> None:
@@ -199,7 +202,7 @@ class WeightStore:
         """Forget all that a pipeline has in flight; return the owners of the weight copies that this worker reads."""
         self._unread.begin(start, stop, since)
         self.weight_copies.begin(Filling(start, since))
-        self._pending, self._ungathered, self._unannounced, self._stepped = None, False, False, False
+        self._pending, self._ungathered, self._unannounced, self._unmade = None, False, False, False
         self.summed = self.version
         self._copies.clear()
         self.predictions.forget_all()
@@ -324,13 +327,14 @@ class WeightStore:
         self.transport.watch.open("update")
         self._keep_past()  # first: some predictions need the last update's gradient, which goes now
         self._pending, self._ungathered, self._unannounced = minibatch, True, self.updater.clip is not None
+        self._unmade = True
         if not self.holds_back:
             self._announce(minibatch)
             if self.updater.clip is None or not self.updater.clip.waits(minibatch):
                 self._step(minibatch)
         elif self._over_replicas is None:
             self._gather(minibatch)
-            if self.updater.clip is None:
+            if self.updater.clip is None and not self._meets(minibatch):
                 self._step(minibatch)
         self.transport.watch.close()
 
@@ -354,12 +358,27 @@ class WeightStore:
 
     def announce(self) -> None:
         """Gather the gradients of an update that was held back, and tell the other workers what it is to tell; waits
-        for other replicas, and for what the next worker tells."""
-        if self._pending is None or not (self._ungathered or self._unannounced):
+        for other replicas, and for what the next worker tells. Then, called again, send other replicas its outer step.
+        """
+        if self._pending is None or not (self._ungathered or self._unannounced or self._sends):
             return
         self.transport.watch.open("update")
-        self._announce(self._pending)
+        if self._sends:
+            self._make(self._pending)
+        else:
+            self._announce(self._pending)
         self.transport.watch.close()
+
+    @property
+    def _sends(self) -> bool:
+        """Whether an update was held back that is to be made now, and then waits for replicas that train apart."""
+        if self._pending is None or self._ungathered or self._unannounced:
+            return False
+        return self.holds_back and self._unmade and self._meets(self._pending)
+
+    def _meets(self, minibatch: int) -> bool:
+        """Whether a minibatch's update waits for replicas that train apart."""
+        return self.outer is not None and self.outer.waits(minibatch + 1)
 
     def _announce(self, minibatch: int) -> None:
         if self._ungathered:
@@ -372,10 +391,13 @@ class WeightStore:
 
     @property
     def can_announce(self) -> bool:
-        """Whether an update was held back whose gradients have arrived; for drivers that run several in turn."""
-        if self._pending is None or not (self._ungathered or self._unannounced):
+        """Whether an update was held back, and what `announce` waits for has arrived; for drivers that run several in
+        turn."""
+        if self._pending is None or not (self._ungathered or self._unannounced or self._sends):
             return False
         clip = self.updater.clip
+        if self._sends:
+            return clip is None or clip.ready(self._pending)
         arrived = self._over_replicas is None or not self._ungathered or self._over_replicas.arrived()
         if self.shared is not None:
             if self._ungathered:
@@ -393,8 +415,11 @@ class WeightStore:
         """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
         if self._pending is None or self._ungathered or self._unannounced:
             return False
-        if self._stepped and self.shared is not None:
+        if not self._unmade and self.shared is not None:
             return self.shared.weights_arrived(self._pending)
+        if self._meets(self._pending):
+            assert self.outer is not None
+            return not self._unmade and self.outer.arrived(self._pending + 1)
         clip = self.updater.clip
         return clip is None or clip.ready(self._pending)
 
@@ -415,19 +440,28 @@ class WeightStore:
         found = zip(self.trained, self.updater.gradients(), strict=True)
         return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
 
+    def _make(self, minibatch: int) -> None:
+        """The optimizer's step; begin what replicas exchange after it."""
+        self._unmade = False
+        if self.staleness is not None and self.updater.optimizer is not None:
+            self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
+        self.updater.step(minibatch)
+        if self.outer is not None:
+            self.outer.begin(minibatch + 1)
+        if self.shared is not None:
+            self.shared.start_weights(minibatch)
+
     def _step(self, minibatch: int) -> None:
-        if not self._stepped:
-            if self.staleness is not None and self.updater.optimizer is not None:
-                self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
-            self.updater.step(minibatch)
-            if self.shared is not None:
-                self.shared.start_weights(minibatch)
-                if self.shared.in_turn:
-                    self._pending, self._stepped = minibatch, True
-                    return
+        if self._unmade:
+            self._make(minibatch)
+            if self.shared is not None and self.shared.in_turn:
+                self._pending = minibatch
+                return
+        self._pending = None
+        if self.outer is not None:
+            self.outer.end(minibatch + 1)
         if self.shared is not None:
             self.shared.take_weights(minibatch)
-        self._pending, self._stepped = None, False
         if self.averages is not None:
             self.averages.update()
         self.predictions.forget_all()

@@ -11,6 +11,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.spec import Mesh
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.wires.addresses import Addresses
@@ -44,7 +45,7 @@ def transports(folder: Path) -> dict[int, DistTransport]:
     recipe = choose(plan)
     addresses = Addresses(plan, recipe.demand)
     meter = Meter(Links(1e-3))
-    wires = Wires(0, "gloo", addresses.channels, torch.device("cpu"), meter, PLACEMENT)
+    wires = Wires(0, "gloo", addresses.channels, torch.device("cpu"), meter, Mesh(PLACEMENT))
     found = {w: DistTransport.of_training(plan, w, wires, addresses, recipe.schedule) for w in plan.hosted(0)}
     for transport in found.values():
         transport.watch = Watch()

@@ -120,7 +120,7 @@ class Clock:
 def test_in_one_process_a_sum_takes_its_time(replicas: int) -> None:
     """Twice (R - 1) parts of 400 bytes leave each over links of 1000 bytes a second; the last one gives 3 s late."""
     clock = Clock()
-    board = ReplicaBoard(replicas, Meter(Links(1e3, 0.5), now=clock.now, rest=clock.rest), first=4)
+    board = ReplicaBoard(replicas, Meter(Links(1e3, 0.5), now=clock.now, rest=clock.rest), range(4, 4 + replicas))
     ends = [LocalCollective(board, replica) for replica in range(replicas)]
     for end in ends[1:]:
         end.start_sum(("bucket", 0), torch.ones(100 * replicas - 1))  # 100 of each, with what is missing

@@ -67,25 +67,11 @@ def backward(weights, buffers, saved, comm):
     del d_loss, leave_addmm, batch_1
     # leave · make.py:51: return self.leave(x)
     d_leave_mm = aten.mm.default(d_mse_loss_backward, leave_weight)  # f32[4, 8]
-    d_leave_t_1 = aten.t.default(d_mse_loss_backward)  # f32[2, 4]
-    d_leave_mm_1 = aten.mm.default(d_leave_t_1, add_6)  # f32[2, 8]
-    del d_leave_t_1, add_6
-    d_leave_sum = aten.sum.dim_IntList(d_mse_loss_backward, [0], True)  # f32[1, 2]
-    del d_mse_loss_backward
-    d_leave_view = aten.view.default(d_leave_sum, [2])  # f32[2]
-    del d_leave_sum
     # make.py:50: x = torch.tanh(layer(x)) + x
     d_tanh_backward = aten.tanh_backward.default(d_leave_mm, tanh_4)  # f32[4, 8]
     del tanh_4
     # layers.2 · make.py:50: x = torch.tanh(layer(x)) + x
     d_layers_2_mm = aten.mm.default(d_tanh_backward, layers_2_weight)  # f32[4, 8]
-    d_layers_2_t_1 = aten.t.default(d_tanh_backward)  # f32[8, 4]
-    d_layers_2_mm_1 = aten.mm.default(d_layers_2_t_1, add_4)  # f32[8, 8]
-    del d_layers_2_t_1, add_4
-    d_layers_2_sum = aten.sum.dim_IntList(d_tanh_backward, [0], True)  # f32[1, 8]
-    del d_tanh_backward
-    d_layers_2_view = aten.view.default(d_layers_2_sum, [8])  # f32[8]
-    del d_layers_2_sum
     # layers.2
     d_add = aten.add.Tensor(d_leave_mm, d_layers_2_mm)  # f32[4, 8]
     del d_leave_mm, d_layers_2_mm
@@ -95,4 +81,20 @@ def backward(weights, buffers, saved, comm):
     del d_add, tanh_2
     comm.send("d_tanh_backward_1", d_tanh_backward_1)  # gradient to worker 0
     del d_tanh_backward_1
+    # leave · make.py:51: return self.leave(x)
+    d_leave_t_1 = aten.t.default(d_mse_loss_backward)  # f32[2, 4]
+    d_leave_mm_1 = aten.mm.default(d_leave_t_1, add_6)  # f32[2, 8]
+    del d_leave_t_1, add_6
+    d_leave_sum = aten.sum.dim_IntList(d_mse_loss_backward, [0], True)  # f32[1, 2]
+    del d_mse_loss_backward
+    d_leave_view = aten.view.default(d_leave_sum, [2])  # f32[2]
+    del d_leave_sum
+    # layers.2 · make.py:50: x = torch.tanh(layer(x)) + x
+    d_layers_2_t_1 = aten.t.default(d_tanh_backward)  # f32[8, 4]
+    d_layers_2_mm_1 = aten.mm.default(d_layers_2_t_1, add_4)  # f32[8, 8]
+    del d_layers_2_t_1, add_4
+    d_layers_2_sum = aten.sum.dim_IntList(d_tanh_backward, [0], True)  # f32[1, 8]
+    del d_tanh_backward
+    d_layers_2_view = aten.view.default(d_layers_2_sum, [8])  # f32[8]
+    del d_layers_2_sum
     return (d_layers_2_mm_1, d_layers_2_view, d_leave_mm_1, d_leave_view)

@@ -1,0 +1,41 @@
+"""Replicas that train apart: what is compiled is the pipeline of one of them, for its share of a minibatch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fxpipe.build.build import Build
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.policy.recipe import choose
+from fxpipe.simulator.memory import peak_bytes
+from fxpipe.task.batch import share_of
+
+
+def with_replicas(build: Build, options: CompileOptions) -> Build:
+    """The build of one replica's pipeline as that of all; as it is where they add up their gradients.
+
+    Raises:
+        CutError: as `CompileOptions.outer_spec`.
+    """
+    outer = options.outer_spec
+    if outer is None:
+        return build
+    one = build.plan
+    plan = replace(one, microbatches=one.microbatches * options.dp, replicas=(options.dp,) * one.workers, outer=outer)
+    peaks = peak_bytes(plan, build.costs, choose(plan).demand)
+    rows = tuple(replace(row, memory_bytes=peak) for row, peak in zip(build.costs.workers, peaks, strict=True))
+    return replace(build, plan=plan, costs=replace(build.costs, workers=rows))
+
+
+def of_one_replica(build: Build, batch: Any) -> tuple[Build, Any]:
+    """A replica's pipeline, as if it were the only one, and its share of a batch; both as they are of others.
+
+    Raises:
+        BatchError: the batch cannot be cut.
+    """
+    plan = build.plan
+    if plan.outer is None:
+        return build, batch
+    dims = {leaf.name: leaf.dim for leaf in plan.given}
+    return replace(build, plan=plan.of_one_replica), share_of(batch, plan.microbatches, plan.dp, dims)

@@ -1,0 +1,181 @@
+"""Outer steps: replicas that train apart bring the weights of their worker together, every so many updates.
+
+Each replica trains from the common weights c. After every H updates, replicas exchange how far each has come, and an
+outer step makes new common weights, from which all go on (DiLoCo, Douillard et al. 2023, arXiv 2311.08105):
+
+    g = mean over replicas of (c − w)        the outer gradient, added up in the order of replicas
+    c = SGD with Nesterov momentum (c, g)    as torch.optim.SGD has it
+    w = c
+
+With a delay of one, the exchange that begins after an outer step's updates ends at the next one, H updates later, and
+a replica keeps what it has done meanwhile; b are its weights as the exchange began (with a rate of 1 and no momentum,
+that is CoCoD-SGD, Shen et al. 2019, arXiv 1906.12043):
+
+    g = mean over replicas of (c − b)
+    c = SGD with Nesterov momentum (c, g)
+    w = c + (w − b)                          then the next exchange begins, with b = w
+
+Each change is in one g: c − b is what a replica has done in the H updates before the exchange.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import RunError, listed
+from fxpipe.plan.spec import OuterSpec
+from fxpipe.runtime.wires.collective import Collective
+
+BATCHES = "batches"
+
+
+class OuterStep:
+    """The end of one replica of a worker.
+
+    Args:
+        trained: the parameters of which the worker has the master weights; live.
+        collective: this replica's end of what the worker's replicas exchange.
+        device: of the parameters.
+        version: how many updates the worker has made.
+
+    Attributes:
+        spec: when, and with which rates.
+    """
+
+    def __init__(
+        self,
+        spec: OuterSpec,
+        trained: Mapping[str, nn.Parameter],
+        collective: Collective,
+        device: torch.device | str,
+        version: int = 0,
+    ) -> None:
+        self.spec = spec
+        self._collective, self._device = collective, device
+        self._of_dtype: dict[str, list[nn.Parameter]] = {}
+        for parameter in trained.values():
+            self._of_dtype.setdefault(str(parameter.dtype), []).append(parameter)
+        self._common = {dtype: nn.Parameter(flat) for dtype, flat in self._live().items()}
+        self._optimizer: torch.optim.Optimizer | None = None
+        if self._common:
+            momentum = spec.momentum
+            parameters = list(self._common.values())
+            self._optimizer = torch.optim.SGD(parameters, spec.lr, momentum, nesterov=momentum > 0)
+        self._since = version  # the version that the newest exchange began at
+        self._under_way: int | None = None  # the same, while it has not ended
+        self._begun: dict[str, Tensor] = {}  # the weights that it began with, of an exchange that training goes on with
+        self._read: dict[int, int] = {}  # numbers of minibatches that are not compared yet
+        self._compared: tuple[int, int] = (0, 0)
+
+    def due(self, version: int) -> bool:
+        """Whether there is an outer step after so many updates."""
+        return version % self.spec.every == 0
+
+    def read(self, minibatch: int, number: int) -> None:
+        """On worker 0: a minibatch was read, of which this is a number; the replicas' are compared in outer steps."""
+        self._read[minibatch] = number
+
+    def begin(self, version: int) -> None:
+        """The update to a version is made: begin the exchange that this version waits for."""
+        if self.due(version) and not self.spec.delay:
+            self._start(version)
+
+    def waits(self, version: int) -> bool:
+        """Whether a version waits for other replicas."""
+        return self.due(version) and (not self.spec.delay or self._under_way is not None)
+
+    def arrived(self, version: int) -> bool:
+        """Whether what a version waits for is there; for drivers that run several replicas in turn."""
+        if not self.waits(version):
+            return True
+        return self._under_way is not None and all(self._collective.arrived(key) for key in self._keys)
+
+    def end(self, version: int) -> None:
+        """Make the outer step of a version, if there is one; waits for other replicas.
+
+        Raises:
+            RunError: the replicas have read other batches.
+            PeerLost: another replica is gone.
+        """
+        if not self.due(version):
+            return
+        if self._under_way is not None:
+            self._finish()
+        if self.spec.delay:
+            self._start(version)
+            self._begun = self._live()
+
+    def begin_meeting(self, version: int) -> None:
+        """Nothing is in flight: end what is under way, and begin the outer step of whatever was trained since then."""
+        if self._under_way is not None:
+            self._finish()
+        if version > self._since:
+            self._start(version)
+
+    def end_meeting(self) -> None:
+        """Make that outer step: now all replicas have the same weights."""
+        if self._under_way is not None:
+            self._finish()
+
+    @property
+    def _keys(self) -> list[tuple[str, int]]:
+        assert self._under_way is not None
+        kinds = [f"outer {dtype}" for dtype in self._common]
+        return [(kind, self._under_way) for kind in (*kinds, *([BATCHES] if self._compared[1] else []))]
+
+    def _live(self) -> dict[str, Tensor]:
+        """Copies of the weights, by dtype, one vector each."""
+        return {
+            dtype: torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+            for dtype, parameters in self._of_dtype.items()
+        }
+
+    def _start(self, version: int) -> None:
+        for dtype, live in self._live().items():
+            self._collective.start_sum((f"outer {dtype}", version), self._common[dtype].detach() - live)
+        numbers = [self._read.pop(minibatch) for minibatch in sorted(self._read) if minibatch < version]
+        self._compared = self._since, len(numbers)
+        if numbers:
+            found = torch.zeros(self._collective.replicas, dtype=torch.int64)
+            found[self._collective.replica] = zlib.crc32(repr(numbers).encode())
+            self._collective.start_sum((BATCHES, version), found.to(self._device))
+        self._since = self._under_way = version
+
+    def _finish(self) -> None:
+        assert self._under_way is not None
+        version, self._under_way = self._under_way, None
+        for dtype, common in self._common.items():
+            common.grad = self._collective.take((f"outer {dtype}", version)).div_(self._collective.replicas)
+        self._check_batches(version)
+        if self._optimizer is None:
+            return
+        self._optimizer.step()
+        begun, self._begun = self._begun, {}
+        for dtype, common in self._common.items():
+            common.grad = None
+            self._put(dtype, common.detach() + (self._live()[dtype] - begun[dtype]) if begun else common.detach())
+
+    def _put(self, dtype: str, flat: Tensor) -> None:
+        place = 0
+        for parameter in self._of_dtype[dtype]:
+            parameter.detach().copy_(flat[place : place + parameter.numel()].view(parameter.shape))
+            place += parameter.numel()
+
+    def _check_batches(self, version: int) -> None:
+        first, count = self._compared
+        if not count:
+            return
+        numbers = self._collective.take((BATCHES, version)).tolist()
+        others = [f"replica {j}" for j, number in enumerate(numbers) if number != numbers[0]]
+        if others:
+            raise RunError(
+                f"the replicas of worker 0 read different batches in steps {first + 1} to {version}: {listed(others)} "
+                "others than replica 0",
+                where="train_data()",
+                hint="every replica reads all data and takes its share: they must come in the same order in every "
+                "process, as with random numbers of the process's own generators, which are seeded alike",
+            )

@@ -1,0 +1,623 @@
+"""Replicas that train apart: as full models in plain PyTorch that average their changes, and in processes as in one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached import captured, cuts
+from covering import covering
+from pipelines import pipeline_of
+from small_models import CASES
+from torch import Tensor, nn
+
+import fxpipe as fxp
+from fxpipe.errors import CutError, NotFiniteError, RunError
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.consistency import check
+from fxpipe.plan.spec import OuterSpec
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.process_name import process_name
+from fxpipe.runtime.wires.collective import LocalCollective
+from fxpipe.task.model_file import load_task
+from fxpipe.typed_json import Malformed
+
+MODEL = Path(__file__).parent / "replica_model.py"
+STEPS = 7
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
+
+
+def plain_sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05)
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=1e-2)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def batches(count: int = STEPS, ignored: bool = False) -> list[Batch]:
+    draw = torch.Generator().manual_seed(3)
+    made = [(torch.randn(12, 6, generator=draw), torch.randint(0, 3, (12,), generator=draw)) for _ in range(count)]
+    if ignored:
+        for _, target in made:
+            target[torch.rand(12, generator=draw) < 0.4] = -100
+    return made
+
+
+def compiled(net: nn.Module, loss: Loss, dp: int, own: int, workers: int, **options: Any) -> fxp.Build:
+    cuts_at = ["2"] if workers == 2 else ()
+    asked: dict[str, Any] = {
+        "schedule": "1f1b",
+        "forward_at": cuts_at,
+        "cost": "analytic",
+        "outer": "diloco",
+        **options,
+    }
+    return fxp.compile(net, loss, batches(1)[0], workers=workers, dp=dp, microbatches=own, **asked)
+
+
+def trained(build: fxp.Build, folder: Path, optimizer: Any, data: list[Any]) -> tuple[list[float], dict[str, Tensor]]:
+    build.save(folder)
+    pipeline = pipeline_of(folder, optimizer)
+    return pipeline.run(data), pipeline.state_dict()
+
+
+class Apart:
+    """Full models, each trained apart on its share of every batch: the direct simulation.
+
+    Attributes:
+        losses: of the first.
+    """
+
+    def __init__(self, net: nn.Module, loss: Loss, dp: int, own: int, spec: OuterSpec, optimizer: Any) -> None:
+        self.nets = [copy.deepcopy(net) for _ in range(dp)]
+        self.loss, self.dp, self.own, self.spec = loss, dp, own, spec
+        self.optimizers = [optimizer(net.named_parameters()) for net in self.nets]
+        self.common = self.weights(0)
+        self.velocity = [torch.zeros_like(c) for c in self.common]
+        self.begun: list[list[Tensor]] | None = None
+        self.since = self.steps = 0
+        self.losses: list[float] = []
+
+    def weights(self, replica: int) -> list[Tensor]:
+        return [p.detach().clone() for p in self.nets[replica].parameters()]
+
+    def step(self, batch: Batch) -> None:
+        parts = [leaf.chunk(self.dp * self.own) for leaf in batch]
+        for replica, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
+            x, y = (torch.cat(chunks[replica :: self.dp]) for chunks in parts)
+            optimizer.zero_grad()
+            found = self.loss(net, (x, y))
+            found.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if replica == 0:
+                self.losses.append(found.item())
+        self.steps += 1
+        if self.steps % self.spec.every:
+            return
+        if self.spec.delay:
+            self.apply()
+            self.begun, self.since = [self.weights(r) for r in range(self.dp)], self.steps
+        else:
+            self.meet()
+
+    def apply(self) -> None:
+        """Apply the exchange that has begun, if there is one, and keep what was trained since."""
+        if self.begun is None:
+            return
+        now = [self.weights(r) for r in range(self.dp)]
+        for i, common in enumerate(self.common):
+            gradient = sum(common - begun[i] for begun in self.begun) / self.dp
+            self.velocity[i] = self.spec.momentum * self.velocity[i] + gradient
+            common -= self.spec.lr * (gradient + self.spec.momentum * self.velocity[i])
+            for replica, net in enumerate(self.nets):
+                list(net.parameters())[i].data.copy_(common + (now[replica][i] - self.begun[replica][i]))
+        self.begun = None
+
+    def meet(self) -> None:
+        self.apply()
+        if self.steps > self.since:
+            self.begun, self.since = [self.weights(r) for r in range(self.dp)], self.steps
+            self.apply()
+
+
+@pytest.mark.parametrize(
+    ("dp", "own", "workers", "every", "delay", "inner"),
+    covering([2, 3], [1, 2], [1, 2], [1, 3], [0, 1], ["sgd", "adamw"], strength=2),
+)
+def test_it_is_full_models_that_train_apart(
+    tmp_path: Path, dp: int, own: int, workers: int, every: int, delay: int, inner: str
+) -> None:
+    net, spec = network(), OuterSpec(every, 0.7, 0.9, delay)
+    simulated = Apart(net, entropy, dp, own, spec, OPTIMIZERS[inner])
+    build = compiled(net, entropy, dp, own, workers, outer_every=every, outer_delay=delay)
+    assert build.plan.outer == spec
+    assert "all_reduce" not in "".join(build.files.values())
+    losses, state = trained(build, tmp_path / "build", OPTIMIZERS[inner], batches())
+    for batch in batches():
+        simulated.step(batch)
+    simulated.meet()
+    assert losses == pytest.approx(simulated.losses, rel=1e-4)
+    for replica in simulated.nets:
+        for name, value in replica.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_between_outer_steps_each_replica_has_its_own_weights(tmp_path: Path, delay: int) -> None:
+    net, data = network(), batches()
+    compiled(net, entropy, 2, 1, 2, outer_every=3, outer_delay=delay).save(tmp_path / "build")
+    pipeline = pipeline_of(tmp_path / "build", sgd)
+    simulated = Apart(net, entropy, 2, 1, OuterSpec(3, 0.7, 0.9, delay), sgd)
+    for step, batch in enumerate(data, 1):
+        pipeline.step(batch)
+        simulated.step(batch)
+        found = [{n: p for e in pipeline.every if e.replica == r for n, p in e.store.trained.items()} for r in (0, 1)]
+        for replica, weights in enumerate(found):
+            for name, value in simulated.nets[replica].named_parameters():
+                torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+        same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        assert same == (step % 3 == 0 and not delay)
+    pipeline.flush()
+    assert all(
+        torch.equal(value, pipeline.every[e.worker + 2].store.trained[name])
+        for e in pipeline.executors
+        for name, value in e.store.trained.items()
+    )
+
+
+def test_flushes_are_outer_steps_out_of_turn(tmp_path: Path) -> None:
+    """Of what was trained since the last one; one without any training changes nothing."""
+    net, data = network(), batches(10)
+    compiled(net, entropy, 2, 1, 1, outer_every=4, outer_delay=1).save(tmp_path / "build")
+    pipeline = pipeline_of(tmp_path / "build", sgd)
+    simulated = Apart(net, entropy, 2, 1, OuterSpec(4, 0.7, 0.9, 1), sgd)
+    for step, batch in enumerate(data, 1):
+        pipeline.step(batch)
+        simulated.step(batch)
+        if step in (3, 5, 8):
+            pipeline.flush()
+            before = pipeline.state_dict()
+            pipeline.flush()
+            assert all(torch.equal(before[name], value) for name, value in pipeline.state_dict().items())
+            simulated.meet()
+    pipeline.flush()
+    simulated.meet()
+    for name, value in simulated.nets[1].state_dict().items():
+        torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dp", "own", "workers"), [(2, 1, 1), (2, 2, 2), (3, 1, 2)])
+def test_an_average_of_every_step_is_a_sum_of_gradients(tmp_path: Path, dp: int, own: int, workers: int) -> None:
+    """Of plain SGD, whose step is linear in the gradient."""
+    net = network()
+    apart = compiled(net, entropy, dp, own, workers, outer_every=1, outer_lr=1.0, outer_momentum=0.0)
+    joint = compiled(net, entropy, dp, own, workers, outer=None)
+    _, one = trained(apart, tmp_path / "apart", plain_sgd, batches())
+    _, other = trained(joint, tmp_path / "joint", plain_sgd, batches())
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("own", "weighed"), [(1, False), (2, False), (2, True)])
+def test_a_loss_is_that_of_a_replicas_own_share(tmp_path: Path, own: int, weighed: bool) -> None:
+    """It divides by how many targets count: of the share, neither of a microbatch nor of the whole batch."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def opaque(model: nn.Module, batch: Batch) -> Tensor:
+        """The same, in a way that is not followed."""
+        each = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none", ignore_index=-100)
+        return each.sort().values.sum() / (batch[1] != -100).sum().clamp(min=1).float().sqrt().square()
+
+    def count(batch: Batch) -> float:
+        return float((batch[1] != -100).sum())
+
+    net, data, spec = network(), batches(ignored=True), OuterSpec(2, 0.7, 0.9)
+    used = opaque if weighed else loss
+    more: dict[str, Any] = {"loss_weight": count} if weighed else {}
+    build = fxp.compile(
+        net, used, data[0], workers=2, dp=2, microbatches=own, outer="diloco", outer_every=2, schedule="1f1b",
+        forward_at=["2"], cost="analytic", **more,
+    )  # fmt: skip
+    assert bool(build.plan.made) == (own > 1)
+    assert build.plan.loss_weight == weighed
+    agreement = compare_with_eager(build, net, used, data[0], loss_weight=count if weighed else None)
+    assert agreement.largest < 1e-4
+    simulated = Apart(net, loss, 2, own, spec, sgd)
+    build.save(tmp_path / "build")
+    pipeline = fxp.load(tmp_path / "build").local(optimizer=sgd, **more)
+    losses = pipeline.run(data)
+    for batch in data:
+        simulated.step(batch)
+    simulated.meet()
+    assert losses == pytest.approx(simulated.losses, rel=1e-4)
+    for name, value in simulated.nets[0].state_dict().items():
+        torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_batches_of_another_shape_are_shared_alike(tmp_path: Path, known: bool) -> None:
+    """Compiled before, or met in a run: their losses divide by sums over a replica's share, too."""
+    net, data = network(), batches(6, ignored=True)
+    for place in (1, 4):
+        data[place] = (data[place][0][:8], data[place][1][:8])
+    shapes = [data[1]] if known else []
+    build = fxp.compile(
+        net, entropy, data[0], shapes=shapes, workers=2, dp=2, microbatches=2, outer="diloco", outer_every=2,
+        schedule="1f1b", forward_at=["2"], cost="analytic",
+    )  # fmt: skip
+    pipeline = build.local(optimizer=sgd, new_shapes=0 if known else 8)
+    simulated = Apart(net, entropy, 2, 2, OuterSpec(2, 0.7, 0.9), sgd)
+    losses = pipeline.run(data)
+    for batch in data:
+        simulated.step(batch)
+    assert len(pipeline.shapes.plan.shapes) == 1
+    assert losses == pytest.approx(simulated.losses, rel=1e-4)
+    for name, value in simulated.nets[0].state_dict().items():
+        torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_statistics_of_batch_norm_are_the_mean_where_replicas_come_together(tmp_path: Path, delay: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    names = [name for name, _ in net.named_buffers()]
+    build = compiled(net, entropy, 2, 1, 2, outer_every=2, outer_delay=delay, accept_microbatch_loss=True)
+    build.save(tmp_path / "build")
+    pipeline = pipeline_of(tmp_path / "build", sgd)
+    simulated = Apart(net, entropy, 2, 1, OuterSpec(2, 0.7, 0.9, delay), sgd)
+
+    def average() -> None:
+        for own in zip(*(n.buffers() for n in simulated.nets), strict=True):
+            mean = sum(own) / 2 if own[0].is_floating_point() else own[0]
+            for buffer in own:
+                buffer.copy_(mean)
+
+    for step, batch in enumerate(batches(5), 1):
+        pipeline.step(batch)
+        simulated.step(batch)
+        if step % 2 == 0 and not delay:
+            average()
+    pipeline.flush()
+    simulated.meet()
+    average()
+    found = pipeline.state_dict()
+    for name in names:
+        torch.testing.assert_close(found[name], simulated.nets[1].state_dict()[name], rtol=1e-4, atol=1e-5)
+        of_replicas = [e.buffers[name] for e in pipeline.every if name in e.buffers]
+        assert torch.equal(of_replicas[0], of_replicas[1])
+
+
+@pytest.mark.parametrize(
+    ("case", "policy", "clip_norm", "delay"),
+    [
+        ("gpt", "spectrain", None, 0),
+        ("gpt", "stash", None, 1),
+        ("dict", "2bw", 0.1, 0),
+        ("gpt", "spectrain+ef", 0.1, 1),
+        ("gpt", "latest", None, 0),
+    ],
+)
+def test_replicas_of_one_mind_train_as_one_without_a_flush(
+    tmp_path: Path, case: str, policy: str, clip_norm: float | None, delay: int
+) -> None:
+    """Each replica gets the same samples: then the mean of their changes is each one's, in every version of weights."""
+    own = 2 if policy == "2bw" else 1
+    at = cuts(CASES[case], 2, 1)
+    asked: dict[str, Any] = {"workers": 2, "microbatches": own, "schedule": "async", "policy": policy, **at}
+    program = captured(case, 2 * own, size=4 * own)[2]
+    one = fxp.lower(program, cost="analytic", **asked)
+    outer = {"outer": "diloco", "outer_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "outer_delay": delay}
+    two = fxp.lower(program, cost="analytic", dp=2, **outer, **asked)
+    alone = CASES[case].batches(9, 2 * own)
+
+    def twice(leaf: Any) -> Any:
+        return torch.cat([part for part in leaf.chunk(own) for _ in range(2)]) if isinstance(leaf, Tensor) else leaf
+
+    both = [torch.utils._pytree.tree_map(twice, batch) for batch in alone]
+    results = []
+    for name, build, data in (("one", one, alone), ("two", two, both)):
+        build.save(tmp_path / name)
+        pipeline = pipeline_of(tmp_path / name, sgd, clip_norm=clip_norm)
+        results.append((pipeline.run(data), pipeline.state_dict()))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-3)
+    for name, value in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "workers", "dp", "own", "more", "outer"),
+    [
+        ("1f1b", 2, 2, 2, {"clip_norm": 0.5, "eval_every": 2}, {"outer_every": 2}),
+        ("async", 2, 2, 1, {"eval_every": 2}, {"outer_every": 3, "outer_delay": 1}),
+        pytest.param("async", 2, 2, 1, {"eval_every": 2}, {"outer_every": 2}, marks=pytest.mark.slow),
+        pytest.param("zb-v", 1, 2, 2, {"clip_norm": 0.5}, {"outer_every": 4}, marks=pytest.mark.slow),
+        pytest.param("async", 1, 3, 1, {"ema": 0.9}, {"outer_every": 2, "outer_delay": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_have_the_bits_of_one(
+    tmp_path: Path, schedule: str, workers: int, dp: int, own: int, more: dict[str, Any], outer: dict[str, Any]
+) -> None:
+    """Batch norm, dropout, AdamW, evaluation: losses, metrics and trained weights."""
+    _compiled_file(tmp_path, schedule, workers, dp, own, **outer)
+    common = {"build": str(tmp_path / "build"), "steps": 5, "progress": False, **more}
+    local = run_local(RunOptions(**common, out=str(tmp_path / "local")))
+    found = _launched(RunOptions(**common, out=str(tmp_path / "apart")))
+    assert found["losses"] == local["losses"]
+    assert found["evaluations"] == local["evaluations"]
+    weights = [(tmp_path / where / "model.safetensors").read_bytes() for where in ("local", "apart")]
+    assert weights[0] == weights[1]
+
+
+def test_an_outer_step_sends_the_weights_once_and_nothing_comes_between(tmp_path: Path) -> None:
+    """2(R − 1)/R of the weights leave each process in an outer step: counted where the process group is called."""
+    dp, every, steps = 3, 2, 5
+    _compiled_file(tmp_path, "1f1b", 1, dp, 1, outer_every=every)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = tmp_path / "count.py"
+    script.write_text(COUNT)
+    common = {**os.environ, "WORLD_SIZE": str(dp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "build"), str(steps), str(tmp_path / "out")],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(dp)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(dp)
+    ]
+    said = [process.communicate(timeout=180)[0] for process in started]
+    plan = fxp.load(tmp_path / "build").plan
+    weights = sum(p.tensor.bytes for p in plan.parameters)
+    statistics = sum(b.tensor.bytes for b in plan.buffers if b.tensor.dtype == "float32")
+    checksum, outer_steps = 8 * dp, 3  # after 2 and 4 updates, and at the end
+    padding = 2 * 4 * dp
+    for text in said:
+        sent = json.loads(text.splitlines()[-1])
+        least = 2 * (dp - 1) / dp * (weights + statistics + checksum) * outer_steps
+        assert least <= sent["sums"] <= least + 2 * outer_steps * padding
+        assert sent["copies"] == 8 * outer_steps  # num_batches_tracked
+
+
+COUNT = """
+import json, sys
+import fxpipe.runtime.wires.replica_group as replica_group
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.rank import join
+
+class Counted:
+    sums = copies = 0
+
+    def __init__(self, group, replicas):
+        self.group, self.replicas = group, replicas
+
+    def alltoall_base(self, taken, given, *more):
+        Counted.sums += given.nbytes * (self.replicas - 1) // self.replicas
+        return self.group.alltoall_base(taken, given, *more)
+
+    def _allgather_base(self, taken, given):
+        Counted.sums += given.nbytes * (self.replicas - 1)
+        return self.group._allgather_base(taken, given)
+
+    def broadcast(self, tensors):
+        Counted.copies += sum(tensor.nbytes for tensor in tensors)
+        return self.group.broadcast(tensors)
+
+begin = replica_group.ReplicaProcess.__init__
+
+def counted(self, group, replica, replicas, *more):
+    begin(self, Counted(group, replicas), replica, replicas, *more)
+
+replica_group.ReplicaProcess.__init__ = counted
+join(RunOptions(sys.argv[1], steps=int(sys.argv[2]), out=sys.argv[3], progress=False))
+print(json.dumps({"sums": Counted.sums, "copies": Counted.copies}))
+"""
+
+
+def test_a_plan_says_how_replicas_come_together(tmp_path: Path) -> None:
+    build = compiled(network(), entropy, 2, 1, 2, outer_every=5, outer_delay=1)
+    build.save(tmp_path / "build")
+    plan = read_plan(tmp_path / "build")
+    assert plan.outer == OuterSpec(5, 0.7, 0.9, 1)
+    assert [stage.buckets for stage in plan.stages] == [(), ()]
+    for wrong in (
+        replace(plan, outer=OuterSpec(0, 0.7, 0.9)),
+        replace(plan, outer=OuterSpec(5, float("nan"), 0.9)),
+        replace(plan, outer=OuterSpec(5, 0.7, 1.0)),
+        replace(plan, outer=OuterSpec(5, 0.7, 0.9, 2)),
+        replace(plan, replicas=(), microbatches=1),
+    ):
+        with pytest.raises(Malformed, match="replicas cannot come together by outer steps"):
+            check(wrong)
+    with pytest.raises(Malformed, match="its buckets do not have each gradient once"):
+        check(replace(plan, outer=None))
+
+
+def test_a_loss_of_any_replica_that_is_not_finite_ends_a_run(tmp_path: Path) -> None:
+    more = """
+def loss(net, batch):
+    found = nn.functional.cross_entropy(net(batch[0]), batch[1])
+    return found / (batch[0][:, 0] < 90).all()
+
+def train_data():
+    batches = [(torch.zeros(12, 8), torch.arange(12) % 4) for _ in range(6)]
+    batches[1][0][-1, 0] = 99.0
+    return batches
+"""
+    _compiled_file(tmp_path, "1f1b", 1, 2, 1, more, outer_every=4)
+    asked = {"build": str(tmp_path / "build"), "steps": 5, "progress": False}
+    for run in (run_local, _launched):
+        with pytest.raises(NotFiniteError, match="the loss of step 2 is inf"):
+            run(RunOptions(**asked, out=str(tmp_path / run.__name__)))
+
+
+def test_the_processes_of_a_replica_are_next_to_each_other() -> None:
+    """So that each replica's pipeline can be on a host of its own, with slow links between hosts."""
+    plan = compiled(network(), entropy, 3, 1, 2).plan
+    assert [plan.seat(process) for process in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert all(plan.process_of(*plan.seat(process)) == process for process in range(6))
+    assert process_name(4, plan.mesh) == "worker 0, replica 2"
+
+
+def test_in_one_process_nothing_else_is_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[tuple[str, int]] = []
+    sums, copies = LocalCollective.start_sum, LocalCollective.start_copy
+
+    def start_sum(self: LocalCollective, key: tuple[str, int], flat: Tensor) -> None:
+        began.append(key)
+        sums(self, key, flat)
+
+    def start_copy(self: LocalCollective, key: tuple[str, int], flat: Tensor) -> None:
+        began.append(key)
+        copies(self, key, flat)
+
+    monkeypatch.setattr(LocalCollective, "start_sum", start_sum)
+    monkeypatch.setattr(LocalCollective, "start_copy", start_copy)
+    build = compiled(network(), entropy, 2, 1, 2, outer_every=3)
+    trained(build, tmp_path / "build", sgd, batches())
+    assert sorted(began) == [("outer torch.float32", step) for step in (3, 3, 3, 3, 6, 6, 6, 6, 7, 7, 7, 7)]
+
+
+def test_replicas_that_read_other_batches_are_told_in_the_outer_step(tmp_path: Path) -> None:
+    _compiled_file(tmp_path, "1f1b", 1, 2, 1, "OWN_DATA = True\n", outer_every=2)
+    with pytest.raises(RunError, match="worker 0 read different batches in steps 1 to 2: replica 1 others than"):
+        _launched(RunOptions(str(tmp_path / "build"), steps=3, out=str(tmp_path / "out"), progress=False))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"outer_every": 4}, "outer_every is given, and no outer steps are asked for"),
+        ({"outer": "diloco"}, "outer steps bring replicas together, and there is one"),
+        ({"outer": "fedavg", "dp": 2}, "outer='fedavg' is no kind of outer steps"),
+        ({"outer": "diloco", "dp": 2, "outer_every": 0}, "outer steps make no sense with every=0"),
+        ({"outer": "diloco", "dp": 2, "outer_momentum": 1.0}, "outer steps make no sense with momentum=1.0"),
+        ({"outer": "diloco", "dp": 2, "outer_lr": float("nan")}, "outer steps make no sense with lr=nan"),
+        ({"outer": "diloco", "dp": 2, "outer_delay": 2}, "outer steps make no sense with delay=2"),
+    ],
+)
+def test_outer_steps_without_sense_are_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(CutError, match=said):
+        fxp.compile(network(), entropy, batches(1)[0], workers=1, microbatches=1, schedule="1f1b", **asked)
+
+
+@pytest.mark.parametrize(
+    ("more", "outer", "options", "said"),
+    [
+        ("", {}, {"checkpoint_every": "2"}, "--checkpoint-every: the replicas of this build train apart"),
+        ("def on_step(step, loss, run): pass\n", {}, {}, r"on_step\(\) is called with numbers"),
+        ("def on_eval(step, metrics, run): pass\n", {}, {}, r"on_eval\(\) is called with numbers"),
+        ("", {}, {"save_best": "held_out", "eval_every": 3}, "--save-best follows evaluations"),
+        (
+            "",
+            {"outer_delay": 1},
+            {"save_best": "held_out", "patience": 1, "eval_every": 2},
+            "--save-best follows evaluations",
+        ),
+        (
+            "def lr_scheduler(optimizer): return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), 'held_out'\n",
+            {},
+            {"eval_every": 3},
+            r"lr_scheduler\(\) follows evaluations",
+        ),
+    ],
+)
+def test_what_replicas_would_decide_apart_is_refused(
+    tmp_path: Path, more: str, outer: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    _compiled_file(tmp_path, "1f1b", 1, 2, 1, more, outer_every=2, **outer)
+    asked = RunOptions(str(tmp_path / "build"), steps=4, out=str(tmp_path / "out"), progress=False, **options)
+    with pytest.raises(RunError, match=said):
+        run_local(asked)
+
+
+def test_evaluations_right_after_outer_steps_decide_alike(tmp_path: Path) -> None:
+    """All replicas have the same weights and statistics then."""
+    _compiled_file(tmp_path, "async", 1, 2, 1, outer_every=2)
+    options = {"steps": 6, "eval_every": 2, "save_best": "held_out", "patience": 1, "progress": False}
+    local = run_local(RunOptions(str(tmp_path / "build"), out=str(tmp_path / "local"), **options))
+    found = _launched(RunOptions(str(tmp_path / "build"), out=str(tmp_path / "apart"), **options))
+    assert found["evaluations"] == local["evaluations"]
+    assert found["best"] == local["best"]
+
+
+def test_a_pipeline_of_its_own_loop_makes_no_checkpoints(tmp_path: Path) -> None:
+    compiled(network(), entropy, 2, 1, 1).save(tmp_path / "build")
+    pipeline = pipeline_of(tmp_path / "build", sgd)
+    pipeline.run(batches(2))
+    for call in (pipeline.save, pipeline.load):
+        with pytest.raises(RunError, match=rf"{call.__name__}\(\): the replicas of this build train apart"):
+            call(tmp_path / "saved")
+
+
+def test_no_checkpoint_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "joint").mkdir()
+    _compiled_file(tmp_path / "joint", "1f1b", 1, 2, 1, outer=None)
+    _compiled_file(tmp_path, "1f1b", 1, 2, 1)
+    common = {"steps": 2, "progress": False, "checkpoint_every": "1"}
+    run_local(RunOptions(str(tmp_path / "joint" / "build"), out=str(tmp_path / "a"), **common))
+    step = str(tmp_path / "a" / "checkpoints" / "step-1")
+    with pytest.raises(RunError, match="--resume: the replicas of this build train apart"):
+        run_local(RunOptions(str(tmp_path / "build"), steps=2, resume=step, out=str(tmp_path / "b"), progress=False))
+
+
+def _compiled_file(folder: Path, schedule: str, workers: int, dp: int, own: int, more: str = "", **outer: Any) -> None:
+    """A build of the model file, which is next to it."""
+    path = folder / "model.py"
+    path.write_text(MODEL.read_text() + more)
+    task = load_task(path)
+    assert task.metrics is not None
+    assert task.eval_data is not None
+    torch.manual_seed(0)
+    fxp.compile(
+        task.model(),
+        task.loss,
+        task.example(),
+        workers=workers,
+        dp=dp,
+        microbatches=own,
+        schedule=schedule,
+        cost="analytic",
+        forward_at=["norm"] if schedule == "1f1b" and workers == 2 else [],
+        evaluation=(task.metrics, task.eval_data()),
+        **{"outer": "diloco", **outer},
+    ).save(folder / "build", model_file=path)
+
+
+def _launched(options: RunOptions) -> dict[str, Any]:
+    plan = fxp.load(options.build).plan
+    return json.loads(json.dumps(launch(options, plan.processes, plan.mesh)))
