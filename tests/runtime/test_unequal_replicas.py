@@ -160,6 +160,8 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
         build_of([2, 1], "1f1b", workers=3)
     with pytest.raises(ScheduleError, match="5 microbatches cannot be shared by 2, 1 replicas"):
         build_of([2, 1], "1f1b", microbatches=5)
+    with pytest.raises(CutError, match="for workers with equally many replicas, not 2,1"):
+        build_of([2, 1], "1f1b", shard="optimizer")
     for schedule in ("zb-h1", "auto"):
         with pytest.raises(ScheduleError, match="equally many replicas"):
             build_of([2, 1], schedule)
