@@ -187,6 +187,14 @@ class Walk:
         """)
         self.page.code(kept(print_program(program), lambda line: "send(" in line or "recv(" in line), "python")
 
+    def send_early(self, program: Program) -> None:
+        self.page.say("""
+            While a backward makes weight gradients, the worker before it waits. `send_early` moves what nothing sent is
+            made of behind the last Send: as many of the last such nodes as leave the memory that the function needs as
+            it was. Here the sum and its Send move up, before the gradients of the convolution's weights:
+        """)
+        self.differences(program)
+
     def split(self, program: Program) -> None:
         self.page.say("""
             `split` divides the graph into a forward and a backward part for each worker, with everything that goes in

@@ -40,7 +40,7 @@ def compiled(folder: Path, name: str, *arguments: object) -> dict[str, str]:
 def test_the_passes_in_their_order() -> None:
     assert pass_names() == (
         "capture", "fold", "whole_loss", "keep_layouts", "split_backward", "units", "cost", "cut", "defer",
-        "recompute", "rematerialize", "comm", "encode", "reduce", "split", "codegen",
+        "recompute", "rematerialize", "comm", "encode", "send_early", "reduce", "split", "codegen",
     )  # fmt: skip
 
 

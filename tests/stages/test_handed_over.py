@@ -139,7 +139,10 @@ def with_buckets(change: Callable[[tuple[BucketSpec, ...]], Sequence[BucketSpec]
         (lambda plan: dataclasses.replace(plan, replicas=(2,)), "cannot have [2] replicas for 4"),
         (lambda plan: dataclasses.replace(plan, replicas=(2, 0)), "cannot have [2, 0] replicas"),
         (lambda plan: dataclasses.replace(plan, replicas=(2, 5)), "cannot have [2, 5] replicas"),
-        (lambda plan: dataclasses.replace(plan, placement=(0, 0), replicas=(2, 3)), "different numbers of replicas"),
+        (
+            lambda plan: dataclasses.replace(plan, placement=(0, 0), replicas=(2, 3), microbatches=6),
+            "different numbers of replicas",
+        ),
         (lambda plan: dataclasses.replace(plan, replicas=()), "buckets without replicas"),
         (with_buckets(lambda found: found[1:]), "do not have each gradient once"),
         (with_buckets(lambda found: (*found, found[0])), "do not have each gradient once"),
