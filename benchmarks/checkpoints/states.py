@@ -88,9 +88,9 @@ class Ours:
         begin = perf_counter()
         shards = [one.take() for one in captures]
         waits, cpu = perf_counter() - begin, process_time()
-        for worker, shard in enumerate(shards):
+        for executor, shard in zip(self.pipeline.executors, shards, strict=True):
             assert shard is not None
-            self.writer.put(worker, shard, last=True)
+            self.writer.put(executor, shard, last=True)
         self.whole.wait()
         return {"waits": waits, "save": perf_counter() - begin, "cpu": process_time() - cpu}
 
