@@ -10,7 +10,7 @@ from typing import Any
 import click
 from fxpipe.cli.cost_options import typed_quantity
 
-from fxpipe.plan.limits import MOST_WORKERS
+from fxpipe.plan.limits import MOST_WORKERS, replicas_of_text
 from fxpipe.planner import quantity
 from fxpipe.planner.links import NCCL_NODE, Links
 from fxpipe.planner.machines import Machines
@@ -103,14 +103,9 @@ def _checked(
     inner_bandwidth: str | None,
 ) -> ReplicaOptions:
     """Refuses what contradicts itself."""
-    listed: tuple[int, ...] = ()
-    if replicas is not None and replicas != AUTO:
-        parts = [part.strip() for part in replicas.split(",")]
-        if not all(len(part) < 9 and part.isdecimal() and 0 < int(part) <= MOST_WORKERS for part in parts):
-            raise click.UsageError(
-                f"--replicas {replicas}: give 'auto', or a number of processes for each worker: 2,1,1"
-            )
-        listed = tuple(int(part) for part in parts)
+    listed = () if replicas is None or replicas == AUTO else replicas_of_text(replicas)
+    if listed is None:
+        raise click.UsageError(f"--replicas {replicas}: give 'auto', or a number of processes for each worker: 2,1,1")
     if replicas == AUTO and gpus is None:
         raise click.UsageError("--replicas auto shares out processes: say how many with --gpus")
     if dp is not None and replicas is not None:
