@@ -114,10 +114,10 @@ FULL = Study(
 TINY = (("vgg", "sgd"), ("transformer", "adamw"))
 SHORT = Grid(
     TINY,
-    (ALONE, *_at(METHODS, 4, 4), *_at(WHOLE, 4, 1)),
+    (ALONE, *_at(METHODS, 4, 4), *_at(WHOLE[:1], 4, 1)),
     factors=(1.0,),
     seeds=(0,),
-    fraction=0.25,
+    fraction=0.1,
     points=5,
 )
 QUICK = Study(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 import pytest
-from commands import fxpipe
+from commands import Result, fxpipe
 from fxpipe.cli.main import cli
 
 MODEL = """\
@@ -133,7 +133,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("line", examples())
-def test_an_example_works(line: str, prepared: Path, tmp_path: Path) -> None:
+def test_an_example_works(line: str, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "here"
     shutil.copytree(prepared, folder)
     other = "run2" if "fxpipe compare" in line else "build2"  # what `other/` is there
@@ -143,11 +143,16 @@ def test_an_example_works(line: str, prepared: Path, tmp_path: Path) -> None:
     for path in written:
         if path.is_dir() and "fxpipe compile" not in line:
             shutil.rmtree(path)
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(folder)
+    if words[0] == "fxpipe":
+        done = fxpipe(*words[1:])
+    else:
+        monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        run = subprocess.run(words, capture_output=True, text=True, timeout=300)
+        done = Result(run.returncode, run.stdout, run.stderr)
+    assert done.code == 0, f"{line}\n{done.out}\n{done.err}"
+    assert "Traceback" not in done.err
     if "--json" in words:
-        assert done.stdout.startswith("{")
+        assert done.out.startswith("{")
     for path in written:
         assert path.is_file() or any(path.iterdir()), f"{line} left no {path.name}"

@@ -318,7 +318,7 @@ def test_random_models(rows: list[Row], seed: int) -> None:
 
 
 @pytest.mark.slow
-@searched(60, derandomize=False)
+@searched(25, derandomize=False)
 @given(rows=ROWS, seed=st.integers(0, 10**6))
 def test_many_random_models(rows: list[Row], seed: int) -> None:
     check(rows, seed)

@@ -59,9 +59,15 @@ def test_the_least_saves_less_and_computes_the_same(name: str, apart: bool) -> N
 
 
 @pytest.mark.parametrize(
-    "share", [0.6, pytest.param(0.9, marks=pytest.mark.slow), pytest.param(0.3, marks=pytest.mark.slow)]
+    ("name", "share"),
+    [
+        ("unet", 0.6),
+        ("function", 0.6),
+        pytest.param("unet", 0.3, marks=pytest.mark.slow),
+        pytest.param("function", 0.9, marks=pytest.mark.slow),
+        pytest.param("gpt-dropout", 0.6, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("name", ["unet", "function", pytest.param("gpt-dropout", marks=pytest.mark.slow)])
 def test_it_fits_in_hardly_more_time_than_it_takes(name: str, share: float) -> None:
     """Of ten microbatches; of all choices of a worker, none that fits is faster by more than the steps between them."""
     program = cut(name, 2, seed=5)

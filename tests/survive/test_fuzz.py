@@ -43,4 +43,4 @@ def test_some_cases(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_many_cases(tmp_path: Path) -> None:
-    check(fuzz(tmp_path, 1, 3000), 3000)
+    check(fuzz(tmp_path, 1, 1200), 1200)

@@ -8,7 +8,7 @@ import pytest
 from commands import QUICK, finish, fxpipe, start_module
 from model_files import write_model
 
-FIRST, LAST = 1000, 5000
+FIRST, LAST = 1000, 3000
 MEASURED = f"""
 
 import gc, json, os, pathlib, sys

@@ -7,6 +7,7 @@ the launcher decides what to print.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -29,11 +30,14 @@ def main(text: str, launcher: int) -> NoReturn:
     pulse.phase = "importing"
     pulse.begin()
     only_here()
+    gc.disable()  # imported modules stay: no collection has to look at them, neither now nor while the run goes on
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.end_process import end_process
     from fxpipe.runtime.process.first_cause import leave_error
     from fxpipe.runtime.process.rank import join
 
+    gc.freeze()
+    gc.enable()
     try:
         summary = join(RunOptions.from_json(text), pulse=pulse)
     except BaseException as error:

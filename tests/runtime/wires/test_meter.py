@@ -289,8 +289,7 @@ def test_a_gradient_overtakes_a_weight_copy(large: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("schedule", ["async", "1f1b"])
-@pytest.mark.parametrize("throttle", [FASTER, None])
+@pytest.mark.parametrize(("schedule", "throttle"), [("async", FASTER), ("1f1b", None)])
 def test_large_messages_wait_their_turn_between_processes(
     large: Any, tmp_path: Path, schedule: str, throttle: str | None
 ) -> None:
