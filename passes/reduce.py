@@ -19,6 +19,13 @@ from fxpipe.plan.spec import BucketSpec, Plan
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel takes by default."""
 
+SHARE = 8
+"""Into how many buckets at least a worker's gradients go, if these are not as small as the last one.
+
+The sum of a bucket begins when the last of its gradients is there: one that holds most of them would begin when little
+is left to hide it.
+"""
+
 LAST_BYTES = 2**20
 """The sums of other buckets go on while the rest is computed; nothing hides that of the last one, so it is small.
 
@@ -37,7 +44,8 @@ class Reduce(Pass):
 
     Fields:
         replicas: how many each worker has.
-        bucket_bytes: the most that a bucket has, unless one gradient alone has more.
+        bucket_bytes: the most that a bucket has, unless one gradient alone has more; None for `BUCKET_BYTES`, or a
+            worker's `SHARE` if that is less.
         last_bytes: the same for the last bucket of a dtype, if that is less.
         sharded: whether a replica gets only its own part of the sums: those of the parameters that it updates. These
             are shared out whole, so that replicas have about as many bytes each.
@@ -56,7 +64,7 @@ class Reduce(Pass):
     provides: ClassVar[Level] = Level.WIRED
 
     replicas: tuple[int, ...] = ()
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
     last_bytes: int = LAST_BYTES
     sharded: bool = False
     buckets: tuple[tuple[BucketSpec, ...], ...] = ()
@@ -94,10 +102,12 @@ class Reduce(Pass):
         filling: dict[torch.dtype, list[str]] = {}
         room: dict[torch.dtype, int] = {}
         names = list(gradients.nodes)
+        share = sum(gradients.sizes.values()) // SHARE
+        most = self.bucket_bytes or min(BUCKET_BYTES, max(self.last_bytes, share))
         for name in reversed(names):
             dtype, size = value(gradients.nodes[name]).dtype, gradients.size(name)
             if size > room.get(dtype, 0):
-                limit = self.bucket_bytes if dtype in room else min(self.last_bytes, self.bucket_bytes)
+                limit = most if dtype in room else min(self.last_bytes, most)
                 filling[dtype], room[dtype] = [], limit
                 closed.append(filling[dtype])
             filling[dtype].append(name)

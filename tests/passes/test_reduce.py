@@ -138,14 +138,14 @@ def test_buckets_hold_all_gradients_in_their_order_and_are_as_full_as_they_can_b
             assert before is None or is_reduce(before) or order[before] == max(inside)
 
 
-def test_the_last_bucket_is_small_by_default() -> None:
+def test_by_default_buckets_hold_an_eighth_and_the_last_one_is_small() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(8)))  # 360,000 bytes each
+    model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(32)))  # 360,000 bytes each
     program = fxpipe.capture(model, lambda m, x: m(x).sum(), torch.ones(2, 300))
     (stage,) = lower(program, workers=1, cost="analytic", reduce=Reduce((2,))).plan.stages
-    assert [len(bucket.parameters) for bucket in stage.buckets] == [6, 2]
+    assert [len(bucket.parameters) for bucket in stage.buckets] == [2, 4, 4, 4, 4, 4, 4, 4, 2]  # an eighth is four
     assert stage.buckets[-1].parameters == ("1.weight", "0.weight")
-    assert stage.buckets[-1].bytes <= LAST_BYTES < stage.buckets[0].bytes
+    assert stage.buckets[-1].bytes <= LAST_BYTES < stage.buckets[1].bytes
 
 
 class Mixed(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Collective(ABC):
 
     @abstractmethod
     def start_sum(self, key: Key, flat: Tensor) -> None:
-        """Begin to add up a vector over the replicas; it must not change afterwards."""
+        """Begin to add up a vector over the replicas, which takes it over: the sum may come to lie in its memory."""
 
     @abstractmethod
     def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
@@ -72,14 +73,19 @@ class Collective(ABC):
         """
 
 
-def summed(parts: Sequence[Tensor]) -> Tensor:
-    """((p0 + p1) + p2) + …, in memory of its own."""
-    if len(parts) == 1:
-        return parts[0].clone()
-    total = parts[0] + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total
+def summed(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """((p0 + p1) + p2) + …, in memory of its own or in `out`, which may be that of a part."""
+    total = parts[0]
+    for number, part in enumerate(parts[1:], 1):
+        last = number == len(parts) - 1
+        total = torch.add(total, part, out=out if last and out is not None else total if number > 1 else None)
+    return total if len(parts) > 1 else total.clone()
+
+
+def even_parts(length: int, replicas: int) -> list[int]:
+    """How many elements of a vector each replica adds up: the same for all, or one more for some."""
+    ends = [length * (replica + 1) // replicas for replica in range(replicas)]
+    return [end - begin for begin, end in pairwise([0, *ends])]
 
 
 class ReplicaBoard:
@@ -110,7 +116,7 @@ class ReplicaBoard:
         Args:
             sizes: the elements of each replica's part, where it gets that of the sum alone; else all get the whole.
         """
-        parts = sizes or [-(-len(flat) // self.replicas)] * self.replicas
+        parts = sizes or even_parts(len(flat), self.replicas)
         self._give(key, replica, flat, summed, parts, rounds=1 if sizes else 2)
 
     def join(self, key: Key, replica: int, flat: Tensor) -> None:
@@ -173,8 +179,9 @@ class ReplicaBoard:
         times[:] = map(max, times, self._send(replica, sizes))
         if len(self.given[key]) == self.replicas:
             del self._halfway[key]
-            again = [max(self._send(j, sizes, times[j])) for j in range(self.replicas)] if rounds == 2 else times
-            self._arrives[key] = max(again)
+            if rounds == 2:
+                times = [max(self._send(j, [size] * self.replicas, times[j])) for j, size in enumerate(sizes)]
+            self._arrives[key] = max(times)
 
     def _send(self, replica: int, sizes: Sequence[int], sent: int = 0) -> list[int]:
         """When each replica has so many bytes that one sends it."""
@@ -216,9 +223,3 @@ class LocalCollective(Collective):
     def take(self, key: Key) -> Tensor:
         found = self._board.take(key)
         return found[self._own.pop(key)].clone() if key in self._own else found
-
-
-def padded_to(flat: Tensor, replicas: int) -> Tensor:
-    """A vector whose length the replicas divide, with zeros at its end; the same one if they do."""
-    missing = -len(flat) % replicas
-    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat

@@ -27,7 +27,7 @@ from torch import Tensor
 from fxpipe.errors import PeerLost, RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.wires.collective import Collective, Key, padded_to, summed
+from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.meter import Meter
 
@@ -153,34 +153,25 @@ class ReplicaProcess:
             self._thread = None
 
     def sum(self, flat: Tensor) -> Tensor:
-        """Add up over the replicas; returns when that is done, or put on the stream."""
-        whole = padded_to(flat, self.replicas)
-        sizes = [whole.nbytes // self.replicas] * self.replicas
-        parts, due = torch.empty_like(whole), self._leave(sizes)
-        self._group.alltoall_base(_bytes(parts), _bytes(whole), [], []).wait()
+        """Add up over the replicas, in the vector's own memory; returns when that is done, or put on the stream."""
+        sizes = even_parts(len(flat), self.replicas)
+        parts = flat.split(sizes)
+        own = summed(self._parts(flat, sizes), out=parts[self.replica])
+        due = self._leave([own.nbytes] * self.replicas)
+        self._exchange([own] * self.replicas, parts)
         self._hold(due)
-        own = summed(parts.view(self.replicas, -1).unbind())
-        found, due = torch.empty_like(whole), self._leave(sizes)
-        self._group._allgather_base(_bytes(found), _bytes(own)).wait()
-        self._hold(due)
-        return found[: len(flat)]
+        return flat
 
     def scatter(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
         """Add up over the replicas what they have of this one's part; the vector has a part of these sizes for each."""
-        own, item = sizes[self.replica], flat.element_size()
-        parts = flat.new_empty(self.replicas * own)
-        given = [size * item for size in sizes]
-        due = self._leave(given)
-        self._group.alltoall_base(_bytes(parts), _bytes(flat), [own * item] * self.replicas, given).wait()
-        self._hold(due)
-        return summed(parts.view(self.replicas, own).unbind())
+        return summed(self._parts(flat, sizes))
 
     def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The vectors of all replicas, one after the other; an all-gather of torch's has one size for all."""
-        found, item = own.new_empty(sum(sizes)), own.element_size()
-        copies, given = own.repeat(self.replicas), [len(own) * item] * self.replicas
-        taken, due = [size * item for size in sizes], self._leave(given)
-        self._group.alltoall_base(_bytes(found), _bytes(copies), taken, given).wait()
+        """The vectors of all replicas, one after the other."""
+        found = own.new_empty(sum(sizes))
+        parts, due = found.split(list(sizes)), self._leave([own.nbytes] * self.replicas)
+        parts[self.replica].copy_(own)
+        self._exchange([own] * self.replicas, parts)
         self._hold(due)
         return found
 
@@ -190,6 +181,31 @@ class ReplicaProcess:
         self._group.broadcast([_bytes(found)]).wait()
         self._hold(due)
         return found
+
+    def _parts(self, flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """What each replica has of this one's part of a vector."""
+        given = flat.split(list(sizes))
+        own = given[self.replica]
+        taken = [own if j == self.replica else torch.empty_like(own) for j in range(self.replicas)]
+        due = self._leave([part.nbytes for part in given])
+        self._exchange(given, taken)
+        self._hold(due)
+        return taken
+
+    def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+        """Each replica gets its tensor of `given`, and each other one's comes into `taken`.
+
+        gloo's own exchanges of several parts take twice as long as sends and receives (benchmarks/replicas).
+        """
+        give, take = [_bytes(part) for part in given], [_bytes(part) for part in taken]
+        if self._on_stream:
+            give[self.replica] = take[self.replica] = give[self.replica][:0]
+            self._group.alltoall(take, give).wait()
+            return
+        under_way = [self._group.recv([take[j]], j, 0) for j in self._others if take[j].numel()]
+        under_way += [self._group.send([give[j]], j, 0) for j in self._others if give[j].numel()]
+        for one in under_way:
+            one.wait()
 
     def _counted(self, what: tuple[int, str], run: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
         self._now = what

@@ -438,7 +438,7 @@ class Executor:
         total, self._loss = self._loss, None
         if self._joint is not None:
             self._own_losses[action.minibatch] = total
-            self._joint.start_sum(("loss", action.minibatch), total.reshape(-1))
+            self._joint.start_sum(("loss", action.minibatch), total.reshape(-1).clone())
             return None
         return total / self._divisor if self._divisor > 1 else total
 

@@ -11,7 +11,7 @@ import torch
 
 from fxpipe.errors import PeerLost
 from fxpipe.planner.links import Links
-from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard, padded_to, summed
+from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard, even_parts, summed
 from fxpipe.runtime.wires.meter import Meter
 from fxpipe.runtime.wires.replica_group import ReplicaProcess
 
@@ -74,7 +74,7 @@ def test_processes_have_the_sum_of_one(tmp_path: Path, replicas: int) -> None:
 class Broken:
     """A process group whose other end is gone."""
 
-    def alltoall_base(self, *given: object) -> None:
+    def recv(self, *given: object) -> None:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1\nmore")
 
 
@@ -118,12 +118,12 @@ class Clock:
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_in_one_process_a_sum_takes_its_time(replicas: int) -> None:
-    """Twice (R - 1) parts of 400 bytes leave each over links of 1000 bytes a second; the last one gives 3 s late."""
+    """Twice (R - 1) parts of 400 bytes leave the last over links of 1000 bytes a second; the first gives 3 s late."""
     clock = Clock()
     board = ReplicaBoard(replicas, Meter(Links(1e3, 0.5), now=clock.now, rest=clock.rest), range(4, 4 + replicas))
     ends = [LocalCollective(board, replica) for replica in range(replicas)]
     for end in ends[1:]:
-        end.start_sum(("bucket", 0), torch.ones(100 * replicas - 1))  # 100 of each, with what is missing
+        end.start_sum(("bucket", 0), torch.ones(100 * replicas - 1))  # 99 of the first, 100 of the others
     clock.time = 3 * 10**9
     assert not ends[0].arrived(("bucket", 0))
     assert not board.rest()
@@ -158,5 +158,15 @@ def test_sums_have_the_order_of_replicas() -> None:
     parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
     assert summed(parts).item() == ((parts[0] + parts[1]) + parts[2]).item() == 0.0
     assert parts[0].item() == 1e8
-    assert padded_to(torch.ones(4), 2).shape == (4,)
-    assert padded_to(torch.ones(5), 3).tolist() == [1.0] * 5 + [0.0]
+    for out in parts:  # a part's own memory
+        values = [part.clone() for part in parts]
+        place = next(i for i, part in enumerate(parts) if part is out)
+        assert summed(values, out=values[place]) is values[place]
+        assert values[place].item() == 0.0
+    assert summed(parts[:1]).item() == 1e8
+
+
+def test_parts_are_even_and_all_there() -> None:
+    assert even_parts(4, 2) == [2, 2]
+    assert even_parts(5, 3) == [1, 2, 2]
+    assert even_parts(1, 3) == [0, 0, 1]
