@@ -43,10 +43,10 @@ demo: venv ## compile a GPT for two workers and train it, in minutes
 # --dist worksteal: each of the two takes half of the files in order, and whoever ends first takes from the other.
 # An empty PYTHONDONTWRITEBYTECODE lets pytest keep the tests as it has rewritten them: else each of the two does so anew.
 test: export PYTHONDONTWRITEBYTECODE =
-test: venv ## run the quick tests, on two cores in 6 minutes
+test: venv ## run the quick tests, on two cores in 20 minutes
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
 
-test-slow: venv ## run the slow tests, on two cores in half an hour
+test-slow: venv ## run the slow tests, on two cores in 40 minutes
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 test-one: venv ## run T=tests/passes/test_fold.py, or with any arguments of pytest: T='tests/ir -k law -x'
