@@ -13,7 +13,7 @@ BEGUN = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test later than this; the rest is skipped")
+    parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test later than this: skip the rest")
     parser.addoption("--shuffle", metavar="SEED", help="play the files in an order that follows from this")
 
 
