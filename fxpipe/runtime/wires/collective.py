@@ -38,7 +38,7 @@ class Collective(ABC):
 
     @abstractmethod
     def start_sum(self, key: Key, flat: Tensor) -> None:
-        """Begin to add up a vector over the replicas, which takes it over: the sum may come to lie in its memory."""
+        """Begin to add up a vector over the replicas, which takes it over: the sum may be written into it."""
 
     @abstractmethod
     def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,10 +162,7 @@ def test_paper_holds_everything(opened: Open, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_opens_in_two_seconds(opened: Open) -> None:
-    """Loaded and painted: the head, the map and the tree are there. Charts further down follow when it is idle.
-
-    The quickest of three counts: other tests run at the same time.
-    """
+    """Loaded and painted: the head, the map and the tree are there. Charts further down follow when it is idle."""
     facts = made_facts(workers=4, blocks=55, inner=31, run=False)
     assert len(facts["nodes"]["rows"]) > 5000
     taken = []
@@ -178,7 +176,7 @@ def test_it_opens_in_two_seconds(opened: Open) -> None:
         taken.append(max(painted, page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")))
         assert page.locator(".map [data-lane]").count() == 8
         report.close()  # its charts would be drawn while the next one opens
-    assert min(taken) < 2000, taken
+    assert statistics.median(taken) < 2000, taken
 
 
 @pytest.mark.slow
