@@ -75,7 +75,8 @@ def main() -> None:
             )
         rows = table(rounds, builds, list(torch))
         taken = builds[AUTO]["schedules"][0]
-        half = half_memory(large, folder, max(4, options.steps // 2), options.rounds)
+        known = builds[AUTO] if large == model else None
+        half = half_memory(large, folder, max(4, options.steps // 2), options.rounds, known)
         forecasts = [forecast(model, ours, workers, folder) for workers in more]
     met = verdict(rows, half)
     result = {"rows": rows, "rounds": rounds, "taken": taken, "half": half, "forecasts": forecasts, "missed": met}
@@ -152,10 +153,16 @@ def table(rounds: list[dict[str, float]], builds: dict[str, Any], torch: list[st
     return rows
 
 
-def half_memory(model: Path, folder: Path, steps: int, rounds: int) -> dict[str, Any]:
-    """What auto takes in half of the memory that it takes by itself, and how much longer that takes."""
+def half_memory(
+    model: Path, folder: Path, steps: int, rounds: int, roomy: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What auto takes in half of the memory that it takes by itself, and how much longer that takes.
+
+    Args:
+        roomy: auto's build in all of the memory; None where there is none yet.
+    """
     arguments = ("--schedule", "auto", "--synchronous")
-    roomy = compile_build(model, arguments, 2, folder / "roomy")
+    roomy = roomy or compile_build(model, arguments, 2, folder / "roomy")
     whole = max(row["memory_bytes"] for row in roomy["schedules"][:1])
     limit = whole / 2
     head = f"\nof {model.name}, {roomy['schedule']} takes {whole / 2**20:.1f} MiB a worker; in half of that: "

@@ -403,11 +403,10 @@ def test_an_outer_step_sends_the_weights_once_and_nothing_comes_between(tmp_path
     weights = sum(p.tensor.bytes for p in plan.parameters)
     statistics = sum(b.tensor.bytes for b in plan.buffers if b.tensor.dtype == "float32")
     checksum, outer_steps = 8 * dp, 3  # after 2 and 4 updates, and at the end
-    padding = 2 * 4 * dp
     for text in said:
         sent = json.loads(text.splitlines()[-1])
         least = 2 * (dp - 1) / dp * (weights + statistics + checksum) * outer_steps
-        assert least <= sent["sums"] <= least + 2 * outer_steps * padding
+        assert sent["sums"] == pytest.approx(least, abs=2 * 4 * dp * outer_steps)  # parts differ by an element
         assert sent["copies"] == 8 * outer_steps  # num_batches_tracked
 
 
@@ -420,16 +419,15 @@ from fxpipe.runtime.process.rank import join
 class Counted:
     sums = copies = 0
 
-    def __init__(self, group, replicas):
-        self.group, self.replicas = group, replicas
+    def __init__(self, group):
+        self.group = group
 
-    def alltoall_base(self, taken, given, *more):
-        Counted.sums += given.nbytes * (self.replicas - 1) // self.replicas
-        return self.group.alltoall_base(taken, given, *more)
+    def send(self, tensors, to, tag):
+        Counted.sums += sum(tensor.nbytes for tensor in tensors)
+        return self.group.send(tensors, to, tag)
 
-    def _allgather_base(self, taken, given):
-        Counted.sums += given.nbytes * (self.replicas - 1)
-        return self.group._allgather_base(taken, given)
+    def recv(self, tensors, source, tag):
+        return self.group.recv(tensors, source, tag)
 
     def broadcast(self, tensors):
         Counted.copies += sum(tensor.nbytes for tensor in tensors)
@@ -438,7 +436,7 @@ class Counted:
 begin = replica_group.ReplicaProcess.__init__
 
 def counted(self, group, replica, replicas, *more):
-    begin(self, Counted(group, replicas), replica, replicas, *more)
+    begin(self, Counted(group), replica, replicas, *more)
 
 replica_group.ReplicaProcess.__init__ = counted
 join(RunOptions(sys.argv[1], steps=int(sys.argv[2]), out=sys.argv[3], progress=False))

@@ -75,11 +75,12 @@ class Collective(ABC):
 
 def summed(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """((p0 + p1) + p2) + …, in memory of its own or in `out`, which may be that of a part."""
+    if len(parts) == 1:
+        return parts[0].clone()
     total = parts[0]
-    for number, part in enumerate(parts[1:], 1):
-        last = number == len(parts) - 1
-        total = torch.add(total, part, out=out if last and out is not None else total if number > 1 else None)
-    return total if len(parts) > 1 else total.clone()
+    for part in parts[1:-1]:
+        total = total + part
+    return torch.add(total, parts[-1], out=out)
 
 
 def even_parts(length: int, replicas: int) -> list[int]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,7 +55,7 @@ class _Begun:
     run: Callable[[], Tensor]
     done: threading.Event = field(default_factory=threading.Event)
     result: Tensor | None = None
-    error: RuntimeError | None = None
+    error: Exception | None = None
 
 
 class ReplicaProcess:
@@ -129,6 +130,7 @@ class ReplicaProcess:
 
         Raises:
             PeerLost: another replica is gone.
+            Exception: whatever else went wrong in this exchange or an earlier one.
         """
         begun = self._begun.pop((worker, key))
         if isinstance(begun, tuple):
@@ -138,10 +140,7 @@ class ReplicaProcess:
             return found
         begun.done.wait()
         if begun.error is not None:
-            raise PeerLost(
-                f"{self._name} lost a connection to another replica: {str(begun.error).splitlines()[0]}",
-                hint="another worker stopped first: its own error says why",
-            ) from begun.error
+            raise begun.error
         assert begun.result is not None
         return begun.result.to(self._device)
 
@@ -178,7 +177,8 @@ class ReplicaProcess:
     def copy(self, flat: Tensor) -> Tensor:
         """Replica 0's vector."""
         found, due = flat.clone(), self._leave([0 if self.replica else flat.nbytes] * self.replicas)
-        self._group.broadcast([_bytes(found)]).wait()
+        with self._talk():
+            self._group.broadcast([_bytes(found)]).wait()
         self._hold(due)
         return found
 
@@ -198,14 +198,26 @@ class ReplicaProcess:
         gloo's own exchanges of several parts take twice as long as sends and receives (benchmarks/replicas).
         """
         give, take = [_bytes(part) for part in given], [_bytes(part) for part in taken]
-        if self._on_stream:
-            give[self.replica] = take[self.replica] = give[self.replica][:0]
-            self._group.alltoall(take, give).wait()
-            return
-        under_way = [self._group.recv([take[j]], j, 0) for j in self._others if take[j].numel()]
-        under_way += [self._group.send([give[j]], j, 0) for j in self._others if give[j].numel()]
-        for one in under_way:
-            one.wait()
+        with self._talk():
+            if self._on_stream:
+                give[self.replica] = take[self.replica] = give[self.replica][:0]
+                self._group.alltoall(take, give).wait()
+                return
+            under_way = [self._group.recv([take[j]], j, 0) for j in self._others if take[j].numel()]
+            under_way += [self._group.send([give[j]], j, 0) for j in self._others if give[j].numel()]
+            for one in under_way:
+                one.wait()
+
+    @contextmanager
+    def _talk(self) -> Iterator[None]:
+        """Whatever the group cannot do means that another replica is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(
+                f"{self._name} lost a connection to another replica: {str(error).splitlines()[0]}",
+                hint="another worker stopped first: its own error says why",
+            ) from error
 
     def _counted(self, what: tuple[int, str], run: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
         self._now = what
@@ -226,16 +238,21 @@ class ReplicaProcess:
         if due is not None:
             assert self._meter is not None
             come = torch.empty_like(due)
-            self._group.alltoall_base(_bytes(come), _bytes(due), [], []).wait()
+            with self._talk():
+                self._group.alltoall_base(_bytes(come), _bytes(due), [], []).wait()
             self._meter.hold(int(come.max()))
 
     def _work(self) -> None:
+        """Run what has begun, in order; after an error nothing more: the replicas would no longer mean the same."""
+        failed: Exception | None = None
         with torch.no_grad():
             while (exchange := self._jobs.get()) is not None:
                 try:
-                    exchange.result = exchange.run()
-                except RuntimeError as error:
-                    exchange.error = error
+                    if failed is None:
+                        exchange.result = exchange.run()
+                except Exception as error:
+                    failed = error
+                exchange.error = failed
                 exchange.done.set()
 
 

@@ -87,6 +87,29 @@ def test_a_lost_replica_is_told_where_its_sum_is_taken() -> None:
     process.end()
 
 
+class Faulty:
+    """A process group with a fault of ours in it."""
+
+    calls = 0
+
+    def recv(self, *given: object) -> None:
+        self.calls += 1
+        raise AttributeError("no such call")
+
+
+@pytest.mark.parametrize("taken", ["first", "second"])
+def test_any_error_of_an_exchange_ends_the_wait_for_it_and_for_later_ones(taken: str) -> None:
+    group = Faulty()
+    process = ReplicaProcess(group, 1, 2, torch.device("cpu"), False, "worker 3, replica 1")
+    end = process.of_worker(3)
+    for name in ("first", "second"):
+        end.start_sum((name, 0), torch.ones(4))
+    with pytest.raises(AttributeError, match="no such call"):
+        end.take((taken, 0))
+    process.end()
+    assert group.calls == 1
+
+
 def test_in_one_process_a_sum_arrives_with_the_last_replica() -> None:
     board = ReplicaBoard(3)
     ends = [LocalCollective(board, replica) for replica in range(3)]
