@@ -56,7 +56,7 @@ def left_out(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def shuffled(net: nn.Module, x: Tensor) -> Tensor:
-    for i in random.sample(range(8), 8):
+    for i in random.sample(range(16), 16):
         x = torch.tanh(x) + i
     return x
 
@@ -87,7 +87,7 @@ CHANGING = {
     "old_tensor": lambda net, x: x * torch.Tensor([OWN.random()]),
     "slice": lambda net, x: x[:, : 1 + next(COUNT)].sum(1, keepdim=True) + x,
     "clock": lambda net, x: x * time.perf_counter_ns(),
-    "uuid": lambda net, x: x * uuid.uuid4().int.bit_count() * (uuid.uuid4().int % 1009),
+    "uuid": lambda net, x: x * (uuid.uuid4().int >> 70),
     "count": lambda net, x: x * next(COUNT),
     "layer_drop": layer_drop,
     "shuffled": shuffled,
