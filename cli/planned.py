@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fxpipe.planner.partition import Partition
     from fxpipe.planner.profile import Profile
     from fxpipe.planner.setting import Setting
+    from fxpipe.search import Counts
     from fxpipe.simulator.result import Simulation
 
 Say = Callable[[str], None]
@@ -32,6 +33,7 @@ class PlanInput:
     samples: int | None
     optimizer: OptimizerCosts
     device: str = "cpu"
+    batch_norm: str = ""
 
     def profiles(self, modes: Sequence[str]) -> list[tuple[Profile, list[str]]]:
         """Which profile serves which modes."""
@@ -59,7 +61,7 @@ class Source:
     """
 
     read: Read
-    counts: Callable[[CompileOptions], tuple[int, ...]]
+    counts: Callable[[CompileOptions], Counts]
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def of_profile(path: str, weight_fraction: float) -> Source:
     from fxpipe.plan.cost_records import OptimizerCosts
     from fxpipe.planner.pipedream import read_profile
     from fxpipe.planner.setting import MOMENTUM
+    from fxpipe.search import Counts
 
     profile = read_profile(path)
     if weight_fraction:
@@ -84,12 +87,13 @@ def of_profile(path: str, weight_fraction: float) -> Source:
     optimizer = OptimizerCosts(MOMENTUM, 0.0)  # its time is unknown
     return Source(
         lambda microbatches, three_way, say: PlanInput(profile, profile, microbatches or 1, None, optimizer),
-        lambda options: (2 * options.workers,),  # with a flush, as many as keep workers busy most of the time
+        lambda options: Counts((2 * options.workers,)),  # with a flush, as many as keep workers busy most of the time
     )
 
 
 def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
     """A model file: its batch is cut into so many microbatches, and the step is captured and costed on one."""
+    from fxpipe.costs.yardstick import Yardstick
     from fxpipe.lowering.choose_schedule import counts_of, for_count
     from fxpipe.lowering.model_profile import profile_model
     from fxpipe.runtime.process.allocator import reuse_freed_memory
@@ -103,11 +107,13 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
     for warning in told:
         warn(warning)
 
+    yardstick = Yardstick()
+
     def read(microbatches: int | None, three_way: bool, say: Say) -> PlanInput:
         counted = replace(asked, microbatches=microbatches)
         if asked.schedule == AUTO and microbatches is not None:
             counted = for_count(asked, microbatches)
-        found = profile_model(model, task.loss, batch, counted, three_way=three_way, say=say)
+        found = profile_model(model, task.loss, batch, counted, three_way=three_way, say=say, yardstick=yardstick)
         for warning in found.warnings:
             if warning not in told:
                 told[warning] = None
@@ -119,6 +125,7 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
             found.samples,
             found.optimizer,
             found.device,
+            found.batch_norm,
         )
 
     return Source(read, lambda options: counts_of(replace(asked, synchronous=options.synchronous), [batch]))

@@ -111,7 +111,7 @@ def plan_replicas(
 
 def _microbatches(source: Source, options: CompileOptions, processes: int) -> int:
     """Of a model's minibatch: a divisor, so that every process has one if there are enough."""
-    counts = source.counts(options)
+    counts = source.counts(options).first
     return min((count for count in counts if count >= processes), default=counts[-1])
 
 

@@ -17,6 +17,7 @@ from fxpipe.schedule.csv_rows import NAME
 
 if TYPE_CHECKING:
     from fxpipe.plan.cost_records import ScheduleForecast
+    from fxpipe.search import Sized
 
 OWN_ORDER = "own order"
 """What tables call the schedule that was made for the stages' times, whose rows the plan has."""
@@ -80,30 +81,36 @@ def compare_schedules(
     from fxpipe.errors import FxpipeError
     from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
     from fxpipe.lowering.choose_schedule import counted, for_count, question, refusal, sized
-    from fxpipe.search import search
+    from fxpipe.search import Counts, search
 
     encoding = options.encoding
     ratios = ratios_of(PLAIN if encoding.auto else encoding)
-    capturing = for_count(options, 1)
-    sizes, refused, momentum = [], [], False
-    failed: FxpipeError | None = None
-    for count in counts or source.counts(options):
+    refused: list[ScheduleForecast] = []
+    failures: list[FxpipeError] = []
+    momentum = batch_norm = False
 
-        def told(text: str, count: int = count) -> None:
-            say(f"{counted(count)}: {text}")
-
+    def read(count: int) -> Sized | None:
+        nonlocal momentum, batch_norm
         try:
-            read = source.read(count, True, told)
+            found = source.read(count, True, lambda text: say(f"{counted(count)}: {text}"))
         except FxpipeError as error:
-            failed = failed or error
+            failures.append(error)
             refused.append(refusal(count, error))
-            continue
-        own = replace(capturing, microbatches=read.microbatches)
-        momentum = read.optimizer.momentum
-        sizes.append(sized(own, read.device, read.optimizer, (read.whole, read.apart), read.samples, None, ratios))
-    if failed is not None and not sizes:
-        raise failed
-    ranking = search(sizes, replace(question(options, momentum), modes=tuple(modes)), say)
+            return None
+        momentum, batch_norm = found.optimizer.momentum, batch_norm or bool(found.batch_norm)
+        own = replace(for_count(options, 1), microbatches=found.microbatches)
+        profiles = found.whole, found.apart
+        return sized(own, found.device, found.optimizer, profiles, found.samples, None, ratios)
+
+    def larger(count: int) -> Sized | None:
+        more = None if batch_norm else wanted.after(count)
+        return None if more is None else read(more)
+
+    wanted = Counts(tuple(counts)) if counts else source.counts(options)
+    sizes = [found for found in map(read, wanted.first) if found is not None]
+    if not sizes:
+        raise failures[0]
+    ranking = search(sizes, replace(question(options, momentum), modes=tuple(modes)), say, larger)
     return Schedules((*ranking.rows, *refused), sizes[0].samples, ranking.best.schedule)
 
 

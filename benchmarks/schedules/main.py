@@ -33,6 +33,7 @@ FXPIPE = {
     "fxpipe auto": ("--schedule", "auto", "--synchronous"),
 }
 AUTO = "fxpipe auto"
+AS_MANY, CHOSEN = "as many microbatches", "as many as auto chooses"
 FASTER, OFF, HALF = 1.05, 0.03, 1.2
 """The goals: auto against torch's best, how far its forecast may be off, and what half the memory may cost."""
 AGREE = 1e-4
@@ -84,9 +85,12 @@ def main() -> None:
         (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def compile_build(model: Path, arguments: tuple[str, ...], workers: int, build: Path) -> dict[str, Any]:
-    """What `fxpipe compile --json` says, and where the build is; one thread a worker."""
-    given = ("-n", workers, "--microbatches", MICROBATCHES, "--threads", 1, "-o", build, "--json", *arguments)
+def compile_build(
+    model: Path, arguments: tuple[str, ...], workers: int, build: Path, microbatches: int | None = MICROBATCHES
+) -> dict[str, Any]:
+    """What `fxpipe compile --json` says, and where the build is; one thread a worker. None: it chooses how many."""
+    cut = () if microbatches is None else ("--microbatches", microbatches)
+    given = ("-n", workers, *cut, "--threads", 1, "-o", build, "--json", *arguments)
     found: dict[str, Any] = json.loads(run_fxpipe("compile", model, *given))
     return found | {"folder": str(build)}
 
@@ -158,6 +162,8 @@ def half_memory(
 ) -> dict[str, Any]:
     """What auto takes in half of the memory that it takes by itself, and how much longer that takes.
 
+    With as many microbatches as before, and with the number that auto chooses for that memory.
+
     Args:
         roomy: auto's build in all of the memory; None where there is none yet.
     """
@@ -165,22 +171,29 @@ def half_memory(
     roomy = roomy or compile_build(model, arguments, 2, folder / "roomy")
     whole = max(row["memory_bytes"] for row in roomy["schedules"][:1])
     limit = whole / 2
-    head = f"\nof {model.name}, {roomy['schedule']} takes {whole / 2**20:.1f} MiB a worker; in half of that: "
-    try:
-        found = compile_build(model, (*arguments, "--memory", f"{limit:.0f}B"), 2, folder / "half")
-    except SystemExit as error:
-        text = str(error)
-        if "memory" not in text:
-            raise
-        print(head + "nothing fits")
-        return {"limit": limit, "fits": False, "said": text.splitlines()[-1]}
-    times = []
-    for _ in range(rounds):  # both sides in turn, again
-        times.append([fxpipe_run(roomy, steps)["seconds"], fxpipe_run(found, steps)["seconds"]])
-    ratio = statistics.median(less / more for more, less in times)
-    print(f"{head}{found['schedule']}, {ratio:.3f} times the time")
-    taken = {"roomy": roomy["schedule"], "schedule": found["schedule"], "bytes": whole}
-    return {"limit": limit, "fits": True, **taken, "ratio": ratio, "seconds": times}
+    print(f"\nof {model.name}, {roomy['schedule']} takes {whole / 2**20:.1f} MiB a worker; in half of that:")
+    found: dict[str, dict[str, Any]] = {}
+    for label, microbatches in ((AS_MANY, MICROBATCHES), (CHOSEN, None)):
+        try:
+            given = (*arguments, "--memory", f"{limit:.0f}B")
+            found[label] = compile_build(model, given, 2, folder / f"half {label}", microbatches)
+        except SystemExit as error:
+            text = str(error)
+            if "memory" not in text:
+                raise
+            print(f"{label}: nothing fits: {text.splitlines()[-1]}")
+    rows = [
+        {"roomy": fxpipe_run(roomy, steps)["seconds"]}
+        | {label: fxpipe_run(one, steps)["seconds"] for label, one in found.items()}
+        for _ in range(rounds)  # all sides in turn, again
+    ]
+    result: dict[str, Any] = {"limit": limit, "roomy": roomy["schedule"], "bytes": whole, "seconds": rows, "taken": {}}
+    for label, one in found.items():
+        ratio = statistics.median(row[label] / row["roomy"] for row in rows)
+        count = one["schedules"][0]["microbatches"]
+        print(f"{label}: {one['schedule']} with {count} microbatches, {ratio:.3f} times the time")
+        result["taken"][label] = {"schedule": one["schedule"], "microbatches": count, "ratio": ratio}
+    return result
 
 
 def forecast(model: Path, ours: dict[str, tuple[str, ...]], workers: int, folder: Path) -> dict[str, Any]:
@@ -206,10 +219,10 @@ def verdict(rows: list[dict[str, Any]], half: dict[str, Any]) -> list[str]:
         missed.append(f"auto is {auto['of_torch']:.3f} times as fast as torch's best, not {FASTER}")
     if abs(auto["off"]) > OFF:
         missed.append(f"the forecast of auto is off by {100 * auto['off']:+.1f} %, goal {100 * OFF:.0f} %")
-    if not half["fits"]:
+    if not half["taken"]:
         missed.append("nothing fits in half the memory")
-    elif half["ratio"] > HALF:
-        missed.append(f"half the memory costs {half['ratio']:.3f} times the time, goal {HALF}")
+    elif (least := min(taken["ratio"] for taken in half["taken"].values())) > HALF:
+        missed.append(f"half the memory costs {least:.3f} times the time, goal {HALF}")
     print("\n" + ("missed: " + "; ".join(missed) if missed else "all goals are met"))
     return missed
 

@@ -12,9 +12,11 @@ so short that most of its runs are not disturbed: the median counts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -67,6 +69,26 @@ def measure(program: Program, threads: int | None = None, repeats: int | None = 
         ratios[phase] = min(run[i] for run in wholes) / total if total else 1.0
         seconds.update((n.name, m * ratios[phase]) for n, m in zip(code.nodes, medians, strict=True))
     return seconds, ratios
+
+
+def fastest_in_turn(programs: Sequence[Program], threads: int | None = None) -> list[dict[str, float]]:
+    """Of each program, by phase, the fastest plain run; they are run one after the other, in rounds.
+
+    Args:
+        threads: as for `measure`.
+
+    Raises:
+        CaptureError: as `measure`.
+    """
+    codes = [[_Code(program, phase, ticks=False) for phase in PHASES] for program in programs]
+    feeds = [{**program.values, **program.example} for program in programs]
+    fastest = [dict.fromkeys(PHASES, inf) for _ in programs]
+    with _threads(threads), torch.random.fork_rng(_cuda_devices(programs[0])), torch.no_grad():
+        for measured in replace(ROUNDS, warm=1).run():
+            for code, feed, own in zip(codes, feeds, fastest, strict=True):
+                times = [sum(ticks) for ticks in _run(code, feed)]
+                own.update({p: min(own[p], t) for p, t in zip(PHASES, times, strict=True)} if measured else {})
+    return fastest
 
 
 class _Code:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fxpipe.costs.yardstick import Yardstick
 from fxpipe.errors import BatchError, CaptureError, FxpipeError, ScheduleError
 from fxpipe.lowering.captured_step import CapturedStep, captured_step
 from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
@@ -22,7 +23,7 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.workers import Ratios
 from fxpipe.schedule.loss_scaling import FLOAT16
-from fxpipe.search import Question, Sized, microbatch_counts, schedules_of, search
+from fxpipe.search import Counts, Question, Sized, microbatch_counts, schedules_of, search
 from fxpipe.task.batch import samples_of
 from fxpipe.task.model_view import of_parameters
 from fxpipe.tracing.capture import Loss
@@ -79,45 +80,23 @@ def choose_schedule(
             f"schedule 'auto' is for workers with equally many replicas, not {', '.join(map(str, options.replicas))}",
             hint="name the schedule: 1f1b, gpipe or async",
         )
-    tried: dict[int, tuple[CapturedStep, StepProfile]] = {}
-    refused: list[ScheduleForecast] = []
-    counts = list(counts_of(options, [batch, *shapes, *([] if last is None else [last])]))
-    while counts:
-        count = counts.pop(0)
+    captured = _Captured(model, loss, batch, options, bare, say)
+    counts = counts_of(options, [batch, *shapes, *([] if last is None else [last])])
+    sizes = [found for found in map(captured.sized, counts.first) if found is not None]
+    if not sizes and options.microbatches is None and 1 not in counts.first:
+        counts = Counts((1,))
+        sizes = [found for found in [captured.sized(1)] if found is not None]
+    if not sizes:
+        raise captured.failures[-1]
 
-        def told(text: str, count: int = count) -> None:
-            say(f"{counted(count)}: {text}")
+    def larger(count: int) -> Sized | None:
+        more = None if captured.batch_norm else counts.after(count)
+        return None if more is None else captured.sized(more)
 
-        told("capturing")
-        try:
-            step = captured_step(model, loss, batch, for_count(options, count), say=told)
-        except (BatchError, CaptureError) as error:
-            refused.append(refusal(count, error))
-            if not counts and not tried:
-                if count == 1 or options.microbatches is not None:
-                    raise
-                counts = [1]
-            continue
-        found = profile_step(step, _costed(step.options, bare), say=told)
-        tried[count] = step, found
-    encoding = options.encoding
-    ratios = ratios_of(PLAIN if encoding.auto else encoding)
-    sizes = [
-        sized(
-            step.options,
-            step.program.device,
-            found.costs_of_whole.optimizer,
-            (found.whole, found.apart),
-            samples_of_step(step),
-            _fixed(step.options, found),
-            ratios,
-        )
-        for step, found in tried.values()
-    ]
-    momentum = next(iter(tried.values()))[1].costs_of_whole.optimizer.momentum
-    ranking = search(sizes, question(options, momentum), say)
+    momentum = next(iter(captured.steps.values()))[1].costs_of_whole.optimizer.momentum
+    ranking = search(sizes, question(options, momentum), say, larger)
     best = ranking.best.setting
-    step, found = tried[best.microbatches]
+    step, found = captured.steps[best.microbatches]
     decided = options if options.microbatches is not None else options.of_microbatches(best.microbatches)
     if best.rows:  # say themselves how many stages a process runs
         decided = replace(decided, schedule="\n".join(best.rows), virtual=None)
@@ -130,21 +109,70 @@ def choose_schedule(
     split = decided.splits_backward
     return ChosenSchedule(
         step,
-        {ratios: ranking.best.partition},
+        {captured.ratios: ranking.best.partition},
         found.costs_of_apart if split else found.costs_of_whole,
-        (*ranking.rows, *refused),
+        (*ranking.rows, *captured.refused),
     )
 
 
-def counts_of(options: CompileOptions, batches: Sequence[Any]) -> tuple[int, ...]:
-    """The numbers of microbatches to try: the one that is asked, or some that divide all of these minibatches."""
+class _Captured:
+    """The steps with the numbers of microbatches that were tried, captured and costed.
+
+    Attributes:
+        steps: by number, the step and what it costs.
+        refused: a row for each number that cannot be captured.
+        failures: why they cannot, in the same order.
+        ratios: what travels for each byte of values.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, bare: Bare, say: Say) -> None:
+        self._step, self._options, self._bare, self._say = (model, loss, batch), options, bare, say
+        self._yardstick = Yardstick()
+        self.steps: dict[int, tuple[CapturedStep, StepProfile]] = {}
+        self.refused: list[ScheduleForecast] = []
+        self.failures: list[FxpipeError] = []
+        self.ratios = ratios_of(PLAIN if options.encoding.auto else options.encoding)
+
+    @property
+    def batch_norm(self) -> bool:
+        """Whether batch norms see microbatches: their number then changes what is trained."""
+        return any(found.program.batch_norm for _, found in self.steps.values())
+
+    def sized(self, count: int) -> Sized | None:
+        """With so many microbatches, as the search takes it; None: it cannot be captured so.
+
+        Raises:
+            FxpipeError: the step fails.
+        """
+
+        def told(text: str) -> None:
+            self._say(f"{counted(count)}: {text}")
+
+        told("capturing")
+        try:
+            step = captured_step(*self._step, for_count(self._options, count), say=told)
+        except (BatchError, CaptureError) as error:
+            self.refused.append(refusal(count, error))
+            self.failures.append(error)
+            return None
+        options = step.options
+        costed = replace(options, optimizer=of_parameters(options.optimizer, self._bare))
+        found = profile_step(step, costed, say=told, yardstick=self._yardstick)
+        self.steps[count] = step, found
+        optimizer, profiles = found.costs_of_whole.optimizer, (found.whole, found.apart)
+        device, samples, fixed = step.program.device, samples_of_step(step), _fixed(options, found)
+        return sized(options, device, optimizer, profiles, samples, fixed, self.ratios)
+
+
+def counts_of(options: CompileOptions, batches: Sequence[Any]) -> Counts:
+    """The numbers of microbatches to try: the one that is asked, or such as divide all of these minibatches."""
     if options.microbatches is not None:
-        return (options.microbatches,)
+        return Counts((options.microbatches,))
     try:
         dims = None if options.microbatch_dims is None else options.dims(batches[0])
         samples = math.gcd(*(samples_of(batch, dims, options.constant_batch) for batch in batches)) // options.dp
     except BatchError:
-        return (1,)
+        return Counts((1,))
     return microbatch_counts(options.workers, max(1, samples), question(options).schedules)
 
 
@@ -187,10 +215,6 @@ def refusal(count: int, error: FxpipeError) -> ScheduleForecast:
 def counted(count: int) -> str:
     """`1 microbatch`, `4 microbatches`."""
     return f"{count} microbatch{'' if count == 1 else 'es'}"
-
-
-def _costed(options: CompileOptions, bare: Bare) -> CompileOptions:
-    return replace(options, optimizer=of_parameters(options.optimizer, bare))
 
 
 def _fixed(options: CompileOptions, found: StepProfile) -> Cuts | None:

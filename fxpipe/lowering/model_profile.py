@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fxpipe.costs.yardstick import Yardstick
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.captured_step import CapturedStep, captured_step
@@ -36,6 +37,7 @@ class ModelProfile:
         optimizer: what it costs.
         device: 'cpu' or 'cuda'.
         warnings: what capture and costs want the user to know.
+        batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
     """
 
     whole: Profile
@@ -45,6 +47,7 @@ class ModelProfile:
     optimizer: OptimizerCosts
     device: str
     warnings: tuple[str, ...] = ()
+    batch_norm: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def profile_model(
     *,
     three_way: bool = True,
     say: Callable[[str], None] = lambda text: None,
+    yardstick: Yardstick | None = None,
 ) -> ModelProfile:
     """Capture the step and cost it; nothing is cut or written.
 
@@ -80,6 +84,7 @@ def profile_model(
         options: what a compile would be asked; of it, what capture and costs are concerned with.
         three_way: whether `apart` is wanted; else it is `whole`.
         say: is told what is being done.
+        yardstick: makes the costs comparable with those of other numbers of microbatches; None: there are none.
 
     Raises:
         FxpipeError: the step cannot be captured, or fails.
@@ -88,7 +93,7 @@ def profile_model(
     batch = padded(batch, options.padding([batch]))
     step = captured_step(model, loss, batch, options)
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
-    found = profile_step(step, options, three_way=three_way, say=say)
+    found = profile_step(step, options, three_way=three_way, say=say, yardstick=yardstick)
     program, optimizer = found.program, found.costs_of_whole.optimizer
     return ModelProfile(
         found.whole,
@@ -98,6 +103,7 @@ def profile_model(
         optimizer,
         program.device,
         (*program.warnings, *([optimizer.doubt] if optimizer.doubt else [])),
+        program.batch_norm,
     )
 
 
@@ -113,12 +119,13 @@ def profile_step(
     *,
     three_way: bool = True,
     say: Callable[[str], None] = lambda text: None,
+    yardstick: Yardstick | None = None,
 ) -> StepProfile:
     """Cost a captured step.
 
     Args:
         options: those of the step, with the optimizer as costs take it.
-        three_way, say: as for `profile_model`.
+        three_way, say, yardstick: as for `profile_model`.
 
     Raises:
         FxpipeError: the step fails.
@@ -128,13 +135,14 @@ def profile_step(
     program = run_passes(captured, front_passes(False, *asked))
     split_up = run_passes(captured, front_passes(True, *asked)) if three_way else program
     say("costing the step")
-    costs = again = step_costs(program, options)
+    yardstick = yardstick or Yardstick()
+    costs = again = step_costs(program, options, yardstick=yardstick)
     rate = costs.optimizer.seconds_per_byte
     levels = options.recomputes
     planned = without_metrics(run_passes(program, [costs.of_nodes]))
     whole = apart = profile_of(planned, rate, levels)
     if len(list(split_up)) != len(list(program)):
         say("costing the step with split backward operators")
-        again = step_costs(split_up, options, costs.optimizer)
+        again = step_costs(split_up, options, costs.optimizer, yardstick)
         apart = profile_of(without_metrics(run_passes(split_up, [again.of_nodes])), rate, levels)
     return StepProfile(planned, whole, apart, costs, again)

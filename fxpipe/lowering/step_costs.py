@@ -9,6 +9,7 @@ from torch import Tensor
 from fxpipe.costs.node_costs import node_costs
 from fxpipe.costs.node_costs_file import MeasuredCosts
 from fxpipe.costs.optimizer import optimizer_costs
+from fxpipe.costs.yardstick import Yardstick
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.passes.cost import Cost
@@ -44,17 +45,25 @@ class StepCosts:
         return (*(self.nodes.warnings if self.nodes else ()), *([self.optimizer.doubt] if self.optimizer.doubt else ()))
 
 
-def step_costs(program: Program, options: CompileOptions, optimizer: OptimizerCosts | None = None) -> StepCosts:
+def step_costs(
+    program: Program,
+    options: CompileOptions,
+    optimizer: OptimizerCosts | None = None,
+    yardstick: Yardstick | None = None,
+) -> StepCosts:
     """The costs of a program whose units are numbered, measured on its own device or left to be computed.
 
     Args:
         optimizer: its costs, where they are known already.
+        yardstick: makes what is measured comparable with other programs' costs.
 
     Raises:
         CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
     """
     measured = options.cost == "measured" or (options.cost is None and not has_no_values(program))
     nodes = node_costs(program, options.threads, options.known_costs) if measured else None
+    if nodes is not None and yardstick is not None:
+        nodes = yardstick.scaled(program, nodes, options.threads)
     device = options.device or CPU
     if optimizer is None:
         make = options.optimizer or default_optimizer

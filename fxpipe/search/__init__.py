@@ -7,12 +7,13 @@ reasons (what the others lose) → search (all of it, ranked).
 
 from __future__ import annotations
 
-from fxpipe.search.candidate import Candidate, Question, Sized, candidates, microbatch_counts, schedules_of
+from fxpipe.search.candidate import Candidate, Counts, Question, Sized, candidates, microbatch_counts, schedules_of
 from fxpipe.search.search import Ranking, search
 from fxpipe.search.simulated_plan import SimulatedPlan
 
 __all__ = [
     "Candidate",
+    "Counts",
     "Question",
     "Ranking",
     "SimulatedPlan",

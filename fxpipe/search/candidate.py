@@ -15,7 +15,7 @@ from fxpipe.schedule import SCHEDULES, kind_of, make
 from fxpipe.schedule.base import divisors
 
 SIZES = 3
-"""How many numbers of microbatches are tried at most where none is asked: each is captured and measured by itself."""
+"""How many numbers of microbatches are tried at first where none is asked: each is captured and measured by itself."""
 
 PINNED = "pinned"
 """The kind of cuts that were given."""
@@ -137,13 +137,32 @@ def schedules_of(synchronous: bool) -> tuple[str, ...]:
     return tuple(name for name, kind in known if kind.synchronous or not synchronous)
 
 
-def microbatch_counts(workers: int, samples: int, schedules: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of microbatches to try of a minibatch, `SIZES` at most; divisors of `samples`, in rising order.
+@dataclass(frozen=True)
+class Counts:
+    """The numbers of microbatches to try of a minibatch.
 
-    Those that each schedule would take by itself; then about two and four for each worker, which leave bubbles of about
-    a third and a fifth of the time to schedules with a flush.
+    Attributes:
+        first: those that are always tried, in rising order.
+        samples: what larger ones must divide; None where no others are to be tried.
+    """
+
+    first: tuple[int, ...]
+    samples: int | None = None
+
+    def after(self, count: int) -> int | None:
+        """The next one, at least twice as many, to try where so many are the fastest; None: there is none."""
+        if self.samples is None:
+            return None
+        return next((d for d in divisors(self.samples) if d >= 2 * max(count, *self.first)), None)
+
+
+def microbatch_counts(workers: int, samples: int, schedules: Sequence[str]) -> Counts:
+    """The numbers of microbatches to try of a minibatch; all are divisors of `samples`.
+
+    At first, `SIZES` at most: those that each schedule would take by itself; then about two and four for each worker,
+    which leave bubbles of about a third and a fifth of the time to schedules with a flush.
     """
     known = divisors(samples)
     usual = [kind_of(name).usual_microbatches(workers, samples) for name in schedules]
     more = [min((d for d in known if d >= times * workers), default=known[-1]) for times in (2, 4)]
-    return tuple(sorted(list(dict.fromkeys([*usual, *more]))[:SIZES]))
+    return Counts(tuple(sorted(list(dict.fromkeys([*usual, *more]))[:SIZES])), samples)

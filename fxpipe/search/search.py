@@ -31,7 +31,13 @@ STARTS = 3
 NEAR = 1.4
 """How many times the fastest one's time a schedule with a flush may take to be improved: moving cuts gains less."""
 
+ALIKE = 0.1
+"""Where memory is short, how much slower the larger of two numbers of microbatches may be for a still larger one."""
+
 Say = Callable[[str], None]
+Larger = Callable[[int], Sized | None]
+"""Gives the minibatch in more microbatches than so many; None: it cannot be cut into more."""
+
 _Pair = tuple[str, int]
 
 
@@ -49,18 +55,25 @@ class Ranking:
     rows: tuple[ScheduleForecast, ...]
 
 
-def search(sizes: Sequence[Sized], question: Question, say: Say = lambda text: None) -> Ranking:
+def search(
+    sizes: Sequence[Sized], question: Question, say: Say = lambda text: None, larger: Larger = lambda count: None
+) -> Ranking:
     """The schedule, the number of microbatches and the cuts that take least time, as simulated, and what others lose.
 
     Every schedule is planned for every kind of cuts that it has a use for, with the memory that it needs itself; plans
-    of one schedule are tried under the others, too. Those with a flush, which are not far behind, are improved further
-    (`climb`). An order of each worker's own is tried with their cuts (`OwnOrders`), and these are improved for it, too.
+    of one schedule are tried under the others, too. Those with a flush, which are not far behind and could be faster,
+    are improved further (`climb`). An order of each worker's own is tried with their cuts (`OwnOrders`), and these are
+    improved for it, too.
     Of all within 1% of the fastest, the simplest is taken: without stale weights, with a name, without weight gradients
     apart, with fewer kinds of cuts, with less memory. So nothing that any schedule's own plan promises is more than 1%
     faster.
 
+    More microbatches than those of `sizes` are tried as long as they may gain (`_more_may_gain`): bubbles are shorter
+    then, and a microbatch saves less.
+
     Args:
-        sizes: the numbers of microbatches, each with its own costs.
+        sizes: the numbers of microbatches to begin with, in rising order, each with its own costs.
+        larger: asked with the largest number so far; None: no others are tried.
 
     Raises:
         TooLittleMemory: nothing fits; says what would, and which schedule needs it.
@@ -70,23 +83,50 @@ def search(sizes: Sequence[Sized], question: Question, say: Say = lambda text: N
     trials: list[SimulatedPlan] = []
     refused: list[ScheduleForecast] = []
     failed: list[tuple[FxpipeError, Candidate, Sized]] = []
-    for sized in sizes:
-        wide = _Planning(sized, question, say)
+    waiting, sizes = [*sizes], []
+    while waiting:
+        sizes.append(waiting.pop(0))
+        wide = _Planning(sizes[-1], question, say)
         trials += wide.trials()
         refused += wide.refused
         failed += wide.failed
+        if not waiting and _more_may_gain(sizes[-1], trials, failed):
+            more = larger(sizes[-1].microbatches)
+            waiting = [] if more is None else [more]
     if not trials:
         _raise(failed, question, say)
     flushing = [trial for trial in trials if trial.schedule.synchronous and trial.candidate.mode != PINNED]
     fastest = min((trial.pace for trial in flushing), default=0.0)
     for (schedule, microbatches), own in _by_pair(flushing).items():
-        if min(trial.pace for trial in own) <= NEAR * fastest:
+        near = min(trial.pace for trial in own) <= NEAR * fastest
+        if near and min(trial.least for trial in own) < fastest:
             say(f"{schedule}, {_counted(microbatches)}: moving cuts")
             trials += _improved(own, question)
     for sized in sizes:
         trials += _with_own_order([t for t in trials if t.sized is sized], question, say)
     best = simplest(trials)
     return Ranking(best, (*_rows(trials, best), *refused))
+
+
+def _more_may_gain(
+    largest: Sized, trials: Sequence[SimulatedPlan], failed: Sequence[tuple[FxpipeError, Candidate, Sized]]
+) -> bool:
+    """Whether still more microbatches than the largest number may be better.
+
+    They may where it is better than all others: faster, or, where nothing fits yet, in need of less memory. And where
+    it has to compute again and is not much slower: with more there is less to compute again.
+    """
+
+    def best(values: Sequence[tuple[float, Sized]], of_largest: bool) -> float:
+        return min((value for value, sized in values if (sized is largest) == of_largest), default=inf)
+
+    if not trials:
+        shares = [(_share_of(one), one[2]) for one in failed]
+        return best(shares, True) < (1 - TIE) * best(shares, False)
+    paces = [(trial.pace, trial.sized) for trial in trials]
+    fastest = min((trial for trial in trials if trial.sized is largest), key=lambda trial: trial.pace, default=None)
+    again = fastest is not None and any(load.recompute for load in fastest.partition.loads)
+    return best(paces, True) < (1 + ALIKE if again else 1 - TIE) * best(paces, False)
 
 
 class _Planning:

@@ -18,7 +18,7 @@ from fxpipe.planner.device import CPU
 from fxpipe.planner.links import Links
 from fxpipe.schedule import SCHEDULES
 from fxpipe.schedule.csv_rows import NAME
-from fxpipe.search import schedules_of
+from fxpipe.search import Counts, schedules_of
 from fxpipe.simulator.forecast import forecast
 
 
@@ -142,6 +142,21 @@ def test_memory_decides() -> None:
     assert "give every worker" in str(caught.value.hint)
 
 
+def test_more_microbatches_where_memory_is_short() -> None:
+    """A microbatch of fewer samples saves less; but a batch norm sees it by itself, and would train another model."""
+    asked: dict[str, Any] = {"rows": 512, "synchronous": True, "recompute": "none", "cuts": "same", "virtual": 1}
+    roomy = made(**asked, microbatches=8)
+    limit = 0.7 * min(row.memory_bytes for row in roomy.costs.schedules)
+    tight = made(**asked, memory=[limit] * 2)
+    assert tight.plan.microbatches > 8
+    assert tight.costs.schedules[0].memory_bytes <= limit
+    assert {row.microbatches for row in tight.costs.schedules} >= {2, 4, 8, 16}
+    torch.manual_seed(0)
+    normed = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh()) for _ in range(6)))
+    with pytest.raises(CutError, match="with 8 microbatches, which needs least"):
+        made(model=normed, **asked, memory=[limit] * 2)
+
+
 def test_a_loss_of_microbatches_leaves_one() -> None:
     """A contrastive loss is not one of microbatches: only a single microbatch can be compiled."""
 
@@ -170,7 +185,7 @@ def test_what_contradicts_itself_is_refused() -> None:
 
 def test_counts_divide_all_batches() -> None:
     options = CompileOptions(workers=2, schedule="auto", synchronous=True)
-    assert counts_of(options, [torch.randn(32, 4), torch.randn(12, 4)]) == (2, 4)
-    assert counts_of(options, [torch.randn(7, 4)]) == (7,)
-    assert counts_of(CompileOptions(workers=2, microbatches=4), [torch.randn(32, 4)]) == (4,)
-    assert counts_of(options, [[torch.randn(8), torch.randn(6)]]) == (1,)
+    assert counts_of(options, [torch.randn(32, 4), torch.randn(12, 4)]) == Counts((2, 4), 4)
+    assert counts_of(options, [torch.randn(7, 4)]) == Counts((7,), 7)
+    assert counts_of(CompileOptions(workers=2, microbatches=4), [torch.randn(32, 4)]) == Counts((4,))
+    assert counts_of(options, [[torch.randn(8), torch.randn(6)]]) == Counts((1,))

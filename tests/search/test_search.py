@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -310,11 +311,47 @@ def test_candidates_have_three_way_cuts_where_w_is_apart() -> None:
     assert [c.mode for c in one] == ["three-way"]
 
 
+def test_more_microbatches_as_long_as_they_gain() -> None:
+    """A microbatch takes its share of the time of all samples, and something for itself."""
+    asked_for: list[int] = []
+
+    def sized(count: int, each: float) -> Sized:
+        profile = chain([(8 / count + each, 8 / count + each, 8 / count + each)] * 4)
+        return Sized(Setting(microbatches=count), profile, profile, samples=64)
+
+    def best(each: float) -> int:
+        def larger(count: int) -> Sized | None:
+            asked_for.append(count)
+            return sized(2 * count, each) if count < 64 else None
+
+        found = search([sized(2, each), sized(4, each)], Question(2, ("1f1b",)), larger=larger)
+        assert sorted({row.microbatches for row in found.rows}) == [
+            2,
+            4,
+            *[2 * count for count in asked_for if count < 64],
+        ]
+        return found.best.candidate.microbatches
+
+    assert best(2.0) == 2
+    assert asked_for == []
+    assert best(0.1) == 8
+    assert asked_for == [4, 8], "16 are slower, so that 32 are not tried"
+    asked_for.clear()
+    assert best(0.0) == 64
+    assert asked_for == [4, 8, 16, 32, 64]
+
+
 @given(st.integers(1, 8), st.integers(1, 200), st.booleans())
 def test_microbatch_counts_divide_and_hold_the_usual_ones(workers: int, samples: int, synchronous: bool) -> None:
     names = schedules_of(synchronous)
-    found = microbatch_counts(workers, samples, names)
+    counts = microbatch_counts(workers, samples, names)
+    found = counts.first
     assert 1 <= len(found) <= 3
     assert list(found) == sorted(set(found))
     assert all(samples % count == 0 for count in found)
     assert {SCHEDULES[name].usual_microbatches(workers, samples) for name in names} <= set(found)
+    more = [found[-1]]
+    while (after := counts.after(more[-1])) is not None:
+        more.append(after)
+    assert all(samples % b == 0 and b >= 2 * a for a, b in pairwise(more))
+    assert 2 * more[-1] > samples
