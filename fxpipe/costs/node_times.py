@@ -82,7 +82,7 @@ def fastest_in_turn(programs: Sequence[Program], threads: int | None = None) -> 
     """
     codes = [[_Code(program, phase, ticks=False) for phase in PHASES] for program in programs]
     feeds = [{**program.values, **program.example} for program in programs]
-    fastest = [dict.fromkeys(PHASES, inf) for _ in programs]
+    fastest: list[dict[str, float]] = [{phase: inf for phase in PHASES} for _ in programs]
     with _threads(threads), torch.random.fork_rng(_cuda_devices(programs[0])), torch.no_grad():
         for measured in replace(ROUNDS, warm=1).run():
             for code, feed, own in zip(codes, feeds, fastest, strict=True):
