@@ -182,11 +182,10 @@ def half_memory(
             if "memory" not in text:
                 raise
             print(f"{label}: nothing fits: {text.splitlines()[-1]}")
-    rows = [
-        {"roomy": fxpipe_run(roomy, steps)["seconds"]}
-        | {label: fxpipe_run(one, steps)["seconds"] for label, one in found.items()}
-        for _ in range(rounds)  # all sides in turn, again
-    ]
+    sides = [("roomy", roomy), *found.items()]
+    rows = []
+    for number in range(rounds):  # all sides in turn, again, and every other time backwards
+        rows.append({name: fxpipe_run(one, steps)["seconds"] for name, one in sides[:: -1 if number % 2 else 1]})
     result: dict[str, Any] = {"limit": limit, "roomy": roomy["schedule"], "bytes": whole, "seconds": rows, "taken": {}}
     for label, one in found.items():
         ratio = statistics.median(row[label] / row["roomy"] for row in rows)
