@@ -79,7 +79,8 @@ def _less_simple(trial: SimulatedPlan, best: SimulatedPlan) -> str:
             return "but with an order of its own"
         if not more.synchronous:
             return "but without a flush"
-        return "but processes run several stages" if more.several else "but weight gradients are apart"
+        several = more.several and not best.schedule.several
+        return "but processes run several stages" if several else "but weight gradients are apart"
     held, less = size(trial.memory), size(best.memory)
     return f"but a worker holds {held} against {less}" if held != less else "and no simpler"
 
