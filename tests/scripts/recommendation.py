@@ -28,7 +28,7 @@ class DeepFM(nn.Module):
         self.genres = nn.EmbeddingBag(GENRES, width, mode="mean")
         self.numbers = nn.Linear(4, width)
         self.bias = nn.ModuleDict({"user": nn.Embedding(USERS, 1), "film": nn.Embedding(FILMS, 1)})
-        self.deep = nn.Sequential(nn.Linear(4 * width, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.deep = nn.Sequential(nn.Linear(4 * width, 32), nn.GELU(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 1))
 
     def forward(self, batch):
         numbers = self.numbers(torch.log1p(batch.numbers))

@@ -17,7 +17,7 @@ class Seq2Seq(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.positions = nn.Embedding(WORDS, WIDTH, padding_idx=PAD), nn.Embedding(LONGEST, WIDTH)
-        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, 0.0, "gelu", batch_first=True)
         self.generator = nn.Linear(WIDTH, WORDS)
 
     def forward(self, src, tgt):
