@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -36,16 +37,25 @@ class Collective(ABC):
         """The bytes that have left for other replicas' processes, by what was exchanged."""
         return {}
 
-    @abstractmethod
-    def start_sum(self, key: Key, flat: Tensor) -> None:
-        """Begin to add up a vector over the replicas, which takes it over: the sum may be written into it."""
+    def vector(self, elements: int, kind: Tensor) -> Tensor:
+        """A vector to write into and to give to `start_sum`, of the type and device of another tensor."""
+        return kind.new_empty(elements)
 
     @abstractmethod
-    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
+    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
+        """Begin to add up a vector over the replicas, which takes it over: the sum may be written into it.
+
+        Args:
+            divisor: of the sum.
+        """
+
+    @abstractmethod
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int], divisor: int = 1) -> None:
         """Begin to add up a vector of parts, one for each replica, which gets the sum of its own part alone.
 
         Args:
             sizes: how many elements each part has, the same on all replicas.
+            divisor: of the sum.
         """
 
     @abstractmethod
@@ -73,14 +83,16 @@ class Collective(ABC):
         """
 
 
-def summed(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """((p0 + p1) + p2) + …, in memory of its own or in `out`, which may be that of a part."""
+def summed(parts: Sequence[Tensor], divisor: int = 1, out: Tensor | None = None) -> Tensor:
+    """(((p0 + p1) + p2) + …) / divisor, in memory of its own or in `out`, which may be that of a part."""
     if len(parts) == 1:
-        return parts[0].clone()
-    total = parts[0]
-    for part in parts[1:-1]:
-        total = total + part
-    return torch.add(total, parts[-1], out=out)
+        found = parts[0].clone()
+    else:
+        total = parts[0]
+        for part in parts[1:-1]:
+            total = total + part
+        found = torch.add(total, parts[-1], out=out)
+    return found.div_(divisor) if divisor > 1 else found
 
 
 def even_parts(length: int, replicas: int) -> list[int]:
@@ -111,14 +123,16 @@ class ReplicaBoard:
         for known in (self.given, self.results, self._halfway, self._arrives, self._awaited):
             known.clear()
 
-    def add(self, key: Key, replica: int, flat: Tensor, sizes: Sequence[int] = ()) -> None:
+    def add(self, key: Key, replica: int, flat: Tensor, sizes: Sequence[int] = (), divisor: int = 1) -> None:
         """A replica gives its vector; the last one makes the sum.
 
         Args:
             sizes: the elements of each replica's part, where it gets that of the sum alone; else all get the whole.
+            divisor: of the sum.
         """
         parts = sizes or even_parts(len(flat), self.replicas)
-        self._give(key, replica, flat, summed, parts, rounds=1 if sizes else 2)
+        made = partial(summed, divisor=divisor)
+        self._give(key, replica, flat, made, parts, rounds=1 if sizes else 2)
 
     def join(self, key: Key, replica: int, flat: Tensor) -> None:
         """A replica gives its vector; the last one puts them one after the other."""
@@ -203,13 +217,13 @@ class LocalCollective(Collective):
         self._board = board
         self._own: dict[Key, slice] = {}  # where its part is of what is scattered
 
-    def start_sum(self, key: Key, flat: Tensor) -> None:
-        self._board.add(key, self.replica, flat)
+    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
+        self._board.add(key, self.replica, flat, divisor=divisor)
 
-    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int], divisor: int = 1) -> None:
         begin = sum(sizes[: self.replica])
         self._own[key] = slice(begin, begin + sizes[self.replica])
-        self._board.add(key, self.replica, flat, sizes)
+        self._board.add(key, self.replica, flat, sizes, divisor)
 
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
         self._board.join(key, self.replica, own)

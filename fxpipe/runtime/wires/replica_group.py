@@ -2,9 +2,11 @@
 
 A sum is an exchange of parts. Each replica gets its part of everybody's vector, adds in the order of replicas, and
 hands the result to all: 2(R − 1)/R of the vector travel from each, as in a ring, and the order of sums is ours. The
-two halves are exchanges of their own where replicas share out a worker's parameters.
+two halves are exchanges of their own where replicas share out a worker's parameters. A sum of two has but one order:
+where gloo carries it, that is gloo's own.
 
-Over gloo a thread of the process does that while the worker computes. Over NCCL the calls are put on a stream.
+Over gloo a thread of the process does that while the worker computes, but for what is one call of the group: gloo has
+threads for these. Over NCCL the calls are put on a stream.
 
 With a throttle, what leaves for another replica takes as long as their link: the second half of a sum leaves when the
 first has come.
@@ -16,7 +18,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +33,10 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.meter import Meter
+from fxpipe.runtime.wires.shared_vectors import SMALLEST, Shared, SharedVectors
+
+_SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
+"""Types whose sums of two are the same bits in gloo as in torch."""
 
 
 def replica_group(plan: Plan, process: int, backend: str) -> Any:
@@ -50,7 +56,7 @@ def replica_group(plan: Plan, process: int, backend: str) -> Any:
 
 @dataclass
 class _Begun:
-    """One that has begun."""
+    """What the thread is to run."""
 
     run: Callable[[], Tensor]
     done: threading.Event = field(default_factory=threading.Event)
@@ -96,13 +102,56 @@ class ReplicaProcess:
         if self._on_stream and meter is not None:
             raise RunError("--throttle cannot slow the sums over replicas down over NCCL", hint="leave out --throttle")
         self._stream = torch.cuda.Stream(device) if self._on_stream else None
-        self._begun: dict[tuple[int, Key], _Begun | tuple[Tensor, Any]] = {}
+        self._calls = not self._on_stream and meter is None  # those of the group, from the worker's own thread
+        self._not_taken: Any = None  # the last call whose result is none here
+        self._begun: dict[tuple[int, Key], Callable[[], Tensor]] = {}  # waits for a result
+        self._near = self._calls and replicas == 2 and device.type == "cpu"  # until it shows that they share no memory
+        self._shared: SharedVectors | None = None
         self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def of_worker(self, worker: int) -> WorkerCollective:
         """The end of a worker of this process."""
         return WorkerCollective(self, worker)
+
+    def vector(self, elements: int, kind: Tensor) -> Tensor:
+        """A vector to give to `start_sum`, of the type and device of another tensor."""
+        if not self._near or elements * kind.itemsize < SMALLEST:
+            return kind.new_empty(elements)
+        with self._talk():
+            if self._shared is None:
+                self._shared = SharedVectors.between(self._group, self.replica)
+                self._near = self._shared is not None
+            return kind.new_empty(elements) if self._shared is None else self._shared.empty(elements, kind.dtype)
+
+    def start_sum(self, worker: int, key: Key, flat: Tensor, divisor: int) -> None:
+        """Begin to add up a vector of a worker's over the replicas, and divide it."""
+        with self._talk():
+            shared = None if self._shared is None else self._shared.hand_over(flat, divisor)
+            if shared is not None:
+                self._begun[worker, key] = partial(self._added, shared)
+            elif self._calls and self.replicas == 2 and flat.dtype in _SUMMED_BY_GLOO:
+                flat = flat.cpu() if self._staged else flat
+                self._begun[worker, key] = partial(self._called, self._group.allreduce([flat]), flat, divisor)
+            else:
+                self.begin(worker, key, partial(self.sum, divisor=divisor), flat)
+                return
+        self.sent[worker, key[0]] += flat.nbytes  # half of it, and the sum of the other half, or what the other reads
+
+    def start_copy(self, worker: int, key: Key, flat: Tensor) -> None:
+        """Begin to hand out replica 0's vector."""
+        taken = self.replica > 0
+        if not self._calls:
+            self.begin(worker, key, self.copy, flat, taken)
+            return
+        self.sent[worker, key[0]] += 0 if taken else flat.nbytes * (self.replicas - 1)
+        flat = flat.cpu() if self._staged else flat.clone()
+        with self._talk():
+            work = self._group.broadcast([_bytes(flat)])
+        if taken:
+            self._begun[worker, key] = partial(self._called, work, flat)
+        else:
+            self._not_taken = work
 
     def begin(self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor, taken: bool = True) -> None:
         """Begin an exchange of a worker's, whose result will be `taken` or not."""
@@ -115,11 +164,11 @@ class ReplicaProcess:
                 event = torch.cuda.Event()
                 event.record(self._stream)
             if taken:
-                self._begun[worker, key] = found, event
+                self._begun[worker, key] = partial(self._on_device, found, event)
             return
         exchange = _Begun(partial(run, flat.cpu() if self._staged else flat))
         if taken:
-            self._begun[worker, key] = exchange
+            self._begun[worker, key] = partial(self._of_thread, exchange)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fxpipe-replicas", daemon=True)
             self._thread.start()
@@ -132,38 +181,33 @@ class ReplicaProcess:
             PeerLost: another replica is gone.
             Exception: whatever else went wrong in this exchange or an earlier one.
         """
-        begun = self._begun.pop((worker, key))
-        if isinstance(begun, tuple):
-            found, event = begun
-            torch.cuda.current_stream(self._device).wait_event(event)
-            found.record_stream(torch.cuda.current_stream(self._device))
-            return found
-        begun.done.wait()
-        if begun.error is not None:
-            raise begun.error
-        assert begun.result is not None
-        return begun.result.to(self._device)
+        return self._begun.pop((worker, key))()
 
     def end(self) -> None:
         """No more exchanges."""
+        if self._not_taken is not None:
+            with suppress(RuntimeError):  # a replica is gone
+                self._not_taken.wait()
+        if self._shared is not None:
+            self._shared.end()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
 
-    def sum(self, flat: Tensor) -> Tensor:
+    def sum(self, flat: Tensor, divisor: int = 1) -> Tensor:
         """Add up over the replicas, in the vector's own memory; returns when that is done, or put on the stream."""
         sizes = even_parts(len(flat), self.replicas)
         parts = flat.split(sizes)
-        own = summed(self._parts(flat, sizes), out=parts[self.replica])
+        own = summed(self._parts(flat, sizes), divisor, parts[self.replica])
         due = self._leave([own.nbytes] * self.replicas)
         self._exchange([own] * self.replicas, parts)
         self._hold(due)
         return flat
 
-    def scatter(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    def scatter(self, flat: Tensor, sizes: Sequence[int], divisor: int) -> Tensor:
         """Add up over the replicas what they have of this one's part; the vector has a part of these sizes for each."""
-        return summed(self._parts(flat, sizes))
+        return summed(self._parts(flat, sizes), divisor)
 
     def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
         """The vectors of all replicas, one after the other."""
@@ -208,12 +252,35 @@ class ReplicaProcess:
             for one in under_way:
                 one.wait()
 
+    def _added(self, shared: Shared) -> Tensor:
+        assert self._shared is not None
+        with self._talk():
+            return self._shared.added(shared)
+
+    def _called(self, work: Any, result: Tensor, divisor: int = 1) -> Tensor:
+        with self._talk():
+            work.wait()
+        return (result.div_(divisor) if divisor > 1 else result).to(self._device)
+
+    def _on_device(self, found: Tensor, event: Any) -> Tensor:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(event)
+        found.record_stream(stream)
+        return found
+
+    def _of_thread(self, begun: _Begun) -> Tensor:
+        begun.done.wait()
+        if begun.error is not None:
+            raise begun.error
+        assert begun.result is not None
+        return begun.result.to(self._device)
+
     @contextmanager
     def _talk(self) -> Iterator[None]:
         """Whatever the group cannot do means that another replica is gone."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise PeerLost(
                 f"{self._name} lost a connection to another replica: {str(error).splitlines()[0]}",
                 hint="another worker stopped first: its own error says why",
@@ -271,17 +338,21 @@ class WorkerCollective(Collective):
     def sent(self) -> Mapping[str, int]:
         return {what: size for (worker, what), size in sorted(self._process.sent.items()) if worker == self._worker}
 
-    def start_sum(self, key: Key, flat: Tensor) -> None:
-        self._process.begin(self._worker, key, self._process.sum, flat)
+    def vector(self, elements: int, kind: Tensor) -> Tensor:
+        return self._process.vector(elements, kind)
 
-    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int]) -> None:
-        self._process.begin(self._worker, key, partial(self._process.scatter, sizes=sizes), flat)
+    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
+        self._process.start_sum(self._worker, key, flat, divisor)
+
+    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int], divisor: int = 1) -> None:
+        run = partial(self._process.scatter, sizes=sizes, divisor=divisor)
+        self._process.begin(self._worker, key, run, flat)
 
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
         self._process.begin(self._worker, key, partial(self._process.gather, sizes=sizes), own)
 
     def start_copy(self, key: Key, flat: Tensor) -> None:
-        self._process.begin(self._worker, key, self._process.copy, flat, taken=self.replica > 0)
+        self._process.start_copy(self._worker, key, flat)
 
     def take(self, key: Key) -> Tensor:
         if self.watch is None:

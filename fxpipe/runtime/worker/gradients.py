@@ -15,11 +15,13 @@ class GradientSum:
     Args:
         parameters: the parameters that the gradients are of.
         order: for each gradient that a backward returns, the index of its parameter.
+        divisor: of what is taken.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int], divisor: int) -> None:
         self._parameters = parameters
         self._order = order
+        self._divisor = divisor
         self._sums: list[Tensor | None] = [None] * len(parameters)
         self._closed: deque[list[Tensor | None]] = deque()  # of earlier minibatches, whose updates are to come
 
@@ -55,10 +57,10 @@ class GradientSum:
         self._closed.append(self._sums)
         self._sums = [None] * len(self._parameters)
 
-    def take(self, divisor: int) -> list[Tensor | None]:
+    def take(self) -> list[Tensor | None]:
         """The oldest sum over a minibatch's microbatches that was closed, divided, by parameter."""
         sums = self._closed.popleft()
         present = [gradient for gradient in sums if gradient is not None]
-        if divisor > 1 and present:
-            torch._foreach_div_(present, divisor)
+        if self._divisor > 1 and present:
+            torch._foreach_div_(present, self._divisor)
         return sums

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxpipe.runtime.wires.collective import Collective, Key
 from fxpipe.runtime.worker.gradients import GradientSum
+from fxpipe.runtime.worker.vector import Part
 
 
 class ReplicatedSum(GradientSum):
@@ -30,11 +30,13 @@ class ReplicatedSum(GradientSum):
         self,
         parameters: Sequence[nn.Parameter],
         order: Sequence[int],
+        divisor: int,
         collective: Collective,
         buckets: Mapping[str, Sequence[int]],
         updaters: Sequence[int] = (),
     ) -> None:
-        super().__init__(parameters, order)
+        super().__init__(parameters, order, divisor)
+        self._parts = [Part(parameter) for parameter in parameters]
         self._updaters = updaters
         self._collective = collective
         self._buckets = buckets
@@ -73,18 +75,14 @@ class ReplicatedSum(GradientSum):
         """Whether `take` would find all sums."""
         return all(map(self._collective.arrived, self._under_way[0]))
 
-    def take(self, divisor: int) -> list[Tensor | None]:
+    def take(self) -> list[Tensor | None]:
         """The oldest minibatch's sum over the replicas, divided, by parameter; waits for it."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
         for key, indices in self._under_way.popleft().items():
             flat, place = self._collective.take(key), 0
-            if divisor > 1:
-                flat /= divisor
             for index in indices:
-                parameter = self._parameters[index]
-                part = flat[place : place + parameter.numel()]
-                sums[index] = like(part, parameter)
-                place += parameter.numel()
+                sums[index] = self._parts[index].laid_out(flat, place)
+                place += self._parts[index].size
         return sums
 
     def _start(self, key: Key, indices: Sequence[int], last: Sequence[Tensor | None]) -> None:
@@ -98,41 +96,22 @@ class ReplicatedSum(GradientSum):
             return
         if self._updaters:
             addends.sort(key=lambda row: self._updaters[row[0]])
-        flat, place = addends[0][1][0].new_empty(sum(values[0].numel() for _, values in addends)), 0
+        elements, place = sum(self._parts[index].size for index, _ in addends), 0
+        kind = addends[0][1][0]
+        flat = kind.new_empty(elements) if self._updaters else self._collective.vector(elements, kind)
         for index, values in addends:
-            part = like(flat[place : place + values[0].numel()], self._parameters[index], of_memory=True)
-            if len(values) == 1:
-                part.copy_(values[0])
-            else:
+            part = self._parts[index].of(flat, place)
+            if len(values) == 2:
                 torch.add(*values, out=part)
-            place += part.numel()
+            else:
+                part.copy_(values[0])
+            place += self._parts[index].size
         if not self._updaters:
             self._sent[key] = [index for index, _ in addends]
-            self._collective.start_sum(key, flat)
+            self._collective.start_sum(key, flat, self._divisor)
             return
         sizes = [0] * self._collective.replicas
-        for index, values in addends:
-            sizes[self._updaters[index]] += values[0].numel()
+        for index, _ in addends:
+            sizes[self._updaters[index]] += self._parts[index].size
         self._sent[key] = [index for index, _ in addends if self._updaters[index] == self._collective.replica]
-        self._collective.start_scatter(key, flat, sizes)
-
-
-def flattened(values: Sequence[Tensor], parameters: Sequence[nn.Parameter], kind: Tensor) -> Tensor:
-    """Values of parameters in one vector, as `like` takes them out of it; of the type and device of another tensor."""
-    flat, place = kind.new_empty(sum(value.numel() for value in values)), 0
-    for value, parameter in zip(values, parameters, strict=True):
-        like(flat[place : place + value.numel()], parameter, of_memory=True).copy_(value)
-        place += value.numel()
-    return flat
-
-
-def like(part: Tensor, parameter: Tensor, of_memory: bool = False) -> Tensor:
-    """A vector as a parameter's gradient, laid out as the parameter is.
-
-    Args:
-        of_memory: the very memory of the vector, in whichever layout.
-    """
-    if is_non_overlapping_and_dense_or_false(parameter):
-        return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
-    shaped = part.view(parameter.shape)
-    return shaped if of_memory else torch.empty_like(parameter, requires_grad=False).copy_(shaped)
+        self._collective.start_scatter(key, flat, sizes, self._divisor)

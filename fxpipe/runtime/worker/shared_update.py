@@ -15,7 +15,7 @@ from torch import nn
 
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.clip import norms_of
-from fxpipe.runtime.worker.replicated_sum import flattened, like
+from fxpipe.runtime.worker.vector import Part, in_one
 
 
 class SharedUpdate:
@@ -36,6 +36,7 @@ class SharedUpdate:
     ) -> None:
         self._collective = collective
         self._parameters = list(trained.values())
+        self._parts = [Part(parameter) for parameter in self._parameters]
         self._updaters = [updaters[name] for name in trained]
         self.own = {name: p for name, p in trained.items() if updaters[name] == collective.replica}
         groups = {f"weights of {name}": indices for name, indices in buckets.items()}
@@ -72,8 +73,9 @@ class SharedUpdate:
     def start_weights(self, minibatch: int) -> None:
         """Hand out the weights that this replica has updated."""
         for name, members in self._groups.items():
-            own = [self._parameters[i] for i in members if self._updaters[i] == self._collective.replica]
-            flat = flattened([p.detach() for p in own], own, self._parameters[members[0]])
+            own = [i for i in members if self._updaters[i] == self._collective.replica]
+            weights = [self._parameters[i].detach() for i in own]
+            flat = in_one(weights, [self._parts[i] for i in own], self._parameters[members[0]])
             self._collective.start_gather((name, minibatch), flat, self._sizes(members))
 
     def weights_arrived(self, minibatch: int) -> bool:
@@ -85,15 +87,15 @@ class SharedUpdate:
         for name, members in self._groups.items():
             flat, place = self._collective.take((name, minibatch)), 0
             for index in members:
-                parameter = self._parameters[index]
+                part = self._parts[index]
                 if self._updaters[index] != self._collective.replica:
-                    parameter.detach().copy_(like(flat[place : place + parameter.numel()], parameter))
-                place += parameter.numel()
+                    self._parameters[index].detach().copy_(part.of(flat, place))
+                place += part.size
 
     def _sizes(self, members: Sequence[int]) -> list[int]:
         sizes = [0] * self._collective.replicas
         for index in members:
-            sizes[self._updaters[index]] += self._parameters[index].numel()
+            sizes[self._updaters[index]] += self._parts[index].size
         return sizes
 
     @property

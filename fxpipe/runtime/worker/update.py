@@ -62,7 +62,6 @@ class Updater:
         worker: int,
         trained: Mapping[str, nn.Parameter],
         gradients: GradientSum,
-        divisor: int,
         policy: Policy,
         delays: Mapping[Tensor, int],
         segments: Segments,
@@ -90,7 +89,6 @@ class Updater:
         self._used: float | None = None
         self.predictor: Predictor | None = None
         self.repair: SpikeCompensation | ErrorFeedback | None = None
-        self._divisor = divisor
         self._segments = segments
         self._rates: LearningRates | None = None
         self._discount: RateDiscount | None = None
@@ -212,7 +210,7 @@ class Updater:
 
     def gather(self) -> None:
         """A minibatch's backwards are over: put the gradients into `grad`."""
-        for parameter, gradient in zip(self.parameters, self._sum.take(self._divisor), strict=True):
+        for parameter, gradient in zip(self.parameters, self._sum.take(), strict=True):
             parameter.grad = gradient
 
     def announce(self, minibatch: int) -> None:

@@ -106,7 +106,8 @@ class WeightStore:
         index = {name: i for i, name in enumerate(self.trained)}
         live = list(self.trained.values())
         order = [index[demand.parameters[n].name] for n in plan.stages[worker].gradients]
-        self._sum = GradientSum(live, order)
+        divisor = 1 if plan.scales_loss else plan.loss_divisor
+        self._sum = GradientSum(live, order, divisor)
         self._over_replicas: ReplicatedSum | None = None
         self.shared: SharedUpdate | None = None
         if collective is not None:
@@ -116,7 +117,7 @@ class WeightStore:
             }
             updaters = plan.updaters(worker)
             self._sum = self._over_replicas = ReplicatedSum(
-                live, order, collective, buckets, [updaters[name] for name in self.trained if updaters]
+                live, order, divisor, collective, buckets, [updaters[name] for name in self.trained if updaters]
             )
             if updaters:
                 self.shared = SharedUpdate(self.trained, updaters, buckets, collective)
@@ -126,7 +127,6 @@ class WeightStore:
             worker=worker,
             trained=self.trained,
             gradients=self._sum,
-            divisor=1 if plan.scales_loss else plan.loss_divisor,
             policy=demand.policy,
             delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
             segments=demand.segments,

@@ -32,10 +32,15 @@ def given(replica, dtype, length):
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64]
 def sizes(length):
     return [length - length // 3] + [0] * (size - 2) + [length // 3]
-cases = [(dtype, length) for dtype in DTYPES for length in (1, 5, 64, 1001)]
+cases = [(dtype, length) for dtype in DTYPES for length in (1, 5, 64, 1001, 300_007)]
+def written(end, value):
+    vector = end.vector(len(value), value)
+    return vector.copy_(value)
 for number, case in enumerate(cases):
-    first.start_sum(("bucket", number), given(rank, *case))
+    first.start_sum(("bucket", number), written(first, given(rank, *case)))
     second.start_sum(("bucket", number), 2 * given(rank, *case))
+    if case[0].is_floating_point:
+        first.start_sum(("mean", number), written(first, given(rank, *case)), 3)
     first.start_scatter(("parts", number), given(rank, *case), sizes(case[1]))
     first.start_gather(("all", number), given(rank, case[0], sizes(case[1])[rank]), sizes(case[1]))
 first.start_copy(("buffers", 0), torch.full((3,), float(rank)))
@@ -43,6 +48,8 @@ for number, case in reversed(list(enumerate(cases))):
     for factor, end in ((2, second), (1, first)):
         expected = summed([factor * given(replica, *case) for replica in range(size)])
         assert torch.equal(end.take(("bucket", number)), expected), (case, factor)
+    if case[0].is_floating_point:
+        assert torch.equal(first.take(("mean", number)), expected / 3), case
     parts = sizes(case[1])
     begin = sum(parts[:rank])
     assert torch.equal(first.take(("parts", number)), expected[begin : begin + parts[rank]]), case
@@ -50,6 +57,7 @@ for number, case in reversed(list(enumerate(cases))):
     assert torch.equal(first.take(("all", number)), whole), case
 if rank:
     assert first.take(("buffers", 0)).tolist() == [0.0] * 3
+assert (process._shared is not None) == (size == 2), "two on one machine share memory"
 process.end()
 print("equal")
 """
@@ -72,14 +80,21 @@ def test_processes_have_the_sum_of_one(tmp_path: Path, replicas: int) -> None:
 
 
 class Broken:
-    """A process group whose other end is gone."""
+    """A process group whose other end is gone, or what it has begun."""
 
     def recv(self, *given: object) -> None:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1\nmore")
 
+    def allreduce(self, *given: object) -> Broken:
+        return self
 
-def test_a_lost_replica_is_told_where_its_sum_is_taken() -> None:
-    process = ReplicaProcess(Broken(), 1, 2, torch.device("cpu"), False, "worker 3, replica 1")
+    def wait(self) -> None:
+        self.recv()
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_lost_replica_is_told_where_its_sum_is_taken(replicas: int) -> None:
+    process = ReplicaProcess(Broken(), 1, replicas, torch.device("cpu"), False, "worker 3, replica 1")
     end = process.of_worker(3)
     end.start_sum(("bucket", 0), torch.ones(4))
     with pytest.raises(PeerLost, match="worker 3, replica 1 lost a connection to another replica: Connection closed"):
@@ -100,7 +115,7 @@ class Faulty:
 @pytest.mark.parametrize("taken", ["first", "second"])
 def test_any_error_of_an_exchange_ends_the_wait_for_it_and_for_later_ones(taken: str) -> None:
     group = Faulty()
-    process = ReplicaProcess(group, 1, 2, torch.device("cpu"), False, "worker 3, replica 1")
+    process = ReplicaProcess(group, 1, 3, torch.device("cpu"), False, "worker 3, replica 1")
     end = process.of_worker(3)
     for name in ("first", "second"):
         end.start_sum((name, 0), torch.ones(4))
