@@ -18,9 +18,12 @@ from fxpipe.runtime.wires.replica_group import ReplicaProcess
 PROCESS = """
 import sys, torch
 import torch.distributed as dist
+from fxpipe.runtime.wires import shared_vectors
 from fxpipe.runtime.wires.collective import summed
 from fxpipe.runtime.wires.replica_group import ReplicaProcess
-folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+folder, rank, size, near = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "near"
+if not near:
+    shared_vectors._connect = lambda name, secret: None
 store = dist.FileStore(folder + "/store", size)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 group = dist.new_group(list(range(size)))
@@ -57,20 +60,20 @@ for number, case in reversed(list(enumerate(cases))):
     assert torch.equal(first.take(("all", number)), whole), case
 if rank:
     assert first.take(("buffers", 0)).tolist() == [0.0] * 3
-assert (process._shared is not None) == (size == 2), "two on one machine share memory"
+assert (process._shared is not None) == (near and size == 2), "two on one machine share memory"
 process.end()
 print("equal")
 """
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_processes_have_the_sum_of_one(tmp_path: Path, replicas: int) -> None:
+@pytest.mark.parametrize(("replicas", "where"), [(2, "near"), (2, "apart"), (3, "near")])
+def test_processes_have_the_sum_of_one(tmp_path: Path, replicas: int, where: str) -> None:
     script = tmp_path / "replica.py"
     script.write_text(PROCESS)
     command = [sys.executable, str(script), str(tmp_path)]
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(replicas)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), str(replicas), where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for rank in range(replicas)
     ]
