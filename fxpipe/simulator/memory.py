@@ -4,6 +4,7 @@ It is that of a worker with a process of its own; `process_peaks` adds up severa
 
     weights, gradients summed so far, the optimizer's state, buffers   always; gradients until their update
   + common weights and momentum of outer steps                         where replicas train apart
+  + gradients in memory that another replica reads                     where a worker has two, on CPUs
   + what the policy keeps, and weight copies                           `fxpipe.policy.held_weights`
   + the values that other microbatches in flight have left             `PartMemory.left`
   + the tensors of the microbatches that were read and wait            worker 0
@@ -140,6 +141,9 @@ class _RowWalk:
         if plan.outer is not None:  # common weights and momentum, and with a delay the weights an exchange began with
             self._fixed += (2 + plan.outer.delay) * self.gradients
             self._step = max(self._step, 3 * self.gradients)  # what is sent, what comes, the sum
+        if plan.device == "cpu" and plan.replicas_of(worker) == 2:  # as on one machine; on two, it is not needed
+            shared = sum(bucket.bytes for bucket in plan.stages[worker].buckets if not bucket.sharded)
+            self._fixed += (1 + self.schedule.late) * shared
         # A policy that predicts by the last gradients keeps them until the next ones take their place.
         self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form
         leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]

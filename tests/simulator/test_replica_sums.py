@@ -61,15 +61,17 @@ def test_a_forecast_says_when_late_updates_are_faster() -> None:
     assert late_instead(build.plan, fast, forecast(build.plan, fast).seconds_per_minibatch) is None
 
 
-def test_one_more_sum_of_gradients_is_held() -> None:
-    program = captured("gpt", 2, size=12)[2]
-    build = fxpipe.lower(program, workers=1, dp=2, microbatches=1, cost="analytic", schedule="async")
+@pytest.mark.parametrize(("dp", "more"), [(2, 2), (3, 1)])
+def test_one_more_sum_of_gradients_is_held(dp: int, more: int) -> None:
+    """Of two replicas on one machine there is the sum, and what the other one reads."""
+    program = captured("gpt", dp, size=12)[2]
+    build = fxpipe.lower(program, workers=1, dp=dp, microbatches=1, cost="analytic", schedule="async")
     gradients = sum(p.tensor.bytes for p in build.plan.parameters)
     peaks = [
         forecast(build.plan, build.costs, schedule=name, policy="latest").peak_bytes[0]
         for name in ("async", "async-late")
     ]
-    assert peaks[1] == peaks[0] + gradients
+    assert peaks[1] == peaks[0] + more * gradients
 
 
 def test_the_processors_copy_what_is_sent_and_received() -> None:
