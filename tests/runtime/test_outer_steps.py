@@ -493,9 +493,9 @@ def test_in_one_process_nothing_else_is_exchanged(tmp_path: Path, monkeypatch: p
     began: list[tuple[str, int]] = []
     sums, copies = LocalCollective.start_sum, LocalCollective.start_copy
 
-    def start_sum(self: LocalCollective, key: tuple[str, int], flat: Tensor) -> None:
+    def start_sum(self: LocalCollective, key: tuple[str, int], flat: Tensor, divisor: int) -> None:
         began.append(key)
-        sums(self, key, flat)
+        sums(self, key, flat, divisor)
 
     def start_copy(self: LocalCollective, key: tuple[str, int], flat: Tensor) -> None:
         began.append(key)

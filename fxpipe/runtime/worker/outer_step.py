@@ -207,13 +207,14 @@ class OuterStep:
 
     def _exchange(self, version: int, weights: Mapping[str, Tensor]) -> None:
         for dtype, flat in weights.items():
-            self._collective.start_sum((f"outer {dtype}", version), self._common[dtype].detach() - flat)
+            moved = self._common[dtype].detach() - flat
+            self._collective.start_sum((f"outer {dtype}", version), moved, self._collective.replicas)
 
     def _finish(self) -> None:
         assert self._under_way is not None
         version, self._under_way = self._under_way, None
         for dtype, common in self._common.items():
-            common.grad = self._collective.take((f"outer {dtype}", version)).div_(self._collective.replicas)
+            common.grad = self._collective.take((f"outer {dtype}", version))
         self._check_batches(version)
         if self._optimizer is None:
             return
