@@ -36,9 +36,9 @@ class Meeting(LocalCollective):
     def __init__(self, board: ReplicaBoard, replica: int) -> None:
         super().__init__(board, replica)
 
-    def start_sum(self, key: Key, flat: Tensor) -> None:
+    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
         with self.changed:
-            super().start_sum(key, flat)
+            super().start_sum(key, flat, divisor)
             self.changed.notify_all()
 
     def take(self, key: Key) -> Tensor:

@@ -18,7 +18,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -105,7 +105,6 @@ class ReplicaProcess:
         self._calls = not self._on_stream and meter is None  # those of the group, from the worker's own thread
         self._not_taken: Any = None  # the last call whose result is none here
         self._begun: dict[tuple[int, Key], Callable[[], Tensor]] = {}  # waits for a result
-        self._near = self._calls and replicas == 2 and device.type == "cpu"  # until it shows that they share no memory
         self._shared: SharedVectors | None = None
         self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -114,28 +113,41 @@ class ReplicaProcess:
         """The end of a worker of this process."""
         return WorkerCollective(self, worker)
 
-    def vector(self, elements: int, kind: Tensor) -> Tensor:
-        """A vector to give to `start_sum`, of the type and device of another tensor."""
-        if not self._near or elements * kind.itemsize < SMALLEST:
-            return kind.new_empty(elements)
-        with self._talk():
-            if self._shared is None:
+    def meet(self) -> None:
+        """Called by all replicas before they train: two on one machine will add up in memory that both see."""
+        if self._calls and self.replicas == 2 and self._device.type == "cpu":
+            with self._talk():
                 self._shared = SharedVectors.between(self._group, self.replica)
-                self._near = self._shared is not None
-            return kind.new_empty(elements) if self._shared is None else self._shared.empty(elements, kind.dtype)
+
+    def vector(
+        self, elements: int, kind: Tensor, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Tensor:
+        """A vector to give to `start_sum`, of the type and device of another tensor.
+
+        Args:
+            waiting: where it waits for another replica, it does so in this.
+        """
+        if self._shared is None or elements * kind.itemsize < SMALLEST:
+            return kind.new_empty(elements)
+        with self._talk(ConnectionError):
+            return self._shared.empty(elements, kind.dtype, waiting)
 
     def start_sum(self, worker: int, key: Key, flat: Tensor, divisor: int) -> None:
         """Begin to add up a vector of a worker's over the replicas, and divide it."""
-        with self._talk():
-            shared = None if self._shared is None else self._shared.hand_over(flat, divisor)
-            if shared is not None:
-                self._begun[worker, key] = partial(self._added, shared)
-            elif self._calls and self.replicas == 2 and flat.dtype in _SUMMED_BY_GLOO:
-                flat = flat.cpu() if self._staged else flat
-                self._begun[worker, key] = partial(self._called, self._group.allreduce([flat]), flat, divisor)
-            else:
-                self.begin(worker, key, partial(self.sum, divisor=divisor), flat)
-                return
+        shared = None
+        if self._shared is not None:
+            with self._talk(ConnectionError):
+                shared = self._shared.hand_over(flat, divisor)
+        if shared is not None:
+            self._begun[worker, key] = partial(self._added, shared)
+        elif self._calls and self.replicas == 2 and flat.dtype in _SUMMED_BY_GLOO:
+            flat = flat.cpu() if self._staged else flat
+            with self._talk():
+                work = self._group.allreduce([flat])
+            self._begun[worker, key] = partial(self._called, work, flat, divisor)
+        else:
+            self.begin(worker, key, partial(self.sum, divisor=divisor), flat)
+            return
         self.sent[worker, key[0]] += flat.nbytes  # half of it, and the sum of the other half, or what the other reads
 
     def start_copy(self, worker: int, key: Key, flat: Tensor) -> None:
@@ -254,7 +266,7 @@ class ReplicaProcess:
 
     def _added(self, shared: Shared) -> Tensor:
         assert self._shared is not None
-        with self._talk():
+        with self._talk(ConnectionError):
             return self._shared.added(shared)
 
     def _called(self, work: Any, result: Tensor, divisor: int = 1) -> Tensor:
@@ -276,11 +288,11 @@ class ReplicaProcess:
         return begun.result.to(self._device)
 
     @contextmanager
-    def _talk(self) -> Iterator[None]:
-        """Whatever the group cannot do means that another replica is gone."""
+    def _talk(self, lost: type[Exception] = RuntimeError) -> Iterator[None]:
+        """Whatever the group cannot do means that another replica is gone, or such an error of another line."""
         try:
             yield
-        except (RuntimeError, OSError) as error:
+        except lost as error:
             raise PeerLost(
                 f"{self._name} lost a connection to another replica: {str(error).splitlines()[0]}",
                 hint="another worker stopped first: its own error says why",
@@ -338,8 +350,8 @@ class WorkerCollective(Collective):
     def sent(self) -> Mapping[str, int]:
         return {what: size for (worker, what), size in sorted(self._process.sent.items()) if worker == self._worker}
 
-    def vector(self, elements: int, kind: Tensor) -> Tensor:
-        return self._process.vector(elements, kind)
+    def vector(self, key: Key, elements: int, kind: Tensor) -> Tensor:
+        return self._process.vector(elements, kind, partial(self._waiting, key))
 
     def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
         self._process.start_sum(self._worker, key, flat, divisor)
@@ -355,12 +367,16 @@ class WorkerCollective(Collective):
         self._process.start_copy(self._worker, key, flat)
 
     def take(self, key: Key) -> Tensor:
-        if self.watch is None:
+        with self._waiting(key):
             return self._process.result(self._worker, key)
-        self.watch.open("wait", Cause("sum", key[0], self._worker))
-        found = self._process.result(self._worker, key)
-        self.watch.close()
-        return found
+
+    @contextmanager
+    def _waiting(self, key: Key) -> Iterator[None]:
+        if self.watch is not None:
+            self.watch.open("wait", Cause("sum", key[0], self._worker))
+        yield
+        if self.watch is not None:
+            self.watch.close()
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ import secrets
 import select
 import socket
 import struct
-from array import array
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,9 @@ CHUNK = 2**17
 
 _GREETING = 1  # tag of messages of the group: 0 is for exchanges of parts
 _NAME, _SECRET = 16, 32  # bytes
-_PATIENCE = 10.0  # seconds to connect in
-_WORD = struct.Struct("qqqq")  # what is said, the block, where in it, its bytes
+_PATIENCE, _SECRET_PATIENCE = 10.0, 1.0  # seconds to connect in, and to say the secret in
+_WORD = struct.Struct("qqqqq")  # what is said, the block, its bytes, where in it the vector is, the vector's bytes
+_DESCRIPTOR = struct.Struct("i")
 _WRITTEN, _READ = 0, 1  # a region was; what is read is one of the other's
 _BLOCK, _PAGE = 2**28, 2**12
 """Bytes of a piece of memory with a descriptor of its own, which is a page of the system where nothing was written."""
@@ -99,7 +100,7 @@ class SharedVectors:
         self._filling: dict[int, _Region] = {}  # by address: those whose vectors are yet to be handed over
         self._mapped: dict[int, Tensor] = {}  # the other one's blocks
         self._handed = self._heard = 0
-        self._told: dict[int, tuple[int, int]] = {}  # the other one's vectors that are not yet added: where each is
+        self._told: dict[int, tuple[int, int, int]] = {}  # the other one's that are not yet added: block, begin, bytes
 
     @staticmethod
     def between(group: Any, replica: int) -> SharedVectors | None:
@@ -108,20 +109,23 @@ class SharedVectors:
         if replica:
             heard = _hear(group, other, _NAME + _SECRET)
             line = _connect(heard[:_NAME], heard[_NAME:]) if any(heard) else None
-            _say(group, other, bytes([line is not None]))
+            _tell(group, other, bytes([line is not None]))
             return None if line is None else SharedVectors(line)
         said = secrets.token_bytes(_NAME + _SECRET)
         door = _door(said[:_NAME])
         try:
-            _say(group, other, bytes(len(said)) if door is None else said)
+            _tell(group, other, bytes(len(said)) if door is None else said)
             met = _hear(group, other, 1)[0]
             return SharedVectors(_let_in(door, said[_NAME:])) if met and door is not None else None
         finally:
             if door is not None:
                 door.close()
 
-    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+    def empty(self, elements: int, dtype: torch.dtype, waiting: Callable[[], AbstractContextManager[None]]) -> Tensor:
         """A vector to write into and to `hand_over`; waits until the other one has read what its memory held.
+
+        Args:
+            waiting: where it does wait, it does so in this.
 
         Raises:
             RunError: there is no memory.
@@ -130,7 +134,9 @@ class SharedVectors:
         free = self._free.setdefault(size, deque())
         region = free.popleft() if free else self._new(size)
         while not region.read:
-            self._listen()
+            if not self._listen(socket.MSG_DONTWAIT):
+                with waiting():
+                    self._listen()
         self._filling[region.memory.data_ptr()] = region
         return region.memory.view(dtype)
 
@@ -140,27 +146,38 @@ class SharedVectors:
         if region is None:
             return None
         region.read = False
-        self._tell(_WRITTEN, region.block.number, region.begin, region.block)
+        self._hand(region, vector.nbytes)
         self._handed += 1
         return Shared(self._handed - 1, vector, region, divisor)
 
     def added(self, shared: Shared) -> Tensor:
-        """The sum of both, divided; waits for the other one's."""
+        """The sum of both, divided; waits for the other one's.
+
+        Raises:
+            RunError: they are of other sizes.
+        """
         while shared.number not in self._told:
             self._listen()
-        block, begin = self._told.pop(shared.number)
-        theirs = self._mapped[block][begin : begin + shared.own.nbytes].view(shared.own.dtype)
+        block, begin, size = self._told.pop(shared.number)
+        if size != shared.own.nbytes:
+            raise RunError(
+                f"two replicas have gradients of {shared.own.nbytes:,} and of {size:,} bytes to add up",
+                hint="train_data() must give all replicas the same batches",
+            )
+        theirs = self._mapped[block][begin : begin + size].view(shared.own.dtype)
         found = torch.empty_like(shared.own)
         for out, own, their in zip(found.split(CHUNK), shared.own.split(CHUNK), theirs.split(CHUNK), strict=True):
             summed([own, their], shared.divisor, out)
         with suppress(ConnectionError):  # it needs its memory no more
-            self._tell(_READ, block, begin)
+            self._say(_WORD.pack(_READ, block, 0, begin, size))
         self._free[shared.own.nbytes].append(shared.region)
         return found
 
     def end(self) -> None:
-        """No more vectors; the memory goes with the process."""
+        """No more vectors."""
         self._line.close()
+        for known in (self._blocks, self._regions, self._free, self._mapped):
+            known.clear()
 
     def _new(self, size: int) -> _Region:
         room = -(-size // _PAGE) * _PAGE
@@ -177,51 +194,71 @@ class SharedVectors:
         found = self._regions[block.number, begin] = _Region(block, begin, block.memory[begin : begin + size])
         return found
 
-    def _tell(self, what: int, number: int, begin: int, block: _Block | None = None) -> None:
-        """Say a word, and hear the other's as long as nothing more of ours fits into the line: it may do the same."""
-        word = _WORD.pack(what, number, begin, 0 if block is None else len(block.memory))
-        with_it = []
-        if block is not None and block.descriptor is not None:
-            with_it = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [block.descriptor]))]
+    def _hand(self, region: _Region, size: int) -> None:
+        block = region.block
+        word = _WORD.pack(_WRITTEN, block.number, len(block.memory), region.begin, size)
+        if block.descriptor is None:
+            self._say(word)
+            return
+        self._say(word, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(block.descriptor))])
+        os.close(block.descriptor)
+        block.descriptor = None
+
+    def _say(self, word: bytes, with_it: Sequence[tuple[int, int, bytes]] = ()) -> None:
+        """Say it, and hear the other's as long as nothing more of ours fits into the line: it may do the same."""
         while True:
             try:
                 self._line.sendmsg([word], with_it, socket.MSG_DONTWAIT)
-                break
+                return
             except BlockingIOError:
                 if any(event & select.POLLIN for _, event in self._poll.poll()):
                     self._listen()
-        if block is not None and block.descriptor is not None:
-            os.close(block.descriptor)
-            block.descriptor = None
 
-    def _listen(self) -> None:
-        """Wait for one word of the other's."""
+    def _listen(self, flags: int = 0) -> bool:
+        """Wait for one word of the other's; False if none is there, and the flags say not to wait."""
+        room = socket.CMSG_LEN(_DESCRIPTOR.size)
         try:
-            word, descriptors, _, _ = socket.recv_fds(self._line, _WORD.size, 1)
+            word, with_it, found, _ = self._line.recvmsg(_WORD.size, room, flags)
+        except BlockingIOError:
+            return False
         except ConnectionResetError:  # it has ended, and did not need our last words: its own are still there
-            word, descriptors, _, _ = socket.recv_fds(self._line, _WORD.size, 1)
+            word, with_it, found, _ = self._line.recvmsg(_WORD.size, room)
         if not word:
             raise ConnectionError("Connection closed by peer")
-        what, number, begin, size = _WORD.unpack(word)
+        what, number, whole, begin, size = _WORD.unpack(word)
         if what == _READ:
             self._regions[number, begin].read = True
-            return
-        for descriptor in descriptors:
-            self._mapped[number] = _map(descriptor, size)
-            os.close(descriptor)
-        self._told[self._heard] = number, begin
+            return True
+        if found & socket.MSG_CTRUNC:
+            raise RunError(
+                "the memory of another replica needs a file descriptor, and this process has no more",
+                hint="raise the limit of open files: ulimit -n",
+            )
+        for _, _, descriptor in with_it:
+            self._map_theirs(number, whole, *_DESCRIPTOR.unpack(descriptor))
+        self._told[self._heard] = number, begin, size
         self._heard += 1
+        return True
+
+    def _map_theirs(self, number: int, size: int, descriptor: int) -> None:
+        try:
+            self._mapped[number] = _map(descriptor, size)
+        except OSError as error:
+            raise RunError(f"the memory of another replica cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
 
 
 def _door(name: bytes) -> socket.socket | None:
     """A socket that others on this machine can connect to; None where there is none, or no memory to share."""
-    if not (hasattr(os, "memfd_create") and hasattr(socket, "AF_UNIX")):
+    if not _can_share():
         return None
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         door.bind(_address(name))
         door.listen()
     except OSError:  # not allowed
+        door.close()
         return None
     return door
 
@@ -231,7 +268,7 @@ def _let_in(door: socket.socket, secret: bytes) -> socket.socket:
     door.settimeout(_PATIENCE)
     while True:
         line, _ = door.accept()
-        line.settimeout(_PATIENCE)
+        line.settimeout(_SECRET_PATIENCE)
         with suppress(OSError):
             if secrets.compare_digest(line.recv(_SECRET), secret):
                 line.settimeout(None)
@@ -240,24 +277,35 @@ def _let_in(door: socket.socket, secret: bytes) -> socket.socket:
 
 
 def _connect(name: bytes, secret: bytes) -> socket.socket | None:
-    """A line to who has a door of this name; None if nobody on this machine has."""
-    if not hasattr(socket, "AF_UNIX"):
+    """A line to who has a door of this name; None if nobody on this machine has, or there is no memory to share."""
+    if not _can_share():
         return None
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.settimeout(_PATIENCE)
     try:
         line.connect(_address(name))
         line.send(secret)
     except OSError:
         line.close()
         return None
+    line.settimeout(None)
     return line
+
+
+def _can_share() -> bool:
+    try:
+        os.close(os.memfd_create("fxpipe"))
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).close()
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        return False
+    return True
 
 
 def _address(name: bytes) -> bytes:
     return b"\0fxpipe-" + name.hex().encode()
 
 
-def _say(group: Any, other: int, said: bytes) -> None:
+def _tell(group: Any, other: int, said: bytes) -> None:
     group.send([torch.frombuffer(bytearray(said), dtype=torch.uint8)], other, _GREETING).wait()
 
 

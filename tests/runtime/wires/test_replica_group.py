@@ -28,6 +28,7 @@ store = dist.FileStore(folder + "/store", size)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 group = dist.new_group(list(range(size)))
 process = ReplicaProcess(group, rank, size, torch.device("cpu"), False, "worker 0")
+process.meet()
 first, second = process.of_worker(0), process.of_worker(2)
 def given(replica, dtype, length):
     made = torch.randn(length, generator=torch.Generator().manual_seed(replica)) * 10
@@ -37,7 +38,7 @@ def sizes(length):
     return [length - length // 3] + [0] * (size - 2) + [length // 3]
 cases = [(dtype, length) for dtype in DTYPES for length in (1, 5, 64, 1001, 300_007)]
 def written(end, value):
-    vector = end.vector(len(value), value)
+    vector = end.vector(("bucket", 0), len(value), value)
     return vector.copy_(value)
 for number, case in enumerate(cases):
     first.start_sum(("bucket", number), written(first, given(rank, *case)))

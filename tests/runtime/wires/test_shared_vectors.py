@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxpipe.errors import RunError
 from fxpipe.runtime.wires import shared_vectors
 from fxpipe.runtime.wires.shared_vectors import SharedVectors
 
@@ -61,7 +63,7 @@ def pair() -> list[SharedVectors]:
 
 
 def written(end: SharedVectors, value: Tensor, divisor: int = 1) -> shared_vectors.Shared:
-    shared = end.hand_over(end.empty(len(value), value.dtype).copy_(value), divisor)
+    shared = end.hand_over(end.empty(len(value), value.dtype, nullcontext).copy_(value), divisor)
     assert shared is not None
     return shared
 
@@ -143,3 +145,33 @@ def test_an_end_that_is_gone_is_noticed() -> None:
         first.added(lost)
     with pytest.raises(ConnectionError):
         written(first, torch.ones(2))
+
+
+def test_vectors_of_other_sizes_are_not_added_up() -> None:
+    ends = pair()
+
+    def run(replica: int) -> None:
+        shared = written(ends[replica], torch.ones(3 + replica))
+        with pytest.raises(RunError, match=f"gradients of {4 * (3 + replica)} and of {4 * (4 - replica)} bytes"):
+            ends[replica].added(shared)
+
+    both(run)
+
+
+def test_only_what_takes_time_is_a_wait() -> None:
+    first, second = pair()
+    waits: list[Tensor] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        waits.append(second.added(late.pop()))
+        yield
+
+    for reads_in_time in (True, False):
+        shared, late = written(first, torch.ones(2)), [written(second, torch.ones(2))]
+        first.added(shared)
+        if reads_in_time:
+            second.added(late.pop())
+        assert first.empty(2, torch.float32, waiting).tolist() == [1.0, 1.0]
+        assert len(waits) == (0 if reads_in_time else 1)
+        first._free[8].append(first._filling.popitem()[1])
