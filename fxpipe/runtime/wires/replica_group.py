@@ -116,7 +116,7 @@ class ReplicaProcess:
     def meet(self) -> None:
         """Called by all replicas before they train: two on one machine will add up in memory that both see."""
         if self._calls and self.replicas == 2 and self._device.type == "cpu":
-            with self._talk():
+            with self._talk(RuntimeError, OSError):
                 self._shared = SharedVectors.between(self._group, self.replica)
 
     def vector(
@@ -288,8 +288,9 @@ class ReplicaProcess:
         return begun.result.to(self._device)
 
     @contextmanager
-    def _talk(self, lost: type[Exception] = RuntimeError) -> Iterator[None]:
-        """Whatever the group cannot do means that another replica is gone, or such an error of another line."""
+    def _talk(self, *lost: type[Exception]) -> Iterator[None]:
+        """Whatever the group cannot do means that another replica is gone, or such errors of another line."""
+        lost = lost or (RuntimeError,)
         try:
             yield
         except lost as error:
