@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxpipe.runtime.wires.collective import Collective, Key
 from fxpipe.runtime.worker.gradients import GradientSum
-from fxpipe.runtime.worker.vector import Part
+from fxpipe.runtime.worker.vector import VectorPart
 
 
 class ReplicatedSum(GradientSum):
@@ -36,7 +36,7 @@ class ReplicatedSum(GradientSum):
         updaters: Sequence[int] = (),
     ) -> None:
         super().__init__(parameters, order, divisor)
-        self._parts = [Part(parameter) for parameter in parameters]
+        self._parts = [VectorPart(parameter) for parameter in parameters]
         self._updaters = updaters
         self._collective = collective
         self._buckets = buckets

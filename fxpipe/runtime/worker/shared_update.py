@@ -15,7 +15,7 @@ from torch import nn
 
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.clip import norms_of
-from fxpipe.runtime.worker.vector import Part, in_one
+from fxpipe.runtime.worker.vector import VectorPart, in_one
 
 
 class SharedUpdate:
@@ -36,7 +36,7 @@ class SharedUpdate:
     ) -> None:
         self._collective = collective
         self._parameters = list(trained.values())
-        self._parts = [Part(parameter) for parameter in self._parameters]
+        self._parts = [VectorPart(parameter) for parameter in self._parameters]
         self._updaters = [updaters[name] for name in trained]
         self.own = {name: p for name, p in trained.items() if updaters[name] == collective.replica}
         groups = {f"weights of {name}": indices for name, indices in buckets.items()}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 
-class Part:
+class VectorPart:
     """How one parameter, or its gradient, lies in a vector; made once, since to look at a layout takes microseconds.
 
     Attributes:
@@ -33,7 +33,7 @@ class Part:
         return found if self._as_it_is else torch.empty_like(self._parameter, requires_grad=False).copy_(found)
 
 
-def in_one(values: Sequence[Tensor], parts: Sequence[Part], kind: Tensor) -> Tensor:
+def in_one(values: Sequence[Tensor], parts: Sequence[VectorPart], kind: Tensor) -> Tensor:
     """Values of these parts in one vector, of the type and device of another tensor."""
     vector, begin = kind.new_empty(sum(part.size for part in parts)), 0
     for value, part in zip(values, parts, strict=True):
