@@ -18,7 +18,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -119,9 +119,7 @@ class ReplicaProcess:
             with self._talk(RuntimeError, OSError):
                 self._shared = SharedVectors.between(self._group, self.replica)
 
-    def vector(
-        self, elements: int, kind: Tensor, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> Tensor:
+    def vector(self, elements: int, kind: Tensor, waiting: Callable[[], AbstractContextManager[None]]) -> Tensor:
         """A vector to give to `start_sum`, of the type and device of another tensor.
 
         Args:

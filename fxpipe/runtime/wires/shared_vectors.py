@@ -1,4 +1,4 @@
-"""Vectors that two replicas on one machine add up where they lie, in each other's memory.
+"""Vectors that two replicas on one machine add up straight from each other's memory.
 
 Each writes its own vector into memory that the other one maps, tells the other so, and adds both when it needs the sum:
 one pass over the two vectors, where sockets would copy them four times. The sum goes to memory of its own, and a word
@@ -39,7 +39,7 @@ _NAME, _SECRET = 16, 32  # bytes
 _PATIENCE, _SECRET_PATIENCE = 10.0, 1.0  # seconds to connect in, and to say the secret in
 _WORD = struct.Struct("qqqqq")  # what is said, the block, its bytes, where in it the vector is, the vector's bytes
 _DESCRIPTOR = struct.Struct("i")
-_WRITTEN, _READ = 0, 1  # a region was; what is read is one of the other's
+_WRITTEN, _READ = 0, 1  # a region of the speaker's was written; one of the listener's was read
 _BLOCK, _PAGE = 2**28, 2**12
 """Bytes of a piece of memory with a descriptor of its own, which is a page of the system where nothing was written."""
 

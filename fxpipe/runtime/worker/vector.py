@@ -10,7 +10,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 
 class VectorPart:
-    """How one parameter, or its gradient, lies in a vector; made once, since to look at a layout takes microseconds.
+    """How a parameter, or its gradient, is stored in a vector; made once, since looking at a layout takes microseconds.
 
     Attributes:
         size: elements.
