@@ -359,9 +359,26 @@ class OuterSpec:
     momentum: float
     delay: int = 0
 
+    @property
+    def kept(self) -> int:
+        """How often a replica keeps the bytes of trained weights for outer steps: the common weights, the momentum and,
+        with a delay, the weights that an exchange began with."""
+        return 2 + self.delay
+
     def __str__(self) -> str:
         late = ", one step late" if self.delay else ""
         return f"outer steps every {self.every} updates (lr {self.lr:g}, momentum {self.momentum:g}{late})"
+
+
+def sums_kept(replicas: int, late: int) -> int:
+    """How often a replica keeps the bytes of gradients that replicas on CPUs add up, in memory that another one sees:
+    two do, as if on one machine (`fxpipe/runtime/wires/shared_vectors.py`); on two machines, that is not needed.
+
+    Args:
+        replicas: of its worker.
+        late: how many minibatches after its own a minibatch's update is made.
+    """
+    return 1 + late if replicas == 2 else 0
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from math import ceil
 from typing import Any
 
 from fxpipe.plan.cost_records import PartMemory, WorkerSummary
-from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.spec import Phase, Plan, sums_kept
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.held_weights import held_weights
@@ -138,12 +138,12 @@ class _RowWalk:
         self._step = step.of_largest * max(updated, default=0) + step.of_all * sum(updated)
         self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * sum(updated)
         self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
-        if plan.outer is not None:  # common weights and momentum, and with a delay the weights an exchange began with
-            self._fixed += (2 + plan.outer.delay) * self.gradients
+        if plan.outer is not None:
+            self._fixed += plan.outer.kept * self.gradients
             self._step = max(self._step, 3 * self.gradients)  # what is sent, what comes, the sum
-        if plan.device == "cpu" and plan.replicas_of(worker) == 2:  # as on one machine; on two, it is not needed
-            shared = sum(bucket.bytes for bucket in plan.stages[worker].buckets if not bucket.sharded)
-            self._fixed += (1 + self.schedule.late) * shared
+        if plan.device == "cpu":
+            summed = sum(bucket.bytes for bucket in plan.stages[worker].buckets if not bucket.sharded)
+            self._fixed += sums_kept(plan.replicas_of(worker), self.schedule.late) * summed
         # A policy that predicts by the last gradients keeps them until the next ones take their place.
         self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form
         leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]

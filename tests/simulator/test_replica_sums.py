@@ -10,6 +10,7 @@ from cached import captured
 import fxpipe
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.links import Links
+from fxpipe.planner.partition import TooLittleMemory
 from fxpipe.schedule import make
 from fxpipe.simulator import Scenario, WorkerCost, simulate
 from fxpipe.simulator.forecast import forecast, late_instead
@@ -115,3 +116,23 @@ def test_what_outer_steps_keep_is_counted() -> None:
     memory = [build.costs.workers[0].memory_bytes for build in (one, apart(0), apart(1))]
     assert memory[1] >= memory[0] + 2 * trained
     assert memory[2] == memory[1] + trained
+
+
+def least_room(**options: object) -> float:
+    """The bytes that the planner says one worker with two replicas needs."""
+    program = captured("gpt", 2, size=12)[2]
+    asked = {"microbatches": 1, "cost": "analytic", "recompute": "none", "memory": (1000.0,)}
+    with pytest.raises(TooLittleMemory) as refused:
+        fxpipe.lower(program, workers=1, dp=2, policy="latest", **asked, **options)
+    return 1000.0 * refused.value.share
+
+
+def test_the_planner_finds_room_for_what_replicas_keep() -> None:
+    """Vectors in shared memory, and what outer steps keep; else the forecast finds the cuts it chooses too large."""
+    trained = sum(p.tensor.bytes for p in built(2).plan.parameters)
+    joint, late = least_room(schedule="async"), least_room(schedule="async-late")
+    outer, delayed = (least_room(schedule="async", outer="diloco", outer_delay=delay) for delay in (0, 1))
+    assert late == pytest.approx(joint + trained)
+    assert outer == pytest.approx(joint + trained, abs=8)  # no sums of gradients, and twice the weights
+    assert delayed == pytest.approx(outer + trained)
+    assert least_room(schedule="async", shard="optimizer") == pytest.approx(joint - trained - trained / 2, rel=0.05)
