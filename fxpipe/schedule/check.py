@@ -34,7 +34,7 @@ class Report:
 def check(schedule: Schedule, minibatches: int, start: int = 0, copies: Sequence[tuple[int, int]] = ()) -> Report:
     """Prove that the schedule of `minibatches` minibatches from `start` on is lawful and runs to its end.
 
-    Every worker does every action once, F before its B, B before its W, B and W in order, and nothing deadlocks, even
+    Every worker does every action once, F before its B, B before its W, each kind in order, and nothing deadlocks, even
     if readers wait for the weights of `copies`, which are (owner, reader) pairs. Linear in the number of actions.
 
     Raises:

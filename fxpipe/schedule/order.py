@@ -32,9 +32,10 @@ class TimedAction:
 def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Event]]:
     """Every rank's actions for `minibatches` minibatches from `start` on; what each worker does is lawful by itself.
 
-    The law: every action once, no others, F before its B, B before its W if there are W, and the B in order, as the W,
-    because the update belongs to the last of a minibatch's actions, and so that sums of gradients have one order. A
-    rank does what its workers do, each in that order, and nothing else.
+    The law: every action once, no others, F before its B, B before its W if there are W, and all F in order, all B and
+    all W: messages come in the order in which they were sent, the update belongs to the last of a minibatch's actions,
+    and sums of gradients, as buffers that forwards change, have one order. A rank does what its workers do, each in
+    that order, and nothing else.
 
     Raises:
         ScheduleError: rows break this law; the picture marks the first offence of each worker.
@@ -82,12 +83,13 @@ def _offence(row: Sequence[Action], schedule: Schedule, wanted: range) -> tuple[
         if action in done:
             return place, action, f"does {action} twice"
         if action.phase in before:
-            earlier, last = Action(before[action.phase], action.minibatch, action.microbatch), latest[action.phase]
+            earlier = Action(before[action.phase], action.minibatch, action.microbatch)
             if earlier not in done:
                 return place, action, f"does {action} before {earlier}"
-            if (action.minibatch, action.microbatch) < (last.minibatch, last.microbatch):
-                return place, action, f"does {action} after {last}"
-            latest[action.phase] = action
+        last = latest[action.phase]
+        if (action.minibatch, action.microbatch) < (last.minibatch, last.microbatch):
+            return place, action, f"does {action} after {last}"
+        latest[action.phase] = action
         done.add(action)
     for minibatch in wanted:
         for microbatch in range(schedule.microbatches):

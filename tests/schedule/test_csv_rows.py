@@ -75,6 +75,8 @@ def refused(text: str) -> str:
         ("0F0,0F0,0B0\n1F0,1B0", "stage 0 does F0 twice", ">0F0<"),
         ("0B0,0F0\n1F0,1B0", "worker 0 does B0 before F0", ">B0<"),
         ("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1", "worker 0 does B0 after B0.1", ">B0<"),
+        ("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1", "worker 1 does F0 after F0.1", ">F0<"),
+        ("0F1,0F0,0B0,0B1\n1F0,1F1,1B0,1B1", "worker 0 does F0 after F0.1", ">F0<"),
         ("0F0,0F1,0I0,0W0,0I1\n1F0,1F1,1B0,1B1", "worker 0 never does W0.1", ">W0.1<"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "deadlocks: worker 0 waits at B0 for B0 of worker 1", ">B0<"),
         ("2F0,2B0,0F0,0B0\n1F0,1B0", "deadlocks", ">2:F0<"),
@@ -120,7 +122,7 @@ def judge(rows: Cells) -> bool:
     if all(s != 0 for s, _, _ in work[0]):  # worker 0 is on rank 0
         return False
     for stage in range(stages):
-        for kind in "IW":
+        for kind in "FIW":
             order = [j for row in work for s, k, j in row if (s, k) == (stage, kind)]
             if order != sorted(order):
                 return False
