@@ -106,7 +106,7 @@ class Reduce(Pass):
         most = self.bucket_bytes or min(BUCKET_BYTES, max(self.last_bytes, share))
         for name in reversed(names):
             dtype, size = value(gradients.nodes[name]).dtype, gradients.size(name)
-            if size > room.get(dtype, 0):
+            if dtype not in room or size > room[dtype]:
                 limit = most if dtype in room else min(self.last_bytes, most)
                 filling[dtype], room[dtype] = [], limit
                 closed.append(filling[dtype])

@@ -24,7 +24,7 @@ from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
+from fxpipe.runtime.wires.collective import LoneCollective
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.weights import WeightStore
@@ -181,8 +181,7 @@ class _Worker:
         self.recipe = recipe.of_worker(rank)
         self.rank = rank
         self.now = clock_of(device.type)
-        # Other replicas' gradients take no time.
-        alone = LocalCollective(ReplicaBoard(1), 0) if plan.replicas_of(rank) > 1 else None
+        alone = LoneCollective(plan.replicas_of(rank)) if plan.replicas_of(rank) > 1 else None
         task, options = ObjectTask(still), PipelineOptions()
         self.executor = open_worker(plan, folder, rank, recipe, transport, task, options, device, collective=alone)
         self.updates: list[float] = []

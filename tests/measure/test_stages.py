@@ -99,6 +99,23 @@ def test_every_kind_of_build_is_timed(name: str, workers: int, options: dict[str
     assert all(t.forward > 0 and t.backward > 0 and t.update > 0 for t in times)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dp": 2},
+        {"dp": 3, "shard": "optimizer", "policy": "stash"},
+        {"dp": 2, "shard": "optimizer", "schedule": "1f1b"},
+        {"dp": 2, "outer": "diloco"},
+    ],
+    ids=str,
+)
+def test_one_replica_is_timed_alone(options: dict[str, Any]) -> None:
+    program = captured("gpt", options["dp"], size=12)[2]
+    build = fxpipe.lower(program, workers=2, microbatches=1, cost="analytic", **cuts(CASES["gpt"], 2, 0), **options)
+    times = measure_stages(build, CASES["gpt"].batches(1, 12)[0], threads=1, repeats=2)
+    assert all(t.forward > 0 and t.backward > 0 and t.update > 0 for t in times)
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
 def test_weight_gradients_apart_are_timed_where_they_are_actions(schedule: str) -> None:
     build = build_of("gpt", 2, schedule="zb-h1", microbatches=4)

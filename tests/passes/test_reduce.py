@@ -334,6 +334,24 @@ def test_gradients_are_handed_over_as_they_are_returned_and_are_those_without_re
     assert all(stage.buckets for stage in build.plan.stages)
 
 
+class WithNothing(nn.Module):
+    """A parameter without elements, whose gradient is ready last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.nothing.sum())
+
+
+def test_parameters_without_elements_are_in_buckets() -> None:
+    program = fxpipe.capture(WithNothing(), lambda m, x: m(x).sum(), torch.ones(2, 4))
+    (bucket,) = lower(program, workers=1, cost="analytic", reduce=Reduce((2,))).plan.stages[0].buckets
+    assert (sorted(bucket.parameters), bucket.bytes) == (["layer.weight", "nothing"], 64)
+
+
 def test_sparse_gradients_are_refused() -> None:
     program = run_passes(placed(two_layers()), [Comm()])
     node = next(n for n in program if n.name == "d__2_mm")
