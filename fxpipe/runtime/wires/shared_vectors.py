@@ -183,11 +183,12 @@ class SharedVectors:
         room = -(-size // _PAGE) * _PAGE
         if not self._blocks or self._blocks[-1].used + room > len(self._blocks[-1].memory):
             try:
-                descriptor = os.memfd_create("fxpipe")
-                os.ftruncate(descriptor, max(_BLOCK, room))
-                memory = _map(descriptor, max(_BLOCK, room))
+                descriptor, memory = _made(max(_BLOCK, room))
             except OSError as error:
-                raise RunError(f"there is no memory to share with the other replica: {error}") from error
+                raise RunError(
+                    f"there is no memory to share with the other replica: {error}",
+                    hint="raise this process's limits of a file's size, open files and memory: ulimit -f, -n, -v",
+                ) from error
             self._blocks.append(_Block(len(self._blocks), descriptor, memory))
         block = self._blocks[-1]
         begin, block.used = block.used, block.used + room
@@ -293,10 +294,11 @@ def _connect(name: bytes, secret: bytes) -> socket.socket | None:
 
 
 def _can_share() -> bool:
+    """Whether there is memory for a block, and a socket to tell of it."""
     try:
-        os.close(os.memfd_create("fxpipe"))
+        os.close(_made(_BLOCK)[0])
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).close()
-    except (AttributeError, OSError):  # not Linux, or not allowed
+    except (AttributeError, OSError):  # not Linux, or not allowed, or limited
         return False
     return True
 
@@ -313,6 +315,17 @@ def _hear(group: Any, other: int, size: int) -> bytes:
     heard = torch.empty(size, dtype=torch.uint8)
     group.recv([heard], other, _GREETING).wait()
     return bytes(heard.tolist())
+
+
+def _made(size: int) -> tuple[int, Tensor]:
+    """A descriptor of new memory, and that memory."""
+    descriptor = os.memfd_create("fxpipe")
+    try:
+        os.ftruncate(descriptor, size)
+        return descriptor, _map(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def _map(descriptor: int, size: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,17 @@ def test_what_was_not_made_here_is_not_handed_over() -> None:
 def test_without_a_way_between_them_both_know(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_vectors, missing, lambda *given: None)
     assert met() == [None, None]
+
+
+def test_where_no_block_of_memory_can_be_made_both_know() -> None:
+    """As where the size of files is limited, or that of memory: they are told before a vector is handed over."""
+    own = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (shared_vectors._BLOCK - 1, own[1]))
+    try:
+        assert met() == [None, None]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, own)
+    assert None not in met()
 
 
 def test_who_does_not_know_the_secret_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
