@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import echo, emit_json, note, print_table, warn, working
+from fxpipe.cli.output import echo, emit_json, note, print_table, show_error, warn, working
 from fxpipe.cli.signals import end_at_once
 
 from fxpipe.checkpoint.interval import Interval
@@ -169,8 +169,10 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
             note(f"{node} at work here; progress and results are shown on the node of worker 0")
         try:
             summary = join(options)
-        except PeerLost:
-            end_process(1)  # the first error is another worker's, which reports it
+        except PeerLost as error:  # the first error is another worker's, which may be on another machine
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                show_error(str(error))
+            end_process(1)
         if node:
             note(f"{node} through: training is over")
         return summary

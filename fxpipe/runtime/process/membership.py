@@ -82,7 +82,7 @@ def membership(options: RunOptions, task: TrainingTask | None = None, pulse: Pul
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_ranks))
     longest = 2 * LOADING * LIMIT * timedelta(seconds=options.stall_timeout) or FOREVER
-    open_group(rank, world, max(TIMEOUT, longest), options.exchange)
+    open_group(rank, world, max(TIMEOUT, longest), options.exchange, options.stall_timeout)
     with ExitStack() as held:
         try:
             agreed = agree(options, task, rank, world, held)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from fxpipe.errors import FxpipeError, PeerLost, RunError, near
+from fxpipe.messages import warn
 from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening
 
 _group: Any = None  # of the run in this process
@@ -44,12 +47,16 @@ def place_of_process() -> tuple[int, int] | None:
     return None
 
 
-def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None = None) -> None:
+def open_group(
+    rank: int, ranks: int, timeout: timedelta, exchange: str | None = None, patience: float = 0.0
+) -> None:
     """Join the process group of a run, among the processes of `place_of_process`.
 
     Args:
         exchange: of a run on this machine, the folder that only its owner can read: the workers meet there, over no
             port, and nobody else gets in (see `fxpipe.runtime.wires.doors`).
+        patience: seconds after which it is said, in one process of each machine, that others have not come, and again
+            at growing intervals; 0: never.
 
     Raises:
         PeerLost: another process is gone.
@@ -72,9 +79,36 @@ def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None =
         elif _outside is not None:
             dist.group.WORLD = dist.new_group(backend="gloo", timeout=timeout)
         else:
-            dist.init_process_group("gloo", store=_fresh_store(timeout), rank=rank, world_size=ranks, timeout=timeout)
+            with _waiting(rank, ranks, patience):
+                store = _fresh_store(timeout)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
         _group = dist.group.WORLD
     dist.group.WORLD = None
+
+
+@contextmanager
+def _waiting(rank: int, ranks: int, patience: float) -> Iterator[None]:
+    """Says, while this lasts, that not all processes have come."""
+    met = threading.Event()
+
+    def tell() -> None:
+        begin, interval = time.monotonic(), patience
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        while not met.wait(interval):
+            interval *= 2
+            warn(
+                f"the process of rank {rank} has waited {time.monotonic() - begin:.0f} s for all {ranks} to meet at "
+                f"{where}: look whether each has begun, and none has ended"
+            )
+
+    if not patience or os.environ.get("LOCAL_RANK", "0") != "0":
+        yield
+        return
+    threading.Thread(target=tell, name="fxpipe waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
 
 
 def _check_interface() -> None:
