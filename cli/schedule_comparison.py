@@ -42,7 +42,7 @@ def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool 
         raise click.UsageError(f"--compare compares all schedules: leave --schedule {asked['schedule']} out")
     if named and asked["synchronous"] and not kind_of(asked["schedule"]).synchronous:
         raise not_synchronous(asked["schedule"])
-    if not named and asked.get("replicas"):
+    if not named and asked["schedule"] != AUTO and asked.get("replicas"):
         asked["schedule"] = OneFOneB.name  # of those for different numbers of replicas, the one for any cuts
     elif not named and (compare or asked["synchronous"]):
         asked["schedule"] = AUTO

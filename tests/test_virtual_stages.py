@@ -17,6 +17,7 @@ import fxpipe
 from fxpipe.errors import ScheduleError
 from fxpipe.plan import consistency
 from fxpipe.schedule import SCHEDULES, from_csv, make, to_csv
+from fxpipe.schedule.option import schedule_text
 from fxpipe.typed_json import Malformed
 
 NAMES = [name for name in CASES if name != "gpt-dropout"]
@@ -77,6 +78,10 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     loaded = fxpipe.load(tmp_path / "build")
     assert (loaded.plan.rows, loaded.plan.placement) == (build.plan.rows, build.plan.placement)
     named = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **where)
+    assert schedule_text("csv") == "csv"  # a build's own, as inspect names it
+    assert trained(loaded, schedule="csv") == trained(loaded)
+    with pytest.raises(ScheduleError, match="there is no schedule 'csv'"):
+        trained(named, schedule="csv")
     assert trained(loaded) == trained(named) == trained(named, schedule=str(path)) == trained(loaded, schedule="v-min")
 
 
@@ -94,6 +99,14 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
 def test_a_schedule_that_is_not_for_these_workers(schedule: str, what: str) -> None:
     build = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **cuts(CASES["gpt-dropout"], 4, 1))
     with pytest.raises(ScheduleError, match=what):
+        build.local(optimizer=optimizer, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half", "dualpipev"])
+def test_stages_with_a_process_each_do_not_run_as_a_v(schedule: str) -> None:
+    """They are not taken to be two of a process, as such a schedule would have them."""
+    build = lowered("gpt-dropout", 4, workers=2, schedule="zb-h1", **cuts(CASES["gpt-dropout"], 2, 1))
+    with pytest.raises(ScheduleError, match=r"has its workers on ranks 0, 1, …, 1, 0, not on \[0, 1\]"):
         build.local(optimizer=optimizer, schedule=schedule)
 
 

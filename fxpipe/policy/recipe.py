@@ -54,9 +54,10 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
     """
     made = schedules.of_plan(plan, schedule)
     if made.weights_apart and not plan.weights_apart:
+        name = made.name if made.name in schedules.SCHEDULES else "FILE.csv"
         raise ScheduleError(
             f"schedule '{made.name}' makes weight gradients apart, and the stages make them in their backward",
-            hint=f"compile the model for it: fxpipe compile MODEL -n {plan.ranks} --schedule {made.name}",
+            hint=f"compile the model for it: fxpipe compile MODEL -n {plan.ranks} --schedule {name}",
         )
     if policy is None:
         policy = plan.policy if made.name == plan.schedule else policies.default_for(made)

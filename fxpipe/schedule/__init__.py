@@ -81,18 +81,21 @@ def of_plan(plan: Plan, name: str | None = None) -> Schedule:
         made = from_csv("\n".join(plan.rows), "the plan's schedule") if plan.rows else None
     else:
         made = of_text(name)
+    placement = plan.placement or tuple(range(plan.workers))
     if made is None:
-        named = make(name or plan.schedule, plan.workers, plan.own_microbatches, plan.placement)
+        named = make(name or plan.schedule, plan.workers, plan.own_microbatches, placement)
         return with_replicas(named, plan.replicas)
     with_replicas(made, plan.replicas)
-    placement = plan.placement or tuple(range(plan.workers))
     for what, found, wanted in (
         ("ranks", made.ranks, plan.ranks),
         ("stages", made.workers, plan.workers),
         ("microbatches", made.microbatches, plan.own_microbatches),
     ):
         if found != wanted:
-            raise ScheduleError(f"the schedule is for {found} {what}, the build has {wanted}")
+            raise ScheduleError(
+                f"the schedule is for {found} {what}, the build has {wanted}",
+                hint="compile the model for it: fxpipe compile MODEL --schedule FILE.csv",
+            )
     if made.placement != placement:
         raise ScheduleError(
             f"the schedule has its stages on ranks {list(made.placement)}, the build on {list(placement)}",

@@ -37,13 +37,13 @@ def with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
     if len(set(replicas)) < 2:
         return schedule
     numbers = ", ".join(map(str, replicas))
-    if len(replicas) != schedule.workers:
-        raise ScheduleError(f"{numbers} are the replicas of {len(replicas)} workers, there are {schedule.workers}")
     if not schedule.takes_replicas or schedule.several:
         raise ScheduleError(
             f"schedule '{schedule.name}' is for workers with equally many replicas, not {numbers}",
             hint="--dp R, or schedule 1f1b, gpipe or async with one worker in each process",
         )
+    if len(replicas) != schedule.workers:
+        raise ScheduleError(f"{numbers} are the replicas of {len(replicas)} workers, there are {schedule.workers}")
     multiple = lcm(*replicas)
     if schedule.microbatches % multiple:
         below = schedule.microbatches // multiple * multiple

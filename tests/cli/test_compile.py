@@ -393,3 +393,12 @@ def test_the_files_a_build_depends_on(model: Path, monkeypatch: pytest.MonkeyPat
     body = json.loads((model.parent / "build" / "plan.json").read_text())
     assert sorted(body["sources"]) == ["model.py", "width_of_the_net.py"]
     assert body["model_file"] == "../model.py"
+
+
+def test_schedules_are_not_compared_where_workers_have_different_numbers_of_replicas(model: Path) -> None:
+    """Asked for by name, that is refused; --synchronous is one of the few that there are."""
+    refused = fxpipe("compile", model, "-n", 2, "--replicas", "2,1", "--schedule", "auto", *QUICK)
+    assert refused.code == 1
+    assert "schedule 'auto' is for workers with equally many replicas, not 2, 1" in refused.err
+    result = fxpipe("compile", model, "-n", 2, "--replicas", "2,1", "--synchronous", "--json", *QUICK)
+    assert result.json["schedule"] == "1f1b"

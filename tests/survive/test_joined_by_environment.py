@@ -15,7 +15,6 @@ from model_files import write_model
 pytestmark = pytest.mark.multiproc
 
 
-
 def started(folder: Path, rank: int, port: int, *more: object) -> subprocess.Popen[str]:
     environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     run = ("run", folder / "build", "--threads", 1, "--out", folder / "out")

@@ -47,9 +47,7 @@ def place_of_process() -> tuple[int, int] | None:
     return None
 
 
-def open_group(
-    rank: int, ranks: int, timeout: timedelta, exchange: str | None = None, patience: float = 0.0
-) -> None:
+def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None = None, patience: float = 0.0) -> None:
     """Join the process group of a run, among the processes of `place_of_process`.
 
     Args:
