@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpipe.build.build import Build
 from fxpipe.costs.codecs import codec_times
-from fxpipe.errors import BackendError, BatchError, FxpipeError, ScheduleError
+from fxpipe.errors import BackendError, BatchError, CutError, FxpipeError, ScheduleError, listed
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.captured_step import captured_step
@@ -72,6 +72,7 @@ def compile(
     if changes.get("synchronous") and "schedule" not in changes:
         changes["schedule"] = AUTO
     options, batches = changed(options, changes), [batch, *shapes]
+    _refuse_sync_batch_norm(model, options)
     _ = options.encoding  # refused before the work
     padding = options.padding(batches)
     doubts = padding_doubts(model, loss, [*batches, *([] if last is None else [last])], padding, options)
@@ -107,6 +108,24 @@ def compile(
     plan = replace(build.plan, padding=padding)
     hooks = StepHooks.of_compiled(model, loss, options.loss_weight)
     return replace(build, model=bare, hooks=hooks, plan=plan, warnings=(*doubts, *build.warnings))
+
+
+def _refuse_sync_batch_norm(model: nn.Module, options: CompileOptions) -> None:
+    """Refuse a model that asks for statistics of all replicas' samples: each replica would take those of its own."""
+    if not options.replicas and options.dp == 1:
+        return
+    found = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if found:
+        raise CutError(
+            f"SyncBatchNorm ({listed(found, 3)}) would not see the samples of other replicas: each one's microbatches "
+            "are normalised by themselves",
+            hint="nn.BatchNorm1d, 2d or 3d says that this is meant; nn.GroupNorm and nn.LayerNorm look at one sample at "
+            "a time",
+        )
 
 
 def _bare(model: nn.Module) -> Callable[[], nn.Module] | None:

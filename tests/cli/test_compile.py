@@ -397,8 +397,18 @@ def test_the_files_a_build_depends_on(model: Path, monkeypatch: pytest.MonkeyPat
 
 def test_schedules_are_not_compared_where_workers_have_different_numbers_of_replicas(model: Path) -> None:
     """Asked for by name, that is refused; --synchronous is one of the few that there are."""
+    model.write_text(model.read_text().replace("torch.randn(4,", "torch.randn(8,").replace("0, 3, (4,)", "0, 3, (8,)"))
     refused = fxpipe("compile", model, "-n", 2, "--replicas", "2,1", "--schedule", "auto", *QUICK)
     assert refused.code == 1
     assert "schedule 'auto' is for workers with equally many replicas, not 2, 1" in refused.err
     result = fxpipe("compile", model, "-n", 2, "--replicas", "2,1", "--synchronous", "--json", *QUICK)
     assert result.json["schedule"] == "1f1b"
+
+
+def test_statistics_over_replicas_are_refused(tmp_path: Path) -> None:
+    """Not taken for those of each replica; batch norm that is said to be by itself is that of each microbatch."""
+    model = write_model(tmp_path, ("nn.BatchNorm1d(8)", "nn.SyncBatchNorm(8)"))
+    result = fxpipe("compile", model, "-n", 1, "--dp", 2, "-o", tmp_path / "build", *QUICK)
+    assert result.code == 1
+    assert "SyncBatchNorm (norm) would not see the samples of other replicas" in result.err
+    assert fxpipe("compile", model, "-n", 2, "-o", tmp_path / "build", *QUICK).code == 0

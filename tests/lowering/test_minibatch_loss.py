@@ -533,7 +533,7 @@ def test_every_batch_norm_of_microbatches_is_warned_of() -> None:
     build = fxpipe.compile(two(), squared, torch.randn(8, 6), workers=2, schedule="1f1b", cost="analytic")
     (warning,) = [w for w in build.warnings if "batch norm" in w]
     assert warning.startswith("batch norm normalises each microbatch by itself (1, 3): this trains otherwise than")
-    assert "--microbatches 1 trains as that loop does" in warning
+    assert "--microbatches 1, without replicas, trains as that loop does" in warning
     whole = fxpipe.compile(
         two(), squared, torch.randn(8, 6), workers=2, schedule="1f1b", microbatches=1, cost="analytic"
     )
