@@ -32,7 +32,8 @@ UNTRIED = "loss_weight(batch) was not tried on microbatches that count different
 
 BY_ITSELF = (
     "batch norm normalises each microbatch by itself ({}): this trains otherwise than a loop over whole batches, and "
-    "--verify compares with eager PyTorch's batch norm on microbatches; --microbatches 1, without replicas, trains as that loop does"
+    "--verify compares with eager PyTorch's batch norm on microbatches; --microbatches 1, without replicas, trains as "
+    "that loop does"
 )
 """What batch norm makes of microbatches, as a warning."""
 

@@ -121,8 +121,8 @@ def _refuse_sync_batch_norm(model: nn.Module, options: CompileOptions) -> None:
     ]
     if found:
         raise CutError(
-            f"SyncBatchNorm ({listed(found, 3)}) would not see the samples of other replicas: each one's microbatches "
-            "are normalised by themselves",
+            f"SyncBatchNorm ({listed(found, 3)}) would not see the samples of other replicas: each one's "
+            "microbatches are normalised by themselves",
             hint="nn.BatchNorm1d, 2d or 3d says that this is meant; nn.GroupNorm and nn.LayerNorm look at one sample at "
             "a time",
         )

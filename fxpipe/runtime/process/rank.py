@@ -173,6 +173,8 @@ class RankRun:
             for transport in self.transports
         ]
         executors = self.executors
+        for executor in executors if not plan.sharded else ():  # else each has one for its own share
+            executor.store.updater.compare_replicas(executor.collective, device)
         self.epoch = agree_epoch(executors, self.feed, process, plan.processes)
         self._shards = [] if resumed is None else restore(executors, resumed)
         self.evaluation: DistributedEvaluation | None = None

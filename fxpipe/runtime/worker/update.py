@@ -19,9 +19,11 @@ from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.rate_discount import RateDiscount
 from fxpipe.policy.optimizers.spike import SpikeCompensation
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
+from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
+from fxpipe.runtime.worker.replicas_optimizer import check_optimizers_alike
 from fxpipe.schedule.segments import Segments
 from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.paced_scheduler import paced, without_order_warning
@@ -122,6 +124,15 @@ class Updater:
         if policy.ef:
             self.repair = ErrorFeedback(self.optimizer, delays)
         self._keeps = keep_gradients or (self.predictor is not None and self.predictor.keeps_gradients)
+
+    def compare_replicas(self, collective: Collective | None, device: torch.device) -> None:
+        """Compare the optimizer with those of the worker's other replicas, if there are any: they make one update.
+
+        Raises:
+            RunError: a replica has another one.
+        """
+        if collective is not None:
+            check_optimizers_alike(self.worker, self.optimizer, self.scheduler, self._names, collective, device)
 
     @property
     def lr(self) -> float | None:
