@@ -123,8 +123,8 @@ def _refuse_sync_batch_norm(model: nn.Module, options: CompileOptions) -> None:
         raise CutError(
             f"SyncBatchNorm ({listed(found, 3)}) would not see the samples of other replicas: each one's "
             "microbatches are normalised by themselves",
-            hint="nn.BatchNorm1d, 2d or 3d says that this is meant; nn.GroupNorm and nn.LayerNorm look at one sample at "
-            "a time",
+            hint="nn.BatchNorm1d, 2d or 3d says that this is meant; nn.GroupNorm and nn.LayerNorm look at one sample "
+            "at a time",
         )
 
 

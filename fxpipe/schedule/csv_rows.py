@@ -107,7 +107,7 @@ def read_csv(path: str | Path) -> RowsOfText:
         ScheduleError: the file cannot be read, or is wrong.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"the schedule {path} cannot be read: {error}") from None
     return from_csv(text, f"the schedule {path}")
@@ -122,7 +122,7 @@ def to_csv(schedule: Schedule) -> str:
     if not schedule.synchronous:
         raise ScheduleError(
             f"schedule '{schedule.name}' cannot be written as a file: its minibatches overlap",
-            hint="schedules with a flush can be, such as 1f1b, zb-h1 and interleaved",
+            hint="schedules with a flush can be, such as 1f1b and interleaved; --synchronous compares these alone",
         )
     backward = "I" if schedule.weights_apart else "B"
     rows = (

@@ -95,6 +95,8 @@ def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_text(to_csv(make("1f1b", 2, 3)))
     assert to_csv(read_csv(path)) == path.read_text()
+    path.write_text("\ufeff" + path.read_text())  # as spreadsheets save it
+    assert to_csv(read_csv(path)) == to_csv(make("1f1b", 2, 3))
     with pytest.raises(ScheduleError, match=r"the schedule .*no\.csv cannot be read"):
         read_csv(tmp_path / "no.csv")
     path.write_text("0F0,0B0\n1F0")
