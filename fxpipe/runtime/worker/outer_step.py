@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import RunError, listed
+from fxpipe.errors import RunError
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.wires.collective import Collective
+from fxpipe.runtime.worker.replicas_data import unlike_first
 
 BATCHES = "batches"
 
@@ -241,10 +242,9 @@ class OuterStep:
         if not count:
             return
         numbers = self._collective.take((BATCHES, version)).tolist()
-        others = [f"replica {j}" for j, number in enumerate(numbers) if number != numbers[0]]
-        if others:
+        if others := unlike_first(numbers):
             raise RunError(
-                f"the replicas of worker 0 read different batches in steps {first + 1} to {version}: {listed(others)} "
+                f"the replicas of worker 0 read different batches in steps {first + 1} to {version}: {others} "
                 "others than replica 0",
                 where="train_data()",
                 hint="every replica reads all data and takes its share: they must come in the same order in every "

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.errors import RunError, listed
+from fxpipe.errors import RunError
 from fxpipe.runtime.wires.collective import Collective
+from fxpipe.runtime.worker.replicas_data import unlike_first
 
 _KEY = ("optimizer", -1)
 
@@ -33,9 +34,9 @@ def check_optimizers_alike(
     found[collective.replica] = zlib.crc32(repr(_description(optimizer, scheduler, names)).encode())
     collective.start_sum(_KEY, found.to(device))
     numbers = collective.take(_KEY).tolist()
-    if others := [f"replica {j}" for j, number in enumerate(numbers) if number != numbers[0]]:
+    if others := unlike_first(numbers):
         raise RunError(
-            f"the replicas of worker {worker} do not have the same optimizer: {listed(others)} another than replica 0",
+            f"the replicas of worker {worker} do not have the same optimizer: {others} another than replica 0",
             where="optimizer()",
             hint="all processes must be given the same classes, learning rates and other options: replicas with the "
             "same sums of gradients would make different updates",
