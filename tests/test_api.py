@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import free_port
 from small_models import CASES
 
 import fxpipe
@@ -165,9 +165,7 @@ def test_join_under_torchrun(name: str, agent: str, tmp_path: Path) -> None:
     code = code.replace("{build!r}", repr(places["build"])).replace("{out}", places["out"])
     script.write_text(SCRIPT.format(support=support, **places) + code)
     if agent == "without":  # as a Slurm script may start it: worker 0 has the store
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
         workers = [
             subprocess.Popen(

@@ -7,14 +7,13 @@ import math
 import re
 import runpy
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import QUICK, Result, finish, fxpipe, fxpipe_process, start_module
+from commands import QUICK, Result, finish, free_port, fxpipe, fxpipe_process, start_module
 from model_files import PARAMETERS, STEPS, write_model
 from safetensors.torch import load_file
 
@@ -96,10 +95,8 @@ def test_torchrun_starts_the_same_command(local: Result, folder: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_each_machine_says_that_it_works(local: Result, folder: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = ("--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port")
-        meeting = (*meeting, free.getsockname()[1], "--no-python", sys.executable, "-m", "fxpipe")
+    meeting = ("--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port")
+    meeting = (*meeting, free_port(), "--no-python", sys.executable, "-m", "fxpipe")
     run = (
         "run",
         folder / "build",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import pytest
 import torch
 from apart import compiled_file, launched
 from cached import captured, cuts
+from commands import free_port
 from covering import covering
 from pipelines import pipeline_of
 from small_models import CASES
@@ -383,9 +383,7 @@ def test_an_outer_step_sends_the_weights_once_and_nothing_comes_between(tmp_path
     """2(R − 1)/R of the weights leave each process in an outer step: counted where the process group is called."""
     dp, every, steps = 3, 2, 5
     compiled_file(tmp_path, "1f1b", 1, dp, 1, outer_every=every)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     script = tmp_path / "count.py"
     script.write_text(COUNT)
     common = {**os.environ, "WORLD_SIZE": str(dp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,6 +70,13 @@ def start_module(*arguments: object, **environment: str) -> subprocess.Popen[str
 def fxpipe_process(*arguments: object, **environment: str) -> Result:
     """Run a command in a process of its own."""
     return finish(start_module("fxpipe", *arguments, **environment), 120)
+
+
+def free_port() -> int:
+    """A port that nothing listens on, for processes that are to meet there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def finish(process: subprocess.Popen[str], timeout: float) -> Result:

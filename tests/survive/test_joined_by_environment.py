@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
-from commands import QUICK, finish, fxpipe, start_module
+from commands import QUICK, finish, free_port, fxpipe, start_module
 from model_files import write_model
 
 pytestmark = pytest.mark.multiproc
@@ -19,12 +18,6 @@ def started(folder: Path, rank: int, port: int, *more: object) -> subprocess.Pop
     environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     run = ("run", folder / "build", "--threads", 1, "--out", folder / "out")
     return start_module("fxpipe", *run, *more, **environment)
-
-
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def wait_for(path: Path) -> None:
@@ -40,7 +33,7 @@ def wait_for(path: Path) -> None:
 def test_who_is_left_says_that_a_connection_is_lost(tmp_path: Path, options: tuple[object, ...]) -> None:
     model = write_model(tmp_path)
     assert fxpipe("compile", model, "-o", tmp_path / "build", *options, *QUICK).code == 0
-    place = port()
+    place = free_port()
     left, lost = (started(tmp_path, rank, place, "--epochs", 100000) for rank in range(2))
     try:
         wait_for(tmp_path / "out" / "metrics.jsonl")
@@ -55,7 +48,7 @@ def test_who_is_left_says_that_a_connection_is_lost(tmp_path: Path, options: tup
 
 def test_who_waits_for_others_to_begin_says_so(tmp_path: Path) -> None:
     assert fxpipe("compile", write_model(tmp_path), "-o", tmp_path / "build", "-n", 2, *QUICK).code == 0
-    alone = started(tmp_path, 0, port(), "--stall-timeout", 0.5)
+    alone = started(tmp_path, 0, free_port(), "--stall-timeout", 0.5)
     assert alone.stderr is not None
     line = alone.stderr.readline()
     os.kill(alone.pid, signal.SIGKILL)
