@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
-from fxpipe.cli.model_build import build_model, check_cuts
+from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, plain, print_table, size, warn, working
+from fxpipe.cli.program_after_pass import print_after
 from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
 
 from fxpipe.lowering.options import CompileOptions, outer_options
@@ -56,6 +57,7 @@ MOST_SHOWN = 4
 @option_fields(ModelOptions, "meta")
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
 @click.option("-v", "--verbose", is_flag=True, help="Say what every pass made of the program.")
+@click.option("--after", metavar="PASS", help="Print the program after a pass, or after `capture`; write nothing.")
 @click.option("--save-profile", type=click.Path(dir_okay=False), help="Write what every unit costs, for `plan`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option_fields(CompileOptions, "cost")
@@ -70,6 +72,7 @@ def compile_command(
     meta: bool,
     verify: bool,
     verbose: bool,
+    after: str | None,
     save_profile: str | None,
     as_json: bool,
     costs: CostOptions,
@@ -93,6 +96,7 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     fxpipe compile examples/gpt.py -n 3 --like build/ -o smaller/
+    fxpipe compile examples/gpt.py -n 2 --after cut
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
     from fxpipe.inspection.codecs import codec_facts
@@ -108,9 +112,17 @@ def compile_command(
         asked |= _like(like)
     asked_schedule(asked, given=like is not None)
     options = CompileOptions(**asked, known_costs=Path(out) / NODE_COSTS)
-    check_cuts(options)
+    if options.cuts != "auto" and (options.forward_at or options.backward_at):
+        raise click.UsageError(
+            f"--cuts {options.cuts} lets the planner choose, --fp-cut and --bp-cut pin: give one of them"
+        )
     if meta and verify:
         raise click.UsageError("--verify runs the step, but --meta leaves parameters without values")
+    if after is not None:
+        if verify or save_profile is not None:
+            raise click.UsageError("--after ends the compile there: leave --verify and --save-profile out")
+        print_after(after, model, ModelOptions(device, seed, meta), options, costs, as_json)
+        return 0
     check_target(Path(out))
     if save_profile is not None:
         _check_profile_path(Path(save_profile), Path(out))

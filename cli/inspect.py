@@ -8,35 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from fxpipe.cli.cost_options import CostOptions, cost_options
-from fxpipe.cli.model_build import build_model, check_cuts
+from fxpipe.cli.cost_options import CostOptions
+from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, stdout_console, warn, working
-from fxpipe.cli.schedule_comparison import asked_schedule
 
 from fxpipe.errors import BuildError
-from fxpipe.lowering.options import AUTO, CompileOptions, compile_schedule
+from fxpipe.lowering.options import CompileOptions, CostMode
 from fxpipe.plan.build_folder import PLAN
 from fxpipe.policy.option import policy_help
+from fxpipe.schedule.option import schedule_text
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.inspection.subject import Subject
-
-OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "edges", "run", "html", "as_json"}
-"""The parameters that are not about compiling a model file."""
 
 
 @click.command("inspect")
 @click.argument("target", metavar="BUILD|MODEL.py", type=click.Path())
 @click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
 @click.option("--node", metavar="NAME", help="Say where a value, a parameter or a module comes from and goes to.")
-@click.option("--after", metavar="PASS", help="Print the program after a pass; `capture` means before the first.")
 @click.option(
     "--schedule",
-    type=compile_schedule,
+    type=schedule_text,
     metavar="NAME|FILE.csv",
-    help="Show which weights every action sees with it; auto, for a model: the fastest.",
+    help="Show which weights every action sees with it.",
 )
 @option_fields(CompileOptions, policy=policy_help("the build's own"))
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
@@ -47,28 +43,14 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @option_fields(
     CompileOptions,
     workers="For a model: processes.",
-    virtual="For a model: stages that every process runs in turn.",
-    synchronous="For a model: train exactly as one worker would.",
-    cuts="For a model: what the planner may choose.",
-    forward_at="For a model: cut forward before this module.",
-    backward_at="For a model: cut backward before this module.",
-    microbatches="For a model: pieces of a minibatch.",
-    autocast="For a model: run the step under torch.autocast.",
-    codec="For a model: what packs values to cross links.",
-    pad_to="For a model: make lengths of batches multiples of N.",
-    threads="For a model: CPU threads of one worker.",
+    cost="For a model: measure the times of operators, or compute them.",
 )
-@option_fields(ModelOptions, meta="For a model larger than memory: its parameters get no values.")
-@option_fields(CompileOptions, "cost")
-@cost_options
-@option_fields(CompileOptions, recompute="For a model: what backwards compute again instead of saving it.")
 @click.pass_context
 def inspect_command(
     context: click.Context,
     target: str,
     stage: int | None,
     node: str | None,
-    after: str | None,
     schedule: str | None,
     policy: str | None,
     depth: int | None,
@@ -76,16 +58,14 @@ def inspect_command(
     run: str | None,
     html: str | None,
     as_json: bool,
-    meta: bool,
-    costs: CostOptions,
-    **asked: Any,
+    workers: int,
+    cost: CostMode | None,
 ) -> int:
     """Show what runs where, what crosses between workers, what waits and what every action sees.
 
     Without options: the module tree with the workers of each module's forward and backward (≠ where they differ), what
     every worker computes, owns and holds, and every edge. Nothing is run, no code of the build or of its model file is
-    imported, and no weights are loaded; --after alone captures the model file again, and so runs it. A model file is
-    compiled first, in memory, with the options of `fxpipe compile`; nothing is written.
+    imported, and no weights are loaded. A model file is compiled first, in memory, which runs it; nothing is written.
 
     --schedule and --policy show the order of actions and the version of the weights that each sees: F3@1+2 is the
     forward of minibatch 3 with the weights after 1 update, predicted 2 further. A model file is compiled for them, and
@@ -96,39 +76,27 @@ def inspect_command(
     fxpipe inspect build/ --stage 1
     fxpipe inspect build/ --node blocks.3.qkv.weight
     fxpipe inspect build/ --schedule async --policy stash
-    fxpipe inspect build/ --after cut
     fxpipe inspect build/ --run run/ --html report.html
     fxpipe inspect examples/gpt.py -n 4 --cost analytic
     """
     from fxpipe.inspection.facts import facts, value_facts
 
-    views = {"--stage": stage, "--node": node, "--after": after}
-    given = [option for option, value in {**views, "--html": html}.items() if value is not None]
+    views = {"--stage": stage, "--node": node, "--html": html}
+    given = [option for option, value in views.items() if value is not None]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} show different things: give one of them")
-    if run is not None and (stage is not None or after is not None):
-        raise click.UsageError(f"a run has nothing to do with {given[0]}: leave --run out")
+    if run is not None and stage is not None:
+        raise click.UsageError("a run has nothing to do with --stage: leave --run out")
     is_model = target.endswith(".py")
-    if not is_model:
-        _refuse_model_options(context, target)
-        if schedule == AUTO:
-            raise click.UsageError(
-                f"--schedule auto chooses while a model is compiled; {target} is a build, which has one"
-            )
-    elif run is not None:
+    for name in ("workers", "cost"):
+        if not is_model and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name} is for a model file: {target} was compiled with its own")
+    if is_model and run is not None:
         raise click.UsageError("--run shows a run of a build: give the build's folder instead of a model file")
-    asked["schedule"] = schedule or "async"
-    chosen = is_model and asked_schedule(asked)
-    made, options = ModelOptions(meta=meta), CompileOptions(policy=policy, **asked)
-    check_cuts(options)
     if html is not None:
         _check_page(Path(html))
-    if after is not None:
-        _print_after(Path(target), after, made, options, costs, as_json)
-        return 0
-    subject = _of_model(target, made, options, costs) if is_model else _of_folder(target)
-    if chosen:
-        schedule = subject.plan.schedule
+    options = CompileOptions(workers=workers, schedule=schedule or "async", policy=policy, cost=cost)
+    subject = _of_model(target, options) if is_model else _of_folder(target)
     if stage is not None:
         _print_stage(subject, stage, as_json)
         return 0
@@ -157,17 +125,6 @@ def inspect_command(
     return 0
 
 
-def _refuse_model_options(context: click.Context, target: str) -> None:
-    """Raise click.UsageError for an option that applies only to a model file."""
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if name not in OF_ANY and source is ParameterSource.COMMANDLINE:
-            raise click.UsageError(
-                f"{parameter.opts[-1]} is for a model file; {target} is a build, which was compiled with its own"
-            )
-
-
 def _check_page(path: Path) -> None:
     """Check, before any work, that the page can be written, and not into a build, which is replaced as a whole.
 
@@ -184,10 +141,10 @@ def _check_page(path: Path) -> None:
         raise BuildError(f"--html {path} is in a build folder", hint="choose a place outside it")
 
 
-def _of_model(path: str, made: ModelOptions, options: CompileOptions, costs: CostOptions) -> Subject:
+def _of_model(path: str, options: CompileOptions) -> Subject:
     from fxpipe.inspection.subject import subject_of
 
-    build = build_model(path, made, options, costs).build
+    build = build_model(path, ModelOptions(), options, CostOptions()).build
     for warning in build.warnings:
         warn(warning)
     return subject_of(build, Path(path))
@@ -247,23 +204,3 @@ def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
         emit_json({"stage": stage, "file": file, "edited": edited, "source": source})
     else:
         print_stage(source)
-
-
-def _print_after(
-    target: Path, name: str, made: ModelOptions, options: CompileOptions, costs: CostOptions, as_json: bool
-) -> None:
-    from fxpipe.inspection.program_after_pass import after, check_pass
-
-    check_pass(name)
-    if target.suffix == ".py":
-        if options.schedule == AUTO:
-            raise click.UsageError("--after shows the program for one schedule: name it, not auto")
-        options = costs.applied(options, meta=made.meta)
-        if options.device is not None:
-            raise click.UsageError("--after shows no times: leave --device-spec out")
-    with working("inspecting") as say:
-        text = after(target, name, made, options, say=say, warn=warn)
-    if as_json:
-        emit_json({"after": name, "program": text})
-    else:
-        echo(text, nl=not text.endswith("\n"))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fxpipe.build.build import Build
+    from fxpipe.ir.transform import Observer
     from fxpipe.plan.spec import PadSpec
     from fxpipe.planner.costs_file import BuildCosts
     from fxpipe.task.first_batches import FirstBatches
@@ -50,16 +51,13 @@ class ModelBuild:
     options: CompileOptions
 
 
-def check_cuts(options: CompileOptions) -> None:
-    """Raise click.UsageError if cuts are both chosen and pinned."""
-    if options.cuts != "auto" and (options.forward_at or options.backward_at):
-        raise click.UsageError(
-            f"--cuts {options.cuts} lets the planner choose, --fp-cut and --bp-cut pin: give one of them"
-        )
-
-
-def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: CostOptions) -> ModelBuild:
+def build_model(
+    path: str, made: ModelOptions, options: CompileOptions, costs: CostOptions, observers: Sequence[Observer] = ()
+) -> ModelBuild:
     """Load a model file and compile it, in memory; time its stages where times are measured.
+
+    Args:
+        observers: are told of every pass.
 
     Raises:
         click.UsageError, FxpipeError: for everything that the user can fix.
@@ -102,7 +100,8 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
         shapes = further_shapes(padded(example, padding), after, options.constant_batch)
         last = _last(first, last, [padded(example, padding), *shapes], padding, options)
         say("capturing, costing and cutting")
-        build = compile(model, task.loss, example, options, shapes=told, last=last, evaluation=evaluation, say=say)
+        more: dict[str, Any] = {"shapes": told, "last": last, "evaluation": evaluation, "observers": observers}
+        build = compile(model, task.loss, example, options, **more, say=say)
         doubts = [MANY_SHAPES.format(len(first.batches), len(shapes) + 1)] if len(shapes) > 1 else []
         if hurry := hurried_in(build.plan, options.optimizer, options.lr_scheduler, first.length):
             doubts.append(hurry)

@@ -41,15 +41,11 @@ def default_passes(
     command: str = COMMAND,
     microbatches: int = 1,
     encode: Encode | None = None,
-    weights_apart: bool = False,
-    recompute: Recompute | None = None,
-    reduce: Reduce | None = None,
 ) -> list[Pass]:
     """Captured program in, stage files out, for given cuts and with computed costs."""
     whole_loss = WholeLoss(microbatches) if microbatches > 1 else None
     front = front_passes(split_backward, whole_loss)
-    wiring = wiring_passes(cuts, weights_apart, recompute=recompute)
-    return [*front, Cost(device=device), *wiring, *emitting_passes(command, encode, reduce=reduce)]
+    return [*front, Cost(device=device), *wiring_passes(cuts), *emitting_passes(command, encode)]
 
 
 def front_passes(
@@ -151,3 +147,15 @@ def evaluation_passes(workers: int, owners: Mapping[str, int], shape: int, comma
         Split(),
         Codegen(command, f"evaluate_{{worker}}_{shape}.py" if shape else "evaluate_{worker}.py"),
     ]
+
+
+def pass_names() -> tuple[str, ...]:
+    """The names of all passes in the order in which they run: those of training, then those of evaluations alone."""
+    every = [
+        *front_passes(True, WholeLoss(2), metrics=True, scaled=True),
+        Cost(),
+        *wiring_passes(Cuts((0, 1), (0, 1)), weights_apart=True, recompute=Recompute()),
+        *emitting_passes(encode=Encode(), reduce=Reduce()),
+        *evaluation_passes(1, {}, 0, COMMAND),
+    ]
+    return tuple(dict.fromkeys(step.name for step in every))

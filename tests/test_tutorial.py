@@ -49,12 +49,13 @@ def test_a_terminal_gets_the_same_without_markup() -> None:
 
 
 def test_every_pass_is_walked_through() -> None:
-    from fxpipe.inspection.program_after_pass import CAPTURE, pass_names
+    from fxpipe.passes import pass_names
 
     page = (TUTORIAL / "README.md").read_text(encoding="utf-8")
     names = re.findall(r"^## Pass \d+: (\w+)$", page, re.M)
     asked_for = {"whole_loss", "encode", "defer", "recompute", "reduce"}  # by options that the tutorial does not have
-    assert (CAPTURE, *names) == tuple(name for name in pass_names() if name not in asked_for)
+    asked_for |= {"join_metrics", "scale_loss", "merge_equal", "order_evaluation", "place_evaluation"}  # or by hooks
+    assert names == [name for name in pass_names() if name not in asked_for]
 
 
 def test_the_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,6 @@ def print_hints(facts: Facts, console: Console) -> None:
         (f"--stage {build['workers'] - 1}", "a stage's code"),
         *([(f"--node {shlex.quote(name)}", "where a value comes from and goes to")] if name and facts["nodes"] else []),
         (f"--schedule {facts['grid']['schedule']}", "the weights that every action sees"),
-        *([("--after cut", "the program after a pass")] if build["model"] else []),
         ("--html report.html", "all of it on a page"),
     ]
     console.print(f"more: fxpipe inspect {plain(target)} …")

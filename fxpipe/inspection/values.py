@@ -28,8 +28,8 @@ def trace(facts: Json, name: str) -> Json:
 
     Args:
         facts: all of them, or `fxpipe.inspection.facts.value_facts`.
-        name: of a node, as the emitted code and `--after` have it; of a parameter, buffer or batch input, as the model
-            has it; of an edge; or the path of a module.
+        name: of a node, as the emitted code has it; of a parameter, buffer or batch input, as the model has it;
+            of an edge; or the path of a module.
 
     Returns:
         By "kind":
@@ -65,7 +65,7 @@ def trace(facts: Json, name: str) -> Json:
     raise BuildError(
         f"no node, parameter, module or edge is called {name!r}{near(name, graph.known())}",
         where="--node",
-        hint="`fxpipe inspect BUILD --stage 0` shows the nodes of worker 0, `--after capture` all of them",
+        hint="`fxpipe inspect BUILD --stage 0` shows the nodes of worker 0, `--json` all of them",
     )
 
 

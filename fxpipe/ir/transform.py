@@ -120,6 +120,37 @@ class PassLines:
         self.lines.append(f"{applied.step.name:<18}{change} nodes")
 
 
+CAPTURE = "capture"
+"""The name for the program before the first pass."""
+
+
+class PassReached(Exception):
+    """Ends the passes: the wanted program is there."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+
+@dataclass(frozen=True)
+class StopAfter:
+    """An observer that raises `PassReached` after the pass of a name, or before the first for `CAPTURE`.
+
+    Attributes:
+        seen: the passes that ran before.
+    """
+
+    name: str
+    seen: list[str] = field(default_factory=lambda: [CAPTURE])
+
+    def __call__(self, applied: Applied) -> None:
+        if self.name == CAPTURE:
+            raise PassReached(applied.before)
+        if self.name == applied.step.name:
+            raise PassReached(applied.program)
+        self.seen.append(applied.step.name)
+
+
 def _dumping(prefix: str) -> tuple[Observer, ...]:
     """FXPIPE_DUMP=dir writes NN_pass-name.py after every pass."""
     folder = os.environ.get("FXPIPE_DUMP")

@@ -49,11 +49,6 @@ def of_edges(encoding: Encoding, ways: Collection[Way] | None, edges: Sequence[E
     return {e.name: text for e in taken if (text := encoding.codec_of(e.kind, e.tensor))}
 
 
-def as_in(plan: Plan) -> Codecs:
-    """Codecs as the edges of a plan have them, for these edges themselves."""
-    return lambda edges: {edge.name: edge.codec for edge in plan.edges if edge.codec}
-
-
 def like(plan: Plan) -> Codecs:
     """What was asked for a plan, for the edges of another shape of batch; after `auto` the same ways get codecs."""
     asked = Encoding.parse(plan.codec)

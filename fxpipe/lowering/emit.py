@@ -55,7 +55,6 @@ class Emitter:
         codec_times: what codecs take.
         first: the number of the next pass.
         known: the partitions that are known already, by what travels for each byte of values.
-        again: what each worker's backward computes again to save memory, where it is known already.
         reduce: puts gradients into buckets for the workers' replicas; None where no worker has several.
     """
 
@@ -68,7 +67,6 @@ class Emitter:
     codec_times: Mapping[str, CodecTimes]
     first: int
     known: Mapping[Ratios, Partition] = field(default_factory=dict)
-    again: tuple[tuple[str, ...], ...] = ()
     reduce: Reduce | None = None
 
     @staticmethod
@@ -98,8 +96,6 @@ class Emitter:
     ) -> tuple[Program, Build]:
         """The emitted program, and its build."""
         recompute = Recompute(choice.rooms) if choice.rooms else None
-        if any(self.again):
-            recompute = Recompute(known=self.again)
         wiring = wiring_passes(choice.cuts, self.options.weights_apart, recompute=recompute)
         program = run_passes(self.program, wiring, observers, first=self.first)
         found = codecs(program.edges)

@@ -19,7 +19,7 @@ from torch import nn
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError, listed
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import PassLines, run_passes
+from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.first_of_each import SHAPES, first_of_each
 from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.padding_doubts import evaluation_doubts, telling_batches
@@ -113,11 +113,12 @@ def _reason(error: FxpipeError) -> str:
     return f"{error.what}{place}{f'; {hint}' if hint else ''}"
 
 
-def with_evaluations(build: Build, evaluations: Evaluations, command: str) -> Build:
+def with_evaluations(build: Build, evaluations: Evaluations, command: str, observers: Sequence[Observer] = ()) -> Build:
     """The build with the files, the plan and the tensors that evaluating in its pipeline takes.
 
     Args:
         command: what is written into the files' headers.
+        observers: are told of every pass.
     """
     build = dataclasses.replace(build, warnings=(*build.warnings, *evaluations.doubts))
     if evaluations.reason:
@@ -127,14 +128,16 @@ def with_evaluations(build: Build, evaluations: Evaluations, command: str) -> Bu
     found = build
     try:
         for shape, captured in enumerate(evaluations.captured):
-            found = _with_evaluation(found, captured, shape, command)
+            found = _with_evaluation(found, captured, shape, command, observers)
         check_carried(found.plan)
     except CutError as error:
         return with_evaluations(build, Evaluations(reason=_reason(error)), command)
     return dataclasses.replace(found, warnings=tuple(dict.fromkeys(found.warnings)))
 
 
-def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, command: str) -> Build:
+def _with_evaluation(
+    build: Build, captured: CapturedEvaluation, shape: int, command: str, observers: Sequence[Observer]
+) -> Build:
     from fxpipe.passes import evaluation_passes
 
     plan = build.plan
@@ -143,7 +146,7 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
     owners |= {name: min(workers) for name, workers in carried_on(plan).items()}  # for batches of earlier shapes
     program = name_constants(captured.program, f"evaluate.{shape}", build.tensors)
     passes, lines = evaluation_passes(plan.workers, owners, shape, command), PassLines()
-    program = run_passes(program, passes, [lines], dumped_as=f"evaluate_{shape}_")
+    program = run_passes(program, passes, [*observers, lines], dumped_as=f"evaluate_{shape}_")
     spec = spec_of(program, captured.metrics, captured.constants)
     buffers = buffers_read(plan, program, spec.stages)
     read = {b.name for b in buffers} - build.tensors.keys()

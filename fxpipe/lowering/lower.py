@@ -17,7 +17,7 @@ from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.captured_step import captured_step
 from fxpipe.lowering.choose_codecs import emit_encoded
 from fxpipe.lowering.choose_schedule import ChosenSchedule, choose_schedule
-from fxpipe.lowering.emit import Codecs, Emitter
+from fxpipe.lowering.emit import Emitter
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations
 from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.lowering.padding_doubts import padding_doubts
@@ -51,6 +51,7 @@ def compile(
     shapes: Iterable[Any] = (),
     last: Any = None,
     evaluation: tuple[Metrics, Iterable[Any]] | None = None,
+    observers: Sequence[Observer] = (),
     say: Say = lambda text: None,
     **changes: Any,
 ) -> Build:
@@ -64,6 +65,7 @@ def compile(
         last: a smaller minibatch, such as comes last in an epoch: likewise, or a warning says why not.
         evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the batches, whole
             ones, that runs will evaluate on: read once here, for their shapes.
+        observers: are told of every pass.
         say: is told which shape of batch is being worked on, and which part is being put onto engines.
 
     Raises:
@@ -103,6 +105,7 @@ def compile(
         shapes=step.shapes,
         evaluations=evaluations,
         chosen=chosen,
+        observers=observers,
         say=say,
     )
     plan = replace(build.plan, padding=padding)
@@ -143,9 +146,7 @@ def lower(
     whole_loss: WholeLoss | None = None,
     shapes: Sequence[CapturedShape] = (),
     evaluations: Evaluations | None = None,
-    codecs: Codecs | None = None,
     chosen: ChosenSchedule | None = None,
-    again: Sequence[Sequence[str]] = (),
     reduce: Reduce | None = None,
     observers: Sequence[Observer] = (),
     say: Say = lambda text: None,
@@ -159,10 +160,7 @@ def lower(
         whole_loss: what `checked_loss` found; by default what the options ask for, without comparing.
         shapes: what `capture_shape` made of batches of other shapes: cut as this program is.
         evaluations: what `capture_evaluations` made of the validation hooks; they are cut where the weights will be.
-        codecs: gives the first shape's edges their codecs, where they are known already, in place of the options.
         chosen: what the search found, where it chose the schedule.
-        again: what each worker's backward computes again to save memory, where it is known already, in place of the
-            options.
         reduce: says how many replicas each worker has, and puts their gradients into buckets, in place of the options.
         observers: are told of every pass.
         say: is told which shape of batch is being worked on, and which part is being put onto engines.
@@ -198,23 +196,18 @@ def lower(
         options = replace(options, dp=reduce.replicas[0] if equal else 1, replicas=() if equal else reduce.replicas)
     _check_values(program, options)
     lines = PassLines()
-    observers = (*observers, lines)
+    training = (*observers, lines)
     front = front_passes(
         options.splits_backward, whole_loss or options.whole_loss(), bool(program.metrics()), program.scales_loss
     )
-    program = run_passes(program, front, observers)
+    program = run_passes(program, front, training)
     costs = step_costs(program, options) if chosen is None else chosen.costs
-    program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)
+    program = run_passes(program, [costs.of_nodes], training, first=len(front) + 1)
     setting = options.setting(program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     emitter = Emitter.of(program, costs, options, setting, times, first=len(front) + 2)
-    emitter = replace(emitter, again=tuple(tuple(names) for names in again), reduce=reduce)
-    if chosen is not None:
-        emitter = replace(emitter, known=chosen.known)
-    if codecs is None:
-        program, build = emit_encoded(emitter, options.encoding, observers, lines)
-    else:
-        program, build = emitter.emit(emitter.choose(setting), codecs, observers, lines)
+    emitter = replace(emitter, reduce=reduce, known={} if chosen is None else chosen.known)
+    program, build = emit_encoded(emitter, options.encoding, training, lines)
     build = _with_optimizer(build, options)
     if chosen is not None:
         build = replace(build, costs=replace(build.costs, schedules=chosen.rows))
@@ -229,7 +222,7 @@ def lower(
                 raise
             build = replace(build, warnings=(*build.warnings, shape.left_out.format(error.what)))
     if evaluations is not None:
-        build = with_evaluations(build, evaluations, options.command)
+        build = with_evaluations(build, evaluations, options.command, observers)
     return with_replicas(build if options.backend == "eager" else _on_engines(build, program, options, say), options)
 
 

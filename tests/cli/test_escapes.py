@@ -51,7 +51,6 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("inspect", "BUILD", "--edges"),
         ("inspect", "BUILD", "--depth", 9),
         ("inspect", f"missing {NAMED}", "--stage", 0),
-        ("inspect", "BUILD", "--after", "fold"),
         ("diff", "BUILD", "BUILD"),
         ("diff", "BUILD", f"missing {NAMED}"),
         ("plan", f"missing {NAMED}.py"),

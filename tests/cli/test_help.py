@@ -62,6 +62,7 @@ def test_every_option_is_explained(name: str) -> None:
         (["compile"], "Missing argument 'MODEL'"),
         (["compile", "model.py", "-n", "0"], "0 is not in the range"),
         (["compile", "model.py", "--cuts", "some"], "'some' is not one of"),
+        (["compile", "model.py", "--cuts", "same", "--fp-cut", "norm"], "give one of them"),
         (["run", "build", "--stesp", "3"], "--steps"),
         (["run", "build", "--steps", "3", "--epochs", "1"], "--steps and --epochs exclude each other"),
         (["trian"], "No such command 'trian'"),

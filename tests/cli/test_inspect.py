@@ -252,7 +252,7 @@ def test_names_are_neither_markup_nor_control_characters(tmp_path: Path, monkeyp
 def test_one_worker_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path)
-    out = fxpipe("inspect", "model.py", "-n", 1, *QUICK).out
+    out = fxpipe("inspect", "model.py", "-n", 1, "--cost", "analytic").out
     assert "bubble 0 %" in out
     assert "--node first.weight " in out
 
@@ -260,18 +260,9 @@ def test_one_worker_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_model_is_shown_whole_and_then_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path)
-    out = fxpipe("inspect", "model.py", *QUICK, "--schedule", "1f1b").out
+    out = fxpipe("inspect", "model.py", "--cost", "analytic", "--schedule", "1f1b").out
     assert out.startswith("model.py · 2 workers · cpu\n1f1b · latest · ")
     assert "\n1f1b · latest\nF" in out.split("more: fxpipe inspect model.py")[1]
-
-
-def test_the_program_after_a_pass(build: Path) -> None:
-    result = fxpipe("inspect", build, "--after", "cut")
-    assert result.out.startswith("# PLACED: ")
-    assert fxpipe("inspect", build, "--after", "cut", "--json").json == {"after": "cut", "program": result.out}
-    wrong = fxpipe("inspect", build, "--after", "cutt")
-    assert wrong.code == 1
-    assert "did you mean" in wrong.err
 
 
 def test_the_grid(build: Path) -> None:
@@ -322,15 +313,12 @@ def test_an_older_build_shows_the_rest(build: Path) -> None:
 def test_a_model_is_compiled_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path)
-    options = (*QUICK, "-n", 3, "--schedule", "1f1b", "--microbatches", 2)
+    options = ("--cost", "analytic", "-n", 3)
     with unchanged(tmp_path):
         found = fxpipe("inspect", "model.py", *options, "--json").json
         stage = fxpipe("inspect", "model.py", *options, "--stage", 2)
-        after = fxpipe("inspect", "model.py", *options, "--after", "units")
     assert (found["build"]["folder"], found["build"]["model"], found["build"]["workers"]) == (None, "model.py", 3)
-    assert found["build"]["microbatches"] == 2
-    assert stage.out.startswith('"""Stage 2 of 3, made by: fxpipe compile model.py -n 3 --schedule 1f1b')
-    assert after.out.startswith("# NUMBERED: ")
+    assert stage.out.startswith('"""Stage 2 of 3, made by: fxpipe compile model.py -n 3 --schedule async')
     assert fxpipe("compile", "model.py", *options).code == 0
     written = fxpipe("inspect", "build", "--json").json
     for key in ("modules", "nodes", "units", "workers", "edges", "partitions", "forecast", "timeline", "grid"):
@@ -342,15 +330,11 @@ def test_a_model_is_compiled_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (("build", "-n", "3"), 2, "--workers is for a model file"),
         (("build", "--cost", "analytic"), 2, "--cost is for a model file"),
-        (("build", "--fp-cut", "blocks.1"), 2, "--fp-cut is for a model file"),
         (("build", "--stage", "0", "--node", "x"), 2, "--stage and --node show different things"),
         (("build", "--stage", "0", "--html", "page.html"), 2, "--stage and --html show different things"),
-        (("build", "--after", "cut", "--html", "page.html"), 2, "--after and --html show different things"),
         (("build", "--node", "x", "--html", "page.html"), 2, "--node and --html show different things"),
         (("build", "--stage", "0", "--run", "run"), 2, "a run has nothing to do with --stage"),
-        (("build", "--after", "cut", "--run", "run"), 2, "a run has nothing to do with --after"),
         (("model.py", "--run", "run"), 2, "give the build's folder"),
-        (("model.py", "--cuts", "same", "--fp-cut", "norm"), 2, "give one of them"),
         (("nothing",), 1, "there is no nothing"),
         (("nothing.py",), 1, "nothing.py"),
         (("build", "--run", "nothing"), 1, "nothing is not a run"),

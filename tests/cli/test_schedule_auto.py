@@ -77,9 +77,7 @@ def test_contradictions_are_refused(model: Path) -> None:
     result = fxpipe("compile", "model.py", *QUICK, "--like", "first", "--synchronous")
     assert "'async' is not synchronous" in result.err
     result = fxpipe("inspect", "first", "--schedule", "auto")
-    assert "--schedule auto chooses while a model is compiled" in result.err
-    result = fxpipe("inspect", "model.py", "--schedule", "auto", "--after", "cut")
-    assert "name it, not auto" in result.err
+    assert "there is no schedule 'auto'" in result.err
     result = fxpipe("plan", "model.py", "--compare", "--schedule", "1f1b")
     assert "--compare compares all schedules: leave --schedule 1f1b out" in result.err
 
@@ -95,11 +93,6 @@ def test_memory_that_nothing_fits_says_what_would(model: Path) -> None:
 def test_a_schedule_may_be_named_as_synchronous(model: Path) -> None:
     said = fxpipe("compile", "model.py", *QUICK, "--synchronous", "--schedule", "1f1b", "--json").json
     assert (said["schedule"], said["schedules"]) == ("1f1b", [])
-
-
-def test_inspect_compiles_a_model_for_what_was_taken(model: Path) -> None:
-    found = fxpipe("inspect", "model.py", *QUICK, "--synchronous", "--json").json
-    assert found["build"]["schedule"] == found["schedules"][0]["schedule"] == found["grid"]["schedule"]
 
 
 def test_plan_compares_schedules_of_a_model(model: Path) -> None:

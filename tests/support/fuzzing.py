@@ -185,7 +185,6 @@ LOOK = (
     ("inspect", "build", "--node", "first.weight"),
     ("inspect", "build", "--schedule", "1f1b"),
     ("inspect", "build", "--html", "page.html"),
-    ("inspect", "build", "--after", "cut"),
     ("diff", "build", "other"),
     ("diff", "other", "build", "--json"),
 )
