@@ -12,7 +12,7 @@ TREE := $(VENV)/check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-slow test-one test-tiny zoo compat check wheel bench clean
+.PHONY: help venv browser demo test test-slow test-one test-tiny zoo ports compat check wheel bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,7 +59,11 @@ test-tiny: venv ## run the first test there is: capture to training, in 10 secon
 	$(BIN)/python -m pytest tests/test_tiny.py
 
 zoo: venv ## check every model of the zoo, or ONLY='llama|t5', JOBS=2 at a time; writes docs/coverage.md
-	$(BIN)/python tests/zoo/run.py --only '$(ONLY)' --jobs $(JOBS)
+	$(if $(ONLY),,$(BIN)/python -m pytest zoo)
+	$(BIN)/python zoo/run.py --only '$(ONLY)' --jobs $(JOBS)
+
+ports: venv ## compare the ports of training scripts in examples/ports with the scripts
+	$(BIN)/python -m pytest examples/ports
 
 compat: venv ## run the quick tests that lean on torch with every version tested, or VERSIONS='2.11.0 2.12.1'; several GB each
 	$(BIN)/python tests/compat.py --jobs $(JOBS) $(if $(VERSIONS),--versions $(VERSIONS) --)

@@ -13,7 +13,7 @@ PACKAGES = {"fxpipe": "fxpipe", "passes": "fxpipe.passes", "cli": "fxpipe.cli"} 
 DATA = {"fxpipe.pages": "docs/errors"}  # installed name: folder without code
 EXCEPTIONS = {"fxpipe", "fxpipe.__main__", "fxpipe.build.build"}
 """May import rooms below them: the lazy public names, `python -m fxpipe`, and `Build.local` and `Build.join`."""
-PATH = re.compile(r"`((?:fxpipe|passes|cli|tests|examples|benchmarks|docs)/[\w./]*)`")
+PATH = re.compile(r"`((?:fxpipe|passes|cli|tests|zoo|examples|benchmarks|docs)/[\w./]*)`")
 ROOM = re.compile(r"^- `((?:fxpipe|passes|cli)/(?:\w+/)?)`:", re.MULTILINE)
 LAYOUT = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
 

@@ -15,7 +15,7 @@ from fxpipe.tracing.fake_strides import is_corrected
 
 aten = torch.ops.aten
 
-# Whatever the layout of their inputs. tests/zoo/test_layouts.py compares all of them with their kernels on the CPU.
+# Whatever the layout of their inputs. zoo/test_layouts.py compares all of them with their kernels on the CPU.
 _UNSURE = frozenset({aten.ldexp.Tensor, aten.pow.Scalar})  # element by element, and yet foretold otherwise
 PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default})
 ON_CPU = frozenset({

@@ -1,7 +1,7 @@
 """torch.nn.functional at its edges: ties, thresholds met exactly, zeros, what is not finite, ignored targets.
 
 A captured step must give eager PyTorch's loss and gradients there too. `test_operators.py` cuts and trains what is
-usual; `tests/zoo/test_layouts.py` goes over layouts in memory.
+usual; `zoo/test_layouts.py` goes over layouts in memory.
 """
 
 from __future__ import annotations

@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 from families import ZooModel
+from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.profile import glued_positions
-from random_cuts import with_units
 from torch import nn
 
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program
+from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.agreement import FLOOR, Agreement, Step, compare
 from fxpipe.lowering.compare_with_eager import compare_with_eager, eager_step
+from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline
@@ -112,7 +114,7 @@ def check(entry: ZooModel) -> Row:
         if entry.refused:
             raise Failure("captured, though its entry says that it is refused")
         doing, start = "lower", time.perf_counter()
-        builds = [_lowered(program, cuts) for cuts in both_cuts(program)]
+        builds = [lowered(program, cuts) for cuts in both_cuts(program)]
         seconds = (time.perf_counter() - start) / len(builds)
         crossing = sum(map(_crossing, builds)) // len(builds)
         replayed = any(_draws(build) for build in builds)
@@ -149,7 +151,8 @@ def captured(entry: ZooModel, model: nn.Module, loss: Loss, batch: Any) -> Progr
 
 def both_cuts(program: Program) -> tuple[Cuts, Cuts]:
     """Forward in even parts; backward cut an eighth of the units earlier than that, and later."""
-    numbered = with_units(program, MICROBATCHES)
+    options = CompileOptions(microbatches=MICROBATCHES, accept_microbatch_loss=True)
+    numbered = run_passes(program, front_passes(whole_loss=options.whole_loss()))
     count, glued = len(numbered.units), glued_positions(numbered)
     shift = max(1, count // (2 * WORKERS))
     free = [p for p in range(count + 1) if p not in glued]
@@ -168,7 +171,7 @@ def _eager(plan: Plan, model: nn.Module, loss: Loss, batch: Any) -> Step:
     return dataclasses.replace(step, buffers={}) if whole else step
 
 
-def _lowered(program: Program, cuts: Cuts) -> Build:
+def lowered(program: Program, cuts: Cuts) -> Build:
     return fxpipe.lower(
         program,
         workers=WORKERS,
@@ -236,7 +239,7 @@ def _with_dropout(entry: ZooModel) -> float:
     """The emitted code against eager with the same masks, as the library's defaults drop out."""
     model, loss, batch = entry.make()
     program = captured(entry, model, loss, batch)
-    build = _lowered(program, both_cuts(program)[0])
+    build = lowered(program, both_cuts(program)[0])
     if not _draws(build):
         raise Failure("the step draws no random numbers")
     return _agreeing(compare_with_eager(build, model, loss, batch))

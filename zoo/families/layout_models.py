@@ -15,16 +15,9 @@ from families.huggingface import transformers_model
 KIND = "transposed layouts"
 LENGTH, CHANNELS = 16, 3
 PATCHES = {
-    "num_input_channels": CHANNELS,
-    "context_length": LENGTH,
-    "patch_length": 4,
-    "patch_stride": 4,
-    "prediction_length": 4,
-    "num_hidden_layers": 3,
-    "d_model": 16,
-    "num_attention_heads": 2,
-    "ffn_dim": 32,
-}
+    "num_input_channels": CHANNELS, "context_length": LENGTH, "patch_length": 4, "patch_stride": 4,
+    "prediction_length": 4, "num_hidden_layers": 3, "d_model": 16, "num_attention_heads": 2, "ffn_dim": 32,
+}  # fmt: skip
 
 
 def _series(size: int) -> Any:

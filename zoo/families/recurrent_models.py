@@ -207,14 +207,6 @@ MODELS = (
     _entry("recurrent_cells", Cells, classify, _labelled_series),
     _entry("conv_lstm", ConvLSTM, mean_square, _frames),
     _entry("deep_speech", SpeechRecognizer, _framed, _aligned_speech),
-    _entry(
-        "deep_speech_ctc",
-        SpeechRecognizer,
-        _spoken,
-        _speech,
-        refused=(
-            "whose shape depends on values",
-            "torch declares the shape of ctc_loss's intermediate result as dependent on data, for fixed lengths, too",
-        ),
-    ),
-)
+    _entry("deep_speech_ctc", SpeechRecognizer, _spoken, _speech, refused=("whose shape depends on values",
+        "torch declares the shape of ctc_loss's intermediate result as dependent on data, for fixed lengths, too")),
+)  # fmt: skip

@@ -271,21 +271,13 @@ MODELS = (
     _entry("byol", Bootstrap, _contrasted, _pairs),
     _entry("distillation", Distilled, distillation, images(16)),
     _entry("proxy_anchor", Metric, metric, images(16)),
-    _entry(
-        "gan",
-        Adversaries,
-        adversarial,
-        lambda size: (torch.randn(size, 3, 16, 16), torch.randn(size, WIDTH, 1, 1)),
-    ),
+    _entry("gan", Adversaries, adversarial,
+        lambda size: (torch.randn(size, 3, 16, 16), torch.randn(size, WIDTH, 1, 1))),
     _entry("gradient_penalty", lambda: perceptron(12, 1), penalized, lambda size: torch.randn(2, size, 12).unbind(0)),
     _entry("physics_informed", lambda: perceptron(2, 1), burgers, lambda size: (torch.rand(size, 2), torch.rand(size))),
     _entry("neural_ode", NeuralODE, classify, lambda size: (torch.randn(size, 4), torch.randint(0, CLASSES, (size,)))),
     _entry("maml", lambda: perceptron(6, 2), meta_learned, _regressions),
-    _entry(
-        "lstm_crf",
-        Tagger,
-        tagged,
-        lambda size: (torch.randint(0, VOCABULARY, (size, LENGTH // 2)), torch.randint(0, 5, (size, LENGTH // 2))),
-    ),
+    _entry("lstm_crf", Tagger, tagged,
+        lambda size: (torch.randint(0, VOCABULARY, (size, LENGTH // 2)), torch.randint(0, 5, (size, LENGTH // 2)))),
     _entry("lora", LowRank, classify, images(16)),
-)
+)  # fmt: skip

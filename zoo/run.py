@@ -29,8 +29,7 @@ from coverage_page import page, tables, verdict
 from families import FILE_OF, FILES, FOLDER, RECIPES, ZOO, Recipe, ZooModel
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-PATHS = (HERE, ROOT / "tests" / "support")  # where the processes find what this one imports
+ROOT = HERE.parent
 RESULTS = ROOT / ".zoo" / "results.jsonl"
 PAGE = ROOT / "docs" / "coverage.md"
 SECONDS = 600
@@ -126,7 +125,7 @@ def check_apart(entry: ZooModel | Recipe) -> tuple[Row, float]:
 def _processes() -> Any:
     """Processes that are forked from one that has torch and fxpipe loaded: to import them takes as long as a model."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
     return context

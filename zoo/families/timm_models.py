@@ -94,9 +94,8 @@ MODELS = (
     _attention("cait", "cait_xxs24_224"),
     _attention("convit", "convit_tiny"),
     _attention("crossvit", "crossvit_9_240", 240, sized=False),
-    ZooModel(
-        "timm_deit", _made("deit_tiny_distilled_patch16_224", img_size=64), _distilled, images(64), 4, TIMM, ATTENTION
-    ),
+    ZooModel("timm_deit", _made("deit_tiny_distilled_patch16_224", img_size=64), _distilled, images(64), 4, TIMM,
+        ATTENTION),
     _attention("deit3", "deit3_small_patch16_224"),
     _attention("eva02", "eva02_tiny_patch14_224", 56),
     _attention("gcvit", "gcvit_xxtiny"),
@@ -145,4 +144,4 @@ MODELS = (
     _hybrid("visformer", "visformer_tiny"),
     _hybrid("vit_resnet", "vit_tiny_r_s16_p8_224"),
     _hybrid("vitamin", "vitamin_small_224"),
-)
+)  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from families import CORE, ZooModel, define_torchvision_ops
 
+torch.set_num_threads(1)
 define_torchvision_ops()
 
 

@@ -19,32 +19,18 @@ MERGED = 4  # patches that become one token
 PATCH = 4  # pixels
 
 TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
-}
+}  # fmt: skip
 EYES = {
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": PATCH,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 1,
+    "depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 1,
     "in_channels": 3,
-}
+}  # fmt: skip
 TOKENS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": BEGIN,
-    "vision_end_token_id": END,
-}
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END,
+}  # fmt: skip
 
 
 def _seen(size: int) -> Any:
@@ -106,41 +92,12 @@ def _grid(name: str, head: str, refused: tuple[str, str] | None = None, **eyes: 
 
 MODELS = (
     _grid("qwen2_vl", "Qwen2VLForConditionalGeneration", embed_dim=32, hidden_size=32, mlp_ratio=2),
-    _grid(
-        "qwen2_5_vl",
-        "Qwen2_5_VLForConditionalGeneration",
-        hidden_size=32,
-        out_hidden_size=32,
-        intermediate_size=64,
-        window_size=16,
-        fullatt_block_indexes=[1],
-    ),
-    _grid(
-        "qwen3_vl",
-        "Qwen3VLForConditionalGeneration",
-        hidden_size=32,
-        out_hidden_size=32,
-        intermediate_size=64,
-        num_position_embeddings=16,
-        deepstack_visual_indexes=[0],
-        refused=(
-            r"modeling_qwen3_vl.*visual_pos_masks",
-            "adds to the tokens of images, which it finds by their values",
-        ),
-    ),
-    transformers_model(
-        "siglip2",
-        "Siglip2VisionModel",
-        "images by their sizes",
-        _shaped,
-        loss=_classified,
-        constant_batch=("spatial_shapes",),
-        base={},
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        patch_size=PATCH,
-        num_patches=16,
-    ),
-)
+    _grid("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", hidden_size=32, out_hidden_size=32, intermediate_size=64,
+        window_size=16, fullatt_block_indexes=[1]),
+    _grid("qwen3_vl", "Qwen3VLForConditionalGeneration", hidden_size=32, out_hidden_size=32, intermediate_size=64,
+        num_position_embeddings=16, deepstack_visual_indexes=[0], refused=(r"modeling_qwen3_vl.*visual_pos_masks",
+        "adds to the tokens of images, which it finds by their values")),
+    transformers_model("siglip2", "Siglip2VisionModel", "images by their sizes", _shaped, loss=_classified,
+        constant_batch=("spatial_shapes",), base={}, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=2, patch_size=PATCH, num_patches=16),
+)  # fmt: skip

@@ -1,33 +1,21 @@
-"""Recipes train as eager PyTorch does on whole batches: a part of `make zoo ONLY=recipe`, and the check itself."""
+"""The check of a recipe finds what is wrong, and the page tells of it."""
 
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import check_recipe
 import pytest
 import torch
 from check import Row
-from check_recipe import Trained, Workers, train_eagerly
+from check_recipe import Trained, train_eagerly
 from coverage_page import page
 from families import RECIPES, ZOO, Recipe
 from families.recipe import KIND, OPTIMIZERS, STEPS
 from torch.utils import _pytree as pytree
 
-SLOW = (
-    "recipe_gpt2_padded",
-    "recipe_retina_boxes",
-    "recipe_vae",
-    "recipe_moving_average",
-    "recipe_moco",
-    "recipe_perplexity",
-    "recipe_optimizer_pytorch_optimizer_ademamix",
-    "recipe_optimizer_timm_lamb",
-)
 SMALL = RECIPES["recipe_huber"]
 
 
@@ -42,24 +30,6 @@ class NoWorkers:
         found = check_recipe.train_locally(recipe, build, steady=False)
         found.state[self.changed][0].nextafter_(torch.tensor(9.0))
         return found
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(multiprocessing.get_context("spawn")) as started:
-        yield started
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize("name", SLOW)
-def test_recipe(name: str, workers: Workers) -> None:
-    recipe = RECIPES[name]
-    if reason := recipe.missing():
-        pytest.skip(reason)
-    row = check_recipe.check_recipe(recipe, workers)
-    assert row.status == ("refused" if recipe.refused else "passed"), row.reason
-    assert not row.unproved
 
 
 def test_the_table_is_whole() -> None:

@@ -47,7 +47,6 @@ def is_certain(call: Call) -> bool:
     return is_view_operator(call.operator) or foretells(call.operator, call.tensors)
 
 
-@pytest.mark.slow
 def test_certain_layouts_are_foretold_as_the_kernels_give_them() -> None:
     wrong: dict[str, list[str]] = {}
     seen = set()
