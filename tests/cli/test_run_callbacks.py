@@ -159,12 +159,11 @@ def test_a_loop_of_ones_own_sets_the_same_rates(build: Path, tmp_path: Path, sch
     task = runpy.run_path(str(build.parent / "model.py"))
     policy = {"policy": "stash"} if schedule == "async" else {}
     pipeline = package.load(build).local(optimizer=task["optimizer"], schedule=schedule, **policy)
-
-    def on_step(step: int, loss: Any) -> None:
+    for step, batch in enumerate(task["train_data"](), 1):
+        pipeline.step(batch)
         if step == 7:
             pipeline.set_lr(0.02)
-
-    pipeline.train(task["train_data"], on_step=on_step)
+    pipeline.flush()
     trained = load_file(tmp_path / "out" / "model.safetensors")
     assert all(trained[name].equal(value) for name, value in pipeline.state_dict().items())
 

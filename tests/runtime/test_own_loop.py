@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -74,9 +73,14 @@ def test_processes_evaluate_as_one(tmp_path: Path) -> None:
     case = CASES["gpt"]
     whole = case.batches(1)[0]
     shapes = [whole, tree_map(lambda value: value[:2], whole)]
+
+    def loss(model: Any, batch: Any) -> Any:
+        found = case.loss(model, batch)
+        return found, {"twice": 2 * found.detach()}
+
     build = fxpipe.compile(
         case.make(),
-        case.loss,
+        loss,
         whole,
         cost="analytic",
         shapes=shapes[1:],
@@ -211,34 +215,6 @@ def test_an_error_in_the_loop_leaves_what_is_in_flight(toy: Any, many: Any, tmp_
     assert pipeline.executors[0].store.version < pipeline.fed
 
 
-def followed(pipeline: Any, batches: Any, held_out: Any, **options: Any) -> list[Any]:
-    """What `train` calls, in order, and what it returns; the second evaluation halves the rate, the fifth ends it."""
-    seen: list[Any] = []
-    evaluations = 0
-
-    def on_step(step: int, loss: Any) -> None:
-        seen.append(("step", step, loss))
-
-    def on_eval(step: int, measured: dict[str, float]) -> bool:
-        nonlocal evaluations
-        evaluations += 1
-        seen.append(("eval", step, {**measured, **pipeline.metrics}))
-        if evaluations == 2:
-            pipeline.set_lr(0.05)
-        return evaluations == 5
-
-    losses = pipeline.train(
-        lambda: batches,
-        3,
-        eval_data=lambda: held_out,
-        on_step=on_step,
-        on_eval=on_eval,
-        on_epoch=lambda epoch: seen.append(("epoch", epoch)),
-        **options,
-    )
-    return [[(*kind, float(last)) if kind[0] == "step" else (*kind, last) for *kind, last in seen], losses]
-
-
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = CASES["gpt"]
@@ -247,58 +223,8 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("build")
     torch.save((batches, batches[:2]), folder / "data.pt")
 
-    def loss(model: Any, batch: Any) -> Any:
-        found = case.loss(model, batch)
-        return found, {"twice": 2 * found.detach()}
-
-    fxpipe.compile(case.make(), loss, batches[0], cost="analytic", evaluation=evaluation).save(folder / "build")
+    fxpipe.compile(case.make(), case.loss, batches[0], cost="analytic", evaluation=evaluation).save(folder / "build")
     return folder
-
-
-def test_a_loop_that_calls(evaluated: Path) -> None:
-    batches, held_out = torch.load(evaluated / "data.pt")
-    one, other = (fxpipe.load(evaluated / "build").local(optimizer=optimizer) for _ in range(2))
-    seen, losses = followed(one, batches, held_out, eval_every=2)
-    steps = [(kind, number) for kind, number, *_ in seen if kind != "step"]
-    evals = [("eval", 2), ("eval", 4), ("eval", 6), ("eval", 8), ("eval", 10)]
-    assert steps == [*evals[:2], ("epoch", 1), *evals[2:4], ("epoch", 2), evals[4], ("epoch", 3)]
-    assert [found for kind, _, found in (each for each in seen if each[0] == "step")] == losses
-    twice = [found["twice"] for kind, _, found in (each for each in seen if each[0] == "eval")]
-    assert twice == pytest.approx([2 * loss for loss in losses[1::2]], rel=1e-6)
-    expected = []
-    for number, batch in enumerate((batches * 3)[:10], 1):
-        expected.append(other.step(batch))
-        if number % 2 == 0:
-            other.flush()
-            other.evaluate(held_out)
-        if number == 4:
-            other.set_lr(0.05)
-    assert [float(loss) for loss in expected] == losses
-    assert len(one.train(lambda: batches, 2)) == 2 * len(batches)
-
-
-FOLLOWED = """
-import json, os, sys, torch, fxpipe
-sys.path[:0] = [{support!r}, {here!r}]
-from own_loops import optimizer
-from test_own_loop import followed
-batches, held_out = torch.load({data!r}) if os.environ["RANK"] == "0" else (None, None)
-with fxpipe.join({build!r}, optimizer=optimizer, threads=1) as pipeline:
-    os.write(1, f"{{json.dumps(followed(pipeline, batches, held_out))}}\\n".encode())  # in one write
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_a_loop_that_calls_over_processes(evaluated: Path, tmp_path: Path) -> None:
-    places = {"build": str(evaluated / "build"), "data": str(evaluated / "data.pt"), "here": str(Path(__file__).parent)}
-    support = str(Path(__file__).parents[1] / "support")
-    code, written = torchrun(tmp_path, 2, FOLLOWED.format(support=support, **places))
-    assert code == 0, written
-    alone = followed(fxpipe.load(evaluated / "build").local(optimizer=optimizer), *torch.load(evaluated / "data.pt"))
-    found = [json.loads(line) for line in written.splitlines() if line.startswith("[[")]
-    assert found == [json.loads(json.dumps(alone))] * 2
 
 
 @pytest.mark.parametrize("name", ["steps", "eval_every", "checkpoint_every"])

@@ -77,7 +77,7 @@ def play(pipeline: Any, calls: Sequence[Call], batches: Sequence[Any], folder: P
         elif call == "lr":
             pipeline.set_lr(*values)
         elif call == "evaluate":
-            found.append(pipeline.evaluate(held_out))
+            found.append({**pipeline.evaluate(held_out), **pipeline.metrics})
         elif call in ("save", "load"):
             getattr(pipeline, call)(folder / "saved")
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from fxpipe.runtime.process.epochs import in_steps
 from fxpipe.runtime.process.membership import Member, membership
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_together
-from fxpipe.runtime.process.own_loop import OVER, OwnLoop
+from fxpipe.runtime.process.own_loop import OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of
 from fxpipe.runtime.process.step_loss import Losses, StepLoss
 from fxpipe.runtime.process.together import agree_on, gathered, of_worker_0
@@ -44,9 +43,6 @@ from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import LOOKAHEAD, Action
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
-
-_NO_SHAPE = -1
-"""Told in place of the shape of a batch: there is none."""
 
 
 class JoinedPipeline(OwnLoop):
@@ -161,27 +157,16 @@ class JoinedPipeline(OwnLoop):
             RunError: a stage failed; or the processes do not make the same calls.
             PeerLost: another process is gone.
         """
-        loss = self._feed(batch)
-        if loss is None:
-            raise RunError("worker 0 has no more batches", hint=ALIKE)
-        return loss
-
-    def _feed(self, batch: Any) -> StepLoss | None:
-        """A step; None where worker 0 has no more batches, which it says by giving `OVER`."""
         with self._call():
             minibatch, shape = self.fed, None
             parts: Sequence[Any] = ()
-            if batch is OVER and self.rank == 0:
-                shape = _NO_SHAPE
-            elif self._minibatches is not None:
+            if self._minibatches is not None:
                 try:
                     shape, parts = self._minibatches(batch, minibatch)
                 except FxpipeError:
                     self._tell(REFUSED)
                     raise
             shape = self._tell("step", shape)
-            if shape == _NO_SHAPE:
-                return None
             self._shapes[minibatch] = shape
             with self._working():
                 self._new.hear(shape)
@@ -195,9 +180,6 @@ class JoinedPipeline(OwnLoop):
             for old in [known for known in self._shapes if known < self.executor.store.version]:
                 del self._shapes[old]
             return loss
-
-    def _batches(self, data: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        return iter(data()) if self.rank == 0 else itertools.repeat(None)
 
     def _reset(self) -> None:
         with self._call("reset"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -39,10 +39,6 @@ def check_own_loop(options: Iterable[str]) -> None:
     for name in options:
         if name in NOT_OWN:
             raise RunError(f"{name} is no option of fxpipe.join", hint=NOT_OWN[name])
-
-
-OVER = object()
-"""Given in place of a batch: there are no more."""
 
 
 class OwnLoop(ABC):
@@ -118,74 +114,6 @@ class OwnLoop(ABC):
         self.flush()
         return [float(loss) for loss in losses]
 
-    def train(
-        self,
-        train_data: Callable[[], Iterable[Any]],
-        epochs: int = 1,
-        *,
-        eval_data: Callable[[], Iterable[Any]] | None = None,
-        eval_every: int | None = None,
-        on_step: Callable[[int, Any], object] | None = None,
-        on_eval: Callable[[int, dict[str, float]], object] | None = None,
-        on_epoch: Callable[[int], object] | None = None,
-    ) -> list[float]:
-        """Go through the data, with calls to functions that may set rates, save, or end it; return the losses.
-
-            def on_eval(step, measured):
-                if measured["accuracy"] > best:
-                    pipeline.save("best/")
-                return step > 10_000  # something true ends the training
-
-        Over processes, all call them, with the same numbers: decide by these, and all decide alike.
-
-        Args:
-            train_data: gives an epoch's batches; called on worker 0 alone, as eval_data is.
-            eval_data: gives what is evaluated: at the end of every epoch, or after every `eval_every` steps, and then
-                at the end of the training, too.
-            on_step: after every step, with how many were made, and the loss; `float(loss)` waits for it (see `step`).
-            on_eval: after every evaluation, with how many steps were made, and the metrics.
-            on_epoch: after every epoch and its evaluation, with its number, from 1; the pipeline is empty.
-
-        Raises:
-            FxpipeError: as `step` and `evaluate`.
-        """
-        losses: list[Any] = []
-        evaluated, ends = -1, False
-
-        def evaluate() -> bool:
-            nonlocal evaluated
-            if eval_data is None or evaluated == self.fed:
-                return False
-            self.flush()
-            evaluated = self.fed
-            measured = self.evaluate(self._batches(eval_data))
-            return on_eval is not None and bool(on_eval(self.fed, measured))
-
-        for epoch in range(1, epochs + 1):
-            if self._resets:
-                self.reset()
-            batches = self._batches(train_data)
-            while not ends and (loss := self._feed(next(batches, OVER))) is not None:
-                losses.append(loss)
-                ends = on_step is not None and bool(on_step(self.fed, loss))
-                if eval_every is not None and self.fed % eval_every == 0:
-                    ends |= evaluate()
-            self.flush()
-            if eval_every is None or ends or epoch == epochs:
-                ends |= evaluate()
-            ends |= on_epoch is not None and bool(on_epoch(epoch))
-            if ends:
-                break
-        return [float(loss) for loss in losses]
-
-    def _feed(self, batch: Any) -> Any | None:
-        """A step's loss; None if there are no more batches."""
-        return None if batch is OVER else self.step(batch)
-
-    def _batches(self, data: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        """An epoch's batches, where they are read."""
-        return iter(data())
-
     @property
     def learning_rates(self) -> list[float]:
         """Those of an optimizer's next update, by group: of the first worker here that trains something; else empty.
@@ -210,7 +138,7 @@ class OwnLoop(ABC):
             executor.store.updater.set_rates(self.fed, rates, executor.store.version)
 
     def reset(self) -> None:
-        """Call the hook `reset(model)`: an epoch of your own begins. `train` does it at the start of each of its own.
+        """Call the hook `reset(model)`: an epoch of your own begins.
 
         Raises:
             RunError: minibatches are in flight, or there is no such hook.
