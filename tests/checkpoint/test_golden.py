@@ -47,9 +47,9 @@ def check(pipeline: Any, folder: Path, kind: str) -> None:
 
 def test_there_is_one_of_these_formats() -> None:
     assert GOLDEN / make.name() in KEPT, (
-        "the format of checkpoints or of builds is another one. Run tests/checkpoint/golden/make.py, and keep the "
-        "folder that it makes beside the earlier ones. If it is that of checkpoints, read_manifest must go on reading "
-        "all earlier formats: runs of weeks are in them"
+        "the format of checkpoints or of builds is another one. Run tests/checkpoint/golden/make.py, and keep, of each "
+        "format of checkpoints, the folders of the oldest and of the newest builds. If it is that of checkpoints, "
+        "read_manifest must go on reading all earlier formats: runs of weeks are in them"
     )
 
 
