@@ -1,9 +1,11 @@
-"""One thread for small tensors: more of them only wait for each other. And tests within a time, for CI."""
+"""One thread for small tensors: more of them only wait for each other. Tests within a time, for CI; golden texts."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ BEGUN = time.monotonic()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test later than this: skip the rest")
     parser.addoption("--shuffle", metavar="SEED", help="play the files in an order that follows from this")
+    parser.addoption("--rewrite", action="store_true", help="write golden texts anew: read the difference then")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,3 +33,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     within = item.config.getoption("--within")
     if within is not None and time.monotonic() - BEGUN > within:
         pytest.skip("time is up (--within)")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
+    """Compares a text with what its file has; with --rewrite, the file gets the text."""
+
+    def compare(path: Path, text: str) -> None:
+        if request.config.getoption("--rewrite"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8")
+
+    return compare

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import io
 import json
-import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ ESCAPE = "\x1b["
 
 
 @functools.cache
-def golden() -> dict[str, Any]:
+def golden_facts() -> dict[str, Any]:
     """The facts of the golden model, on cuts that part a module's forward from its backward."""
     torch.manual_seed(0)
     build = library.compile(
@@ -62,28 +62,23 @@ def printed(show: Any, width: int, **options: Any) -> str:
 @pytest.mark.skipif(standing(torch.__version__) != "yes", reason="another torch may trace other operators")
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("view", ["overview", "grid"])
-def test_the_golden_model(view: str, width: int) -> None:
-    """With UPDATE_GOLDEN=1 the files are written anew: read the difference before you commit it."""
+def test_the_golden_model(view: str, width: int, golden: Callable[[Path, str], None]) -> None:
     if view == "overview":
-        text = printed(lambda c: print_overview(golden(), c), width)
+        text = printed(lambda c: print_overview(golden_facts(), c), width)
     else:
-        text = printed(lambda c: print_grid(golden()["grid"], c), width)
-    path = GOLDEN / f"inspect_{view}_{width}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        GOLDEN.mkdir(exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text()
+        text = printed(lambda c: print_grid(golden_facts()["grid"], c), width)
+    golden(GOLDEN / f"inspect_{view}_{width}.txt", text)
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160, 200])
 def test_nothing_is_wider_than_the_terminal_nor_ends_in_blanks(width: int) -> None:
-    text = printed(lambda c: (print_overview(golden(), c), print_grid(golden()["grid"], c)), width)
+    text = printed(lambda c: (print_overview(golden_facts(), c), print_grid(golden_facts()["grid"], c)), width)
     assert max(map(len, text.splitlines())) <= width
     assert [line for line in text.splitlines() if line != line.rstrip()] == []
 
 
 def test_the_room_of_a_wide_terminal_is_used() -> None:
-    narrow, wide = (printed(lambda c: print_overview(golden(), c), width) for width in (80, 200))
+    narrow, wide = (printed(lambda c: print_overview(golden_facts(), c), width) for width in (80, 200))
     assert "forward from" not in narrow
     for header in ("forward from", "backward from", "owned by", "saved × in flight"):
         assert header in wide
@@ -380,22 +375,22 @@ def test_a_run_beneath_its_build(build: Path) -> None:
 
 
 def test_colours_are_the_workers_own() -> None:
-    text = printed(lambda c: print_overview(golden(), c), 80, force_terminal=True, color_system="truecolor")
+    text = printed(lambda c: print_overview(golden_facts(), c), 80, force_terminal=True, color_system="truecolor")
     for colour in COLOURS[:2]:
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
         assert f"38;2;{red};{green};{blue}m" in text
-    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == printed(lambda c: print_overview(golden(), c), 80)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == printed(lambda c: print_overview(golden_facts(), c), 80)
 
 
 def test_no_colour_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    text = printed(lambda c: print_overview(golden(), c), 80, force_terminal=True)
+    text = printed(lambda c: print_overview(golden_facts(), c), 80, force_terminal=True)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", text)
 
 
 def test_many_edges_of_one_way_are_summed_up() -> None:
     way = {"src": 0, "src_phase": "F", "dst": 1, "dst_phase": "B"}
-    edge = {**golden()["edges"][0], **way, "kind": "saved", "bytes": 1024}
+    edge = {**golden_facts()["edges"][0], **way, "kind": "saved", "bytes": 1024}
     many = [{**edge, "name": f"v{i}"} for i in range(MANY + 1)] + [{**edge, "name": "alone", "dst": 2}]
     folded = printed(lambda c: print_edges(many, c), 100)
     assert re.search(rf"^F0 → B1 +saved +{MANY + 1} edges +{MANY + 1}\.0 KiB$", folded, re.M)
@@ -456,4 +451,4 @@ def test_what_replicas_add_up() -> None:
     assert "worker 0: " not in text
     shares = library.lower(program, **options, reduce=Reduce((1, 3), sharded=True))
     assert " and share out the update\n" in printed(lambda c: print_overview(facts(subject_of(shares)), c), 120)
-    assert "add up" not in printed(lambda c: print_overview(golden(), c), 120)
+    assert "add up" not in printed(lambda c: print_overview(golden_facts(), c), 120)

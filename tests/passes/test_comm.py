@@ -8,16 +8,12 @@ import pytest
 import torch
 from cached import captured, cuts, lowered
 from fxpipe.passes import default_passes
-from fxpipe.passes.comm import Comm
 from fxpipe.passes.fold import Fold
-from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.units import Units
-from program_text import check_pass, placed
 from random_cuts import numbered, random_cuts
 from small_models import CASES
 from torch import Tensor, nn
 from torch.nn import functional as F
-from two_layers import two_layers
 
 import fxpipe
 from fxpipe.errors import VerifyError
@@ -174,66 +170,3 @@ def test_tokens_are_few_and_only_between_neighbours(seed: int) -> None:
             assert edge.src_phase == edge.dst_phase
             assert edge.dst - edge.src == (1 if edge.src_phase == "F" else -1)
     assert len(tokens(plan)) == len(set(tokens(plan))) <= 6
-
-
-BEFORE = """
-# PLACED: 18 nodes, 4 units
-_0_weight = parameter('0.weight')  # f32[2, 2]
-_2_weight = parameter('2.weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-_0_t = aten.t.default(_0_weight)  # f32[2, 2] u0 w0 16 B
-_0_mm = aten.mm.default(batch, _0_t)  # f32[3, 2] u0 w0 24 B
-_1_tanh = aten.tanh.default(_0_mm)  # f32[3, 2] u1 w0 24 B
-_2_t = aten.t.default(_2_weight)  # f32[2, 2] u2 w1 16 B
-_2_mm = aten.mm.default(_1_tanh, _2_t)  # f32[3, 2] u2 w1 24 B
-sum_2 = aten.sum.default(_2_mm)  # f32[] u3 w1 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u3 w1 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u3 w1 24 B
-# W
-d__2_t = aten.t.default(d_expand)  # f32[2, 3] u2 w1 24 B
-d__2_mm = aten.mm.default(d__2_t, _1_tanh)  # f32[2, 2] u2 w1 16 B
-# B
-d__2_mm_1 = aten.mm.default(d_expand, _2_weight)  # f32[3, 2] u2 w1 24 B
-d__1_tanh_backward = aten.tanh_backward.default(d__2_mm_1, _1_tanh)  # f32[3, 2] u1 w0 24 B
-# W
-d__0_t = aten.t.default(d__1_tanh_backward)  # f32[2, 3] u0 w0 24 B
-d__0_mm = aten.mm.default(d__0_t, batch)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d__0_mm (gradient _0_weight), d__2_mm (gradient _2_weight)
-"""
-
-AFTER = """
-# WIRED: 22 nodes, 4 units
-_0_weight = parameter('0.weight')  # f32[2, 2]
-_2_weight = parameter('2.weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-_0_t = aten.t.default(_0_weight)  # f32[2, 2] u0 w0 16 B
-_0_mm = aten.mm.default(batch, _0_t)  # f32[3, 2] u0 w0 24 B
-_1_tanh = aten.tanh.default(_0_mm)  # f32[3, 2] u1 w0 24 B
-_1_tanh_send_1 = send(_1_tanh, to=1, kind='activation')
-_2_t = aten.t.default(_2_weight)  # f32[2, 2] u2 w1 16 B
-_1_tanh_recv_1 = recv(_1_tanh_send_1, peer=0, kind='activation')  # f32[3, 2] u2 w1 24 B
-_2_mm = aten.mm.default(_1_tanh_recv_1, _2_t)  # f32[3, 2] u2 w1 24 B
-sum_2 = aten.sum.default(_2_mm)  # f32[] u3 w1 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u3 w1 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u3 w1 24 B
-# W
-d__2_t = aten.t.default(d_expand)  # f32[2, 3] u2 w1 24 B
-d__2_mm = aten.mm.default(d__2_t, _1_tanh_recv_1)  # f32[2, 2] u2 w1 16 B
-# B
-d__2_mm_1 = aten.mm.default(d_expand, _2_weight)  # f32[3, 2] u2 w1 24 B
-d__2_mm_1_send_0 = send(d__2_mm_1, to=0, kind='gradient')
-d__2_mm_1_recv_0 = recv(d__2_mm_1_send_0, peer=1, kind='gradient')  # f32[3, 2] u1 w0 24 B
-d__1_tanh_backward = aten.tanh_backward.default(d__2_mm_1_recv_0, _1_tanh)  # f32[3, 2] u1 w0 24 B
-# W
-d__0_t = aten.t.default(d__1_tanh_backward)  # f32[2, 3] u0 w0 24 B
-d__0_mm = aten.mm.default(d__0_t, batch)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d__0_mm (gradient _0_weight), d__2_mm (gradient _2_weight)
-"""
-
-
-def test_what_crosses_workers_is_sent_and_received_as_text() -> None:
-    check_pass(Comm(), run_passes(placed(two_layers(), 2), [Rematerialize()]), BEFORE, AFTER)

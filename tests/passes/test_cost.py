@@ -1,19 +1,14 @@
-"""cost: every node has its bytes and seconds, computed or as they were measured."""
+"""cost: every node has its seconds, computed or as they were measured."""
 
 from __future__ import annotations
 
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
-from program_text import check_pass
-from two_layers import COSTED, NUMBERED, two_layers
+from two_layers import two_layers
 
 from fxpipe.ir.program import info
 from fxpipe.ir.transform import run_passes
-
-
-def test_bytes_are_those_of_the_values() -> None:
-    check_pass(Cost(), run_passes(two_layers(), [Fold(), Units()]), NUMBERED, COSTED)
 
 
 def test_seconds_are_computed_or_those_measured() -> None:

@@ -8,16 +8,11 @@ import pytest
 from cached import captured, lowered
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
-from program_text import check_pass
 from random_cuts import numbered, random_cuts
 from small_models import CASES
-from two_layers import COSTED, two_layers
 
 from fxpipe.errors import CutError
 from fxpipe.ir.program import info
-from fxpipe.ir.transform import run_passes
 from fxpipe.planner.cuts import Cuts
 
 
@@ -81,36 +76,3 @@ def test_the_plan_and_its_summary_tell_weight_gradients_apart() -> None:
         "backward  units 4 to 7, layers.2 to (no module)\nweights   gradients of nothing\n" in build.files["stage_1.py"]
     )
     assert "weights " not in same.files["stage_1.py"].split('"""')[1]
-
-
-AFTER = """
-# PLACED: 18 nodes, 4 units
-_0_weight = parameter('0.weight')  # f32[2, 2]
-_2_weight = parameter('2.weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-_0_t = aten.t.default(_0_weight)  # f32[2, 2] u0 w0 16 B
-_0_mm = aten.mm.default(batch, _0_t)  # f32[3, 2] u0 w0 24 B
-_1_tanh = aten.tanh.default(_0_mm)  # f32[3, 2] u1 w0 24 B
-_2_t = aten.t.default(_2_weight)  # f32[2, 2] u2 w1 16 B
-_2_mm = aten.mm.default(_1_tanh, _2_t)  # f32[3, 2] u2 w1 24 B
-sum_2 = aten.sum.default(_2_mm)  # f32[] u3 w1 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u3 w1 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u3 w1 24 B
-# W
-d__2_t = aten.t.default(d_expand)  # f32[2, 3] u2 w0 24 B
-d__2_mm = aten.mm.default(d__2_t, _1_tanh)  # f32[2, 2] u2 w0 16 B
-# B
-d__2_mm_1 = aten.mm.default(d_expand, _2_weight)  # f32[3, 2] u2 w0 24 B
-d__1_tanh_backward = aten.tanh_backward.default(d__2_mm_1, _1_tanh)  # f32[3, 2] u1 w0 24 B
-# W
-d__0_t = aten.t.default(d__1_tanh_backward)  # f32[2, 3] u0 w0 24 B
-d__0_mm = aten.mm.default(d__0_t, batch)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d__0_mm (gradient _0_weight), d__2_mm (gradient _2_weight)
-"""
-
-
-def test_nodes_go_where_the_cuts_say_as_text() -> None:
-    program = run_passes(two_layers(), [Fold(), Units(), Cost()])
-    check_pass(Cut(Cuts((0, 2, 4), (0, 3, 4))), program, COSTED, AFTER)

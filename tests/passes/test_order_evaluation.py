@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.order_evaluation import OrderEvaluation
-from program_text import check_pass
 from torch import nn
 
 from fxpipe.ir.program import Program
@@ -45,51 +44,3 @@ def test_what_is_made_of_the_batch_alone_stands_by_its_first_reader() -> None:
     order = [n.name for n in after]
     first, second = ([i for i, n in enumerate(after) if f"{k}_addmm" in n.name] for k in (0, 1))
     assert first[0] < order.index(after.metrics()["labels"].name) < order.index("neg") < second[0]
-
-
-BEFORE = """
-# FOLDED: 15 nodes, 0 units
-_0_weight = frozen parameter('0.weight')  # f32[2, 2]
-_1_weight = frozen parameter('1.weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-_0_t = aten.t.default(_0_weight)  # f32[2, 2]
-_0_mm = aten.mm.default(batch, _0_t)  # f32[3, 2]
-_1_t = aten.t.default(_1_weight)  # f32[2, 2]
-_1_mm = aten.mm.default(_0_mm, _1_t)  # f32[3, 2]
-neg = aten.neg.default(batch)  # f32[3, 2]
-_0_t_1 = aten.t.default(_0_weight)  # f32[2, 2]
-_0_mm_1 = aten.mm.default(neg, _0_t_1)  # f32[3, 2]
-_1_t_1 = aten.t.default(_1_weight)  # f32[2, 2]
-_1_mm_1 = aten.mm.default(_0_mm_1, _1_t_1)  # f32[3, 2]
-sub = aten.sub.Tensor(_1_mm, _1_mm_1)  # f32[3, 2]
-mean = aten.mean.default(sub)  # f32[]
-# outputs: mean (metric d)
-"""
-
-AFTER = """
-# FOLDED: 15 nodes, 0 units
-_0_weight = frozen parameter('0.weight')  # f32[2, 2]
-_1_weight = frozen parameter('1.weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-_0_t = aten.t.default(_0_weight)  # f32[2, 2]
-_0_mm = aten.mm.default(batch, _0_t)  # f32[3, 2]
-neg = aten.neg.default(batch)  # f32[3, 2]
-_0_t_1 = aten.t.default(_0_weight)  # f32[2, 2]
-_0_mm_1 = aten.mm.default(neg, _0_t_1)  # f32[3, 2]
-_1_t = aten.t.default(_1_weight)  # f32[2, 2]
-_1_mm = aten.mm.default(_0_mm, _1_t)  # f32[3, 2]
-_1_t_1 = aten.t.default(_1_weight)  # f32[2, 2]
-_1_mm_1 = aten.mm.default(_0_mm_1, _1_t_1)  # f32[3, 2]
-sub = aten.sub.Tensor(_1_mm, _1_mm_1)  # f32[3, 2]
-mean = aten.mean.default(sub)  # f32[]
-# outputs: mean (metric d)
-"""
-
-
-def test_two_calls_of_the_model_advance_together() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    program = capture_evaluation(model, lambda m, x: {"d": (m(x) - m(-x)).mean()}, torch.ones(3, 2)).program
-    check_pass(OrderEvaluation({"0.weight": 0, "1.weight": 1}), run_passes(program, [Fold()]), BEFORE, AFTER)

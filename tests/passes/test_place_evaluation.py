@@ -5,18 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
-from fxpipe.passes.cost import Cost
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.place_evaluation import Held, Passed, PlaceEvaluation, cheapest
-from fxpipe.passes.units import Units
+from fxpipe.passes.place_evaluation import Held, Passed, cheapest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program_text import check_pass
-from torch import Tensor, nn
-
-from fxpipe.ir.transform import run_passes
-from fxpipe.tracing.capture import capture_evaluation
 
 
 def cost(cuts: Sequence[int], held: Sequence[Held], values: Sequence[Passed]) -> tuple[int, int]:
@@ -82,51 +73,3 @@ def test_many_units_and_workers_take_moments() -> None:
     held.append(Held(5000, 0, (0, units - 1)))
     found = cheapest(workers, units, held, [Passed(10, u, (u + 1,)) for u in range(units - 1)])
     assert cost(found, held, []) == (5000, 0)
-
-
-BEFORE = """
-# COSTED: 10 nodes, 4 units
-embed_weight = frozen parameter('embed.weight')  # f32[2, 4]
-hidden_weight = frozen parameter('hidden.weight')  # f32[4, 4]
-batch = batch  # i64[2]
-# F
-embed_embedding = aten.embedding.default(embed_weight, batch)  # f32[2, 4] u0 32 B
-hidden_t = aten.t.default(hidden_weight)  # f32[4, 4] u1 64 B
-hidden_mm = aten.mm.default(embed_embedding, hidden_t)  # f32[2, 4] u1 32 B
-t_2 = aten.t.default(embed_weight)  # f32[4, 2] u2 32 B
-mm_2 = aten.mm.default(hidden_mm, t_2)  # f32[2, 2] u2 16 B
-amax = aten.amax.default(mm_2)  # f32[] u3 4 B
-# outputs: amax (metric y)
-"""
-
-AFTER = """
-# PLACED: 10 nodes, 4 units
-embed_weight = frozen parameter('embed.weight')  # f32[2, 4]
-hidden_weight = frozen parameter('hidden.weight')  # f32[4, 4]
-batch = batch  # i64[2]
-# F
-embed_embedding = aten.embedding.default(embed_weight, batch)  # f32[2, 4] u0 w1 32 B
-hidden_t = aten.t.default(hidden_weight)  # f32[4, 4] u1 w1 64 B
-hidden_mm = aten.mm.default(embed_embedding, hidden_t)  # f32[2, 4] u1 w1 32 B
-t_2 = aten.t.default(embed_weight)  # f32[4, 2] u2 w1 32 B
-mm_2 = aten.mm.default(hidden_mm, t_2)  # f32[2, 2] u2 w1 16 B
-amax = aten.amax.default(mm_2)  # f32[] u3 w1 4 B
-# outputs: amax (metric y)
-"""
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.hidden = nn.Embedding(2, 4), nn.Linear(4, 4, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.hidden(self.embed(ids)) @ self.embed.weight.t()
-
-
-def test_units_follow_their_weights_as_text() -> None:
-    """Worker 0 owns the embedding, which is the head, too: sending it to worker 1 costs least."""
-    torch.manual_seed(0)
-    program = capture_evaluation(Tied(), lambda m, ids: {"y": m(ids).amax()}, torch.tensor([1, 0])).program
-    program = run_passes(program, [Fold(), Units(), Cost()])
-    check_pass(PlaceEvaluation(2, {"embed.weight": 0, "hidden.weight": 1}), program, BEFORE, AFTER)

@@ -15,12 +15,9 @@ from fxpipe.passes.cut import Cut
 from fxpipe.passes.defer import Defer
 from fxpipe.passes.recompute import LEAST, Choices, Recompute, Room
 from fxpipe.passes.rematerialize import Rematerialize
-from program_text import check_pass, placed
 from random_cuts import random_cuts
 from small_models import CASES
-from torch import nn
 
-import fxpipe
 from fxpipe.ir.aten import is_random
 from fxpipe.ir.program import AGAIN, Program, info
 from fxpipe.ir.transform import run_passes
@@ -161,86 +158,3 @@ def test_levels_of_units_add_up_to_what_a_single_worker_saves(name: str) -> None
         assert max(row.alive_bytes for row in level) > 0
         assert sum(row.made_bytes for row in level) > 0
         assert all(row.deferred_bytes <= row.made_bytes for row in level)
-
-
-BEFORE = """
-# PLACED: 13 nodes, 4 units
-weight = parameter('weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-mm = aten.mm.default(batch, weight)  # f32[3, 2] u0 w0 24 B
-sigmoid = aten.sigmoid.default(mm)  # f32[3, 2] u1 w0 24 B
-sigmoid_2 = aten.sigmoid.default(sigmoid)  # f32[3, 2] u2 w0 24 B
-sum_2 = aten.sum.default(sigmoid_2)  # f32[] u3 w0 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u3 w0 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u3 w0 24 B
-d_sigmoid_backward = aten.sigmoid_backward.default(d_expand, sigmoid_2)  # f32[3, 2] u2 w0 24 B
-d_sigmoid_backward_1 = aten.sigmoid_backward.default(d_sigmoid_backward, sigmoid)  # f32[3, 2] u1 w0 24 B
-# W
-d_t = aten.t.default(batch)  # f32[2, 3] u0 w0 24 B
-d_mm = aten.mm.default(d_t, d_sigmoid_backward_1)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d_mm (gradient weight)
-"""
-
-CHOSEN = """
-# PLACED: 13 nodes, 4 units
-weight = parameter('weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# backward of worker 0 computes again: mm, sigmoid, sigmoid_2
-# F
-mm = aten.mm.default(batch, weight)  # f32[3, 2] u0 w0 24 B
-sigmoid = aten.sigmoid.default(mm)  # f32[3, 2] u1 w0 24 B
-sigmoid_2 = aten.sigmoid.default(sigmoid)  # f32[3, 2] u2 w0 24 B
-sum_2 = aten.sum.default(sigmoid_2)  # f32[] u3 w0 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u3 w0 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u3 w0 24 B
-d_sigmoid_backward = aten.sigmoid_backward.default(d_expand, sigmoid_2)  # f32[3, 2] u2 w0 24 B
-d_sigmoid_backward_1 = aten.sigmoid_backward.default(d_sigmoid_backward, sigmoid)  # f32[3, 2] u1 w0 24 B
-# W
-d_t = aten.t.default(batch)  # f32[2, 3] u0 w0 24 B
-d_mm = aten.mm.default(d_t, d_sigmoid_backward_1)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d_mm (gradient weight)
-"""
-
-AFTER = """
-# PLACED: 16 nodes, 4 units
-weight = parameter('weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# backward of worker 0 computes again: mm, sigmoid, sigmoid_2
-# F
-mm = aten.mm.default(batch, weight)  # f32[3, 2] u0 w0 24 B
-sigmoid = aten.sigmoid.default(mm)  # f32[3, 2] u1 w0 24 B
-sigmoid_2 = aten.sigmoid.default(sigmoid)  # f32[3, 2] u2 w0 24 B
-sum_2 = aten.sum.default(sigmoid_2)  # f32[] u3 w0 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u3 w0 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u3 w0 24 B
-mm_again = aten.mm.default(batch, weight)  # f32[3, 2] u0 w0 24 B
-sigmoid_again = aten.sigmoid.default(mm_again)  # f32[3, 2] u1 w0 24 B
-sigmoid_2_again = aten.sigmoid.default(sigmoid_again)  # f32[3, 2] u2 w0 24 B
-d_sigmoid_backward = aten.sigmoid_backward.default(d_expand, sigmoid_2_again)  # f32[3, 2] u2 w0 24 B
-d_sigmoid_backward_1 = aten.sigmoid_backward.default(d_sigmoid_backward, sigmoid_again)  # f32[3, 2] u1 w0 24 B
-# W
-d_t = aten.t.default(batch)  # f32[2, 3] u0 w0 24 B
-d_mm = aten.mm.default(d_t, d_sigmoid_backward_1)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d_mm (gradient weight)
-"""
-
-
-class Twice(nn.Module):
-    """Backward reads both sigmoids; the second is made of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.weight).sigmoid().sigmoid()
-
-
-def test_what_is_computed_again_as_text() -> None:
-    program = placed(fxpipe.capture(Twice(), lambda m, x: m(x).sum(), torch.ones(3, 2)))
-    check_pass(Recompute((LEAST,)), program, BEFORE, CHOSEN)
-    check_pass(Rematerialize(), run_passes(program, [Recompute((LEAST,))]), CHOSEN, AFTER)

@@ -13,8 +13,6 @@ from cached import captured
 from fxpipe.passes import default_passes, wiring_passes
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
-from fxpipe.passes.rematerialize import Rematerialize
-from program_text import check_pass, placed
 from random_cuts import legal_cuts, random_cuts, with_units
 from small_models import CASES
 from torch import Tensor, nn
@@ -167,99 +165,3 @@ def test_a_worker_that_only_hands_on_what_backwards_read_takes_it_in_forward() -
     pipeline = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
     assert float(pipeline.step(batch)) == pytest.approx(model(batch).item(), rel=1e-6)
     assert float(pipeline.step(batch)) < model(batch).item()
-
-
-class ReadByAll(nn.Module):
-    """What the first layer makes is read by all later ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, 2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return ((h.sin() + h).square() + h).sum()
-
-
-BEFORE = """
-# PLACED: 21 nodes, 6 units
-first_weight = parameter('first.weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-first_t = aten.t.default(first_weight)  # f32[2, 2] u0 w0 16 B
-first_mm = aten.mm.default(batch, first_t)  # f32[3, 2] u0 w0 24 B
-sin = aten.sin.default(first_mm)  # f32[3, 2] u1 w1 24 B
-add = aten.add.Tensor(sin, first_mm)  # f32[3, 2] u2 w2 24 B
-pow_2 = aten.pow.Tensor_Scalar(add, 2)  # f32[3, 2] u3 w2 24 B
-add_2 = aten.add.Tensor(pow_2, first_mm)  # f32[3, 2] u4 w3 24 B
-sum_2 = aten.sum.default(add_2)  # f32[] u5 w3 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u5 w3 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u5 w3 24 B
-d_pow = aten.pow.Tensor_Scalar(add, 1.0)  # f32[3, 2] u3 w2 24 B
-d_mul = aten.mul.Scalar(d_pow, 2.0)  # f32[3, 2] u3 w2 24 B
-d_mul_1 = aten.mul.Tensor(d_expand, d_mul)  # f32[3, 2] u3 w2 24 B
-d_add = aten.add.Tensor(d_expand, d_mul_1)  # f32[3, 2] u3 w2 24 B
-d_cos = aten.cos.default(first_mm)  # f32[3, 2] u1 w1 24 B
-d_mul_2 = aten.mul.Tensor(d_mul_1, d_cos)  # f32[3, 2] u1 w1 24 B
-d_add_1 = aten.add.Tensor(d_add, d_mul_2)  # f32[3, 2] u1 w1 24 B
-# W
-d_first_t = aten.t.default(d_add_1)  # f32[2, 3] u0 w0 24 B
-d_first_mm = aten.mm.default(d_first_t, batch)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d_first_mm (gradient first_weight)
-"""
-
-AFTER = """
-# WIRED: 42 nodes, 6 units
-first_weight = parameter('first.weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-first_t = aten.t.default(first_weight)  # f32[2, 2] u0 w0 16 B
-first_mm = aten.mm.default(batch, first_t)  # f32[3, 2] u0 w0 24 B
-first_mm_send_1 = send(first_mm, to=1, kind='activation')
-first_mm_recv_1 = recv(first_mm_send_1, peer=0, kind='activation')  # f32[3, 2] u1 w1 24 B
-first_mm_send_2 = send(first_mm_recv_1, to=2, kind='activation')
-sin = aten.sin.default(first_mm_recv_1)  # f32[3, 2] u1 w1 24 B
-sin_send_2 = send(sin, to=2, kind='activation')
-first_mm_recv_2 = recv(first_mm_send_2, peer=1, kind='activation')  # f32[3, 2] u2 w2 24 B
-first_mm_send_3 = send(first_mm_recv_2, to=3, kind='activation')
-sin_recv_2 = recv(sin_send_2, peer=1, kind='activation')  # f32[3, 2] u2 w2 24 B
-add = aten.add.Tensor(sin_recv_2, first_mm_recv_2)  # f32[3, 2] u2 w2 24 B
-pow_2 = aten.pow.Tensor_Scalar(add, 2)  # f32[3, 2] u3 w2 24 B
-pow_2_send_3 = send(pow_2, to=3, kind='activation')
-first_mm_recv_3 = recv(first_mm_send_3, peer=2, kind='activation')  # f32[3, 2] u4 w3 24 B
-pow_2_recv_3 = recv(pow_2_send_3, peer=2, kind='activation')  # f32[3, 2] u4 w3 24 B
-add_2 = aten.add.Tensor(pow_2_recv_3, first_mm_recv_3)  # f32[3, 2] u4 w3 24 B
-sum_2 = aten.sum.default(add_2)  # f32[] u5 w3 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u5 w3 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u5 w3 24 B
-d_expand_row = aten.slice.Tensor(d_expand, 0, 0, 1)  # f32[1, 2] u5 w3 8 B
-d_expand_row_row = aten.slice.Tensor(d_expand_row, 1, 0, 1)  # f32[1, 1] u5 w3 4 B
-d_expand_send_2 = send(d_expand_row_row, to=2, kind='gradient')
-d_pow = aten.pow.Tensor_Scalar(add, 1.0)  # f32[3, 2] u3 w2 24 B
-d_mul = aten.mul.Scalar(d_pow, 2.0)  # f32[3, 2] u3 w2 24 B
-d_expand_recv_2 = recv(d_expand_send_2, peer=3, kind='gradient')  # f32[1, 1] u3 w2 4 B
-d_expand_recv_2_expanded = aten.expand.default(d_expand_recv_2, [3, 2])  # f32[3, 2] u3 w2 24 B
-d_mul_1 = aten.mul.Tensor(d_expand_recv_2_expanded, d_mul)  # f32[3, 2] u3 w2 24 B
-d_mul_1_send_1 = send(d_mul_1, to=1, kind='gradient')
-d_add = aten.add.Tensor(d_expand_recv_2_expanded, d_mul_1)  # f32[3, 2] u3 w2 24 B
-d_add_send_1 = send(d_add, to=1, kind='gradient')
-d_cos = aten.cos.default(first_mm_recv_1)  # f32[3, 2] u1 w1 24 B
-d_mul_1_recv_1 = recv(d_mul_1_send_1, peer=2, kind='gradient')  # f32[3, 2] u1 w1 24 B
-d_mul_2 = aten.mul.Tensor(d_mul_1_recv_1, d_cos)  # f32[3, 2] u1 w1 24 B
-d_add_recv_1 = recv(d_add_send_1, peer=2, kind='gradient')  # f32[3, 2] u1 w1 24 B
-d_add_1 = aten.add.Tensor(d_add_recv_1, d_mul_2)  # f32[3, 2] u1 w1 24 B
-d_add_1_send_0 = send(d_add_1, to=0, kind='gradient')
-# W
-d_add_1_recv_0 = recv(d_add_1_send_0, peer=1, kind='gradient')  # f32[3, 2] u0 w0 24 B
-d_first_t = aten.t.default(d_add_1_recv_0)  # f32[2, 3] u0 w0 24 B
-d_first_mm = aten.mm.default(d_first_t, batch)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d_first_mm (gradient first_weight)
-"""
-
-
-def test_a_value_read_by_three_later_workers_as_text() -> None:
-    program = fxpipe.capture(ReadByAll(), loss_itself, torch.ones(3, 2))
-    before = run_passes(placed(program, 1, 2, 4), [Rematerialize()])
-    check_pass(Comm(), before, BEFORE, AFTER)

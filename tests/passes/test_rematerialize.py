@@ -7,9 +7,7 @@ import torch
 from cached import captured, cuts, lowered, passed
 from fxpipe.passes import default_passes
 from fxpipe.passes.fold import Fold
-from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.units import Units
-from program_text import check_pass, placed
 from random_cuts import numbered, random_cuts
 from small_models import CASES
 from torch import fx, nn
@@ -188,70 +186,6 @@ def test_units_of_the_workers_own_forward_are_not_recomputed() -> None:
     plain = lowered("function", cuts=Cuts((0, 6, count), (0, 6, count)))
     asked = lowered("function", cuts=Cuts((0, 6, count), (0, 6, count), recompute=((0, 0, 6), (1, 6, count))))
     assert [s.split('"""')[2] for s in asked.files.values()] == [s.split('"""')[2] for s in plain.files.values()]
-
-
-BEFORE = """
-# PLACED: 14 nodes, 3 units
-weight = parameter('weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-arange = aten.arange.default(2.0, device=torch.device("cpu"), pin_memory=False)  # f32[2] u0 w0 8 B
-add = aten.add.Tensor(batch, arange)  # f32[3, 2] u0 w0 24 B
-exp = aten.exp.default(weight)  # f32[2, 2] u0 w0 16 B
-mm = aten.mm.default(add, exp)  # f32[3, 2] u0 w0 24 B
-add_2 = aten.add.Tensor(mm, arange)  # f32[3, 2] u1 w1 24 B
-sum_2 = aten.sum.default(add_2)  # f32[] u2 w1 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u2 w1 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u2 w1 24 B
-# W
-d_t = aten.t.default(add)  # f32[2, 3] u0 w0 24 B
-d_mm = aten.mm.default(d_t, d_expand)  # f32[2, 2] u0 w0 16 B
-d_mul = aten.mul.Tensor(d_mm, exp)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d_mul (gradient weight)
-"""
-
-AFTER = """
-# PLACED: 16 nodes, 3 units
-weight = parameter('weight')  # f32[2, 2]
-batch = batch  # f32[3, 2]
-# F
-arange = aten.arange.default(2.0, device=torch.device("cpu"), pin_memory=False)  # f32[2] u0 w0 8 B
-add = aten.add.Tensor(batch, arange)  # f32[3, 2] u0 w0 24 B
-exp = aten.exp.default(weight)  # f32[2, 2] u0 w0 16 B
-mm = aten.mm.default(add, exp)  # f32[3, 2] u0 w0 24 B
-arange_again = aten.arange.default(2.0, device=torch.device("cpu"), pin_memory=False)  # f32[2] u0 w1 8 B
-add_2 = aten.add.Tensor(mm, arange_again)  # f32[3, 2] u1 w1 24 B
-sum_2 = aten.sum.default(add_2)  # f32[] u2 w1 4 B
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[] u2 w1 4 B
-d_expand = aten.expand.default(d_loss, [3, 2])  # f32[3, 2] u2 w1 24 B
-# W
-d_t = aten.t.default(add)  # f32[2, 3] u0 w0 24 B
-d_mm = aten.mm.default(d_t, d_expand)  # f32[2, 2] u0 w0 16 B
-# B
-exp_again = aten.exp.default(weight)  # f32[2, 2] u0 w0 16 B
-# W
-d_mul = aten.mul.Tensor(d_mm, exp_again)  # f32[2, 2] u0 w0 16 B
-# outputs: sum_2 (loss), d_mul (gradient weight)
-"""
-
-
-class Scaled(nn.Module):
-    """Backward reads `exp(weight)`, and both workers `arange`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        position = torch.arange(2.0)
-        return (x + position) @ self.weight.exp() + position
-
-
-def test_what_is_made_of_weights_or_from_nothing_is_made_again_as_text() -> None:
-    program = fxpipe.capture(Scaled(), lambda m, x: m(x).sum(), torch.ones(3, 2))
-    check_pass(Rematerialize(), placed(program, 1), BEFORE, AFTER)
 
 
 def test_of_a_tuple_that_backward_computes_again_weight_gradients_get_the_elements() -> None:

@@ -14,7 +14,6 @@ from fxpipe.passes.analysis.share import Lost, Share
 from fxpipe.passes.analysis.whole_call import beside
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.whole_loss import BY_ITSELF, WholeLoss
-from program_text import text
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -477,74 +476,3 @@ def test_batch_norm_is_named() -> None:
     assert weighted.batch_norm == "1"
     made[1].eval()
     assert not lowered(made, step, batch(), 2).batch_norm
-
-
-BEFORE = """
-# FOLDED: 19 nodes, 0 units
-weight = parameter('weight')  # f32[2, 2]
-batch_0 = batch[0]  # f32[3, 2]
-batch_1 = batch[1]  # f32[3]
-# F
-t = aten.t.default(weight)  # f32[2, 2]
-mm = aten.mm.default(batch_0, t)  # f32[3, 2]
-sum_2 = aten.sum.dim_IntList(mm, [1])  # f32[3]
-mul = aten.mul.Tensor(sum_2, batch_1)  # f32[3]
-sum_4 = aten.sum.default(mul)  # f32[]
-sum_6 = aten.sum.default(batch_1)  # f32[]
-div = aten.div.Tensor(sum_4, sum_6)  # f32[]
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[]
-d_div = aten.div.Tensor(d_loss, sum_6)  # f32[]
-d_expand = aten.expand.default(d_div, [3])  # f32[3]
-d_mul = aten.mul.Tensor(d_expand, batch_1)  # f32[3]
-d_unsqueeze = aten.unsqueeze.default(d_mul, 1)  # f32[3, 1]
-d_expand_1 = aten.expand.default(d_unsqueeze, [3, 2])  # f32[3, 2]
-d_t = aten.t.default(d_expand_1)  # f32[2, 3]
-d_mm = aten.mm.default(d_t, batch_0)  # f32[2, 2]
-# outputs: div (loss), d_mm (gradient weight)
-"""
-AFTER = """
-# FOLDED: 20 nodes, 0 units
-weight = parameter('weight')  # f32[2, 2]
-batch_0 = batch[0]  # f32[3, 2]
-batch_1 = batch[1]  # f32[3]
-total_0 = total.0  # f32[]
-# F
-t = aten.t.default(weight)  # f32[2, 2]
-mm = aten.mm.default(batch_0, t)  # f32[3, 2]
-sum_2 = aten.sum.dim_IntList(mm, [1])  # f32[3]
-mul = aten.mul.Tensor(sum_2, batch_1)  # f32[3]
-sum_4 = aten.sum.default(mul)  # f32[]
-div_scalar = aten.div.Scalar(total_0, 2)  # f32[]
-div = aten.div.Tensor(sum_4, div_scalar)  # f32[]
-# B
-d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[]
-d_div = aten.div.Tensor(d_loss, div_scalar)  # f32[]
-d_expand = aten.expand.default(d_div, [3])  # f32[3]
-d_mul = aten.mul.Tensor(d_expand, batch_1)  # f32[3]
-d_unsqueeze = aten.unsqueeze.default(d_mul, 1)  # f32[3, 1]
-d_expand_1 = aten.expand.default(d_unsqueeze, [3, 2])  # f32[3, 2]
-d_t = aten.t.default(d_expand_1)  # f32[2, 3]
-d_mm = aten.mm.default(d_t, batch_0)  # f32[2, 2]
-# outputs: div (loss), d_mm (gradient weight)
-"""
-TOTALS = """
-# CAPTURED: 4 nodes, 0 units
-batch_0 = batch[0]  # f32[3, 2]
-batch_1 = batch[1]  # f32[3]
-# F
-sum_6 = aten.sum.default(batch_1)  # f32[]
-# outputs: sum_6 (metric total.0)
-"""
-
-
-def test_the_text() -> None:
-    torch.manual_seed(0)
-    made = nn.Linear(2, 2, bias=False)
-    step = lambda m, b: (m(b[0]).sum(1) * b[1]).sum() / b[1].sum()  # noqa: E731
-    program = run_passes(fxpipe.capture(made, step, (torch.ones(3, 2), torch.ones(3))), [Fold()])
-    assert text(program) == BEFORE.strip()
-    program = run_passes(program, [WholeLoss(2)])
-    assert text(program) == AFTER.strip()
-    assert program.totals is not None
-    assert text(program.totals) == TOTALS.strip()

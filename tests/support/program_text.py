@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import torch
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
 from fxpipe.passes.fold import Fold
@@ -12,7 +11,7 @@ from fxpipe.passes.units import Units
 
 from fxpipe.ir.printer import print_program
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import Pass, run_passes
+from fxpipe.ir.transform import run_passes
 from fxpipe.planner.cuts import Cuts
 
 
@@ -35,15 +34,3 @@ def text(program: Program) -> str:
             phase = heading[1]
             lines.append(f"# {phase}")
     return "\n".join(lines)
-
-
-def check_text(program: Program, expected: str) -> None:
-    assert text(program) == expected.strip()
-
-
-def check_pass(step: Pass, program: Program, before: str, after: str) -> None:
-    """The program is `before`, the pass makes it `after`, and both compute the same."""
-    check_text(program, before)
-    made = run_passes(program, [step])
-    check_text(made, after)
-    assert all(torch.equal(a, b) for a, b in zip(program.run(), made.run(), strict=True))
