@@ -52,7 +52,7 @@ test-slow: venv ## run the slow tests, on two cores in 50 minutes; or as many as
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal \
 		$(if $(WITHIN),--within $(WITHIN) --shuffle "$$(git rev-parse HEAD)")
 
-test-one: venv ## run T=tests/passes/test_fold.py, or with any arguments of pytest: T='tests/ir -k law -x'
+test-one: venv ## run T=tests/passes/test_defer.py, or with any arguments of pytest: T='tests/ir -k law -x'
 	$(BIN)/python -m pytest $(T)
 
 test-tiny: venv ## run the first test there is: capture to training, in 10 seconds

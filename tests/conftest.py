@@ -1,4 +1,4 @@
-"""One thread for small tensors: more of them only wait for each other. Tests within a time, for CI; golden texts."""
+"""One thread for small tensors: more of them only wait for each other. Tests within a time; golden texts; profiles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+for profile, examples in (("quick", 25), ("ci", 100), ("nightly", 300)):  # see --hypothesis-profile
+    settings.register_profile(profile, max_examples=examples, deadline=None)
+settings.load_profile("quick")
 BEGUN = time.monotonic()
 
 

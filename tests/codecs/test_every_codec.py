@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from packed_values import FLOATS, gaussian, heavy_tailed, spec_of, state_at, to_and_fro
 from torch import Tensor
@@ -189,7 +189,6 @@ def test_who_keeps_state_and_for_which_kinds() -> None:
     assert {name for name, kind in CODECS.items() if kind.lossless} == {"bits", "int32"}
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_random_shapes_sizes_and_errors(data: Any) -> None:
     """|error| ≤ half a step, or 2⁻⁸, or 2⁻¹¹ of the value, for any shape."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from played_runs import EVEN, FOUR, Played, losses, planned, play, row, texts
 
@@ -136,7 +136,6 @@ def test_nothing_to_say_of_nothing() -> None:
 times = st.floats(0, 5)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 4).flatmap(
         lambda n: st.tuples(*[st.lists(times, min_size=n, max_size=n) for _ in range(6)], st.booleans())

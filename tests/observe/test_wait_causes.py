@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from played_runs import EVEN, FOUR, Played, losses, row, texts
 
@@ -192,7 +192,6 @@ def test_slow_predictions() -> None:
 FAULTS = ["none", "compute", "uneven", "data", "link", "predict"]
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.integers(2, 5),
     st.sampled_from(["async", "1f1b", "gpipe"]),

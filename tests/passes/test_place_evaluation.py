@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from fxpipe.passes.place_evaluation import Held, Passed, cheapest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -40,7 +40,6 @@ def problems(draw: st.DrawFn) -> tuple[int, int, list[Held], list[Passed]]:
     return workers, units, held, values
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_no_placement_costs_less(problem: tuple[int, int, list[Held], list[Passed]]) -> None:
     workers, units, held, values = problem

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import CutError
@@ -31,7 +31,6 @@ def slowest(
     )
 
 
-@settings(max_examples=300, deadline=None)
 @given(TIMES, SPEEDS, st.lists(st.integers(0, 3), min_size=3, max_size=3))
 def test_both_equal_brute_force(times: list[tuple[int, int]], speeds: list[float], own: list[int]) -> None:
     """Worker k needs `own[k]` more for the backward of every second unit."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import pipeline_of
 from torch import Tensor
@@ -273,7 +273,6 @@ class Segment:
             assert torch.equal(found[name], self.had[key][name]), (key, name)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_both_ends_agree_under_any_policy(plans: dict[tuple[int, int], Plan], data: st.DataObject) -> None:
     """Whatever is read is what its owner believes; a run that goes on from a step has what the other one had."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
@@ -36,7 +36,6 @@ def test_picture() -> None:
 
 
 @given(NAMES, COUNTS, st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
 def test_processes_share_the_row_of_their_worker(name: str, counts: list[int], times: int) -> None:
     """Every microbatch once in the replica that is its own, in the order of the schedule of all, which is lawful."""
     schedule = made(name, counts, times)
@@ -52,7 +51,6 @@ def test_processes_share_the_row_of_their_worker(name: str, counts: list[int], t
 
 
 @given(NAMES, COUNTS, st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
 def test_no_deadlock_where_updates_wait_for_all_replicas(name: str, counts: list[int], times: int) -> None:
     """Played process by process: what is left waiting at the end would wait for ever.
 

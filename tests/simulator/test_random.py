@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.plan.spec import PHASES, Phase
@@ -247,13 +247,11 @@ def waiting(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     return schedule, scenario, minibatches
 
 
-@settings(max_examples=300, deadline=None)
 @given(waiting())
 def test_what_waits_its_turn_equals_the_event_queue(run: tuple[Schedule, Scenario, int]) -> None:
     assert ends(simulate(*run)) == Events(*run).ended
 
 
-@settings(max_examples=60, deadline=None)
 @given(waiting())
 def test_stretches_are_the_messages(run: tuple[Schedule, Scenario, int]) -> None:
     """No two stretches overlap, neighbours are of different messages, and together they have all bytes once."""
@@ -284,13 +282,11 @@ def _carried_bytes(simulation: Simulation) -> dict[tuple[int, int, Action], floa
     return found
 
 
-@settings(max_examples=100, deadline=None)
 @given(runs())
 def test_it_equals_the_event_queue(run: tuple[Schedule, Scenario, int]) -> None:
     assert ends(simulate(*run)) == Events(*run).ended
 
 
-@settings(max_examples=60, deadline=None)
 @given(runs())
 def test_every_worker_is_busy_or_waits(run: tuple[Schedule, Scenario, int]) -> None:
     schedule, scenario, minibatches = run
@@ -310,7 +306,6 @@ def test_every_worker_is_busy_or_waits(run: tuple[Schedule, Scenario, int]) -> N
             assert all(a.end <= b.start for a, b in pairwise(carried))
 
 
-@settings(max_examples=60, deadline=None)
 @given(runs(), st.data())
 def test_what_costs_more_ends_no_sooner(run: tuple[Schedule, Scenario, int], data: st.DataObject) -> None:
     schedule, scenario, minibatches = run

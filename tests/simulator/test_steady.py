@@ -9,7 +9,7 @@ F and B once at most, but for one of a direction of a link, which carries one me
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxpipe.planner.links import Links
@@ -52,7 +52,6 @@ def lines(draw: st.DrawFn) -> Scenario:
     return line(costs, sizes, tuple(tuple(draw(st.integers(0, 2)) for _ in costs) for _ in costs))
 
 
-@settings(max_examples=60, deadline=None)
 @given(lines())
 def test_async_has_the_closed_forms_period(scenario: Scenario) -> None:
     """The costs are small whole numbers, so that only the worst cycle is left by the second half."""
@@ -63,7 +62,6 @@ def test_async_has_the_closed_forms_period(scenario: Scenario) -> None:
 AWAY = ((0, 0, 0, 0), (2, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0))
 
 
-@settings(max_examples=40, deadline=None)
 @given(lines(), st.integers(1, 8))
 @example(line([(0, 1, 0), (0, 1, 0), (0, 2, 0), (0, 0, 0)], [(0, 0), (0, 1), (0, 0)], AWAY), 5)  # repeats after three
 def test_few_minibatches_show_the_steady_state(scenario: Scenario, microbatches: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from traces import written
 
@@ -52,7 +52,6 @@ def test_the_innermost_counts(tmp_path: Path) -> None:
     assert sum(found[1].values()) == pytest.approx((50_000 - 100) / 1e9)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(-20, 60), st.integers(0, 30), st.sampled_from(["F", "wait", "send"])), max_size=12)
 )

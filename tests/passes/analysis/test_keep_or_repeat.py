@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from fxpipe.passes.analysis.keep_or_repeat import Item, KeepOrRepeat
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -37,14 +37,12 @@ def cost(choice: KeepOrRepeat, repeated: frozenset[int], price: float) -> float:
     return found.seconds / whole[0] + price * found.bytes / whole[1]
 
 
-@settings(max_examples=200, deadline=None)
 @given(choices(), st.sampled_from([0.01, 0.3, 1.0, 4.0, 50.0]))
 def test_no_choice_costs_less(choice: KeepOrRepeat, price: float) -> None:
     found = choice.at(price)
     assert cost(choice, found.repeated, price) == pytest.approx(brute_force(choice, price), abs=1e-6 * (1 + price))
 
 
-@settings(max_examples=100, deadline=None)
 @given(choices())
 def test_a_hull_runs_from_the_fastest_to_the_smallest_with_falling_returns(choice: KeepOrRepeat) -> None:
     hull = choice.hull(8)
