@@ -160,7 +160,7 @@ class CompileOptions:
             its own. SGD with momentum where None.
         lr_scheduler: as for a run: it is tried with the optimizer.
         accept_optimizer_per_worker: go on where one optimizer over all parameters would train otherwise than one for
-            each worker; a warning remains.
+            each worker, with a warning; without one where it is only not known whether it would.
         known_costs: the `node_costs.json` of an earlier compile; used if program, device and torch are the same. What
             engines made for that compile is taken likewise.
         command: what is written into the stages' headers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fxpipe.random_state import seed_torch
 
 
 class TooLong(BaseException):
-    """Many more operators than usual, as in a loop that does not end: the optimizer's except clauses let it pass."""
+    """A loop that does not end, as it seems: the optimizer's except clauses let it pass."""
 
 
 class EqualDraws(TorchDispatchMode):
@@ -22,21 +23,19 @@ class EqualDraws(TorchDispatchMode):
 
     Args:
         device: what draws them, if not the CPU.
-        most: operators before `TooLong`; None for no limit.
+        most: operators before `TooLong`.
 
     Attributes:
         operators: how many were called.
         eps: of the coarsest dtype that was computed in, counts and rates apart.
-        drew: whether an operator drew.
         drawer: the optimizer whose step it is.
         drawers: the optimizers that drew from a torch.Generator of the user's, for each of these.
     """
 
-    def __init__(self, device: str, most: int | None = None) -> None:
+    def __init__(self, device: str, most: float = math.inf) -> None:
         super().__init__()
         self.operators = 0
         self.eps = 0.0
-        self.drew = False
         self.drawer: torch.optim.Optimizer | None = None
         self.drawers: dict[torch.Generator, set[Any]] = {}
         self._device = device
@@ -49,11 +48,10 @@ class EqualDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
-        if self._most is not None and self.operators > self._most:
+        if self.operators > self._most:
             raise TooLong
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.drew = True
             seed_torch(0, self._device)
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Generator):

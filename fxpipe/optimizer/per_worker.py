@@ -3,11 +3,14 @@
 Most optimizers look at each parameter alone: then it makes no difference who else is in the list. Others clip by the
 norm of all gradients inside step(), adapt one number to all parameters (Prodigy), or make rates from a parameter's
 place in the list. Each worker of a pipeline has an optimizer over its own parameters, so these would train otherwise
-there, and nobody would notice.
+there, and nobody would notice. Of an optimizer that is not known, a trial may find that it is one of these, and never
+that it is none.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,9 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fxpipe.errors import FxpipeError, TaskError, first_line
-from fxpipe.optimizer.dependence import find_dependence
-from fxpipe.optimizer.equal_draws import EqualDraws
+from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.optimizer.equal_draws import TooLong
 from fxpipe.optimizer.play import Copies, Played
 from fxpipe.optimizer.small_copies import users
 from fxpipe.plan.spec import ParameterSpec, Plan
@@ -40,9 +42,17 @@ ADAPTED = 1e-3
 COARSE = 0.05
 """The same where the optimizer itself computes in a coarse dtype, as Muon does: never more than this."""
 
+UNUSUAL = {1e9: "far larger", math.nan: "not a number", math.inf: "infinite"}
+"""What gradients are multiplied by, and what they are then: for what waits for a large norm, or skips such steps."""
+
 SHARED = (
     "the step() of {kind} draws from one torch.Generator for all workers: a run over processes has one in each, and "
     "draws otherwise than a local run; leave generator= out, or make one in each optimizer"
+)
+UNKNOWN = (
+    "{kind} may train otherwise with one for each worker, over its own parameters, than with one over all: a trial on "
+    "small copies found no difference, but it is not known to look at each parameter alone; if it does, "
+    "say so with --accept-optimizer-per-worker"
 )
 WHERE = "optimizer(), tried on small copies of the parameters"
 
@@ -58,6 +68,14 @@ class Divergence:
 
     share: float
     parameter: int
+
+
+@dataclass(frozen=True)
+class _Disagreement:
+    """What one optimizer over all parameters and one for each worker do otherwise, and how to make it go."""
+
+    what: str
+    cure: str
 
 
 def check_per_worker(
@@ -103,12 +121,20 @@ def check_per_worker(
             return None
         divided = _divided(copies)
         _refuse_lost(copies, together, divided)
-        if compare(together, divided).share > SAME:
-            found = _second_look(copies, together.kinds[0], accepted)
-        else:
-            found = _adapting(copies, together, divided, accepted)
-        waiting = None if found and accepted else _waiting(copies, together, accepted)
-        return "; ".join(filter(None, (found, waiting))) or None
+        found = _difference(copies, together, divided)
+        if found is None and not together.known:
+            found = _unusual_difference(copies)
+        kind = together.kinds[0]
+        if found is None and divided.share_generator:
+            return SHARED.format(kind=kind)
+        if found is None:
+            return None if together.known or accepted else UNKNOWN.format(kind=kind)
+        if accepted:
+            return f"{found.what}; this was accepted"
+        if divided.drew_without_torch:
+            return f"{found.what}; it draws random numbers from `random` or numpy, and these may be the only reason"
+        accept = f"to train so nevertheless, with a {kind} for each worker: compile with --accept-optimizer-per-worker"
+        raise TaskError(found.what, where=WHERE, hint=f"{found.cure}; {accept}")
 
 
 def compare(together: Played, divided: Played) -> Divergence:
@@ -194,105 +220,45 @@ def _refuse_lost(copies: Copies, together: Played, divided: Played) -> None:
         )
 
 
-def _second_look(copies: Copies, kind: str, accepted: bool) -> str | None:
-    """They differ: is it more than their random numbers, and than rounding in the dtypes that they compute in?"""
-    try:
-        draws = EqualDraws(copies.device)
-        together, divided = copies.play(_everything(copies), draws), copies.play(_by_worker(copies), draws)
-    except Exception as error:
-        return (
-            f"with one {kind} for each worker weights differ from those of one over all parameters, and it was not "
-            f"found out why: {type(error).__name__}: {first_line(error)}"
-        )
-    found = compare(together, divided)
-    if found.share <= _rounding(divided):
-        return SHARED.format(kind=kind) if divided.share_generator else None
-    row = copies.rows[found.parameter]
-    steps = len(together.weights) - 1
-    much = f"{found.share:.2g} times" if found.share >= 1 else f"{100 * found.share:.2g}% of"
-    if found.share > 1e6:
-        much = "many times"
-    what = (
-        f"{kind} trains otherwise with one for each worker, over its own parameters, than with one over all: in "
-        f"{steps} steps weights come up to {much} their way apart ({row.name}, of worker {row.owner})"
-    )
-    clue, cure = _why(together, divided, found.parameter)
-    what += clue
-    if accepted:
-        return f"{what}; this was accepted"
-    if divided.drew_without_torch:
-        return f"{what}; it draws random numbers from `random` or numpy, and these may be the only reason"
-    accept = f"to train so nevertheless, with a {kind} for each worker: compile with --accept-optimizer-per-worker"
-    raise TaskError(what, where=WHERE, hint=f"{cure}; {accept}")
-
-
-def _adapting(copies: Copies, together: Played, divided: Played, accepted: bool) -> str | None:
-    """No weight has come apart yet: is there a number that the optimizer makes of all parameters at once?
-
-    At a small rate a few steps of Prodigy show nothing else.
-    """
-    numbers = zip(copies.rows, together.options[1], divided.options[1], strict=True)
-    differing = ((row, found) for row, one, own in numbers if (found := _differing(one, own, ADAPTED)))
-    row, found = next(differing, (None, None))
-    if row is None or found is None:
-        return None
-    name, one, own = found
-    what = (
-        f"{together.kinds[0]} adapts {name} to all parameters at once: after {len(together.weights) - 1} steps it is "
-        f"{one:.6g} with one optimizer over all, {own:.6g} with each worker's own ({row.name}, of worker {row.owner})"
-    )
-    if accepted:
-        return f"{what}; this was accepted"
-    raise TaskError(
-        what,
-        where=WHERE,
-        hint="take an optimizer that looks at each parameter alone; or, to train so nevertheless, compile with "
-        "--accept-optimizer-per-worker",
-    )
-
-
-def _waiting(copies: Copies, together: Played, accepted: bool) -> str | None:
-    """Nothing has come apart yet: would it, with other values?"""
-    kind = together.kinds[0]
-    try:
-        found = find_dependence(copies, [bool(options) for options in together.options[0]], _first_differing)
-    except Exception as error:
-        return (
-            f"it was not found out whether {kind} looks at all parameters at once: {type(error).__name__}: "
-            f"{first_line(error)}"
-        )
-    if found is None:
-        return None
-    verb = "trains" if found.proved else "may train"
-    what = f"{kind} {verb} otherwise with one for each worker, over its own parameters, than with one over all: "
-    what += found.what
-    if not found.proved:
-        return what
-    if accepted:
-        return f"{what}; this was accepted"
-    raise TaskError(
-        what,
-        where=WHERE,
-        hint="a worker sees its own parameters alone: what is clipped, skipped or adapted must follow from each alone; "
-        "to clip by the norm of all gradients, leave that out of the optimizer and use --clip-norm; "
-        f"to train so nevertheless, with a {kind} for each worker: compile with --accept-optimizer-per-worker",
-    )
-
-
-def _first_differing(usual: Played, other: Played) -> int | None:
-    """The parameter whose weights, or whose group's numbers, are others."""
-    found = compare(usual, other)
-    if found.share > max(_rounding(usual), _rounding(other)):
-        return found.parameter
-    for place, (one, own) in enumerate(zip(usual.options[1], other.options[1], strict=True)):
-        if _differing(one, own, ADAPTED):
-            return place
+def _unusual_difference(copies: Copies) -> _Disagreement | None:
+    """The same where gradients of some workers are of no usual size."""
+    for (factor, called), of in itertools.product(UNUSUAL.items(), (0, 1)):
+        gradients = copies.unusual(factor, of)
+        try:
+            together = copies.play(_everything(copies), gradients)
+            divided = copies.play(_by_worker(copies), gradients)
+        except (Exception, TooLong):
+            continue  # with such gradients it stops
+        found = _difference(copies, together, divided)
+        if found is not None:
+            return replace(found, what=f"{found.what}; gradients of other workers are {called} there")
     return None
 
 
-def _rounding(played: Played) -> float:
-    """How far weights may come apart by rounding in the dtypes that were computed in."""
-    return min(max(100 * played.eps, SAME), COARSE)
+def _difference(copies: Copies, together: Played, divided: Played) -> _Disagreement | None:
+    """Of the weights, or of the numbers that an optimizer adapts: a few steps of Prodigy may show nothing else."""
+    kind, steps = together.kinds[0], len(together.weights) - 1
+    found = compare(together, divided)
+    if found.share > min(max(100 * max(together.eps, divided.eps), SAME), COARSE):
+        row = copies.rows[found.parameter]
+        much = f"{found.share:.2g} times" if found.share >= 1 else f"{100 * found.share:.2g}% of"
+        if found.share > 1e6:
+            much = "many times"
+        clue, cure = _why(together, divided, found.parameter)
+        return _Disagreement(
+            f"{kind} trains otherwise with one for each worker, over its own parameters, than with one over all: in "
+            f"{steps} steps weights come up to {much} their way apart ({row.name}, of worker {row.owner}){clue}",
+            cure,
+        )
+    for row, one, own in zip(copies.rows, together.options[1], divided.options[1], strict=True):
+        if differing := _differing(one, own, ADAPTED):
+            name, a, b = differing
+            return _Disagreement(
+                f"{kind} adapts {name} to all parameters at once: after {steps} steps it is {a:.6g} with one optimizer "
+                f"over all, {b:.6g} with each worker's own ({row.name}, of worker {row.owner})",
+                "take an optimizer that looks at each parameter alone",
+            )
+    return None
 
 
 def _differing(one: dict[str, float], own: dict[str, float], limit: float) -> tuple[str, float, float] | None:
@@ -319,7 +285,8 @@ def _why(together: Played, divided: Played, parameter: int) -> tuple[str, str]:
         return clue, f"it adapts {name} to all parameters at once: take an optimizer that looks at each alone"
     return "", (
         "its step() computes something of all parameters at once, such as a norm: to clip by the norm of all "
-        "gradients, leave that out of the optimizer and use --clip-norm"
+        "gradients, leave that out of the optimizer and use --clip-norm; what else is skipped or adapted must follow "
+        "from each parameter alone"
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.optimizer.equal_draws import EqualDraws
-from fxpipe.optimizer.follow import Follow
 from fxpipe.optimizer.hook import make_optimizer
+from fxpipe.optimizer.known import looks_at_each_alone
 from fxpipe.optimizer.small_copies import shrunk
 from fxpipe.plan.spec import ParameterSpec
 from fxpipe.random_state import drew_without_torch, random_state, seed_generators
@@ -40,14 +41,16 @@ class Played:
         kinds: the optimizers' types by name; none where all chose no parameter.
         weights: after every step, beginning with those before the first.
         options: of each parameter before the first step and after the last: its group's numbers, `lr` first.
-        drew_without_torch: a step used the generators of `random` or numpy; only looked at under a `EqualDraws`.
-        eps: of the coarsest dtype that was computed in, counts and rates apart; only known under a `EqualDraws`.
-        share_generator: several optimizers drew from one torch.Generator; only known under a `EqualDraws`.
+        known: all of them are known to look at each parameter alone.
+        drew_without_torch: a step used the generators of `random` or numpy.
+        eps: of the coarsest dtype that was computed in, counts and rates apart.
+        share_generator: several optimizers drew from one torch.Generator.
     """
 
     kinds: tuple[str, ...]
     weights: list[list[Tensor]]
     options: tuple[list[dict[str, float]], list[dict[str, float]]]
+    known: bool = True
     drew_without_torch: bool = False
     eps: float = 0.0
     share_generator: bool = False
@@ -58,7 +61,6 @@ class Copies:
 
     Args:
         make, scheduler: the user's; a scheduler that fails is left out.
-        loud: how loud the gradients of each step are, after a first, quiet one.
 
     Attributes:
         rows: what is copied; their values are not looked at.
@@ -69,12 +71,7 @@ class Copies:
     """
 
     def __init__(
-        self,
-        rows: Sequence[ParameterSpec],
-        device: str,
-        make: MakeOptimizer,
-        scheduler: MakeScheduler | None,
-        loud: Sequence[float] = LOUD,
+        self, rows: Sequence[ParameterSpec], device: str, make: MakeOptimizer, scheduler: MakeScheduler | None
     ) -> None:
         self.rows = rows
         self.wide = True
@@ -85,65 +82,64 @@ class Copies:
         self._shapes = [shrunk(row.tensor.shape, ELEMENTS) for row in rows]
         self._generator = torch.Generator().manual_seed(0)
         self._weights = [0.5 * weight for weight in self._random()]
-        self.gradients = list(self._noisy(loud))
+        self.gradients = list(self._noisy())
+        self._operators = 0  # of usual steps
 
-    def play(
-        self,
-        parts: Sequence[Sequence[int]],
-        draws: EqualDraws | None = None,
-        gradients: Sequence[Sequence[Tensor]] | None = None,
-    ) -> Played:
+    def unusual(self, factor: float, of: int) -> Sequence[Sequence[Tensor]]:
+        """Three steps' gradients, in the second of which those of every other worker are so many times as large.
+
+        Args:
+            of: 0 for the first, the third and so on, 1 for the others.
+        """
+        owners = sorted({row.owner for row in self.rows})
+        factors = [factor if owners.index(row.owner) % 2 == of else 1.0 for row in self.rows]
+        before, these, after = self.gradients[1:4]
+        return before, [much * gradient for much, gradient in zip(factors, these, strict=True)], after
+
+    def play(self, parts: Sequence[Sequence[int]], gradients: Sequence[Sequence[Tensor]] | None = None) -> Played:
         """Make one optimizer for every part, by the rows' numbers, and let them step.
 
         Args:
-            draws: is entered wherever code of the user's runs.
             gradients: instead of `self.gradients`, of as many steps as are wanted.
 
         Raises:
             Exception: whatever the user's optimizer raises.
+            TooLong: with these gradients it makes far more operators than with the usual ones.
         """
         copies = [nn.Parameter(weight) for weight in self._own(self._weights)]
-        follow = draws if isinstance(draws, Follow) else None
-        users = nullcontext() if draws is None else draws
-        if follow is not None:
-            follow.begin(-1, copies)
+        draws = EqualDraws(self.device, math.inf if gradients is None else 2 * self._operators)
         made: list[torch.optim.Optimizer] = []
         for part in parts:
             seed_generators(0, self.device)
-            with users:
+            with draws:
                 optimizer = make_optimizer(self.make, [(self.rows[i].name, copies[i]) for i in part])
             made += [] if optimizer is None else [optimizer]
-        with users:
+        known = all(map(looks_at_each_alone, made))  # a scheduler changes what `step` is
+        with draws:
             schedulers = [self._scheduled(optimizer) for optimizer in made]
         before = _options(copies, made)
         weights, drew = [_values(copies)], False
         for given in self.gradients if gradients is None else gradients:
             for parameter, gradient in zip(copies, self._own(given), strict=True):
                 parameter.grad = gradient
-            if follow is not None:
-                follow.begin(len(weights) - 1, copies)
             for optimizer, scheduler in zip(made, schedulers, strict=True):
                 seed_generators(len(weights), self.device)
-                if draws is not None:
-                    draws.drawer = optimizer
-                state = None if draws is None else random_state()
-                with users:
+                draws.drawer = optimizer
+                state = random_state()
+                with draws:
                     with torch.no_grad():
                         optimizer.step()
-                    drew = drew or (state is not None and drew_without_torch(state))
+                    drew = drew or drew_without_torch(state)
                     with suppress(Exception):  # it may know a run's steps, or wait for a metric
                         scheduler.step()
-            if follow is not None:
-                follow.end(copies)
             weights.append(_values(copies))
         kinds = tuple(name_of(optimizer) for optimizer in made)
         options = before, _options(copies, made)
         if gradients is None:
+            self._operators = draws.operators
             self._check_zero_grad(copies, made)
-        if draws is None:
-            return Played(kinds, weights, options)
         share = any(len(drawers.intersection(made)) > 1 for drawers in draws.drawers.values())
-        return Played(kinds, weights, options, drew, draws.eps, share)
+        return Played(kinds, weights, options, known, drew, draws.eps, share)
 
     def _check_zero_grad(self, copies: Sequence[nn.Parameter], made: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse optimizers that carry gradients over: a run gives every step those of its minibatch alone."""
@@ -180,7 +176,7 @@ class Copies:
         pairs = zip(self._shapes, wide, strict=True)
         return [torch.randn(shape, generator=self._generator, dtype=dtype) for shape, dtype in pairs]
 
-    def _noisy(self, loud: Sequence[float]) -> Sequence[list[Tensor]]:
+    def _noisy(self) -> Sequence[list[Tensor]]:
         """The gradients of every step: noise around one direction, as where a loss falls.
 
         They are louder for some parameters and workers than for others, so that no mean or norm is like another.
@@ -191,7 +187,7 @@ class Copies:
         first = self.rows[0].owner if self.rows else 0
         quiet = [QUIET * (SPREAD if row.owner == first else 1.0) for row in self.rows]
         found = [[scale * way for scale, way in zip(quiet, self._random(), strict=True)]]
-        for much in loud:
+        for much in LOUD:
             rows = zip(ways, louder, self._random(), strict=True)
             found.append([much * (way + 0.3 * scale * noise) for way, scale, noise in rows])
         return found

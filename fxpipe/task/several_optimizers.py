@@ -99,10 +99,11 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step may use random numbers, being more than one of torch's own optimizers makes."""
-    return any(map(_is_changed, parts_of(optimizer)))
+    return any(map(changes_torchs, parts_of(optimizer)))
 
 
-def _is_changed(optimizer: torch.optim.Optimizer) -> bool:
+def changes_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is another than that of one of torch's own optimizers."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    own = f"{type(optimizer).__module__}.".startswith("torch.optim.") and "step" not in vars(optimizer)
     return bool(hooks) or not own

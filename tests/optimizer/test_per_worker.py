@@ -1,4 +1,4 @@
-"""Optimizers that look at all parameters at once are found out; none that looks at each alone is."""
+"""Optimizers that look at all parameters at once are found out; of others nothing is said that is not known."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ import torch
 from cached import lowered
 from own_optimizers import (
     Adapts,
+    AdaptsLate,
+    AsksTheLast,
     Batched,
     ByPlace,
     ClipsInside,
+    ClipsLater,
     Each,
+    Halves,
     MeanOfSquares,
     Noisy,
     OwnGenerator,
     Preconditioned,
+    RaisesOnNan,
     SinglePrecision,
+    SkipsNotFinite,
     SlightDecay,
     Sometimes,
     TrustRatio,
@@ -76,7 +82,7 @@ def lion(named: Named) -> Optimizer:
     return Lion(weights(named))
 
 
-ALONE: dict[str, Any] = {
+KNOWN: dict[str, Any] = {
     "sgd": lambda n: SGD(weights(n), lr=0.1, momentum=0.9, nesterov=True),
     "sgd foreach": lambda n: SGD(weights(n), lr=0.1, foreach=True),
     "sgd fused": lambda n: SGD(weights(n), lr=0.1, fused=True),
@@ -94,6 +100,9 @@ ALONE: dict[str, Any] = {
     "rprop": lambda n: Rprop(weights(n)),
     "adagrad": lambda n: Adagrad(weights(n)),
     "adadelta": lambda n: Adadelta(weights(n)),
+    "chooses some": lambda n: SGD([p for name, p in n if "blocks.0" in name], lr=0.1),
+}
+ALONE: dict[str, Any] = {
     "lion": lion,
     "lamb": lambda n: TrustRatio(weights(n)),
     "shampoo": lambda n: Preconditioned(weights(n)),
@@ -102,13 +111,49 @@ ALONE: dict[str, Any] = {
     "own generator": lambda n: OwnGenerator(weights(n)),
     "psgd": lambda n: Sometimes(weights(n)),
     "single precision": lambda n: SinglePrecision(weights(n)),
-    "chooses some": lambda n: SGD([p for name, p in n if "blocks.0" in name], lr=0.1),
+    "raises": lambda n: RaisesOnNan(weights(n)),
+    "does not end": lambda n: Halves(weights(n)),
 }
 
 
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_to_look_at_each_parameter_alone_passes(name: str) -> None:
+    assert check_per_worker(plan(), KNOWN[name]) is None
+
+
 @pytest.mark.parametrize("name", ALONE)
-def test_what_looks_at_each_parameter_alone_passes(name: str) -> None:
-    assert check_per_worker(plan(), ALONE[name]) is None
+def test_what_looks_at_each_parameter_alone_is_in_doubt_unless_the_user_knows(name: str) -> None:
+    found = check_per_worker(plan(), ALONE[name])
+    assert found is not None
+    assert "may train otherwise with one for each worker" in found
+    assert "a trial on small copies found no difference" in found
+    assert check_per_worker(plan(), ALONE[name], accepted=True) is None
+
+
+def test_so_is_what_waits_for_more_than_a_trial_has() -> None:
+    assert "ClipsLater may train otherwise" in (
+        check_per_worker(plan(), lambda n: ClipsLater(weights(n), most=1.0)) or ""
+    )
+
+
+def test_optimizers_of_other_libraries_are_known() -> None:
+    import pytorch_optimizer
+
+    def named(name: str) -> Any:
+        return lambda n: pytorch_optimizer.load_optimizer(name)(weights(n), lr=0.01)
+
+    assert check_per_worker(plan(), named("stableadamw")) is None
+    assert "Lamb may train otherwise" in (check_per_worker(plan(), named("lamb")) or "")
+
+
+def test_a_step_with_hooks_is_not_known() -> None:
+    def make(named: Named) -> Optimizer:
+        made = SGD(weights(named), lr=0.1)
+        made.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(weights(named), 1e9) and None)
+        return made
+
+    with pytest.raises(TaskError, match=r"SGD trains otherwise .*; gradients of other workers are far larger there"):
+        check_per_worker(plan(), make)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +200,9 @@ LOOKS = {
     "skips, over 0.01": (lambda n: SkipsSpikes(weights(n), 0.01), "something of all parameters at once"),
     "norm": (lambda n: ClipsInside(weights(n), most=1.0), "a norm: to clip"),
     "spikes": (lambda n: ClipsInside(weights(n), most=3000.0), "a norm: to clip"),
-    "hardly ever": (lambda n: ClipsInside(weights(n), most=1e9), "must follow from each alone"),
+    "hardly ever": (lambda n: ClipsInside(weights(n), most=1e9), "a norm: to clip"),
+    "not finite": (lambda n: SkipsNotFinite(weights(n)), "must follow from each parameter alone"),
+    "the last": (lambda n: AsksTheLast(weights(n)), "something of all parameters at once"),
     "mean": (lambda n: MeanOfSquares(weights(n)), "something of all parameters at once"),
     "slight": (lambda n: SlightDecay(weights(n)), "something of all parameters at once"),
     "adapts": (lambda n: Adapts(weights(n)), "it adapts d to all parameters at once"),
@@ -190,6 +237,8 @@ def test_a_number_of_all_parameters_is_refused_though_no_weight_has_moved_by_it_
 
     with pytest.raises(TaskError, match=r"Waits adapts d to all parameters at once: after \d+ steps it is .* own \("):
         check_per_worker(plan(), lambda n: Waits(weights(n), lr=0.1))
+    with pytest.raises(TaskError, match=r"AdaptsLate adapts d .*; gradients of other workers are far larger there"):
+        check_per_worker(plan(), lambda n: AdaptsLate(weights(n)))
     accepted = check_per_worker(plan(), lambda n: Waits(weights(n), lr=0.1), accepted=True)
     assert accepted is not None
     assert accepted.endswith("this was accepted")
@@ -283,7 +332,7 @@ def test_the_process_is_left_as_it_was() -> None:
     expected = draws()
     seed_everything(1)
     threads = torch.get_num_threads()
-    assert check_per_worker(plan(), ALONE["sgld"]) is None
+    assert check_per_worker(plan(), ALONE["sgld"], accepted=True) is None
     assert (draws(), torch.get_num_threads()) == (expected, threads)
 
 

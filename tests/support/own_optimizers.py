@@ -162,3 +162,59 @@ class SinglePrecision(Each):
         if p.dtype != torch.float32:
             raise TypeError(f"no kernel for {p.dtype}")
         return super().way(group, p, place)
+
+
+class SkipsNotFinite(Each):
+    """No step where any gradient is not finite; in one number, without a decision in Python."""
+
+    def look(self, gradients: list[Any]) -> None:
+        self.fine = torch.stack([g.isfinite().all() for g in gradients]).all()
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        grad = super().way(group, p, place)
+        return torch.where(self.fine, grad, torch.zeros_like(grad))
+
+
+class AsksTheLast(Each):
+    """No step where the last gradient is large."""
+
+    def look(self, gradients: list[Any]) -> None:
+        self.goes = bool(gradients[-1].abs().max() < 1e6)
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        return super().way(group, p, place) * self.goes
+
+
+class AdaptsLate(Each):
+    """A group's number by a small part of the distance gone, as D-Adaptation."""
+
+    def look(self, gradients: list[Any]) -> None:
+        far = max(float(g.abs().max()) for g in gradients)
+        for group in self.param_groups:
+            group["d"] = max(group.get("d", 1e6), far)
+
+
+class ClipsLater(ClipsInside):
+    """Clips after more steps than a trial has."""
+
+    def look(self, gradients: list[Any]) -> None:
+        self.steps = self.__dict__.get("steps", 0) + 1
+        super().look(gradients)
+        self.scale = self.scale if self.steps > 25 else 1.0
+
+
+class RaisesOnNan(Each):
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        if not math.isfinite(super().way(group, p, place).norm().item()):
+            raise FloatingPointError("nan")
+        return super().way(group, p, place)
+
+
+class Halves(Each):
+    """Until it is small: of what is not a number forever."""
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        grad = super().way(group, p, place)
+        while not grad.norm() < 1e3:
+            grad = grad / 2
+        return grad

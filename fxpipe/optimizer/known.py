@@ -1,0 +1,27 @@
+"""Optimizers that are known to look at each parameter alone."""
+
+from __future__ import annotations
+
+import torch
+
+from fxpipe.task.several_optimizers import changes_torchs, parts_of
+
+_PACKAGES = ("pytorch_optimizer.optimizer.", "timm.optim.", "transformers.optimization")
+
+_TRIED = {
+    "A2Grad", "APOLLO", "AdEMAMix", "AdaBelief", "AdaBound", "AdaFactor", "AdaMod", "AdaNorm", "AdaPNM", "AdaTAM",
+    "Adafactor", "AdafactorBigVision", "AdamP", "AdamWLegacy", "Adan", "Adopt", "AggMo", "Amos", "CAME", "DiffGrad",
+    "EXAdam", "FTRL", "Fromage", "Grams", "LARS", "LaProp", "Lars", "Lion", "MADGRAD", "Mars", "NAdamW", "Nero",
+    "NovoGrad", "NvNovoGrad", "PAdam", "PID", "QHAdam", "Ranger", "SGDP", "SM3", "SRMM", "ScalableShampoo",
+    "ScheduleFreeAdamW", "Shampoo", "StableAdamW", "Tiger", "Yogi",
+}  # fmt: skip
+"""Names in these packages: those that `make zoo ONLY=recipe` trains as eager PyTorch does."""
+
+
+def looks_at_each_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known to: one of torch's own without hooks on its step, or of those that were tried."""
+    return all(not changes_torchs(part) or _is_tried(type(part)) for part in parts_of(optimizer))
+
+
+def _is_tried(kind: type[torch.optim.Optimizer]) -> bool:
+    return kind.__name__ in _TRIED and kind.__module__.startswith(_PACKAGES)
