@@ -38,7 +38,6 @@ from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines, written_backward
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
-from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -46,6 +45,7 @@ from fxpipe.tracing.joint import Reader, Traced, frozen_updates
 from fxpipe.tracing.known_values import KnownValues
 from fxpipe.tracing.lasting_state import Unknown, still_changing, told
 from fxpipe.tracing.refusals import dense, explain, own_gradients, scalar, scalars
+from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.step_metrics import forget_numbers, metric_tensors
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]"]
@@ -283,18 +283,18 @@ def _state_notes(
     held, given = made[: len(tensors.values)], made[len(tensors.values) :]
     trained = tuple(t for t in held if t.requires_grad)
     watch = origin.TracedStep()
-    watch.repeats = effects = Effects()
-    effects.know_constants(fake)
+    watch.calls = calls = StepCalls(every=False)
+    calls.know_constants(fake)
 
     def run() -> None:
         batch, known = example.batch(given)
         with origin.recording(model, watch, made, tensors.stand_ins, known):
             with autocasting(device, autocast):
                 value, _ = loss_and_metrics(loss(model, batch))
-            effects.backward()
-            hooked = effects.hooks or tensors.hooked or autograd_graph.has_functions(value)
+            calls.backward()
+            hooked = calls.hooks or tensors.hooked or autograd_graph.has_functions(value)
             gradients = _gradients(value, trained) if hooked else ()
-            effects.returned([value, *tensors.rebound().values()], gradients)
+            calls.returned([value, *tensors.rebound().values()], gradients)
         tensors.put_back()
 
     quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
@@ -348,7 +348,7 @@ def _export(
             warnings.filterwarnings("error", message=".*autograd kernel was not registered")  # a gradient would be lost
             traced = aot_export_joint_with_descriptors(stack, _Bare(function), made)
     except FxpipeError:
-        if watch.repeats.settle():
+        if watch.calls.settle():
             return _export(function, args, watch)
         raise
     except Exception as error:

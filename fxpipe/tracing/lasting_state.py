@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from fxpipe.errors import CaptureError, listed
-from fxpipe.tracing.effects import Departure, Effects
 from fxpipe.tracing.holders import Advancing, Generator
 from fxpipe.tracing.model_state import WHOLE, Change, PythonState, Snapshot
 from fxpipe.tracing.origin import TracedStep
+from fxpipe.tracing.step_calls import Departure
 
 RUNS = 4
 """Calls of the step whose state goes on: caches are filled by the first, and the rest must be alike."""
@@ -40,7 +40,7 @@ def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonSta
     """What the step goes on changing that does not matter to its results.
 
     Args:
-        run: calls the step; `watch.repeats` is of type `Effects`.
+        run: calls the step; `watch.calls` compares those that its results depend on.
 
     Raises:
         CaptureError: it does matter.
@@ -74,15 +74,13 @@ def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first:
         CaptureError: its results depend on what it has changed since the `first` call.
         Unknown: it cannot be called again.
     """
-    effects = watch.repeats
-    assert isinstance(effects, Effects)
     before = python.snapshot()
     try:
         run()
     except Exception as error:
         raise Unknown from error
-    if effects.departs is not None:
-        raise _refusal(effects.departs, watch, python.changes(first) or python.changes(before))
+    if watch.calls.departs is not None:
+        raise _refusal(watch.calls.departs, watch, python.changes(first) or python.changes(before))
     return python.changes(before)
 
 

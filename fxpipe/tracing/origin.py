@@ -3,7 +3,7 @@
 While a step is traced, module hooks keep the path, a TorchFunctionMode finds the user's line at each torch call, and
 `torch.utils.checkpoint` is replaced: its regions run as plain code (so either form captures), marked for
 `rematerialize` to recompute. The record is in `current_meta["custom"]`, which the tracer copies to each node. The same
-mode passes every torch call to `repeats`, and refuses calls that tracing would not see.
+mode passes every torch call to `calls`, and refuses calls that tracing would not see.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import CaptureError
 from fxpipe.tracing import unseen
 from fxpipe.tracing.known_values import UNKNOWN, KnownValues
-from fxpipe.tracing.repeatability import Repeats
+from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.torch_versions import TESTED
 from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
 
@@ -55,7 +55,7 @@ class TracedStep:
     """What is known about a step while it is traced, from all of its calls.
 
     Attributes:
-        repeats: whether it does the same at every call.
+        calls: whether it does the same at every call.
         lines: by line that calls torch, the text of that line and of the user's line that led to it.
         operators: by name of a torch function or operator, the line that last called it.
         higher: the line that last called a higher-order operator.
@@ -66,7 +66,7 @@ class TracedStep:
     """
 
     def __init__(self) -> None:
-        self.repeats = Repeats()
+        self.calls = StepCalls(every=True)
         self.lines: dict[tuple[str, int], str] = {}
         self.operators: dict[str, tuple[str, int]] = {}
         self.higher: tuple[str, int] = ("", 0)
@@ -104,8 +104,8 @@ def recording(
     """
     given = [*given, *(stand_ins or {}).values()]
     recorder = _Recorder(watch or TracedStep(), given, stand_ins or {}, known or KnownValues())
-    repeats = recorder.watch.repeats
-    repeats.begin(given)
+    calls = recorder.watch.calls
+    calls.begin(given)
     hooks = []
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
@@ -116,13 +116,12 @@ def recording(
             yield
         if recorder.watch.unknown is not None:
             raise recorder.watch.unknown
-        repeats.end(recorder.watch.where)
+        calls.repeat(recorder.watch.where)
     except CaptureError:
         raise
-    except Exception as error:
-        if repeats.difference is None:
-            raise
-        raise repeats.difference from error
+    except Exception:
+        calls.repeat(recorder.watch.where, failed=True)  # a difference comes before what it causes
+        raise
     finally:
         recorder.watch.runs = False
         for hook in hooks:
@@ -193,13 +192,12 @@ class _Recorder(TorchFunctionMode):
         if func == _SET_DATA and self.is_update(*args):
             func, name, args = torch.Tensor.copy_, "copy_", (args[0], args[1].detach())
         self.refuse(func, name, kwargs)
-        repeats = self.watch.repeats
-        call = repeats.call(name, *(counts_as or (args, kwargs)), self.where)
+        call = self.watch.calls.call(name, *(counts_as or (args, kwargs)), self.where)
         self.watch.operators[name] = self.place
         if isinstance(func, HigherOrderOperator):
             self.watch.higher = self.place
         result = func(*args, **kwargs)
-        repeats.made(call, result, self.place, self.where, self.watch.where)
+        self.watch.calls.made(call, result, self.place, self.where)
         return result
 
     def replaced(self, value: Any) -> Any:

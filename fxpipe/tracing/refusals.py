@@ -18,7 +18,7 @@ from fxpipe.task.batch import unusual
 from fxpipe.tracing import autograd_graph, origin, user_lines
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing.held_tensors import HeldTensors
-from fxpipe.tracing.repeatability import is_outside
+from fxpipe.tracing.step_calls import is_outside
 
 _USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
 _MACHINERY = re.compile(r"[/\\]torch[/\\](_|utils|fx|overrides|library|cuda)|[/\\]fxpipe[/\\]")  # below a step's code
@@ -313,7 +313,7 @@ def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTen
     Raises:
         CaptureError: the loss has a gradient with respect to a tensor from elsewhere.
     """
-    outside = watch.repeats.outside
+    outside = watch.calls.outside
     for node in autograd_graph.nodes(loss) if outside else ():
         leaf = id(getattr(node, "variable", None))
         if leaf in outside or (hasattr(node, "variable") and is_outside(node.variable)):

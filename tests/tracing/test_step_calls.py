@@ -187,7 +187,7 @@ def test_tracing_calls_the_step_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(origin, "TracedStep", watch)
     capture(lambda net, x: x)
-    assert [w.repeats.runs for w in watches] == [2]
+    assert [w.calls.runs for w in watches] == [2]
 
 
 def test_a_difference_comes_before_what_it_causes() -> None:
