@@ -122,13 +122,14 @@ def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) 
     """Evaluate what was trained, if the workers did not, and print the summary."""
     if summary is not None:  # else this is a worker other than the first, under torchrun
         from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS
-        from fxpipe.runtime.process.run_summary import add_evaluation, averages_evaluated, write_run
 
         if lost := summary["not_finite"]["losses"]:
             first = next(i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss))
             warn(f"{lost} losses are not finite, the first that of step {first}")
         digest = summary["build"]["digest"]
         if "evaluation" not in summary and (evaluated := _evaluate(options, digest, FINAL_WEIGHTS)):
+            from fxpipe.runtime.process.run_summary import add_evaluation, averages_evaluated, write_run
+
             add_evaluation(summary, summary["steps"], evaluated)
             write_run(summary)
             if averaged := _evaluate(options, digest, AVERAGED_WEIGHTS):
@@ -234,8 +235,6 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
         digest: of the plan that was run.
     """
     from fxpipe.plan.build_folder import model_path, read_plan
-    from fxpipe.task.evaluate_weights import evaluate
-    from fxpipe.task.model_file import load_task
 
     plan = read_plan(options.build)
     path = model_path(plan, options.build, options.model_file)
@@ -244,6 +243,11 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
     if plan.digest != digest:
         warn("the final weights are not evaluated: the build was replaced while they were trained")
         return {}
+    if plan.sources and not plan.not_evaluated:  # the file, which is that of the compile, has nothing to evaluate
+        return {}
+    from fxpipe.task.evaluate_weights import evaluate
+    from fxpipe.task.model_file import load_task
+
     task = load_task(path)
     if plan.meta:
         if task.validates:

@@ -437,9 +437,9 @@ def test_a_killed_worker(home: Path, build: Path, victim: int) -> None:
     process = start_module("fxpipe", "run", "build", *ENDLESS, "--json", "--out", home / "out")
     try:
         wait_for_steps(process, home / "out")
-        workers = {int(env["RANK"]): pid for pid, env in processes(str(home / "out")).items() if "RANK" in env}
-        assert set(workers) == {0, 1}
-        os.kill(workers[victim], signal.SIGKILL)
+        workers = {name: pid for pid, name in processes(str(home / "out")).items() if "rank" in name}
+        assert set(workers) == {"fxpipe rank 0", "fxpipe rank 1"}
+        os.kill(workers[f"fxpipe rank {victim}"], signal.SIGKILL)
         begin = time.monotonic()
         result = finish(process, 30)
     finally:

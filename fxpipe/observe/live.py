@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fxpipe.observe.pulse import Pulses, Status
-from fxpipe.observe.watch import Watch
+
+if TYPE_CHECKING:
+    from fxpipe.observe.watch import Watch
 
 
 class WorkerState(NamedTuple):

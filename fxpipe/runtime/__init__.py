@@ -2,9 +2,9 @@
 
 `options` holds the options of a run; every layer passes them on whole. In the order of a run:
 
-- `process/launch` starts (`worker_processes`, `guardian`) a `process/child` for each worker, which runs
-  `process/rank`, and watches them (`requests`, `first_cause`); or `process/local_run` trains all workers in this
-  process, with `process/local`. `wires/group` connects the processes (`doors`).
+- `process/launch` starts (`worker_processes`, `guardian`) a `process/child`, which imports torch and forks the workers,
+  that run `process/rank`, and watches them (`requests`, `first_cause`); or `process/local_run` trains all workers in
+  this process, with `process/local`. `wires/group` connects the processes (`doors`).
 - `worker/feed` gives the data. `worker/assembly` loads a worker: `initial_weights` (from `checkpoint` or
   `model_initial_values`), `weights` with its `update` (`gradients`, `clip`), `executor`.
 - `process/training_loop`, or `local` for all workers in turn, gives the executor one action after the other. The

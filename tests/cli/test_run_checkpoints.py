@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import QUICK, finish, fxpipe, start_module
+from commands import QUICK, finish, fxpipe, processes, start_module
 from model_files import write_model
 
 HOOKS = """
@@ -204,20 +204,10 @@ def test_lost_workers_go_on_from_the_newest(folder: Path, tmp_path: Path, monkey
     monkeypatch.setenv("SLOW", "0.1")
     process = start_module("fxpipe", *run(folder, out, "--checkpoint-every", 5, "--max-restarts", 1, "--json"))
     wait_for((out / "checkpoints" / "step-5").is_dir)
-    workers = [
-        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal() and _is_worker(entry, out)
-    ]
+    workers = [process for process, name in processes(str(out)).items() if name.startswith("fxpipe rank")]
     os.kill(max(workers), signal.SIGKILL)
     result = finish(process, 120)
     assert result.code == 0, result.err
     (restart,) = json.loads(result.out)["restarts"]
     assert restart["from"] >= 5
     assert same(folder, out)
-
-
-def _is_worker(entry: Path, out: Path) -> bool:
-    try:
-        text = (entry / "cmdline").read_text()
-    except OSError:
-        return False
-    return "fxpipe.runtime.process.child" in text and str(out) in text

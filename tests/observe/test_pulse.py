@@ -76,8 +76,9 @@ os.kill(os.getpid(), 9)"""
     assert os.path.getsize(tmp_path / "pulses") == size
 
 
-def test_it_needs_no_torch() -> None:
-    script = "import sys, fxpipe.observe.pulse, fxpipe.runtime.process.guardian; print('torch' in sys.modules)"
+def test_neither_it_nor_a_launcher_needs_torch() -> None:
+    script = "import sys, fxpipe.cli.run, fxpipe.runtime.process.check_run, fxpipe.runtime.process.launch"
+    script += ", fxpipe.runtime.process.goal, fxpipe.runtime.worker.evaluation_check; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
 
 

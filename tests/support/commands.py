@@ -98,14 +98,13 @@ def wait_for_steps(process: subprocess.Popen[str], out: Path) -> None:
         time.sleep(0.05)
 
 
-def processes(text: str) -> dict[int, dict[str, str]]:
-    """Processes whose command line holds `text`, by id, each with its environment."""
+def processes(text: str) -> dict[int, str]:
+    """Processes whose command line holds `text`, by id, each with its name: that of a worker is `fxpipe rank 0`."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if text.encode() in (folder / "cmdline").read_bytes():
-                entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                found[int(folder.name)] = dict(e.split("=", 1) for e in entries if "=" in e)
+                found[int(folder.name)] = (folder / "comm").read_text().strip()
     return found
 
 

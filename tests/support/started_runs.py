@@ -35,13 +35,17 @@ class StartedRun:
         )
 
     def workers(self) -> dict[int, int]:
-        """Process ids by rank."""
-        found = {}
+        """Process ids by rank; while torch is imported, it is the same for all."""
+        found: dict[int, int] = {}
         for process in self.all():
             with contextlib.suppress(OSError):
-                if b"process.child" in Path(f"/proc/{process}/cmdline").read_bytes():
-                    entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-                    found.update({int(e[5:]): process for e in entries if e.startswith(b"RANK=")})
+                name = Path(f"/proc/{process}/comm").read_text()
+                if name.startswith("fxpipe rank "):
+                    found[int(name.split()[2])] = process
+                    continue
+                words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+                if b"fxpipe.runtime.process.child" in words:
+                    found = {int(rank): process for rank in words[7:-1]} | found
         return found
 
     def all(self) -> list[int]:
@@ -50,7 +54,7 @@ class StartedRun:
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if mark in (path / "environ").read_bytes().split(b"\0") and _state(int(path.name)) != "Z":
+                if mark in (path / "environ").read_bytes().split(b"\0") and state_of(int(path.name)) != "Z":
                     found.append(int(path.name))
         return found
 
@@ -111,5 +115,5 @@ def listening_addresses(processes: list[int]) -> set[str]:
     return found
 
 
-def _state(process: int) -> str:
+def state_of(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

@@ -37,7 +37,6 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
     """
     from fxpipe.observe.tensorboard import check_tensorboard
     from fxpipe.observe.trace.writer import check_trace
-    from fxpipe.runtime.worker.checkpoint import Checkpoint
 
     plan = load_plan(options.build)
     if options.plan_digest not in (None, plan.digest):
@@ -45,7 +44,11 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
     if from_file:
         check_current(plan, options.build, options.model_file)
     read_throttle(options.throttle, plan.processes)
-    checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
+    checkpoint = None
+    if options.weights is not None:
+        from fxpipe.runtime.worker.checkpoint import Checkpoint
+
+        checkpoint = Checkpoint.open(options.weights, plan)
     if writes:
         check_output(options.out)
         if options.trace is not None:

@@ -1,7 +1,12 @@
-"""A worker process that `launch` starts: `python -m fxpipe.runtime.process.child OPTIONS LAUNCHER`.
+"""The worker processes that `launch` starts: `python -m fxpipe.runtime.process.child OPTIONS LAUNCHER FD RANK…`.
 
-First of all it sees to it that it ends with the launcher, while torch is still to be imported. Ctrl-C ends it silently:
-the launcher decides what to print.
+One process imports torch, forks a worker for each of the ranks, and ends: the launcher takes its orphans in (see
+`fxpipe.runtime.process.worker_processes`). Before the forks nothing is computed, so there is no thread and no CUDA
+context that they could lose. A process with one rank is that worker itself. Each worker writes its rank and its process
+id to FD, and has its rank in its name, for `ps` and `top`.
+
+First of all a process sees to it that it ends with the launcher, while torch is still to be imported. Ctrl-C ends it
+silently: the launcher decides what to print.
 """
 
 from __future__ import annotations
@@ -14,22 +19,22 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def main(text: str, launcher: int) -> NoReturn:
-    """Run the workers of a rank for `launch`, and leave its error or its summary in the exchange folder."""
+def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn:
+    """Run the workers of these ranks for `launch`; each leaves its error or its summary in the exchange folder."""
     end_with(launcher)
-    exchange, rank, ranks = Path(json.loads(text)["exchange"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    pulse = Pulse(PulseFile(exchange / PULSES, ranks).numbers(rank))
-    pulse.phase = "importing"
-    pulse.begin()
-    only_here()
+    exchange = Path(json.loads(text)["exchange"])
+    pulses = PulseFile(exchange / PULSES, int(os.environ["WORLD_SIZE"]))
+    for rank in ranks:
+        Pulse(pulses.numbers(rank)).phase = "importing"
     gc.disable()  # imported modules stay: no collection has to look at them, neither now nor while the run goes on
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.end_process import end_process
@@ -38,6 +43,15 @@ def main(text: str, launcher: int) -> NoReturn:
 
     gc.freeze()
     gc.enable()
+    rank = _forked(ranks, launcher) if len(ranks) > 1 else ranks[0]
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"fxpipe rank {rank}".encode())
+    os.write(ready, f"{rank} {os.getpid()}\n".encode())
+    os.close(ready)
+    pulse = Pulse(pulses.numbers(rank))
+    pulse.begin()
+    only_here()
     try:
         summary = join(RunOptions.from_json(text), pulse=pulse)
     except BaseException as error:
@@ -47,6 +61,19 @@ def main(text: str, launcher: int) -> NoReturn:
         (exchange / "summary.json").write_text(json.dumps(summary))
     pulse.phase = "done"
     end_process(0)
+
+
+def _forked(ranks: Sequence[int], launcher: int) -> int:
+    """Fork a process for each rank, and end; in each of them, return its rank once the launcher is its parent."""
+    own = os.getpid()
+    for rank in ranks:
+        if os.fork() == 0:
+            while os.getppid() == own:  # its end would be that of a parent
+                time.sleep(0.001)
+            end_with(launcher)
+            os.setsid()
+            return rank
+    os._exit(0)
 
 
 def _name(build: str, rank: int) -> str:
@@ -86,4 +113,4 @@ def _look_for(launcher: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [int(rank) for rank in sys.argv[4:]])

@@ -18,11 +18,9 @@ from time import monotonic, sleep
 
 from fxpipe.checkpoint.manifest import Manifest, read_manifest
 from fxpipe.checkpoint.shelf import Shelf
-from fxpipe.checkpoint.tensor_file import TensorFile
 from fxpipe.errors import CheckpointError, FxpipeError, NotFiniteError, listed
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.resume import NEWEST
-from fxpipe.runtime.worker.not_finite import is_finite
 
 PATIENCE = 10.0
 """Seconds without a change after which what is half written stays so: a disk may take long over the last of it."""
@@ -124,6 +122,9 @@ def _has_its_sizes(path: Path, manifest: Manifest) -> bool:
 
 
 def _spoilt(path: Path, manifest: Manifest) -> bool:
+    from fxpipe.checkpoint.tensor_file import TensorFile
+    from fxpipe.runtime.worker.not_finite import is_finite
+
     for name in sorted(manifest.files):
         if name.startswith(("model-", "optimizer-")) and name.endswith(".safetensors"):
             file = TensorFile(path / name)

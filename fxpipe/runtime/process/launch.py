@@ -22,7 +22,6 @@ from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.last_saved import RUNNING_ON, finish_writing, name_checkpoint
 from fxpipe.runtime.process.requests import StopRequests
 from fxpipe.runtime.process.resume import newest_options, step_before
-from fxpipe.runtime.process.run_summary import write_run
 from fxpipe.runtime.process.stall import StallWatch, waited_for_disk
 from fxpipe.runtime.process.worker_processes import WorkerProcesses
 from fxpipe.runtime.wires.doors import make_secret
@@ -84,6 +83,8 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
                 count = f"restart {len(restarts)} of {options.max_restarts}"
                 warn(f"{error}\n  all workers start again ({count}), after step {begin} of {furthest.step} begun")
     if restarts:
+        from fxpipe.runtime.process.run_summary import write_run  # it imports torch, and most launchers do without
+
         summary["restarts"] = restarts
         write_run(summary)
     return summary

@@ -1,4 +1,7 @@
-"""Where a run goes on: the checkpoint, and whether minibatches in flight are taken up again."""
+"""Where a run goes on: the checkpoint, and whether minibatches in flight are taken up again.
+
+Imports torch only where tensors are read: the launcher, which needs the options, does without.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,22 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import fxpipe
 from fxpipe.checkpoint.manifest import Manifest, check_files, read_manifest
-from fxpipe.checkpoint.shard import Shard, read_shard, replicas_in, state_files
 from fxpipe.checkpoint.shelf import CHECKPOINTS, Shelf
 from fxpipe.errors import CheckpointError, ScheduleError, listed
 from fxpipe.messages import say, warn
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.worker.checkpoint import Checkpoint
-from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Action, Event
+
+if TYPE_CHECKING:
+    from fxpipe.checkpoint.shard import Shard
+    from fxpipe.runtime.worker.checkpoint import Checkpoint
+    from fxpipe.runtime.worker.executor import Executor
 
 Options = TypeVar("Options", bound=PipelineOptions)
 
@@ -72,6 +75,8 @@ class Resumed:
         Raises:
             CheckpointError: files are damaged.
         """
+        from fxpipe.checkpoint.shard import Shard, replicas_in
+
         wanted = [worker] if self.exact else range(self.manifest.workers)
         found = [self._read(each) for each in wanted]
         others = [(each, r) for each in wanted for r in replicas_in(self.manifest.files, each)]
@@ -90,6 +95,8 @@ class Resumed:
         return found
 
     def _read(self, worker: int, replica: int = 0) -> Shard:
+        from fxpipe.checkpoint.shard import read_shard, state_files
+
         workers = self.manifest.workers
         check_files(self.path, self.manifest, state_files(worker, workers, replica))
         return read_shard(self.path, self.step, worker, workers, replica)
@@ -246,6 +253,8 @@ def _manifest(checkpoint: Checkpoint | None) -> Manifest:
 
 def about_run(options: PipelineOptions, recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """What a manifest says of the run."""
+    import torch
+
     versions = {"fxpipe": fxpipe.__version__, "torch": torch.__version__, "python": platform.python_version()}
     outer = {} if plan.outer is None else {"outer": dataclasses.asdict(plan.outer)}
     return {"plan": plan.digest, "run": {**run_of(options, recipe), **outer}, "versions": versions}

@@ -122,7 +122,10 @@ class StallWatch:
         beats = [new.beat != old.beat for new, old in zip(signs, self._before, strict=True)]
         moves = [s.moves for s in signs] != [s.moves for s in self._before]
         moves |= any(beat and s.phase == COMPILING for beat, s in zip(beats, signs, strict=True))
-        self._silent = [0.0 if beat else silent + passed for beat, silent in zip(beats, self._silent, strict=True)]
+        self._silent = [
+            0.0 if beat or not new.beat else silent + passed  # while torch is imported, nothing beats
+            for beat, silent, new in zip(beats, self._silent, signs, strict=True)
+        ]
         self._before = list(signs)
         self._still += passed
         if moves or not self._timeout:
@@ -142,7 +145,7 @@ class StallWatch:
         return Standstill(text, WorkerLost(what, where=where, hint=hint))
 
     def silent(self, worker: int) -> bool:
-        """Whether a worker does not run."""
+        """Whether a worker that has begun does not run."""
         return self._silent[worker] >= SILENT
 
     def _head(self, signs: Sequence[Signs]) -> str:

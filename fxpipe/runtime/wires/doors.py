@@ -4,6 +4,8 @@ To connect the workers, gloo listens in each on a port of the loopback interface
 number that is easy to guess, and torch unpickles what comes over a connection. So the workers come together before they
 begin to listen, prove to each other that they know the run's secret before anything is unpickled, and stop listening.
 Connections that are open cannot be entered.
+
+The launcher, which makes the secret, does without torch.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import select
 import socket
 import sys
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from fxpipe.errors import RunError
+
+if TYPE_CHECKING:
+    import torch
 
 SECRET = "secret"
 """The file in the folder of the run that only its owner can read."""
@@ -32,6 +35,9 @@ def greet(worker: int, workers: int, secret: bytes) -> None:
         RunError: one does not.
         RuntimeError: a connection is lost.
     """
+    import torch
+    import torch.distributed as dist
+
     others = [other for other in range(workers) if other != worker]
     said = {other: _tensor(_word(secret, worker, other)) for other in others}
     heard = {other: torch.zeros_like(word) for other, word in said.items()}
@@ -106,4 +112,6 @@ def _word(secret: bytes, source: int, target: int) -> bytes:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
+    import torch
+
     return torch.tensor(list(data), dtype=torch.uint8)

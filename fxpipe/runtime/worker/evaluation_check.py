@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fxpipe.errors import RunError
 from fxpipe.plan.spec import Plan
-from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.paced_scheduler import EPOCH
+
+if TYPE_CHECKING:
+    from fxpipe.task.hooks import TrainingTask
 
 
 def evaluates(plan: Plan, task: TrainingTask, eval_every: int | str | None) -> bool:

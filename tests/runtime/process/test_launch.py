@@ -6,13 +6,14 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from started_runs import listening_addresses, started_run
+from started_runs import LAUNCH, listening_addresses, started_run, state_of
 
 from fxpipe.errors import RunError, WorkerLost
 from fxpipe.runtime.options import RunOptions
@@ -67,7 +68,10 @@ def test_nothing_listens_while_it_trains(endless: RunOptions, tmp_path: Path, mo
             return trains(endless)
 
         run.until(looked)
-        assert len(run.workers()) == 2
+        workers = run.workers()
+        assert set(workers) == {0, 1}
+        assert all(os.getsid(worker) == worker for worker in workers.values())
+        assert {_parent(worker) for worker in workers.values()} == {run.launcher.pid}, "forked by another process"
         assert listening_addresses(run.all()) == set()
         assert seen <= {LOOPBACK}
         (exchange,) = (tmp_path / "tmp").glob("fxpipe_run_*")
@@ -75,6 +79,52 @@ def test_nothing_listens_while_it_trains(endless: RunOptions, tmp_path: Path, mo
         run.launcher.send_signal(signal.SIGTERM)
         assert run.ends(10)[0] == 143
         run.is_gone(10)
+
+
+def _parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.slow
+def test_a_worker_is_a_process_as_one_that_python_starts(toy: Any, tmp_path: Path) -> None:
+    """CUDA can begin in it, and it knows its place."""
+    facts = {
+        "RANK": "os.environ['RANK'] + os.environ['LOCAL_RANK']",
+        "WORLD_SIZE": "os.environ['WORLD_SIZE'] + os.environ['LOCAL_WORLD_SIZE']",
+        "OWN": "os.environ['OWN']",
+        "bad fork": "torch.cuda._is_in_bad_fork()",
+        "stdin": "os.readlink('/proc/self/fd/0')",
+        "folder": "os.getcwd()",
+        "script": "sys.modules['__main__'].__spec__.name",
+        "collects": "gc.isenabled()",
+    }
+    told = "{" + ", ".join(f"{name!r}: {code}" for name, code in facts.items()) + "}"
+    code = f"import gc, json, os, sys; open({str(tmp_path / 'told')!r}, 'w').write(json.dumps({told}))"
+    folder = toy(spoil=in_forward(code)).save(tmp_path / "build")
+    options = RunOptions(str(folder), steps=1, threads=1)
+    environment = {**os.environ, "OWN": "é"}
+    subprocess.run([sys.executable, "-c", LAUNCH, options.to_json(), "2"], env=environment, cwd=tmp_path, check=True)
+    assert json.loads((tmp_path / "told").read_text()) == {
+        "RANK": "11",
+        "WORLD_SIZE": "22",
+        "OWN": "é",
+        "bad fork": False,
+        "stdin": "/dev/null",
+        "folder": str(tmp_path),
+        "script": "fxpipe.runtime.process.child",
+        "collects": True,
+    }
+
+
+@pytest.mark.slow
+def test_what_ends_the_imports_ends_the_run(endless: RunOptions, tmp_path: Path) -> None:
+    with started_run(endless, 2, tmp_path / "tmp") as run:
+        run.until(run.workers)
+        os.kill(run.workers()[1], signal.SIGKILL)
+        code, err = run.ends(5)
+        assert code == 1
+        assert "WorkerLost: worker 0 was killed by signal 9 (SIGKILL)\n  at: " in err
+        run.is_gone(1)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +218,9 @@ def test_a_signal_stops_the_run(endless: RunOptions, tmp_path: Path, number: sig
     """A stopped worker cannot stop politely: a second signal ends it at once."""
     with started_run(endless, 2, tmp_path / "tmp") as run:
         run.until(lambda: trains(endless))
-        os.kill(run.workers()[0], signal.SIGSTOP)
+        worker = run.workers()[0]
+        os.kill(worker, signal.SIGSTOP)
+        run.until(lambda: state_of(worker) == "T")
         run.launcher.send_signal(number)
         time.sleep(0.5)
         assert run.launcher.poll() is None
