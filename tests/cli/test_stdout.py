@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import QUICK, Result, finish, fxpipe, start_module
 from model_files import write_model
+from warm import Popen
 
 PRINTS = """
 
@@ -101,43 +102,36 @@ def test_in_this_process_stdout_is_given_back(build: Path, tmp_path: Path, capfd
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
 @pytest.mark.parametrize(
-    ("arguments", "unbuffered"),
+    ("arguments", "unbuffered", "popen"),
     [
-        (("plan", "MODEL", "--cost", "analytic"), ""),
-        (("plan", "MODEL", "--cost", "analytic"), "1"),
-        (("inspect", "BUILD", "--json"), ""),
-        (("explain",), ""),
-        (("explain",), "1"),
+        (("plan", "MODEL", "--cost", "analytic"), "", Popen),
+        (("inspect", "BUILD", "--json"), "", Popen),
+        (("explain",), "", subprocess.Popen),
+        (("explain",), "1", subprocess.Popen),
     ],
 )
 def test_a_full_disk_is_an_error_without_a_traceback(
-    build: Path, tmp_path: Path, arguments: tuple[str, ...], unbuffered: str
+    build: Path, tmp_path: Path, arguments: tuple[str, ...], unbuffered: str, popen: type[subprocess.Popen[str]]
 ) -> None:
     named = {"MODEL": write_model(tmp_path), "BUILD": build}
-    asked = [named.get(argument, argument) for argument in arguments]
+    asked = [str(named.get(argument, argument)) for argument in arguments]
+    environment = {**os.environ, **({"PYTHONUNBUFFERED": unbuffered} if unbuffered else {})}
+    command = [sys.executable, "-m", "fxpipe", *asked]
     with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "fxpipe", *map(str, asked)],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
-        )
-    assert result.returncode == 1
-    assert "error: stdout cannot be written: No space left on device" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert "Exception ignored" not in result.stderr
+        result = finish(popen(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment), 120)
+    assert result.code == 1
+    assert "error: stdout cannot be written: No space left on device" in result.err
+    assert "Traceback" not in result.err
+    assert "Exception ignored" not in result.err
 
 
 def test_a_reader_that_leaves_is_no_error(build: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
-        result = subprocess.run(
-            [sys.executable, "-m", "fxpipe", "inspect", str(build)], stdout=pipe, stderr=subprocess.PIPE, text=True
-        )
-    assert result.stderr == ""
+        command = [sys.executable, "-m", "fxpipe", "inspect", str(build)]
+        result = finish(Popen(command, stdout=pipe, stderr=subprocess.PIPE, text=True), 120)
+    assert result.err == ""
 
 
 def test_the_object_is_whole_where_the_terminals_encoding_is_poor(build: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from fxpipe.cli import output
 from fxpipe.cli.main import main
+from warm import Popen, heed_interrupts
 
 QUICK = ("--cost", "analytic", "--threads", "1")  # of compile
 
@@ -52,18 +52,18 @@ def fxpipe(*arguments: object) -> Result:
 
 
 def start_module(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """Start `python -m` in a process of its own, the leader of a new session.
+    """Start `python -m` in a process of its own, the leader of a new session, with torch imported (see `warm`).
 
     It heeds Ctrl-C even where the tests run in the background, whose children would ignore it.
     """
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, "-m", *map(str, arguments)],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_interrupts,
     )
 
 

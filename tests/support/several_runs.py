@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
+from warm import Popen
 
 from fxpipe.runtime.options import RunOptions
 
@@ -64,7 +65,7 @@ def worker_errors(command: Sequence[str], workers: int, timeout: float) -> list[
         "GLOO_SOCKET_IFNAME": "lo",
     }
     processes = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(workers)
     ]
     found = []

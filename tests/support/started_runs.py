@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from warm import heed_interrupts
+
 from fxpipe.runtime.options import RunOptions
 
 LAUNCH = """import sys
@@ -31,7 +33,7 @@ class StartedRun:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=heed_interrupts,
         )
 
     def workers(self) -> dict[int, int]:
