@@ -196,7 +196,7 @@ def lower(
         options = replace(options, dp=reduce.replicas[0] if equal else 1, replicas=() if equal else reduce.replicas)
     _check_values(program, options)
     lines = PassLines()
-    training = (*observers, lines)
+    training: tuple[Observer, ...] = (*observers, lines)
     front = front_passes(
         options.splits_backward, whole_loss or options.whole_loss(), bool(program.metrics()), program.scales_loss
     )
