@@ -21,7 +21,7 @@ venv: $(INSTALLED) ## set up .venv: fxpipe, editable, with the tools of developm
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,lightning,onnxruntime,peft,report,transformers,zoo]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,lightning,onnxruntime,peft,transformers,zoo]'
 	# Their own needs may replace torch, and torchvision may be for another build of it: apart, where only the zoo looks.
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(VENV)/zoo torchvision timm
 	touch $@

@@ -131,9 +131,6 @@ def _check_page(path: Path) -> None:
     Raises:
         BuildError: it cannot.
     """
-    from fxpipe.inspection.report.page import check_plotly
-
-    check_plotly()
     folder = path.resolve().parent
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise BuildError(f"--html {path} cannot be written", hint="choose a file in a folder that exists")

@@ -73,7 +73,7 @@ def install(version: str, python: Path) -> bool:
         return True
     if not python.is_file():
         venv.create(python.parent.parent, with_pip=True)
-    pip = [python, "-m", "pip", "install", "-q", "-e", f"{ROOT}[dev,onnxruntime,report]", f"torch=={version}"]
+    pip = [python, "-m", "pip", "install", "-q", "-e", f"{ROOT}[dev,onnxruntime]", f"torch=={version}"]
     if subprocess.run(pip).returncode != 0:
         return False
     done.touch()

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxpipe.inspection.report.formats import plural
-from fxpipe.inspection.report.marks import colour, text_on, tint
 
 _CELL = re.compile(r"(?:\d+:)?([FBW])(\d+)(?:\.(\d+))?(?:@(\d+))?(?:\+(\d+))?")
 
 
 def cells(rows: Sequence[Sequence[str]], first: int, end: int) -> list[list[tuple[str, str, str]]]:
-    """For each rank the steps of a range: action, what it sees, style; all empty if the rank waits.
+    """For each rank the steps of a range: action, what it sees, class; all empty if the rank waits.
 
     Where ranks have several workers, an action has its worker before it: `2:F0`.
     """
@@ -25,9 +24,7 @@ def _cell(rank: int, label: str) -> tuple[str, str, str]:
         return "", "", ""
     action, at, seen = label.partition("@")
     worker = int(label.split(":")[0]) if ":" in label else rank
-    if found[1] != "F":
-        return action, at + seen, f"background:{colour(worker)};color:{text_on(worker)}"
-    return action, at + seen, f"background:{tint(worker, 0.28)}"
+    return action, at + seen, f"k-{'F' if found[1] == 'F' else 'B'} w{worker % 8}"
 
 
 def example(grid: dict[str, Any]) -> str:

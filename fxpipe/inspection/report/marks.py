@@ -13,15 +13,19 @@ _DARK_TEXT = {1, 5, 6, 7}  # the colours on which black is easier to read than w
 DASHES = {"input": "2 3", "saved": "7 4", "weights": "10 3 2 3", "token": "1 5"}
 """How the lines of kinds of edges are dashed; the others are solid."""
 
-_STROKES = (
-    "solid", "7px,4px", "2px,3px", "7px,3px,2px,3px", "13px,4px", "13px,3px,2px,3px", "7px,2px,2px,2px,2px,2px",
-    "4px,2px",
-)  # fmt: skip
+_STROKES = (None, "7 4", "2 3", "7 3 2 3", "13 4", "13 3 2 3", "7 2 2 2 2 2", "4 2")
+_PATTERNS = {
+    "/": "repeating-linear-gradient(135deg, {0} 0 1.3px, transparent 1.3px 6px)",
+    "\\": "repeating-linear-gradient(45deg, {0} 0 1.3px, transparent 1.3px 6px)",
+    "-": "repeating-linear-gradient(0deg, {0} 0 1.5px, transparent 1.5px 6px)",
+    "|": "repeating-linear-gradient(90deg, {0} 0 1.5px, transparent 1.5px 6px)",
+    ".": "radial-gradient({0} 1px, transparent 1.4px) 0 0 / 6px 6px",
+}
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How a kind of time is drawn: `shape` is a pattern of Plotly's, empty for none."""
+    """How a kind of time is drawn: `shape` is what its pattern is made of."""
 
     name: str
     opacity: float
@@ -32,8 +36,8 @@ MARKS = {
     "F": Mark("forward (F)", 0.5),
     "B": Mark("backward (B)", 1),
     "W": Mark("weight gradients (W)", 1, "-"),
-    "predict": Mark("predict", 0.5, "x"),
-    "update": Mark("update", 1, "x"),
+    "predict": Mark("predict", 0.5, "/\\"),
+    "update": Mark("update", 1, "/\\"),
     "recompute": Mark("recompute", 0.5, "-"),
     "exposed": Mark("communication", 0.15, "/"),
     "send": Mark("send", 0.15, "/"),
@@ -46,6 +50,22 @@ MARKS = {
 }
 
 
+def style() -> str:
+    """Classes for the eight workers that differ, and for kinds of time: patterns are white on full colour."""
+    rules = [f".w{w} {{ --c: {colour(w)}; --t: {text_on(w)}; }}" for w in range(len(COLOURS))]
+    for kind, mark in MARKS.items():
+        line = "rgba(255, 255, 255, .8)" if mark.opacity == 1 else "var(--c)"
+        back = [_PATTERNS[shape].format(line) for shape in mark.shape]
+        back += [f"color-mix(in srgb, var(--c) {100 * mark.opacity:g}%, transparent)"]
+        rules.append(f".k-{kind} {{ background: {', '.join(back)}; }}")
+    return "\n".join(rules)
+
+
+def look(kind: str, worker: int) -> dict[str, str]:
+    """The class of an element for a kind of time of a worker."""
+    return {"class_": f"k-{kind} w{worker % 8}"}
+
+
 def colour(worker: int) -> str:
     """The colour of a worker; from the ninth on they repeat."""
     return COLOURS[worker % 8]
@@ -56,45 +76,13 @@ def text_on(worker: int) -> str:
     return "#111111" if worker % 8 in _DARK_TEXT else "#ffffff"
 
 
-def tint(worker: int, opacity: float) -> str:
-    """A worker's colour, paler."""
-    red, green, blue = (int(colour(worker)[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity:g})"
-
-
-def stroke(worker: int, nth: int | None = None) -> dict[str, str]:
+def stroke(worker: int, nth: int | None = None) -> dict[str, Any]:
     """A line of a worker's colour: dashed differently for workers of one colour, or for the nth line of a worker."""
-    return {"color": colour(worker), "dash": _STROKES[(worker // 8 if nth is None else nth) % 8]}
-
-
-def fill(kind: str, worker: int) -> dict[str, Any]:
-    """The colour and, as Plotly wants it, the pattern of a kind of time: white on full colour, on pale the colour."""
-    mark = MARKS[kind]
-    line = "rgba(255,255,255,0.8)" if mark.opacity == 1 else colour(worker)
-    back = tint(worker, mark.opacity)
-    return {
-        "color": back,
-        "pattern": {"shape": mark.shape, "fgcolor": line, "bgcolor": back, "size": 6, "solidity": 0.3},
-    }
-
-
-def looks() -> dict[str, Any]:
-    """What the page's scripts must know of this: colours, texts and fills of the eight workers that differ."""
-    workers = range(len(COLOURS))
-    fills = {kind: [fill(kind, w) for w in workers] for kind in MARKS}
-    fills["wait"] = [fills["wait"][w] | {"color": tint(w, 0.5)} for w in workers]  # on the timeline a thin line
-    return {
-        "colours": COLOURS,
-        "texts": [text_on(w) for w in workers],
-        "fills": fills,
-        "dashes": DASHES,
-    }
+    return {"stroke": colour(worker), "stroke_dasharray": _STROKES[(worker // 8 if nth is None else nth) % 8]}
 
 
 def chip(worker: int | None, title: str | None = None) -> Markup | str:
     """A worker, by number and colour."""
     if worker is None:
         return "–"
-    return Markup('<span class="chip" title="{}" style="background:{};color:{}">{}</span>').format(
-        title or f"worker {worker}", colour(worker), text_on(worker), worker
-    )
+    return Markup('<span class="chip w{}" title="{}">{}</span>').format(worker % 8, title or f"worker {worker}", worker)

@@ -1,45 +1,8 @@
-// What all parts of the page use: the facts, numbers as people read them, drawn elements, the tooltip, what is folded,
-// when figures are drawn, and the contents.
+// What depends on the mouse, the keyboard or what is open: tooltips, the arrow keys, the zoom of the timeline, what is
+// folded, the tree and the contents. All else is made where the page is written.
 
 const byId = (id) => document.getElementById(id);
-const facts = JSON.parse(byId("facts").textContent);
-const looks = JSON.parse(byId("looks").textContent); // colours and patterns, see marks.py
-
-const colour = (worker) => looks.colours[worker % 8];
-const textOn = (worker) => looks.texts[worker % 8];
-
-/** Three digits that count, or all before the point: 0.0123, 1.23, 12.3, 1,234. */
-function digits(value) {
-  const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size >= 1e15 || size < 1e-5) return value.toExponential(2);
-  return size >= 100 ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : value.toPrecision(3);
-}
-
-const missing = (value) => value === null || value === undefined;
-const known = (format) => (value) => (missing(value) ? "–" : format(value));
-const ms = known((value) => `${digits(value)} ms`);
-const bytes = known((value) => {
-  const unit = Math.min(4, Math.max(0, Math.floor(Math.log2(value || 1) / 10)));
-  const size = value / 1024 ** unit;
-  return `${size.toFixed(unit === 0 || size >= 100 ? 0 : 1)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
-});
 const plural = (n, one) => `${n.toLocaleString("en")} ${one}${n === 1 ? "" : "s"}`;
-const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
-/** The greatest, also of more values than a call takes arguments. */
-const greatest = (values) => values.reduce((most, value) => (value > most ? value : most), -Infinity);
-
-/** g("rect", {x: 1}, "text", child): an element of SVG. Text is always text, never markup. */
-function g(tag, properties, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(properties ?? {})) {
-    if (missing(value) || value === false) continue;
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value);
-  }
-  element.append(...children.flat(Infinity).filter((child) => !missing(child) && child !== false));
-  return element;
-}
 
 // What is folded is text until it is opened: put its elements in the place of that text.
 function unfold(script) {
@@ -52,143 +15,99 @@ for (const box of document.querySelectorAll("details")) {
   box.addEventListener("toggle", () => box.open && box.lastElementChild.matches("script") && unfold(box.lastElementChild));
 }
 
-const tip = byId("tip");
+// Tooltips: the lines of `data-tip` of what is under the mouse or has the focus, the first one strong.
 
-/** Show `lines`, the first one strong, next to a point of the window. With `spoken`, screen readers say it. */
-function showTip(lines, x, y, spoken = false) {
-  tip.replaceChildren(...lines.filter(Boolean).map((line, i) => {
-    const element = document.createElement(i ? "div" : "strong");
-    element.textContent = line;
-    return element;
+const tip = byId("tip");
+let anchor = null; // the element that has the focus and the tooltip
+
+function showTip(element, x, y) {
+  tip.replaceChildren(...element.dataset.tip.split("\n").map((line, i) => {
+    const part = document.createElement(i ? "div" : "strong");
+    part.textContent = line;
+    return part;
   }));
   tip.hidden = false;
   const box = tip.getBoundingClientRect();
-  const left = Math.min(Math.max(8, x + 14), document.documentElement.clientWidth - box.width - 8);
+  const left = Math.min(x + 14, document.documentElement.clientWidth - box.width - 8);
   const below = y + 18 + box.height < window.innerHeight;
   tip.style.left = `${Math.max(8, left)}px`;
   tip.style.top = `${below ? y + 18 : Math.max(8, y - box.height - 12)}px`;
-  if (spoken) byId("live").textContent = tip.textContent && [...tip.children].map((c) => c.textContent).join(", ");
 }
-
-let anchor = null; // the element that has the focus and the tooltip, with its lines
 
 function hideTip() {
   tip.hidden = true;
   anchor = null;
 }
 
-/** Show the lines of an element that has the focus, and keep them next to it when the page scrolls. */
-function tipAt(element, lines) {
+/** Show what is told of the element that has the focus, and keep it there when the page scrolls. */
+function tipAt(element) {
   const box = element.getBoundingClientRect();
-  const spoken = anchor?.element !== element;
-  showTip(lines, box.left + box.width / 2, Math.min(box.bottom, window.innerHeight - 40) - 14, spoken);
-  anchor = { element, lines };
+  showTip(element, Math.max(0, box.left + Math.min(box.width, 200) / 2), Math.min(box.bottom, window.innerHeight - 40) - 14);
+  anchor = element;
 }
 
-/** Give `items` one tab stop together; the arrow keys, Home and End go from one to the next. */
-function rove(items, describe) {
-  items.forEach((item, i) => {
-    item.setAttribute("tabindex", i ? -1 : 0);
-    item.addEventListener("focus", () => tipAt(item, describe(i)));
-    item.addEventListener("blur", hideTip);
-    item.addEventListener("keydown", (event) => {
-      const to = { ArrowRight: i + 1, ArrowDown: i + 1, ArrowLeft: i - 1, ArrowUp: i - 1, Home: 0, End: items.length - 1 };
-      if (event.key === "Escape") hideTip();
-      if (!(event.key in to)) return;
-      event.preventDefault();
-      const next = items[Math.min(items.length - 1, Math.max(0, to[event.key]))];
-      item.setAttribute("tabindex", -1);
-      next.setAttribute("tabindex", 0);
-      next.focus();
-    });
-  });
-}
-
-addEventListener("scroll", () => (anchor ? tipAt(anchor.element, anchor.lines) : hideTip()), { passive: true });
+addEventListener("pointermove", (event) => {
+  const told = event.target.closest?.("[data-tip]");
+  if (told) showTip(told, event.clientX, event.clientY);
+  else if (!anchor) hideTip();
+});
+addEventListener("scroll", () => (anchor ? tipAt(anchor) : hideTip()), { passive: true, capture: true });
 addEventListener("keydown", (event) => event.key === "Escape" && hideTip());
 
-// Figures: those near the window are drawn at once, the others when the page is idle, all before it is printed.
+// The elements `data-rove` of a drawing have one tab stop together; the arrow keys, Home and End go from one to the next.
 
-const PAPER = 680; // pixels of A4 between its margins
-const figures = [];
-let printing = false;
+for (const host of document.querySelectorAll("[data-rove]")) {
+  const items = [...host.querySelectorAll(host.dataset.rove)];
+  items.forEach((item, i) => { item.tabIndex = i ? -1 : 0; });
 
-const nearby = new IntersectionObserver(
-  (entries) => entries.forEach((entry) => entry.isIntersecting && paint(figures.find((f) => f.host === entry.target))),
-  { rootMargin: "150px" },
-);
+  /** Where an item's row has neighbours above and below, the last one there that begins before the item does. */
+  const beside = (item, way) => {
+    const rows = [...host.querySelectorAll(".row")].filter((row) => row.querySelector("[tabindex]"));
+    if (!rows.length) return items[items.indexOf(item) + way];
+    const row = rows[rows.indexOf(item.parentElement) + way];
+    const before = (other) => other.getBoundingClientRect().left <= item.getBoundingClientRect().left + 0.5;
+    return row && ([...row.querySelectorAll("[tabindex]")].findLast(before) ?? row.querySelector("[tabindex]"));
+  };
 
-/** Have `draw(width)` make or remake what is in `host`; `height` keeps the room until then. `first`: draw it at once. */
-function figure(host, draw, { height = 0, plotly = false, first = false } = {}) {
-  host.style.minHeight = `${height}px`;
-  const made = { host, draw, plotly, first, width: 0 };
-  figures.push(made);
-  nearby.observe(host);
-  return made;
-}
-
-function paint(made, width = made.host.clientWidth) {
-  if (width === made.width || width === 0) return;
-  if (made.plotly) startPlotly();
-  made.width = width;
-  made.draw(width);
-  made.host.style.minHeight = "";
-  made.host.dataset.drawn = "";
-  nearby.unobserve(made.host);
-}
-
-/** Plotly's script is text until the first chart needs it: so the page itself is there sooner. */
-function startPlotly() {
-  if (window.Plotly) return;
-  const script = document.createElement("script");
-  script.textContent = byId("plotly").textContent;
-  document.head.append(script);
-}
-
-function whenIdle(work) {
-  if (window.requestIdleCallback) requestIdleCallback(work, { timeout: 500 });
-  else setTimeout(work, 50);
-}
-
-function paintTheRest() {
-  const next = figures.find((made) => made.width === 0 && made.host.clientWidth);
-  if (!next) {
-    document.documentElement.dataset.ready = "";
-    return;
-  }
-  paint(next);
-  whenIdle(paintTheRest);
-}
-
-function startFigures() {
-  figures.filter((made) => made.first).forEach((made) => paint(made));
-  addEventListener("load", () => whenIdle(paintTheRest));
-  let waiting = 0;
-  new ResizeObserver(() => {
-    clearTimeout(waiting);
-    waiting = setTimeout(() => !printing && figures.filter((made) => made.width).forEach((made) => paint(made)), 80);
-  }).observe(byId("main"));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-  addEventListener("beforeprint", () => {
-    printing = true;
-    hideTip();
-    figures.forEach((made) => { made.width = 0; paint(made, made.host.closest(".panels") ? PAPER / 3 - 16 : PAPER); });
+  host.addEventListener("focusin", ({ target }) => {
+    if (!target.dataset.tip) return;
+    target.setAttribute("role", "img");
+    target.setAttribute("aria-label", target.dataset.tip.replaceAll("\n", ", "));
+    byId("live").textContent = target.getAttribute("aria-label");
+    tipAt(target);
   });
-  addEventListener("afterprint", () => {
-    printing = false;
-    repaint();
+  host.addEventListener("focusout", hideTip);
+  host.addEventListener("keydown", (event) => {
+    const at = items.indexOf(event.target);
+    const to = {
+      ArrowRight: () => items[at + 1], ArrowLeft: () => items[at - 1], Home: () => items[0], End: () => items.at(-1),
+      ArrowDown: () => beside(event.target, 1), ArrowUp: () => beside(event.target, -1),
+    }[event.key];
+    if (at < 0 || !to) return;
+    event.preventDefault();
+    const next = to() ?? event.target;
+    event.target.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
   });
 }
 
-function repaint() {
-  for (const made of figures) {
-    if (!made.width) continue;
-    made.width = 0;
-    paint(made);
-  }
-}
+// The timeline: all of the time is `--zoom` times as wide as what is seen of it.
 
-const dark = () => !printing && matchMedia("(prefers-color-scheme: dark)").matches;
+if (byId("spans")) {
+  const view = document.querySelector(".view");
+  const zoom = () => Number(view.style.getPropertyValue("--zoom"));
+  const show = (wanted, middle = (view.scrollLeft + view.clientWidth / 2) / view.scrollWidth) => {
+    view.style.setProperty("--zoom", Math.min(Math.max(1, wanted), 1000));
+    view.scrollLeft = middle * view.scrollWidth - view.clientWidth / 2;
+  };
+  const acts = {
+    first: () => show(Number(view.dataset.first), 0), all: () => show(1), in: () => show(zoom() * 2), out: () => show(zoom() / 2),
+    earlier: () => { view.scrollLeft -= view.clientWidth / 2; }, later: () => { view.scrollLeft += view.clientWidth / 2; },
+  };
+  byId("zoom").addEventListener("click", (event) => acts[event.target.dataset.do]?.());
+  view.addEventListener("keydown", (event) => acts[{ "+": "in", "-": "out" }[event.key]]?.());
+}
 
 const links = new Map([...document.querySelectorAll("#contents a")].map((link) => [link.hash.slice(1), link]));
 const passing = new IntersectionObserver((entries) => {
@@ -197,3 +116,145 @@ const passing = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "-20% 0px -70% 0px" });
 document.querySelectorAll("main > section").forEach((part) => passing.observe(part));
+
+// The module tree, a treegrid: what is open, where the focus is, and what a search shows. A node's rows are made when the
+// row that holds them is first opened.
+
+const FOUND = 200; // rows of what a search found that are shown
+
+const body = document.querySelector("#tree tbody");
+const search = byId("search");
+const said = document.querySelector(".bar [role=status]");
+let opened = null; // while searching: the rows that were open before
+
+const level = (row) => Number(row.getAttribute("aria-level"));
+const isOpen = (row) => row.getAttribute("aria-expanded") === "true";
+const rowOf = (key) => body.querySelector(`tr[data-key="${key}"]`);
+
+/** The next row, or the one before, that is shown. */
+function neighbour(row, way) {
+  let next = row;
+  do next = next[way]; while (next && (next.hidden || next.matches("script")));
+  return next;
+}
+
+/** The row above in the tree. */
+function parent(row) {
+  let up = row.previousElementSibling;
+  while (up && !(up.matches("tr") && level(up) < level(row))) up = up.previousElementSibling;
+  return up;
+}
+
+/** Open or close a row; of the rows below it those are shown above which all is open. */
+function toggle(row, open = !isOpen(row)) {
+  if (!row.hasAttribute("aria-expanded")) return;
+  if (open && row.nextElementSibling?.matches("script")) unfold(row.nextElementSibling);
+  row.setAttribute("aria-expanded", String(open));
+  const top = level(row);
+  let shut = open ? Infinity : top; // what is deeper than this is in a closed row
+  for (let next = row.nextElementSibling; next && (next.matches("script") || level(next) > top); next = next.nextElementSibling) {
+    if (next.matches("script")) continue;
+    if (level(next) <= shut && open) shut = Infinity;
+    next.hidden = level(next) > shut;
+    if (shut === Infinity && next.getAttribute("aria-expanded") === "false") shut = level(next);
+  }
+}
+
+/** Give a row the tab stop of the tree, and the focus. */
+function focusOn(row, options) {
+  if (!row) return;
+  body.querySelectorAll('tr[tabindex="0"]').forEach((other) => { other.tabIndex = -1; });
+  row.tabIndex = 0;
+  row.focus(options);
+}
+
+/** Open everything above a node and go there. */
+function reveal(node) {
+  if (opened) endSearch();
+  body.querySelectorAll("script").forEach(unfold);
+  const row = rowOf(`n${node}`);
+  for (let up = parent(row); up; up = parent(up)) up.setAttribute("aria-expanded", "true");
+  toggle(body.rows[0], true);
+  row.scrollIntoView({ block: "center" });
+  focusOn(row);
+}
+
+/** Show what holds `wanted` and the modules around it; all, if it is empty. Says what was found. */
+function find(wanted) {
+  const query = wanted.trim().toLowerCase();
+  if (!query) {
+    if (opened) endSearch();
+    return;
+  }
+  body.querySelectorAll("script").forEach(unfold);
+  opened ??= new Set([...body.rows].filter(isOpen));
+  const hits = { m: [], n: [] };
+  for (const row of body.rows) {
+    const kind = row.dataset.key[0];
+    if (kind in hits && row !== body.rows[0] && searched(row, kind).includes(query)) hits[kind].push(row);
+    row.hidden = true;
+    if (isOpen(row)) row.setAttribute("aria-expanded", "false");
+  }
+  const all = [...hits.m, ...hits.n];
+  body.rows[0].hidden = false;
+  for (const row of all.slice(0, FOUND)) {
+    row.hidden = false;
+    for (let up = parent(row); up && !isOpen(up); up = parent(up)) {
+      up.hidden = false;
+      up.setAttribute("aria-expanded", "true");
+    }
+  }
+  said.textContent = `${plural(hits.m.length, "module")}, ${plural(hits.n.length, "node")}${all.length > FOUND ? `; the first ${FOUND} are shown` : ""}`;
+}
+
+/** What a search looks at: a module's path, or a node's name, operator, place and line. */
+function searched(row, kind) {
+  const path = row.querySelector(".path");
+  return (kind === "m" ? path.title || path.textContent : row.cells[0].textContent).toLowerCase();
+}
+
+function endSearch() {
+  for (const row of body.rows) if (row.hasAttribute("aria-expanded")) row.setAttribute("aria-expanded", String(opened.has(row)));
+  opened = null;
+  clearTimeout(waiting);
+  search.value = "";
+  said.textContent = "";
+  toggle(body.rows[0], isOpen(body.rows[0]));
+}
+
+let waiting = 0;
+search.addEventListener("input", () => {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => find(search.value), 120);
+});
+
+body.addEventListener("click", (event) => {
+  const link = event.target.closest("[data-node]");
+  if (link) return reveal(link.dataset.node);
+  const row = event.target.closest("tr");
+  if (!row || String(getSelection())) return undefined;
+  focusOn(row, { preventScroll: true });
+  return toggle(row);
+});
+
+body.addEventListener("keydown", (event) => {
+  const row = event.target;
+  if (!row.matches("tr") || event.altKey || event.ctrlKey || event.metaKey) return;
+  const closed = row.getAttribute("aria-expanded") === "false";
+  const down = () => focusOn(neighbour(row, "nextElementSibling"));
+  const act = {
+    ArrowDown: down,
+    ArrowUp: () => focusOn(neighbour(row, "previousElementSibling")),
+    ArrowRight: () => (closed ? toggle(row, true) : isOpen(row) && down()),
+    ArrowLeft: () => (isOpen(row) ? toggle(row, false) : focusOn(parent(row))),
+    Home: () => focusOn(body.rows[0]),
+    End: () => focusOn([...body.rows].findLast((last) => !last.hidden)),
+    Enter: () => toggle(row),
+  }[event.key];
+  if (!act) return;
+  event.preventDefault();
+  act();
+});
+
+if (body.rows.length) body.rows[0].tabIndex = 0;
+document.documentElement.dataset.ready = "";

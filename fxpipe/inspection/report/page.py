@@ -1,4 +1,4 @@
-"""Facts as one HTML page: its style, its script, Plotly's and the facts themselves are inside.
+"""Facts as one HTML page: its style, its script and the facts themselves are inside.
 
 `page.html` is the page from top to bottom; what it calls is in the modules next to this one.
 """
@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +19,28 @@ from markupsafe import Markup
 
 from fxpipe.errors import BuildError
 from fxpipe.inspection.report import charts, formats, overview, tables
+from fxpipe.inspection.report.drawing import tag
+from fxpipe.inspection.report.edges import SINGLE, wires
 from fxpipe.inspection.report.grid import cells, example
-from fxpipe.inspection.report.marks import MARKS, chip, looks, stroke
+from fxpipe.inspection.report.marks import DASHES, MARKS, chip, stroke
+from fxpipe.inspection.report.marks import style as style_of_marks
+from fxpipe.inspection.report.model_map import ModelMap
+from fxpipe.inspection.report.timeline import timeline
 from fxpipe.inspection.report.tree import ModuleRows, milliseconds
 from fxpipe.typed_json import dumps
 
 Json = dict[str, Any]
 
-SCRIPTS = ("page.js", "tree.js", "map.js", "edges.js", "timeline.js", "charts.js")
-"""In the order in which the page has them; they share one scope."""
-
-SINGLE = 60
-"""More edges than this are drawn as bundles."""
-
 _TIMES = ("F", "B", "W", "predict", "update", "send", "receive", "wait", "data", "save", "evaluate")
 _RUN = ("workers", "time_losses", "evaluation", "timeline")  # what a run that did not end lacks
-
-
-def check_plotly() -> None:
-    """Refuse, before any work is done, to write a page without the package that draws its charts.
-
-    Raises:
-        BuildError: Plotly is not installed.
-    """
-    if find_spec("plotly") is None:
-        raise BuildError("--html needs the package plotly, which is not installed", hint="pip install 'fxpipe[report]'")
 
 
 def write_report(facts: dict[str, Any], path: Path) -> None:
     """Write the page of `facts`, see `page`, as a whole or not at all: it appears under its name when it is complete.
 
     Raises:
-        BuildError: Plotly is not installed, the target is not a plain file, or the disk refuses; an old page stays.
+        BuildError: the target is not a plain file, or the disk refuses; an old page stays.
     """
-    check_plotly()
     whole = page(facts)
     target = Path(os.path.realpath(path))  # a link stays, and leads to the new page
     partial = target.with_name(f".fxpipe-report-{secrets.token_hex(6)}")
@@ -79,12 +66,10 @@ def _refused(path: Path, reason: str) -> BuildError:
 def page(facts: Json) -> str:
     """One self-contained page that shows `facts`, what `fxpipe inspect --json` prints.
 
-    Its texts, tables and the module tree are made here; the facts, in `<script id="facts">`, are for the scripts.
+    All of it is made here, drawings too; the facts, in `<script id="facts">`, are for programs that read the page.
     """
-    from plotly.offline import get_plotlyjs
-
     run = facts["run"] and {**dict.fromkeys(_RUN), **facts["run"]}
-    parts = {"style": _own("page.css"), "script": "\n".join(map(_own, SCRIPTS)), "plotly": get_plotlyjs()}
+    parts = {"style": f"{_own('page.css')}{style_of_marks()}", "script": _own("page.js")}
     for name, part in parts.items():
         if "</script" in part.lower() or "<!--" in part:
             raise AssertionError(f"the page's {name} would end its element")
@@ -94,7 +79,7 @@ def page(facts: Json) -> str:
     edge_kinds: dict[str, list[Json]] = {}
     for edge in facts["edges"]:
         edge_kinds.setdefault(edge["kind"], []).append(edge)
-    workers = (run or {}).get("workers") or ()
+    workers, lines = (run or {}).get("workers") or (), charts.staleness_lines(logs)
     waits = [wait | {"worker": w["worker"]} for w in workers for wait in w.get("waits") or ()]
     return (
         _templates()
@@ -117,12 +102,14 @@ def page(facts: Json) -> str:
             logs=logs,
             waits=sorted(waits, key=lambda wait: -(wait.get("seconds") or 0)),
             elsewhere=overview.elsewhere(facts),
-            charts={
-                "balance": charts.balance(facts["partitions"]),
-                "memory": charts.memory(facts["timeline"]) if memory else None,
-                "spent": charts.spent(workers) if workers else None,
-                "staleness": charts.staleness(logs),
-            },
+            map=ModelMap(facts).drawn() if facts["units"] else None,
+            wires=wires(facts["edges"], facts["build"]["workers"]) if facts["edges"] else None,
+            spans=timeline(panels, facts["build"]) if panels else None,
+            balance=charts.balance(facts["partitions"]),
+            held=charts.memory(facts["timeline"]) if memory else None,
+            spent=charts.spent(workers) if workers else None,
+            lines=[(line.name, line.looks) for line in lines],
+            staleness=charts.staleness(lines) if lines else None,
         )
     )
 
@@ -164,7 +151,7 @@ def _total(values: Iterable[int | None]) -> int:
     return sum(value or 0 for value in values)
 
 
-def _strokes(workers: Iterable[int]) -> list[tuple[str, dict[str, str]]]:
+def _strokes(workers: Iterable[int]) -> list[tuple[str, dict[str, Any]]]:
     return [(f"worker {w}", stroke(w)) for w in workers]
 
 
@@ -181,16 +168,14 @@ def _templates() -> Environment:
     forms = ("size", "listed", "text", "number", "count", "ms", "share")
     made.filters.update({name: getattr(formats, name) for name in forms})
     made.filters |= {
-        "json": lambda value: Markup(embedded(value)),
         "route": _route,
         "total": _total,
         "strokes": _strokes,
-        "named": lambda trace: (trace["name"], trace["line"]),
     }
     made.globals |= {
-        "chip": chip, "marks": MARKS, "looks": looks(), "single": SINGLE, "plural": formats.plural, "cells": cells,
+        "chip": chip, "marks": MARKS, "dashes": DASHES, "single": SINGLE, "plural": formats.plural, "cells": cells,
         "tables": tables, "overview": overview, "milliseconds": milliseconds, "curve": charts.curve,
-        "is_long": charts.is_long, "spent_kinds": charts.spent_kinds,
+        "is_long": charts.is_long, "tag": tag, "spent_kinds": charts.spent_kinds,
     }  # fmt: skip
     return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -55,13 +54,6 @@ class Written(HTMLParser):
         path = f".//div[@aria-label='{caption}']/table/tbody/tr"
         return [[told(cell) for cell in row] for row in self.root.iterfind(path)]
 
-    def charts(self, section: str) -> list[Facts]:
-        """What the charts of a section draw."""
-        own = self.html.split(f'<section id="{section}"')[1].split("</section>")[0]
-        return [
-            json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', own, re.DOTALL)
-        ]
-
 
 def told(element: Element) -> str:
     """The text of an element and of all in it, its spaces as a browser shows them."""
@@ -100,11 +92,6 @@ class Opened:
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(self.url)
 
-    def ready(self) -> Any:
-        """The page, once every chart is drawn."""
-        self.page.wait_for_selector("html[data-ready]", timeout=20_000)
-        return self.page
-
     def tidy(self) -> Any:
         """The page from its top, the focus and the mouse nowhere; what a test unfolded or zoomed stays."""
         self.page.mouse.move(0, 0)
@@ -112,7 +99,7 @@ class Opened:
             "document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex');"
             "scrollTo({top: 0, behavior: 'instant'})"
         )
-        return self.ready()
+        return self.page
 
     def check(self) -> None:
         """Whatever it said or asked for beside its own file is a failure."""
@@ -152,7 +139,7 @@ def pages(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 @pytest.fixture
 def shared(browser: Any, pages: tuple[Path, dict[int, Opened]]) -> Iterator[Callable[[Facts], Any]]:
-    """A page that the module's tests have in common, with every chart drawn: `shared(facts)`. Facts must live as long.
+    """A page that the module's tests have in common: `shared(facts)`. Facts must live as long.
 
     For tests that need no page of their own: what folds, zooms and hovers stays for the next one.
     """

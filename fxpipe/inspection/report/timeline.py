@@ -1,0 +1,104 @@
+"""What every worker does when: the simulated run, and beneath it the measured one, on one axis of time.
+
+All is placed in percent of the time: to see a stretch of it larger, the page makes the whole wider.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from fxpipe.inspection.report.drawing import tag, ticks, told
+from fxpipe.inspection.report.formats import ms
+from fxpipe.inspection.report.marks import look
+
+Json = dict[str, Any]
+ACTIONS = ("F", "B", "W")
+HEAD, FOOT = 34, 26
+"""Pixels for the name of a panel, and for the axis."""
+
+
+def timeline(panels: Sequence[Json], build: Json) -> Markup:
+    """The panels beneath each other, a row for each worker, wide enough at first to read the first minibatches."""
+    workers = build["workers"]
+    row = 13 if workers > 24 else 18 if workers > 8 else 28
+    end = max(span[5] for panel in panels for span in panel["spans"]) * 1.005
+    zoom = max(1.0, end / (1.02 * _opening(panels, build)))
+    names, lanes = [], []
+    for panel in panels:
+        names += [tag("b", style=f"height:{HEAD}px"), *(tag("b", w, style=f"height:{row}px") for w in range(workers))]
+        lanes.append(tag("p", tag("b", panel["name"]), ", by worker", style=f"height:{HEAD}px"))
+        lanes += [
+            tag("div", *_row(panel, worker, end, row >= 18), class_="row", style=f"height:{row}px")
+            for worker in range(workers)
+        ]
+    axis = tag("div", *_axis(1e3 * end, zoom), class_="axis", style=f"height:{FOOT}px", aria_hidden="true")
+    return Markup("").join([
+        tag("div", *names, class_="names", aria_hidden="true"),
+        tag("div", tag("div", *lanes, axis, class_="time"), class_="view", style=f"--zoom:{zoom:.3f}", data_first=zoom),
+    ])  # fmt: skip
+
+
+def _opening(panels: Sequence[Json], build: Json) -> float:
+    """The time that the first minibatches take: what fits into a page without blurring."""
+    last = [max(span[5] for span in panel["spans"]) for panel in panels]
+    wanted = max(6, min(12, 2 * build["workers"])) - 1
+    ends = [
+        max((span[5] for span in panel["spans"] if span[2] == wanted), default=0) or end
+        for panel, end in zip(panels, last, strict=True)
+    ]
+    return max(*ends, min(*last, max(last) / 4))
+
+
+def _row(panel: Json, worker: int, end: float, named: bool) -> Iterator[Markup]:
+    """The spans of a worker by their start, and what is told of the time in which it has none."""
+    simulated, free = panel["name"] == "simulated", 0.0
+    for _, kind, minibatch, microbatch, start, stop in sorted(
+        (span for span in panel["spans"] if span[0] == worker), key=lambda span: span[4]
+    ):
+        if start > free:
+            idle = f"{'waits' if simulated else 'between actions'} {_stretch(free, start)}"
+            yield _place(free, start, end, told(f"worker {worker}, {panel['name']}", idle), class_="idle")
+        free = max(free, stop)
+        part = f".{microbatch}" if microbatch else ""
+        name = f"{kind}{minibatch}{part}" if kind in ACTIONS else kind
+        of = None if minibatch is None or minibatch < 0 else f"minibatch {minibatch}"
+        tip = told(
+            f"{name} on worker {worker}, {panel['name']}",
+            of and of + (f", microbatch {microbatch}" if microbatch else ""),
+            _stretch(start, stop),
+        )
+        label = tag("span", name) if named and kind in ACTIONS else None
+        yield _place(start, stop, end, tip, label, **look(kind, worker))
+    if free < end:
+        rest = f"nothing more {'simulated' if simulated else 'shown'} after {ms(1e3 * free)}"
+        yield _place(free, end, end, told(f"worker {worker}, {panel['name']}", rest), class_="idle")
+
+
+def _place(start: float, stop: float, end: float, tip: str, label: Markup | None = None, **looks: Any) -> Markup:
+    style = f"left:{100 * start / end:.4f}%;width:{100 * (stop - start) / end:.4f}%"
+    return tag("i", label, **looks, style=style, data_tip=tip)
+
+
+def _stretch(start: float, stop: float) -> str:
+    """`12.3 ms, from 68.0 to 80.3`: times as exact as their difference, from seconds."""
+    long = 1e3 * (stop - start)
+    places = min(6, max(0, 2 - math.floor(math.log10(long)))) if long > 0 else 3
+    return f"{ms(long)}, from {1e3 * start:,.{places}f} to {1e3 * stop:,.{places}f}"
+
+
+def _axis(end: float, zoom: float) -> Iterator[Markup]:
+    """Round numbers of milliseconds: those of finer steps are seen as far as the zoom gives them room."""
+    _, step, *_ = ticks(0, end)
+    seen: set[str] = set()
+    while end / step < 60 * zoom:
+        for k in range(int(end / step) + 1):
+            label = f"{k * step:,.6g}"
+            if label not in seen:
+                seen.add(label)
+                style = f"left:{100 * k * step / end:.4f}%;width:{100 * step / end:.4f}%"
+                yield tag("i", tag("span", label), style=style)
+        step /= 5 if f"{step:e}"[0] == "5" else 2  # each divides the one before: 5, 1, 0.5
