@@ -5,11 +5,8 @@ Every holder is read as a dictionary and written from one, so that what watches 
 
 from __future__ import annotations
 
-import array
-import contextvars
 import itertools
 import operator
-import os
 import pickle
 import random
 import types
@@ -184,54 +181,14 @@ class Single:
 
 
 class Array(Single):
-    """The values of a small array, as bytes: of numpy's, an array.array, a bytearray."""
+    """The values of a small array of numpy's, as bytes."""
 
     def read(self) -> Content:
-        return {"": bytes(self.thing) if isinstance(self.thing, bytearray) else self.thing.tobytes()}
+        return {"": self.thing.tobytes()}
 
     def write(self, content: Mapping[Any, Any]) -> None:
-        if isinstance(self.thing, bytearray):
-            self.thing[:] = content[""]
-        elif isinstance(self.thing, array.array):
-            self.thing[:] = array.array(self.thing.typecode, content[""])
-        elif self.thing.flags.writeable:
+        if self.thing.flags.writeable:
             self.thing[...] = type(self.thing)(self.thing.shape, self.thing.dtype, content[""])
-
-
-class Variable(Single):
-    """A contextvars.ContextVar. One without a value goes back to its default: Python cannot take a value away."""
-
-    def __init__(self, thing: contextvars.ContextVar[Any], name: str) -> None:
-        super().__init__(thing, name)
-        try:
-            self.first = {"": thing.get()}
-        except LookupError:
-            self.first = {}
-
-    def read(self) -> Content:
-        return self.first if (value := self.thing.get(_NOTHING)) is _NOTHING else {"": value}
-
-    def write(self, content: Mapping[Any, Any]) -> None:
-        if content:
-            self.thing.set(content[""])
-
-
-class Environment:
-    """The variables of the process's environment."""
-
-    name = "os.environ"
-
-    def read(self) -> Content:
-        return dict(os.environ)
-
-    def write(self, content: Mapping[Any, Any]) -> None:
-        now = self.read()
-        for key in now.keys() - content.keys():
-            del os.environ[key]
-        os.environ.update({key: value for key, value in content.items() if now.get(key) != value})
-
-    def call(self, key: Any) -> str:
-        return f"{self.name}[{key!r}]"
 
 
 class Generator(Single):

@@ -8,15 +8,11 @@ is not looked into; their objects are. The walk is breadth first and ends after 
 from __future__ import annotations
 
 import argparse
-import array
 import collections
-import contextvars
 import enum
 import functools
-import queue
 import random
 import sys
-import threading
 import types
 import weakref
 from collections import deque
@@ -43,18 +39,7 @@ _WRAPPERS: dict[type, tuple[str, ...]] = {
 }
 _NUMPY_GENERATORS = {("numpy.random._generator", "Generator"), ("numpy.random.mtrand", "RandomState")}
 _METHODS = (types.MethodType, types.MethodWrapperType, types.BuiltinMethodType)
-_SPACES = (
-    types.SimpleNamespace,
-    argparse.Namespace,
-    collections.UserDict,
-    collections.UserList,
-    collections.ChainMap,
-    threading.local,
-    queue.Queue,
-    weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary,
-    weakref.WeakSet,
-)
+_SPACES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 
 
 def reached(model: nn.Module, roots: Iterable[Any]) -> list[Holder]:
@@ -67,7 +52,6 @@ def reached(model: nn.Module, roots: Iterable[Any]) -> list[Holder]:
     walk.draws(random.random, "random")
     if "numpy" in sys.modules:
         walk.draws(sys.modules["numpy"].random.rand, "numpy.random")
-    walk.found.append(holders.Environment())
     paths = dict(model.named_modules())
     for path, module in paths.items():
         walk.seen[id(module)] = module
@@ -140,11 +124,6 @@ class _Walk:
         elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             if value.nbytes <= holders.MANY_BYTES and not value.dtype.hasobject:
                 self.found.append(holders.Array(value, name))
-        elif kind in (bytearray, array.array):
-            if len(memoryview(value)) <= holders.MANY_BYTES:
-                self.found.append(holders.Array(value, name))
-        elif kind is contextvars.ContextVar:
-            self.hold(holders.Variable(value, name))
         elif isinstance(value, random.Random) or (kind.__module__, kind.__name__) in _NUMPY_GENERATORS:
             self.found.append(holders.Generator(value, name))
         elif kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
@@ -174,10 +153,7 @@ class _Walk:
             self.meet(value, variable)
         if function.__dict__:
             self.hold(holders.Attributes(function, name))
-        mentioned = set(_mentioned(code))
-        if mentioned & {"globals", "vars"}:
-            mentioned |= function.__globals__.keys()
-        self.use(function.__globals__, mentioned)
+        self.use(function.__globals__, set(_mentioned(code)))
 
     def use(self, module: dict[str, Any], names: set[str]) -> None:
         """A function mentions these names, of its own module or of others that it has under one of them."""
@@ -225,10 +201,8 @@ def has_state(value: Any) -> bool:
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:
-    """The names in a function's code, and the texts that could be names, as in `globals()["steps"]`."""
+    """The names in a function's code."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _mentioned(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            yield constant
