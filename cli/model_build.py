@@ -65,7 +65,6 @@ def build_model(
     from fxpipe.lowering.lower import compile
     from fxpipe.lowering.padding_doubts import telling_batches
     from fxpipe.lowering.shapes import further_shapes
-    from fxpipe.optimizer.hurried_scheduler import hurried_in
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.allocator import reuse_freed_memory
     from fxpipe.task.batch import moved
@@ -103,8 +102,6 @@ def build_model(
         more: dict[str, Any] = {"shapes": told, "last": last, "evaluation": evaluation, "observers": observers}
         build = compile(model, task.loss, example, options, **more, say=say)
         doubts = [MANY_SHAPES.format(len(first.batches), len(shapes) + 1)] if len(shapes) > 1 else []
-        if hurry := hurried_in(build.plan, options.optimizer, options.lr_scheduler, first.length):
-            doubts.append(hurry)
         if options.cost == "measured":
             build = _timed(build, example, task, options.threads or 1, say)
     plan = dataclasses.replace(build.plan, sources=source_digests(Path(path)))

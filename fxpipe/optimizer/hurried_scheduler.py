@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
 
-from fxpipe.optimizer.hook import make_optimizer
-from fxpipe.optimizer.small_copies import shrunk
-from fxpipe.plan.spec import Plan
 from fxpipe.policy.optimizers.learning_rates import LearningRates
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, default_optimizer
-from fxpipe.task.paced_scheduler import paced
 
 FALL = 1000
 """How many times smaller a rate must become."""
@@ -59,29 +52,6 @@ def hurried(optimizer: torch.optim.Optimizer, scheduler: Any, updates: int, of: 
                 f"the learning rate falls from {highest:.3g} to {rate:.3g} in the first {update} updates, of "
                 f"{updates} in {of}: lr_scheduler() makes a step after every update; {cure}"
             )
-    return None
-
-
-def hurried_in(
-    plan: Plan, make: MakeOptimizer | None, scheduler: MakeScheduler | None, epoch: int | None
-) -> str | None:
-    """The same before there is an optimizer of the weights: for one of small copies of a plan's parameters.
-
-    Args:
-        epoch: its batches; nothing is found where they are not known.
-    """
-    if scheduler is None or epoch is None:
-        return None
-    named = [
-        (p.name, nn.Parameter(torch.zeros(shrunk(p.tensor.shape, 1), dtype=getattr(torch, p.tensor.dtype))))
-        for p in plan.parameters
-        if p.trained
-    ]
-    with suppress(Exception):  # a run, or the trial of the optimizer, says what is wrong with them
-        optimizer = make_optimizer(make or default_optimizer, named)
-        made = None if optimizer is None else paced(scheduler(optimizer))
-        if optimizer is not None and made is not None and not made.per_epoch:
-            return hurried(optimizer, made.scheduler, epoch)
     return None
 
 
