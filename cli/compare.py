@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -100,31 +100,21 @@ def _print_speed(found: Json, console: Console) -> None:
 
 
 def _print_losses(found: Json, console: Console) -> None:
-    if found["loss"]["at_steps"]:
+    at_steps, at_seconds = found["loss"]["at_steps"], found["loss"]["at_seconds"]
+    if at_steps:
         echo(f"\nloss at the same step, and the mean of the last {SMOOTH}")
-        rows = found["loss"]["at_steps"]
-        _print_loss_rows(console, "step", [str(row["step"]) for row in rows], rows)
-    rows = found["loss"]["at_seconds"]
-    if rows:
+        _print_loss_rows(console, ["step"], [[str(row["step"])] for row in at_steps], at_steps)
+    if at_seconds:
         echo(f"\nloss after the same time, and the mean of the last {SMOOTH}")
-        steps = [(f"step of {i + 1}", [row["step"][i] for row in rows]) for i in (0, 1)]
-        _print_loss_rows(console, "seconds", [f"{row['seconds']:.3g}" for row in rows], rows, steps)
+        heads = [[f"{row['seconds']:.3g}", *map(_said, row["step"])] for row in at_seconds]
+        _print_loss_rows(console, ["seconds", "step of 1", "step of 2"], heads, at_seconds)
 
 
-def _print_loss_rows(
-    console: Console,
-    header: str,
-    cells: list[str],
-    rows: Sequence[Json],
-    more: Iterable[tuple[str, list[Any]]] = (),
-) -> None:
-    columns = [TextColumn(header, right=True, cells=[*cells])]
-    columns += [TextColumn(title, right=True, cells=[_said(value) for value in values]) for title, values in more]
-    for name, title in (("raw", "run {}"), ("smoothed", "mean of {}")):
-        for i in (0, 1):
-            losses = [_cell(row[name][i], _loss) for row in rows]
-            columns.append(TextColumn(title.format(i + 1), right=True, cells=[*losses]))
-    print_columns(columns, console)
+def _print_loss_rows(console: Console, names: list[str], heads: list[list[str]], rows: Sequence[Json]) -> None:
+    names = [*names, "run 1", "run 2", "mean of 1", "mean of 2"]
+    losses = ([_cell(value, _loss) for value in (*row["raw"], *row["smoothed"])] for row in rows)
+    cells = [head + rest for head, rest in zip(heads, losses, strict=True)]
+    print_columns([TextColumn(name, right=True) for name in names], cells, console)
 
 
 def _print_workers(found: Json, console: Console) -> None:
@@ -133,43 +123,37 @@ def _print_workers(found: Json, console: Console) -> None:
         return
     kinds = [kind for kind in SPENT if any((row["spent"][i] or {}).get(kind, 0) >= 0.005 for row, i in rows)]
     echo("\nthe workers' time, % of each one's run")
-    columns = [
-        TextColumn("worker", right=True, cells=[str(row["worker"]) for row, _ in rows]),
-        TextColumn("run", right=True, cells=[str(i + 1) for _, i in rows]),
-        TextColumn("busy", right=True, cells=[f"{100 * row['busy'][i]:.0f}" for row, i in rows]),
-    ]
-    for kind in kinds:
-        shares = [(row["spent"][i] or {}).get(kind) for row, i in rows]
-        column = TextColumn(kind, right=True, spare=int(kind in RARE))
-        column.cells += [_cell(share, lambda v: f"{100 * v:.0f}") for share in shares]
-        columns.append(column)
-    print_columns(columns, console)
+    columns = [TextColumn(name, right=True, spare=int(name in RARE)) for name in ("worker", "run", "busy", *kinds)]
+    cells = []
+    for row, i in rows:
+        shares = (row["busy"][i], *((row["spent"][i] or {}).get(kind) for kind in kinds))
+        cells.append([str(row["worker"]), str(i + 1), *(_cell(share, lambda v: f"{100 * v:.0f}") for share in shares)])
+    print_columns(columns, cells, console)
 
 
 def _print_staleness(found: Json, console: Console) -> None:
     if not found["staleness"]:
         return
     echo("\nstaleness: updates behind and predicted ahead, relative error of the weights")
-    columns = [TextColumn("worker", right=True), TextColumn("group", right=True)]
-    columns += [TextColumn(f"{name} {i}", right=True) for name in ("behind", "predicted", "error") for i in (1, 2)]
+    names = ["worker", "group", *(f"{name} {i}" for name in ("behind", "predicted", "error") for i in (1, 2))]
+    rows = []
     for row in found["staleness"]:
         cells = [str(row["worker"]), str(row["group"])]
         cells += [_cell(value, lambda v: f"{v:.3g}") for name in ("stale", "ahead") for value in row[name]]
         errors = [e / r if e is not None and r else None for e, r in zip(row["rmse"], row["rms"], strict=True)]
         cells += [_cell(value, lambda v: f"{v:.2e}") for value in errors]
-        for column, cell in zip(columns, cells, strict=True):
-            column.cells.append(cell)
-    print_columns(columns, console)
+        rows.append(cells)
+    print_columns([TextColumn(name, right=True) for name in names], rows, console)
 
 
 def _side_by_side(
     console: Console, names: list[str], cells: Sequence[Sequence[str]], changes: list[str] | None = None
 ) -> None:
-    columns = [TextColumn("", cells=[*names])]
-    columns += [TextColumn(f"run {i + 1}", right=True, elastic=True, cells=[pair[i] for pair in cells]) for i in (0, 1)]
-    if changes is not None:
-        columns.append(TextColumn("2 to 1", right=True, cells=[*changes]))
-    print_columns(columns, console)
+    columns = [TextColumn(""), *(TextColumn(f"run {i}", right=True, elastic=True) for i in (1, 2))]
+    columns += [] if changes is None else [TextColumn("2 to 1", right=True)]
+    more = [[] for _ in names] if changes is None else [[change] for change in changes]
+    rows = [[name, *pair, *change] for name, pair, change in zip(names, cells, more, strict=True)]
+    print_columns(columns, rows, console)
 
 
 def _change(pair: list[Any]) -> str:

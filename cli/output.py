@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -253,7 +253,7 @@ def print_table(headers: list[str], rows: list[list[str]], left: int = 1, last: 
     console(width=max(width, 160)).print(table, soft_wrap=True)  # a narrow terminal wraps lines, never words
 
 
-@dataclass
+@dataclass(frozen=True)
 class TextColumn:
     """A column of a table that fits its terminal.
 
@@ -268,15 +268,6 @@ class TextColumn:
     right: bool = False
     spare: int = 0
     elastic: bool = False
-    cells: list[Text | str] = field(default_factory=list)
-
-    @property
-    def width(self) -> int:
-        """Characters of the widest cell."""
-        from rich.cells import cell_len
-
-        texts = (plain(cell) if isinstance(cell, str) else cell.plain for cell in self.cells)
-        return max([cell_len(self.header), *map(cell_len, texts)])
 
 
 _GAP = 2
@@ -286,25 +277,28 @@ _LEAST = 10
 """The least width that it keeps."""
 
 
-def print_columns(columns: Sequence[TextColumn], console: Console) -> None:
+def print_columns(columns: Sequence[TextColumn], rows: Sequence[Sequence[Text | str]], console: Console) -> None:
     """A table no wider than the console: columns are left out, then shortened. Text as it is: no trailing blanks."""
     from rich.text import Text
 
-    widths = _fitting(columns, console.width)
+    widths = _fitting(columns, rows, console.width)
     shown = [(column, widths[i]) for i, column in enumerate(columns) if i in widths]
     line = Text((" " * _GAP).join(_aligned(Text(c.header), c, w).plain for c, w in shown).rstrip(), style="bold")
     console.print(line, no_wrap=True, crop=False, overflow="ignore")
     console.print("─" * (sum(w for _, w in shown) + _GAP * (len(shown) - 1)), no_wrap=True, crop=False)
-    for row in zip(*(column.cells for column, _ in shown), strict=True):
-        cells = [_aligned(shortened(cell, w), c, w) for cell, (c, w) in zip(row, shown, strict=True)]
+    for row in rows:
+        cells = [_aligned(shortened(row[i], w), columns[i], w) for i, w in widths.items()]
         line = Text(" " * _GAP).join(cells)
         line.rstrip()
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
 
 
-def _fitting(columns: Sequence[TextColumn], room: int) -> dict[int, int]:
+def _fitting(columns: Sequence[TextColumn], rows: Sequence[Sequence[Text | str]], room: int) -> dict[int, int]:
     """The width of each column that is shown."""
-    full = {i: column.width for i, column in enumerate(columns)}
+    from rich.cells import cell_len
+
+    texts = [[plain(cell) if isinstance(cell, str) else cell.plain for cell in row] for row in rows]
+    full = {i: max(map(cell_len, (c.header, *(row[i] for row in texts)))) for i, c in enumerate(columns)}
     wanted = {i: min(w, _ELASTIC) if columns[i].elastic else w for i, w in full.items()}
 
     def over() -> int:

@@ -11,6 +11,7 @@ from fxpipe.cli.terminal.worker_marks import ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 APART = "≠"
 """Marks distinct cuts: a unit there has forward, backward and weight gradients on different workers."""
@@ -66,32 +67,30 @@ def print_modules(modules: Sequence[Module], console: Console, depth: int | None
         TextColumn("owned by", spare=2),
         TextColumn("nodes", right=True, spare=1),
     ]
+    rows = []
     for line in lines:
         owners = sorted({owner for module in line.modules for owner in module["owners"]})
         parameters = line.total("parameters")
-        row = [
+        rows.append([
             line.label,
             ranks(line.workers("forward")),
             ranks(line.workers("backward"), backward=True),
-            APART if line.apart else "",
+            _yellow(APART if line.apart else ""),
             *(times(line.milliseconds(phase)) for phase in phases),
             str(parameters) if parameters else "–",
             size(line.total("parameter_bytes")) if parameters else "",
             ranks(owners) if owners else "",
             str(line.total("nodes") or "–"),
-        ]
-        for column, cell in zip(columns, row, strict=True):
-            column.cells.append(cell)
-    columns[3].cells = [_yellow(cell) for cell in columns[3].cells]
-    print_columns(columns, console)
+        ])  # fmt: skip
+    print_columns(columns, rows, console)
     if any(line.apart for line in lines):
         console.print(f"{APART} cut apart: forward, backward and weight gradients on different workers")
 
 
-def _yellow(cell: Any) -> Any:
+def _yellow(text: str) -> Text:
     from rich.text import Text
 
-    return Text(str(cell), style="bold yellow")
+    return Text(text, style="bold yellow")
 
 
 class _Tree:

@@ -122,6 +122,7 @@ def print_workers(facts: Facts, console: Console) -> None:
     engines = any(engine != "eager" for w in facts["workers"] for engine in w["engines"])
     if engines:
         columns.append(TextColumn("engines", spare=2))
+    rows = []
     for w in facts["workers"]:
         begins = [
             f"{w[f'{phase}_from']} ({w[f'{phase}_units'][1] - w[f'{phase}_units'][0]} units)"
@@ -142,9 +143,8 @@ def print_workers(facts: Facts, console: Console) -> None:
             "–" if w["memory_bytes"] is None else written(w["memory_bytes"]),
         ]
         row += [" ".join(dict.fromkeys(w["engines"]))] if engines else []
-        for column, cell in zip(columns, row, strict=True):
-            column.cells.append(cell)
-    print_columns(columns, console)
+        rows.append(row)
+    print_columns(columns, rows, console)
     if _timed_as_wholes(facts):
         print_text(console, "modules add up their operators; workers were timed as they run")
     if facts["build"]["speeds"]:
@@ -194,18 +194,13 @@ def print_edges(edges: Sequence[Facts], console: Console, every: bool = False) -
         TextColumn("module", spare=2, elastic=True),
         TextColumn("line", spare=1),
     ]
-    folded = 0
+    rows, folded = [], False
     for kind in KINDS:
         found = [edge for edge in edges if edge["kind"] == kind]
-        if len(found) <= MANY or every:
-            rows = [_edge(edge) for edge in found]
-        else:
-            rows = _together(kind, found)
-            folded += len(found) - len(rows)
-        for row in rows:
-            for column, cell in zip(columns, row, strict=True):
-                column.cells.append(cell)
-    print_columns(columns, console)
+        shown = list(map(_edge, found)) if len(found) <= MANY or every else _together(kind, found)
+        rows += shown
+        folded = folded or len(shown) < len(found)
+    print_columns(columns, rows, console)
     console.print("values cross once a microbatch, weights once an update")
     if folded:
         print_text(console, "edges of one kind and way are summed up; --edges shows each")

@@ -23,13 +23,9 @@ from rich.console import Console
 
 def table(width: int) -> list[str]:
     """Three columns: 30 characters that may shrink, 10 that may go, 6 that stay."""
-    columns = [
-        TextColumn("name", elastic=True, cells=["a" * 15 + "b" * 15, "short"]),
-        TextColumn("spare", spare=1, cells=["c" * 10, ""]),
-        TextColumn("number", right=True, cells=["1", "200000"]),
-    ]
+    columns = [TextColumn("name", elastic=True), TextColumn("spare", spare=1), TextColumn("number", right=True)]
     console = Console(file=io.StringIO(), width=width)
-    print_columns(columns, console)
+    print_columns(columns, [["a" * 15 + "b" * 15, "c" * 10, "1"], ["short", "", "200000"]], console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -86,7 +82,7 @@ def test_names_are_printed_as_they_are_but_for_control_characters(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     print_table(["[i]", "b"], [[NASTY, NASTY]])
-    print_columns([TextColumn("[i]", elastic=True, cells=[NASTY])], stdout_console())
+    print_columns([TextColumn("[i]", elastic=True)], [[NASTY]], stdout_console())
     print_text(stdout_console(), NASTY)
     out = capsys.readouterr().out
     assert out.count(SHOWN) == 4
