@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
-    from fxpipe.inspection.other_microbatches import Prospect
+    from fxpipe.inspection.staleness import Staleness
     from fxpipe.lowering.agreement import Agreement
     from fxpipe.lowering.codec_effect import CodecEffect
     from fxpipe.plan.cost_records import EngineTime, WorkerSummary
@@ -100,12 +99,13 @@ def compile_command(
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
     from fxpipe.inspection.codecs import codec_facts
-    from fxpipe.inspection.other_microbatches import own_and_others
+    from fxpipe.inspection.staleness import staleness_of
     from fxpipe.lowering.agreement import TOLERANCE, worst_agreement
     from fxpipe.lowering.codec_effect import codec_effect
     from fxpipe.lowering.compare_with_eager import compare_with_eager
     from fxpipe.plan.build_folder import check_target
     from fxpipe.plan.lock import build_lock, locked
+    from fxpipe.policy.recipe import choose
     from fxpipe.simulator.forecast import forecast
 
     if like is not None:
@@ -129,7 +129,8 @@ def compile_command(
     with locked(build_lock(out), out, "-o"):  # from the start: two that compile into one place would work for nothing
         made = build_model(model, ModelOptions(device, seed, meta), options, costs)
         simulation = forecast(made.build.plan, made.build.costs)
-        prospects = own_and_others(made.build)
+        recipe = choose(made.build.plan)
+        staleness = staleness_of(recipe.policy, recipe.demand.versions)
         build = made.build.save(out, model_file=model)
     if save_profile is not None and build.profile is not None:
         Path(save_profile).write_text(build.profile.to_json(), encoding="utf-8")
@@ -152,7 +153,7 @@ def compile_command(
     failed = agreement is not None and not agreement.largest <= limit
     finite = effect is None or effect.finite
     if as_json:
-        emit_json(_as_json(build, out, agreement, effect, simulation, prospects))
+        emit_json(_as_json(build, out, agreement, effect, simulation, staleness))
     else:
         _print(
             build,
@@ -160,7 +161,7 @@ def compile_command(
             agreement,
             effect,
             simulation,
-            prospects,
+            staleness,
             None if made.options.device is None else made.options.device.name,
         )
     if failed:
@@ -205,7 +206,7 @@ def _print(
     agreement: Agreement | None,
     effect: CodecEffect | None,
     simulation: Simulation,
-    prospects: Sequence[Prospect],
+    staleness: Staleness,
     device: str | None,
 ) -> None:
     from fxpipe.codecs.accuracy_warnings import not_studied, used_by
@@ -253,11 +254,8 @@ def _print(
     )
     for line in (*microbatch_lines(plan), *shape_lines(plan)):
         echo(line)
-    if prospects and not of_plan(plan).synchronous:
-        own, *rest = prospects
-        echo(f"staleness: {own.staleness}")
-        if rest:
-            echo(f"other microbatches (estimated): {'; '.join(map(str, rest))}")
+    if not of_plan(plan).synchronous:
+        echo(f"staleness: {staleness}")
     if build.costs.partitions:
         *others, chosen = build.costs.partitions
         text = ", ".join(f"{p.mode} {p.efficiency:.3f}" for p in others)
@@ -366,7 +364,7 @@ def _as_json(
     agreement: Agreement | None,
     effect: CodecEffect | None,
     simulation: Simulation,
-    prospects: Sequence[Prospect],
+    staleness: Staleness,
 ) -> dict[str, Any]:
     plan = build.plan
     from fxpipe.inspection.codecs import codec_facts
@@ -396,8 +394,7 @@ def _as_json(
             "milliseconds": 1e3 * simulation.seconds_per_minibatch,
             "bubble": simulation.bubble,
         },
-        "staleness": dataclasses.asdict(prospects[0].staleness) if prospects else None,
-        "other_microbatches": [dataclasses.asdict(prospect) for prospect in prospects[1:]],
+        "staleness": dataclasses.asdict(staleness),
         "evaluation": evaluation_facts(plan),
         "workers": [_milliseconds(w) for w in build.costs.workers],
         "times": [

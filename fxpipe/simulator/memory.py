@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -53,17 +53,13 @@ class ActionMemory:
     after: float
 
 
-def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand, ratio: float = 1.0) -> tuple[int, ...]:
-    """The most that each worker holds at once in a run that fills its pipeline; see the module.
-
-    Args:
-        ratio: the size of a microbatch over the one that the costs are of.
-    """
+def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
+    """The most that each worker holds at once in a run that fills its pipeline; see the module."""
     peaks = []
     for worker in range(plan.workers):
         own = demand.of_worker(worker)
         row = list(own.schedule.until(worker, filling(own)))
-        walk = memory_of(plan, costs, own, worker, row, ratio)
+        walk = memory_of(plan, costs, own, worker, row)
         peaks.append(ceil(max((moment.during for moment in walk), default=0.0)))
     return tuple(peaks)
 
@@ -101,11 +97,9 @@ def filling(demand: Demand) -> int:
     return once + (ceil(_slack(schedule) / schedule.microbatches) if blocks else 0) + 2
 
 
-def memory_of(
-    plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action], ratio: float = 1.0
-) -> list[ActionMemory]:
+def memory_of(plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action]) -> list[ActionMemory]:
     """A worker's row, from an empty pipeline on; the optimizer's state is counted from the beginning."""
-    return _RowWalk(plan, costs, demand, worker, row, ratio).all()
+    return _RowWalk(plan, costs, demand, worker, row).all()
 
 
 def largest_share(plan: Plan, worker: int) -> list[int]:
@@ -120,12 +114,10 @@ def largest_share(plan: Plan, worker: int) -> list[int]:
 class _RowWalk:
     """One worker's row."""
 
-    def __init__(
-        self, plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action], ratio: float
-    ) -> None:
+    def __init__(self, plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action]) -> None:
         self.schedule, self.row = demand.schedule, row
         summary: WorkerSummary = costs.workers[worker]
-        self.parts = {part.phase: _resized(part, ratio) for part in summary.parts}
+        self.parts = {part.phase: part for part in summary.parts}
         self._weights = held_weights(demand, worker, row)
         self.gradients = float(sum(p.tensor.bytes for p in plan.owned(worker) if p.trained))
         updated = largest_share(plan, worker)
@@ -147,7 +139,7 @@ class _RowWalk:
         # A policy that predicts by the last gradients keeps them until the next ones take their place.
         self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form
         leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]
-        self._microbatch = ratio * sum(leaves) if plan.stages[worker].forward.batch else 0.0
+        self._microbatch = float(sum(leaves)) if plan.stages[worker].forward.batch else 0.0
         self._parts: dict[Phase, list[PartMemory]] = {
             of_action: [part for phase, part in self.parts.items() if self.schedule.runs_in(phase) == of_action]
             for of_action in self.schedule.phases
@@ -227,20 +219,3 @@ def _received(sent: deque[Any], before: int) -> None:
     """Forget what was sent before so many forwards."""
     while sent and sent[0][0] < before:
         sent.popleft()
-
-
-def _resized(part: PartMemory, ratio: float) -> PartMemory:
-    if ratio == 1:
-        return part
-    of_values = ceil(ratio * (part.peak - part.gradients))
-    return replace(
-        part,
-        taken=ceil(ratio * part.taken),
-        received=ceil(ratio * part.received),
-        left=ceil(ratio * part.left),
-        sent=ceil(ratio * part.sent),
-        shared=ceil(ratio * part.shared),
-        peak=of_values + part.gradients,
-        peak_unreceived=of_values + part.gradients + ceil(ratio * (part.peak_unreceived - part.peak)),
-        batch=ceil(ratio * part.batch),
-    )

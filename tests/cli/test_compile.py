@@ -59,12 +59,10 @@ def test_the_table(model: Path) -> None:
     assert second.endswith("KiB")
     assert lines[4].startswith("async · spectrain+ef · 1 microbatch · ")
     assert lines[5] == "staleness: weights are at most 1 update old, predicted, with error feedback"
-    other = r"\d+: 1 update old, [0-9.]+ samples/s, [0-9.]+ [KM]iB"
-    assert re.fullmatch(rf"other microbatches \(estimated\): {other}", lines[6])
-    assert lines[7] == "costs: computed, not measured"
-    assert re.fullmatch(r"forecast: [0-9.]+ samples/s, bubble [0-9]+ %", lines[8])
-    assert lines[9].startswith("against eager PyTorch: loss ")
-    assert lines[10] == "wrote build: stage_0.py, stage_1.py, plan.json, weights.safetensors"
+    assert lines[6] == "costs: computed, not measured"
+    assert re.fullmatch(r"forecast: [0-9.]+ samples/s, bubble [0-9]+ %", lines[7])
+    assert lines[8].startswith("against eager PyTorch: loss ")
+    assert lines[9] == "wrote build: stage_0.py, stage_1.py, plan.json, weights.safetensors"
     assert set(files(model.parent / "build")) == BUILD
 
 
@@ -177,7 +175,6 @@ def test_json(model: Path) -> None:
         "cuts",
         "forecast",
         "staleness",
-        "other_microbatches",
         "evaluation",
         "workers",
         "times",

@@ -184,7 +184,7 @@ def test_what_is_said_of_codecs() -> None:
     assert codec_text(found) == "codecs: int8 on 1 of 4 edges; values take 0.81 of their bytes"
 
 
-def test_other_microbatches_and_the_planner_agree_on_what_is_small() -> None:
+def test_the_planner_knows_what_is_small() -> None:
     ratios = ratios_of(Encoding.parse("activation=int4,gradient=int8"))
     assert (ratios.activation, ratios.gradient, ratios.saved, ratios.weights) == (18 / 128, 66 / 256, 1.0, 1.0)
     (auto,) = Encoding.parse("auto").candidates
