@@ -16,6 +16,9 @@ from fxpipe.search import schedules_of
 OWN = "csv"
 """What rows call an order of each worker's own, which tables call `own order`."""
 
+SAME = ("--cuts", "same")
+"""Which leave a search that is not what is tested the fewest cuts to try."""
+
 SYNCHRONOUS = {OWN, *(name for name, kind in SCHEDULES.items() if kind.synchronous)}
 
 
@@ -36,7 +39,7 @@ def profile(tmp_path: Path) -> Path:
 
 
 def test_compile_prints_the_best_and_the_three_next(model: Path) -> None:
-    result = fxpipe("compile", "model.py", *QUICK, "--synchronous", "--memory", "200MB", "--verify")
+    result = fxpipe("compile", "model.py", *QUICK, *SAME, "--synchronous", "--memory", "200MB", "--verify")
     assert result.code == 0, result.err
     table = result.out[result.out.index("schedule   ") :]
     rows = [line.replace("own order", OWN).split() for line in table.splitlines()]
@@ -51,7 +54,7 @@ def test_compile_prints_the_best_and_the_three_next(model: Path) -> None:
 
 
 def test_a_run_needs_no_option(model: Path) -> None:
-    said = fxpipe("compile", "model.py", *QUICK, "--schedule", "auto", "--synchronous", "--json").json
+    said = fxpipe("compile", "model.py", *QUICK, *SAME, "--schedule", "auto", "--synchronous", "--json").json
     assert said["schedule"] == said["schedules"][0]["schedule"]
     assert said["schedules"][0]["why"] == ""
     assert all(row["why"] for row in said["schedules"][1:])
@@ -83,7 +86,7 @@ def test_contradictions_are_refused(model: Path) -> None:
 
 
 def test_memory_that_nothing_fits_says_what_would(model: Path) -> None:
-    result = fxpipe("compile", "model.py", *QUICK, "--synchronous", "--memory", "1kB")
+    result = fxpipe("compile", "model.py", *QUICK, *SAME, "--synchronous", "--memory", "1kB")
     assert result.code == 1
     assert "which needs least)" in result.err
     assert "hint: give every worker" in result.err
@@ -96,7 +99,8 @@ def test_a_schedule_may_be_named_as_synchronous(model: Path) -> None:
 
 
 def test_plan_compares_schedules_of_a_model(model: Path) -> None:
-    found = fxpipe("plan", "model.py", "-n", "2", "--cost", "analytic", "--compare", "--json").json
+    asked = ("plan", "model.py", "-n", "2", "--cost", "analytic", *SAME)
+    found = fxpipe(*asked, "--compare", "--json").json
     rows = [row for row in found["schedules"] if row["seconds"] is not None]
     assert {row["schedule"] for row in rows} - {OWN} == set(schedules_of(False))
     assert found["samples"] == 4
@@ -104,19 +108,19 @@ def test_plan_compares_schedules_of_a_model(model: Path) -> None:
     assert [(row["schedule"], row["microbatches"]) for row in refused] == [("", 4)]  # batch norm of one sample
     seconds = [row["seconds"] for row in rows[1:]]
     assert seconds == sorted(seconds)
-    same = fxpipe("plan", "model.py", "-n", "2", "--cost", "analytic", "--schedule", "auto", "--json").json
+    same = fxpipe(*asked, "--schedule", "auto", "--json").json
     assert same == found
-    exact = fxpipe("plan", "model.py", "-n", "2", "--cost", "analytic", "--synchronous", "--json").json
+    exact = fxpipe(*asked, "--synchronous", "--json").json
     assert {row["schedule"] for row in exact["schedules"]} - {""} == SYNCHRONOUS
 
 
 def test_plan_compares_schedules_of_a_profile(profile: Path) -> None:
-    result = fxpipe("plan", profile, "-n", "2", "--compare", "--memory", "4kB", "--no-communication")
+    result = fxpipe("plan", profile, "-n", "2", "--compare", "--memory", "4kB", "--no-communication", *SAME)
     assert result.code == 0, result.err
     lines = result.out.splitlines()
     assert any(line.split()[:2] == ["async", "4"] and "ms a microbatch" in line for line in lines)
     assert any("bubble" in line and "against" in line for line in lines)
-    tight = fxpipe("plan", profile, "-n", "2", "--compare", "--memory", "3kB", "--no-communication")
+    tight = fxpipe("plan", profile, "-n", "2", "--compare", "--memory", "3kB", "--no-communication", *SAME)
     assert "gpipe, 4 microbatches: does not fit: 3.13 KiB would be enough" in tight.out
     some = fxpipe("plan", profile, "-n", "2", "--compare", "--cuts", "same", "--microbatches", "4,8", "--json").json
     assert {row["cuts"] for row in some["schedules"]} == {"same"}
