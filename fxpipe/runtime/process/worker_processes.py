@@ -112,10 +112,10 @@ class WorkerProcesses:
             starter.wait()
         for rank in range(self._ranks):
             self._ended.setdefault(rank, -signal.SIGKILL)
-            if (process := self._processes.get(rank)) is not None:
-                with suppress(ChildProcessError):
-                    os.waitpid(process, 0)
-                self._gone.add(process)
+        for process in self._processes.values():
+            with suppress(ChildProcessError):
+                os.waitpid(process, 0)
+            self._gone.add(process)
 
     def _starter(self, rank: int) -> subprocess.Popen[bytes]:
         return self._starters[rank if len(self._starters) > 1 else 0]
