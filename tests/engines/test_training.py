@@ -1,4 +1,4 @@
-"""Training on engines: eager's losses, whatever the schedule and policy; the distributed run equals the local one."""
+"""Parts of a pipeline on engines of their own: eager's losses, what a build keeps of them, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from cached import cuts, lowered
 from engines import needs
-from model_files import write_model
 from small_models import CASES
 from torch import nn
 
@@ -20,10 +19,6 @@ from fxpipe.engines.attach import CheckedPart
 from fxpipe.engines.kept_files import DIGEST
 from fxpipe.errors import BackendError
 from fxpipe.plan.build_folder import ENGINES
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
-from fxpipe.task.model_file import load_task
 
 STEPS = 20
 
@@ -42,12 +37,6 @@ def close(found: list[float], expected: list[float]) -> bool:
 
 
 @functools.cache
-def on_onnxruntime(name: str, microbatches: int) -> Build:
-    """Cut in three, every part in onnxruntime; made once, since translation takes its seconds."""
-    return lowered(name, microbatches, workers=3, backend="onnxruntime", **cuts(CASES[name], 3, 1))
-
-
-@functools.cache
 def mixed() -> Build:
     """Worker 0 forward in onnxruntime and backward in eager; worker 1 the other way round; worker 2 all eager.
 
@@ -57,32 +46,6 @@ def mixed() -> Build:
     engines = (("onnxruntime", "eager"), ("eager", "onnxruntime"), ("eager", "eager"))
     stages = tuple(dataclasses.replace(s, engines=e) for s, e in zip(build.plan.stages, engines, strict=True))
     return dataclasses.replace(build, plan=dataclasses.replace(build.plan, stages=stages))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "microbatches", "schedule", "policy"),
-    [
-        ("gpt-dropout", 1, "async", "spectrain"),
-        ("gpt-dropout", 1, "1f1b", "latest"),
-        ("gpt-dropout", 1, "async", "pipeoptim+keep"),
-        ("conv", 1, "async", "stash"),
-        ("unet", 4, "async", "2bw"),
-        ("unet", 4, "gpipe", "latest"),
-    ],
-)
-def test_onnxruntime_trains_as_eager(name: str, microbatches: int, schedule: str, policy: str) -> None:
-    needs("onnxruntime")
-    build = on_onnxruntime(name, microbatches)
-    found = trained(build, name, None, schedule=schedule, policy=policy)
-    assert close(found, trained(build, name, "eager", schedule=schedule, policy=policy))
-
-
-@pytest.mark.slow
-def test_inductor_trains_as_eager() -> None:
-    needs("inductor")
-    build = lowered("gpt-dropout", workers=2, **cuts(CASES["gpt-dropout"], 2, 1))
-    assert close(trained(build, "gpt-dropout", "inductor"), trained(build, "gpt-dropout", "eager"))
 
 
 def test_a_mixed_pipeline_trains_as_eager() -> None:
@@ -107,25 +70,6 @@ def test_engines_stay_in_the_plan_and_in_the_build(tmp_path: Path) -> None:
     pipeline.run(CASES["gpt"].batches(2))
     assert {p.name: p.read_bytes() for p in (folder / ENGINES).iterdir()} == made
     build.save(folder)  # replaces a build with engines
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize("engine", ["onnxruntime", "inductor"])
-def test_the_distributed_run_equals_the_local_run(engine: str, tmp_path: Path) -> None:
-    needs(engine)
-    model = write_model(tmp_path)
-    task = load_task(model)
-    torch.manual_seed(0)
-    where = {"forward_at": ["blocks.1"], "backward_at": ["blocks.3"]}
-    build = fxpipe.compile(task.model(), task.loss, task.example(), workers=2, cost="analytic", **where)
-    build.save(tmp_path / "build", model_file=model)
-    options = RunOptions(build=str(tmp_path / "build"), steps=7, backend=engine, threads=1)
-    local = run_local(dataclasses.replace(options, out=str(tmp_path / "local")))
-    found = launch(dataclasses.replace(options, out=str(tmp_path / "real")), 2)
-    assert found["losses"] == local["losses"]
-    first, second = ((tmp_path / k / "model.safetensors").read_bytes() for k in ("local", "real"))
-    assert first == second
 
 
 def test_an_engine_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,34 +99,6 @@ def test_batch_norm_and_weights_under_the_models_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inputs_that_enter_late_and_samples_left_out(tmp_path: Path) -> None:
-    case = CASES["dict"]
-    model, batch = case.make(), case.batch(4)
-    made = export_inference(model, case.loss, batch, tmp_path, plan=planned(model, case.loss, batch, "layers.1"))
-    assert made.dynamic
-    assert made.error < 1e-5
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.LSTM(6, 4, batch_first=True)
-        self.second = nn.LSTM(4, 1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)[0])[0][:, -1]
-
-
-@pytest.mark.slow
-def test_recurrent_layers(tmp_path: Path) -> None:
-    model, batch = Recurrent(), (torch.randn(4, 3, 6), torch.randn(4, 1))
-    made = export_inference(model, regression, batch, tmp_path, plan=planned(model, regression, batch, "second"))
-    assert made.dynamic
-    assert made.error < 1e-5
-    assert [{name.split(".")[0] for name in stage.weights} for stage in made.stages] == [{"first"}, {"second"}]
-
-
-@pytest.mark.slow
 def test_each_stage_holds_what_its_forward_reads(tmp_path: Path) -> None:
     """A tied weight as well: once in each file whose stage reads it."""
     case = CASES["gpt-dropout"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from fxpipe.export.stages import ExportedFile, export
 from fxpipe.onnx import check, model_file
 from fxpipe.onnx.model_file import WeightsForm, write
 from fxpipe.plan.spec import TensorSpec
-from fxpipe.stages.compare import Expected, compare, tolerance
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 CASE = CASES["dict"]
@@ -127,33 +124,6 @@ def test_a_weight_copy_says_whose_it_is(build: Build, exported: tuple[Path, list
     assert {owners[name] for name in weights} == {0, 1}
     for name in weights:
         assert words[name] == ("weight" if owners[name] == 0 else "copy of a weight of worker 1")
-
-
-def test_the_files_chained_by_their_metadata_train_as_eager(
-    build: Build, exported: tuple[Path, list[ExportedFile]]
-) -> None:
-    model = CASE.make()
-    loss = CASE.loss(model, BATCH)
-    loss.backward()
-    known: dict[tuple[str, ...], Any] = {("batch", name): value.numpy() for name, value in leaves().items()}
-    known |= {("weight", name): p.detach().numpy() for name, p in model.named_parameters()}
-    known |= {("buffer", name): b.numpy() for name, b in model.named_buffers()}
-    for name in ("stage_0.forward", "stage_1.forward", "stage_1.backward", "stage_0.backward"):
-        body = metadata(exported[0] / f"{name}.onnx")
-
-        def key(row: Mapping[str, Any], stage: str = body["stage"]) -> tuple[str, ...]:
-            kind = {"received": "edge", "sent": "edge"}.get(row["kind"], row["kind"])
-            return (kind, stage, row["name"]) if kind == "saved" else (kind, row["name"])
-
-        given = {row["value"]: known[key(row)] for row in body["inputs"]}
-        values = session(exported[0] / f"{name}.onnx").run([row["value"] for row in body["outputs"]], given)
-        known |= {key(row): value for row, value in zip(body["outputs"], values, strict=True)}
-    assert known["loss", "loss"] == pytest.approx(loss.item(), rel=1e-5)
-    found = {key[1]: torch.from_numpy(value) for key, value in known.items() if key[0] == "gradient"}
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert set(found) >= set(gradients)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 # ---- names ----
@@ -357,55 +327,7 @@ def test_a_stage_that_computes_nothing_has_no_file(tmp_path: Path) -> None:
     assert told == ["stage_0.backward computes nothing, so there is no file for it"]
 
 
-# ---- what counts as right ----
-
-
-def difference(found: Tensor | None, expected: Tensor, **peers: Tensor) -> float:
-    given = {"y": expected, **peers}
-    values = {**peers} if found is None else {"y": found, **peers}
-    return compare(values, {name: Expected(value) for name, value in given.items()})[0].error
-
-
-def test_errors_are_relative_to_the_norm() -> None:
-    y = torch.randn(100)
-    assert difference(y, y) == 0
-    assert difference(1.01 * y, y) == pytest.approx(0.01, rel=1e-3)
-    assert difference(1e6 * 1.01 * y, 1e6 * y) == pytest.approx(0.01, rel=1e-3)
-
-
-def test_noise_around_zero_is_measured_by_its_peers() -> None:
-    zero, peer = torch.zeros(100), torch.randn(4, 4)
-    assert difference(zero, zero) == 0
-    assert difference(zero + 1e-9, zero, peer=peer) < 1e-4
-    assert difference(zero + 1e-3, zero, peer=peer) > 1e-1
-    assert difference(zero + 1e-9, zero) > 1, "alone it has no measure"
-
-
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (None, torch.ones(3)),
-        (torch.ones(4), torch.ones(3)),
-        (torch.ones(3, dtype=torch.float64), torch.ones(3)),
-        (torch.tensor([1.0, math.nan]), torch.ones(2)),
-        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])),
-        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf])),
-        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.inf])),
-        (torch.tensor([1, 2]), torch.tensor([1, 3])),
-        (torch.tensor([True]), torch.tensor([False])),
-    ],
-)
-def test_what_is_never_right(found: Tensor | None, expected: Tensor) -> None:
-    assert difference(found, expected) == math.inf
-
-
-def test_what_is_right() -> None:
-    for y in (torch.tensor([1.0, -math.inf]), torch.zeros(0), torch.tensor([1, 2]), torch.tensor(True), torch.ones(())):
-        assert difference(y.clone(), y) == 0
-    assert compare({"z": torch.ones(1)}, {})[0].error == math.inf, "nobody expects it"
-    assert tolerance(["float32", "int64"]) == 1e-4
-    assert tolerance(["float32", "float16"]) == 1e-2
-    assert tolerance(["float32"], "bf16") == tolerance(["bfloat16", "float16"]) == 1e-1
+# ---- files that onnxruntime runs ----
 
 
 def test_bfloat16_goes_in_and_out(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from features import WIDTH, Feature, check, check_any_cuts, quick
+from features import WIDTH, Feature, check
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -95,10 +95,6 @@ def from_nested(model: nn.Module, batch: Any) -> Tensor:
     return (F.mse_loss(out, value, reduction="none").mean(1) * weight).mean() + F.l1_loss(out, other)
 
 
-def one_tensor(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(x=batch).square().mean()
-
-
 def numbers(size: int) -> Any:
     """Floats of three widths, integers of three kinds and bytes."""
     return {
@@ -123,15 +119,6 @@ def with_scalar(size: int) -> Any:
     return {**dictionary(size), "scale": torch.tensor(0.7)}
 
 
-def unused(size: int) -> Any:
-    """Leaves that no one reads."""
-    return {**dictionary(size), "never": torch.randn(size, 3)}
-
-
-def ignoring(model: nn.Module, batch: Any) -> Tensor:
-    return keywords(model, {k: v for k, v in batch.items() if k != "never"})
-
-
 def twice(size: int) -> Any:
     """One tensor as two leaves: an autoencoder's input and target."""
     x = torch.randn(size, WIDTH)
@@ -142,20 +129,12 @@ FEATURES = [
     Feature("keywords", Late, keywords, dictionary, alone=True),
     Feature("constants", Late, keywords, constants, alone=True),
     Feature("nested", Late, from_nested, nested, alone=True),
-    Feature("one-tensor", Late, one_tensor, lambda size: torch.randn(size, WIDTH), alone=True, slow=True),
     Feature("numbers", Late, from_numbers, numbers, alone=True),
     Feature("with-scalar", Late, keywords, with_scalar, alone=True),
-    Feature("unused", Late, ignoring, unused, alone=True, slow=True),
     Feature("one-tensor-twice", Late, keywords, twice, alone=True),
 ]
 
 
-@pytest.mark.parametrize("feature", quick(FEATURES), ids=lambda f: f.name)
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
 def test_batches(feature: Feature) -> None:
     check(feature)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
-def test_batches_under_any_cuts(feature: Feature) -> None:
-    check_any_cuts(feature, range(4))

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
-from fxpipe.lowering.compare_with_eager import compare_with_eager
 
 SAME = ((1, 2, 3),) * 4
 NAME = ["grid"]
@@ -107,11 +106,6 @@ def test_microbatches_must_have_the_same_constants() -> None:
     with pytest.raises(BatchError, match=r"microbatches have different ones: .* and ") as error:
         built(2, ((1, 2, 3), (1, 3, 2), (1, 1, 6), (1, 6, 1)))
     assert "--microbatches 1" in str(error.value)
-
-
-def test_the_comparison_with_eager_reads_them() -> None:
-    build, batch = built(2), batch_of()
-    assert compare_with_eager(build, images(), loss, batch).largest < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import WIDTH, Around, Feature, check, check_any_cuts, layers, quick, squared
+from features import WIDTH, Around, Feature, check, layers, squared
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -73,19 +73,6 @@ class Mixed(nn.Module):
 
     def block(self, x: Tensor) -> Tensor:
         return self.layers[2](F.gelu(self.layers[1](x))) + x
-
-
-class InnerAutocast(nn.Module):
-    """Autocast inside the module alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, dtype=torch.bfloat16):
-            y = self.layers[1](torch.tanh(self.layers[0](x)))
-        return self.layers[2](y.float())
 
 
 class Fourier(nn.Module):
@@ -155,14 +142,6 @@ class Promotion(nn.Module):
         return self.layers[2](y * True - 1)
 
 
-def double_model() -> nn.Module:
-    return Around(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())).double()
-
-
-def doubles(size: int) -> Any:
-    return torch.randn(size, WIDTH, dtype=torch.float64), torch.randn(size, WIDTH, dtype=torch.float64)
-
-
 def brain_model() -> nn.Module:
     return Around(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())).bfloat16()
 
@@ -175,22 +154,14 @@ FEATURES = [
     Feature("integers", Integers),
     Feature("low-precision", LowPrecision),
     Feature("autocast", Mixed, autocast="bf16"),
-    Feature("inner-autocast", InnerAutocast, slow=True),
     Feature("fourier", Fourier),
     Feature("complex-layers", ComplexLayers),
     Feature("conjugated", Conjugated),
     Feature("promotion", Promotion),
-    Feature("double", double_model, squared, doubles, alone=True, slow=True),
     Feature("bfloat16", brain_model, squared, brains, alone=True),
 ]
 
 
-@pytest.mark.parametrize("feature", quick(FEATURES), ids=lambda f: f.name)
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
 def test_dtypes(feature: Feature) -> None:
     check(feature)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
-def test_dtypes_under_any_cuts(feature: Feature) -> None:
-    check_any_cuts(feature, range(4))

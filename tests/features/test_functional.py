@@ -17,8 +17,6 @@ from captured_steps import differences
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxpipe.errors import CaptureError
-
 Function = Callable[..., Any]
 INF = float("inf")
 MATRIX, SERIES, IMAGES, VOLUMES = (3, 4), (2, 3, 7), (2, 3, 5, 6), (1, 2, 3, 4, 5)
@@ -150,6 +148,25 @@ for name, function in {
     add("elements", name, function, MATRIX, kinds=ANY)
 for name in ("maximum", "minimum", "fmax", "fmin", "atan2", "logaddexp", "xlogy", "copysign", "fmod", "div", "pow"):
     add("elements", name, getattr(torch, name), MATRIX, MATRIX)
+
+GRAM = torch.eye(4) * 3
+
+
+def gram(x: Tensor) -> Tensor:
+    return x.mT @ x + GRAM
+
+
+for name, function in {
+    "solve": lambda x: torch.linalg.solve(gram(x), x.mT),
+    "inverse": lambda x: torch.linalg.inv(gram(x)),
+    "log of a determinant": lambda x: torch.logdet(gram(x)) + torch.linalg.slogdet(gram(x)).logabsdet,
+    "qr": lambda x: torch.linalg.qr(gram(x)),
+    "eigenvalues": lambda x: torch.linalg.eigvalsh(gram(x)),
+    "singular values": lambda x: torch.linalg.svdvals(gram(x)),
+    "triangular": lambda x: torch.linalg.solve_triangular(torch.linalg.cholesky(gram(x)), x.mT, upper=False),
+    "exponential": lambda x: torch.matrix_exp(x[:, :3]),
+}.items():
+    add("algebra", name, function, MATRIX, kinds=[usual])
 
 # ---- ties in reductions ----
 
@@ -334,9 +351,3 @@ add("attention", "masked", F.scaled_dot_product_attention, *QUERIES, given=[HIDD
 def test_a_captured_step_is_eager_at_the_edges(group: str) -> None:
     wrong = [line for case in CASES[group] for line in case.differences()]
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}], ids=str)
-def test_what_no_pipeline_can_do_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(CaptureError, match=r"in place|sparse"):
-        differences(lambda w, i: F.embedding(i, w, **options), [usual((5, 4), 0)], [ROWS])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import WIDTH, Chain, Feature, check, check_any_cuts, layers, quick, squared
+from features import WIDTH, Chain, Feature, check, layers, squared
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -253,12 +253,6 @@ FEATURES = [
 ]
 
 
-@pytest.mark.parametrize("feature", quick(FEATURES), ids=lambda f: f.name)
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
 def test_functions(feature: Feature) -> None:
     check(feature)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
-def test_functions_under_any_cuts(feature: Feature) -> None:
-    check_any_cuts(feature, range(4))

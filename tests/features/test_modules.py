@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from features import WIDTH, Feature, check, check_any_cuts, layers, quick
+from features import WIDTH, Feature, check, layers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -205,12 +205,6 @@ FEATURES = [
 ]
 
 
-@pytest.mark.parametrize("feature", quick(FEATURES), ids=lambda f: f.name)
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
 def test_modules(feature: Feature) -> None:
     check(feature)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
-def test_modules_under_any_cuts(feature: Feature) -> None:
-    check_any_cuts(feature, range(4))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import wire_model
-from features import Feature, check, check_any_cuts
+from features import Feature, check
 
 import fxpipe
 from fxpipe.errors import BuildError
@@ -25,11 +25,6 @@ FEATURE = Feature("wires", wire_model.Model, wire_model.loss, lambda size: wire_
 
 def test_wires() -> None:
     check(FEATURE)
-
-
-@pytest.mark.slow
-def test_wires_under_any_cuts() -> None:
-    check_any_cuts(FEATURE, range(8))
 
 
 @functools.cache

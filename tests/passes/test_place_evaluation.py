@@ -48,24 +48,6 @@ def test_no_placement_costs_less(problem: tuple[int, int, list[Held], list[Passe
     assert cost(found, held, values) == min(cost(cuts, held, values) for cuts in all_cuts(workers, units))
 
 
-def test_units_go_where_their_weights_are() -> None:
-    held = [Held(8, 0, (0,)), Held(8, 1, (2,)), Held(8, 3, (4,))]
-    passed = [Passed(4, u, (u + 1,)) for u in range(4)]
-    assert cheapest(4, 5, held, passed) == (0, 2, 4, 4, 5)
-
-
-def test_a_unit_without_weights_stands_where_least_crosses() -> None:
-    held = [Held(8, 0, (0,)), Held(8, 1, (2,))]
-    wide, narrow = Passed(9, 0, (1,)), Passed(1, 1, (2,))
-    assert cheapest(2, 3, held, [wide, narrow]) == (0, 2, 3)
-    assert cheapest(2, 3, held, [Passed(1, 0, (1,)), Passed(9, 1, (2,))]) == (0, 1, 3)
-
-
-def test_a_tied_weight_is_what_moves() -> None:
-    held = [Held(5, 0, (0, 3)), Held(4, 0, (1,)), Held(6, 1, (2,))]
-    assert cheapest(2, 4, held, []) == (0, 2, 4)
-
-
 def test_many_units_and_workers_take_moments() -> None:
     workers, units = 64, 3000
     held = [Held(100, u * workers // units, (u,)) for u in range(units)]

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cached import captured, cuts, lowered, passed
+from cached import captured, lowered, passed
 from fxpipe.passes import emitting_passes
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.reduce import LAST_BYTES, Reduce
 from fxpipe.passes.split import Split
 from program_text import placed
-from small_models import CASES
 from torch import Tensor, nn
 from two_layers import two_layers
 
@@ -31,9 +30,6 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.shapes import capture_shape
 from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import BucketSpec
-from fxpipe.stages.loaded import load_stages
-from fxpipe.stages.microbatch import run_microbatch
-from fxpipe.stages.part_call import PartResult
 
 
 def test_a_bucket_waits_for_its_last_member() -> None:
@@ -247,47 +243,6 @@ def test_shards_are_made_by_another_call() -> None:
     assert 'comm.reduce_scatter("bucket_0", [d__2_mm])' in source
     assert "all_reduce" not in source
     assert all(bucket.sharded for bucket in program.buckets[0])
-
-
-def of_microbatch(build: Build, program: Program) -> dict[Any, PartResult]:
-    """What every part gives, on the case's first batch."""
-    stages = load_stages(build.plan, build.files)
-    leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
-    made = [(leaf.name, leaf.tensor) for leaf in build.plan.made if leaf.tensor]  # such as totals; any numbers will do
-    leaves |= {name: torch.full(spec.shape, 4, dtype=getattr(torch, spec.dtype)) for name, spec in made}
-    state = dict(build.tensors)
-    with torch.no_grad():
-        ran = run_microbatch(build.plan, lambda worker, phase: stages[worker].functions[phase], state, leaves, seed=0)
-        return {(call.worker, call.phase): result for call, result in ran}
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", ["gpt-dropout", "conv", "lstm"])
-def test_gradients_are_handed_over_as_they_are_returned_and_are_those_without_replicas(
-    name: str, schedule: str
-) -> None:
-    program = captured(name, 2)[2]
-    where = {"workers": 3, "schedule": schedule, "cost": "analytic", **cuts(CASES[name], 3, 1)}
-    plain = fxpipe.lower(program, microbatches=2, **where)
-    build = fxpipe.lower(program, microbatches=1, **where, reduce=Reduce((2, 2, 2), 4096, 1024))
-    check(build.plan)
-    assert build.plan.replicas == (2, 2, 2)
-    before, after = of_microbatch(plain, program), of_microbatch(build, program)
-    last = "W" if schedule == "zb-h1" else "B"
-    for key, result in after.items():
-        stage = build.plan.stages[key[0]]
-        for found, expected in zip(result.flat(), before[key].flat(), strict=True):
-            assert torch.equal(found, expected)
-        buckets = stage.buckets if key[1] == last else ()
-        assert tuple(result.handed) == stage.part(key[1]).reduces == tuple(b.name for b in buckets)
-        returned = dict(zip(stage.gradients, result.gradients, strict=True)) if key[1] == last else {}
-        for bucket in buckets:
-            handed = result.handed[bucket.name]
-            assert handed.call == "all_reduce"
-            for parameter, given in zip(bucket.parameters, handed.gradients, strict=True):
-                assert given is returned[parameter]
-        assert sorted(n for b in buckets for n in b.parameters) == sorted(returned)
-    assert all(stage.buckets for stage in build.plan.stages)
 
 
 class WithNothing(nn.Module):

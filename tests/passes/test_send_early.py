@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cached import captured, cuts
@@ -23,7 +21,6 @@ from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import Applied, run_passes
 from fxpipe.ir.wire import is_send
 from fxpipe.plan.cost_records import PartMemory
-from fxpipe.simulator.forecast import forecast
 
 
 def deep(layers: int = 6, width: int = 8, samples: int = 16) -> Program:
@@ -91,16 +88,3 @@ def test_values_memory_and_random_numbers_stay(name: str, schedule: str) -> None
     expected = before.run()
     torch.manual_seed(1)
     assert all(torch.equal(a, b) for a, b in zip(expected, after.run(), strict=True) if isinstance(a, torch.Tensor))
-
-
-def test_a_pipeline_of_equal_stages_waits_less() -> None:
-    """On three workers, as foretold: the gradients pass two boundaries before all are busy."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(12)])
-    program = fxpipe.capture(model, lambda m, x: m(x).square().sum(), torch.randn(64, 64))
-    build = fxpipe.lower(program, workers=3, schedule="1f1b", microbatches=4, cost="analytic")
-    early = {t.name: t.made for t in build.costs.timings if t.name.startswith("d_")}
-    assert len(early) == 2
-    assert all(0.5 < made < 0.95 for made in early.values())
-    at_the_end = replace(build.costs, timings=tuple(replace(t, made=1.0) for t in build.costs.timings))
-    assert forecast(build.plan, build.costs).seconds < forecast(build.plan, at_the_end).seconds

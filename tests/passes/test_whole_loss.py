@@ -76,11 +76,8 @@ EQUAL: dict[str, Step] = {
     "sum": lambda m, b: logits(m, b).square().sum(),
     "sum over samples, by their number": lambda m, b: logits(m, b).square().sum() / len(b[0]),
     "sum by a number": lambda m, b: logits(m, b).square().sum() / 7,
-    "mean of sums": lambda m, b: logits(m, b).square().sum((1, 2)).mean(),
-    "sum of means": lambda m, b: logits(m, b).square().mean((1, 2)).sum(),
     "cross entropy": lambda m, b: F.cross_entropy(logits(m, b)[:, 0], b[1][:, 0].clamp(min=0)),
     "ignored": classes,
-    "ignored, summed": lambda m, b: classes(m, b, reduction="sum"),
     "weighted classes": lambda m, b: classes(m, b, weight=CLASSES),
     "smoothed": lambda m, b: classes(m, b, label_smoothing=0.1),
     "smoothed, weighted, in two dimensions": lambda m, b: F.cross_entropy(
@@ -89,27 +86,20 @@ EQUAL: dict[str, Step] = {
     "probabilities": lambda m, b: F.cross_entropy(logits(m, b)[:, 0], b[0][:, 0, :5].softmax(-1)),
     "masked": masked(torch.sum),
     "masked, at least one": masked(lambda mask: mask.sum().clamp(min=1)),
-    "masked, by a root": masked(lambda mask: mask.sum().sqrt()),
     "margins": lambda m, b: F.multi_margin_loss(logits(m, b)[:, 0], b[1][:, 0].clamp(min=0)),
-    "margins, added up": lambda m, b: F.multi_margin_loss(
-        logits(m, b)[:, 0], b[1][:, 0].clamp(min=0), weight=CLASSES, reduction="sum"
-    ),
     "margins of labels": lambda m, b: F.multilabel_margin_loss(
         logits(m, b)[:, 0], torch.stack([b[1][:, 0].clamp(min=0), *[torch.full_like(b[1][:, 0], -1)] * 4], 1)
     ),
     "a sum and a mean": lambda m, b: logits(m, b).square().sum() + logits(m, b).square().mean(),
-    "a sum without a sum of weights": lambda m, b: logits(m, b).square().sum() - 0.1 * m[2].weight.square().sum(),
     "a sum and two": lambda m, b: logits(m, b).sum() + (logits(m, b).mean() + m[0].bias.norm()) * 3 + 2 + kept(b).sum(),
     "a mean and a mean, and a sum": lambda m, b: (
         classes(m, b) + logits(m, b).mean() + (m[0].bias.sum() - logits(m, b).square().mean()) + logits(m, b).sum()
     ),
-    "masked, counted": masked(torch.count_nonzero),
     "masked, by samples": lambda m, b: (
         (logits(m, b).square().mean(-1) * kept(b)).sum(1) / kept(b).sum(1).clamp(min=1)
     ).mean(),
     "times a reciprocal": lambda m, b: (logits(m, b).mean(-1) * kept(b)).sum() * kept(b).sum().reciprocal(),
     "two losses": lambda m, b: classes(m, b) + 0.1 * F.mse_loss(logits(m, b), b[0][..., :5]),
-    "two counts": lambda m, b: classes(m, b) + masked(torch.sum)(m, b),
     "a penalty": lambda m, b: classes(m, b) + 0.01 * sum(p.square().sum() for p in m.parameters()),
     "binary": lambda m, b: F.binary_cross_entropy_with_logits(logits(m, b), b[0][..., :5].sigmoid()),
     "smooth l1, weighed": lambda m, b: (
@@ -118,7 +108,6 @@ EQUAL: dict[str, Step] = {
     ),
     "centred by the batch": lambda m, b: ((logits(m, b).mean(-1) - b[0].mean()) ** 2).mean(),
     "attention": lambda m, b: attended(logits(m, b), is_causal=True),
-    "attention, samples as heads": lambda m, b: attended(logits(m, b)[None], is_causal=True),
     "attention, samples as heads, with masks": lambda m, b: attended(logits(m, b)[None], attn_mask=b[0][None, ..., :3]),
     "divergence": lambda m, b: F.kl_div(logits(m, b).log_softmax(-1), b[0][..., :5].softmax(-1), reduction="batchmean"),
     "one token of each": lambda m, b: logits(m, b)[torch.arange(len(b[0])), kept(b).sum(1) % 3].square().mean(),
@@ -128,12 +117,9 @@ EQUAL: dict[str, Step] = {
         / kept(b).sum()
     ),
     "time first": lambda m, b: classes(m, (b[0].transpose(0, 1), b[1].transpose(0, 1))),
-    "two views as one batch": lambda m, b: two_views(logits(m, (torch.cat([b[0], b[0].sin()]), b[1]))),
-    "two views, convolved": lambda m, b: two_views(F.conv1d(torch.cat([logits(m, b), logits(m, b).sin()]), KERNEL)),
     "activations": lambda m, b: (F.hardswish(logits(m, b)) * F.logsigmoid(logits(m, b))).mean(),
     "a slope for each": lambda m, b: F.prelu(logits(m, b), CLASSES[:3] / 10).mean(),
     "gated": lambda m, b: F.glu(logits(m, b)[..., :4], -1).mean(),
-    "instance norm": lambda m, b: (F.instance_norm(logits(m, b)) * b[0][..., :5]).mean(),
     "instance norm of two views, with weights": lambda m, b: two_views(
         F.instance_norm(torch.cat([logits(m, b), b[0][..., :5]]), weight=CLASSES[:3], bias=CLASSES[:3])
     ),
@@ -171,7 +157,6 @@ EQUAL: dict[str, Step] = {
     "classes that are there": lambda m, b: (
         logits(m, b).mean() * torch.count_nonzero(F.one_hot(b[1][:, 0].clamp(min=0), 5).sum(0))
     ),
-    "a whole number of a sum": lambda m, b: logits(m, b).mean() * (7 * b[0]).sum(0).long().double().sum(),
     "classes that the model says": lambda m, b: F.cross_entropy(
         logits(m, b).flatten(0, 1), (logits(m, b) - b[0][..., :5]).detach().flatten(0, 1).argmax(1)
     ),
@@ -191,11 +176,6 @@ EQUAL: dict[str, Step] = {
     ),
     "slopes of a layer": lambda m, b: sloped(
         m, b, lambda y: F.smooth_l1_loss(F.layer_norm(y, [5], m[2].bias), b[0][..., :5], reduction="sum")
-    ),
-    "slopes of filters": lambda m, b: sloped(m, b, lambda y: F.conv1d(y, m[2].weight[None, :3, :3]).square().sum()),
-    "one class for all": lambda m, b: (
-        F.cross_entropy(logits(m, b)[:, 0], torch.zeros(len(b[0]), dtype=torch.long), weight=CLASSES)
-        + masked(torch.sum)(m, b)
     ),
     "a mask that is written in part": lambda m, b: (
         (logits(m, b)[:, 0] * written(b[0].new_ones(len(b[0]), 5)).gather(1, b[0][:, 0, :5].argsort(1))).mean()
@@ -254,27 +234,12 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
         "combines samples with a mean over the batch",
         lambda m, b: standard(logits(m, b)).square().mean(),
     ),
-    "softmax over samples": ("softmax .* works along the batch", lambda m, b: logits(m, b).softmax(0).square().mean()),
     "by a count of the model": (
         "divides by a sum over the batch that depends on the weights",
         lambda m, b: logits(m, b).square().sum() / logits(m, b).sigmoid().sum(),
     ),
     "neighbours": ("flip .* works along the batch", lambda m, b: (logits(m, b) * logits(m, b).flip(0)).mean()),
-    "samples by an index": (
-        "index_select .* reads samples by an index",
-        lambda m, b: logits(m, b).index_select(0, b[1][:, 0].clamp(min=0) % 2).mean(),
-    ),
     "half of two views": ("divides the batch", lambda m, b: logits(m, b).split(len(b[0]) // 2)[0].mean()),
-    "a number for each place of the batch": (
-        "depends on how many samples there are",
-        lambda m, b: (logits(m, b).flatten(0, 1)[:, 0] * torch.arange(3 * len(b[0]))).mean(),
-    ),
-    "masks of a constant, samples as heads": (
-        "depends on how many samples there are",
-        lambda m, b: attended(
-            logits(m, b)[None], attn_mask=torch.arange(9.0 * len(b[0])).sin().view(1, -1, 3, 3).double()
-        ),
-    ),
     "the first sample": ("takes one sample", lambda m, b: logits(m, b)[0].square().mean()),
     "a total of totals": (
         "is not a sum or a mean|is not linear",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.stages.compare import Difference, Expected, compare, rounding_alone
+from fxpipe.stages.compare import Difference, Expected, compare, rounding_alone, tolerance
 
 
 def errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], summed: bool = False) -> dict[str, float]:
@@ -52,7 +52,19 @@ def test_what_is_missing_or_of_another_kind_is_infinitely_wrong() -> None:
     for found in ({}, {"x": torch.ones(4)}, {"x": one.double()}, {"x": one * math.nan}, {"x": one / 0}):
         assert errors(found, {"x": one})["x"] == math.inf
     assert errors({"x": torch.tensor([1, 2])}, {"x": torch.tensor([1, 3])})["x"] == math.inf
+    assert errors({"x": torch.tensor([1.0, math.inf])}, {"x": torch.tensor([1.0, -math.inf])})["x"] == math.inf
+    assert errors({"x": torch.tensor([True])}, {"x": torch.tensor([False])})["x"] == math.inf
     assert errors({"x": one * math.nan}, {"x": one * math.nan})["x"] == 0
+    assert compare({"x": one * math.nan}, {"x": Expected(one * math.nan)})[0].error == math.inf
+    assert compare({"x": one}, {})[0].error == math.inf, "nobody expects it"
+
+
+def test_what_is_right() -> None:
+    for x in (torch.tensor([1.0, -math.inf]), torch.zeros(0), torch.tensor([1, 2]), torch.tensor(True), torch.ones(())):
+        assert errors({"x": x.clone()}, {"x": x})["x"] == 0
+    assert tolerance(["float32", "int64"]) == 1e-4
+    assert tolerance(["float32", "float16"]) == 1e-2
+    assert tolerance(["float32"], "bf16") == tolerance(["bfloat16", "float16"]) == 1e-1
 
 
 def test_an_error_may_be_rounding_alone() -> None:

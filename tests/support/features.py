@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from fxpipe.passes.analysis.profile import glued_positions
-from random_cuts import legal_cuts, with_units
+from random_cuts import with_units
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -88,7 +88,6 @@ class Feature:
         alone: it is the whole model.
         draws: whether the step draws random numbers, so that only runs in eager's own order can be compared.
         tolerance: of every gradient and buffer, relative to its norm.
-        slow: heavy, or close to another one: left to the slow tests.
     """
 
     name: str
@@ -99,7 +98,6 @@ class Feature:
     autocast: str | None = None
     draws: bool = False
     tolerance: float = 1e-5
-    slow: bool = False
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -110,9 +108,12 @@ class Feature:
         return [self.batch(4 * MICROBATCHES) for _ in range(count)]
 
     def program(self) -> Program:
-        return fxpipe.capture(
-            self.model(), self.loss, split(self.batches(1)[0], MICROBATCHES)[0], autocast=self.autocast
-        )
+        model = self.model()
+        before = copy.deepcopy(model.state_dict())
+        program = fxpipe.capture(model, self.loss, split(self.batches(1)[0], MICROBATCHES)[0], autocast=self.autocast)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, before[name]), f"capture has changed {name}"
+        return program
 
 
 def lowered(program: Program, cuts: Cuts, **options: Any) -> Build:
@@ -148,21 +149,6 @@ def check(feature: Feature) -> None:
     losses = pipeline.run(feature.batches(3))
     assert all(map(math.isfinite, losses)), losses
     assert all(bool(v.isfinite().all()) for v in pipeline.state_dict().values() if v.is_floating_point())
-
-
-def quick(features: Sequence[Feature]) -> list[Feature]:
-    return [feature for feature in features if not feature.slow]
-
-
-def check_any_cuts(feature: Feature, seeds: range) -> None:
-    """Assert the same for random cuts: weight gradients apart, parts empty, runs recomputed."""
-    if feature.slow:
-        check(feature)
-    program = feature.program()
-    numbered = with_units(program, MICROBATCHES)
-    for seed in seeds:
-        cuts = legal_cuts(numbered, WORKERS, f"{feature.name}/{seed}")
-        agrees(feature, lowered(program, cuts, split_backward=seed % 2 == 1))
 
 
 def agrees(feature: Feature, build: Build) -> None:

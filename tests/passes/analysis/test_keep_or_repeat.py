@@ -55,22 +55,6 @@ def test_a_hull_runs_from_the_fastest_to_the_smallest_with_falling_returns(choic
     assert len(choice.hull(3)) == min(len(hull), 3)
 
 
-def test_a_chain_keeps_what_is_small_and_computes_the_rest_again() -> None:
-    """Backward needs 1, 2 and 3; 1 is small, and the others are made of it."""
-    chain = KeepOrRepeat(
-        [
-            Item(math.inf, 1.0),
-            Item(9.0, 1.0, (0,), needed=True),
-            Item(1.0, 10.0, (1,), needed=True),
-            Item(1.0, 10.0, (2,), needed=True),
-        ]
-    )
-    assert [(set(p.repeated), set(p.kept)) for p in chain.hull(8)] == [
-        (set(), {1, 2, 3}),
-        ({2, 3}, {1}),
-    ]
-
-
 def test_what_can_be_neither_kept_nor_computed_again_is_refused() -> None:
     with pytest.raises(ValueError, match="neither be kept nor computed again"):
         KeepOrRepeat([Item(math.inf, math.inf, needed=True)]).at(1.0)
