@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import linecache
 import numbers
 import os
 import re
@@ -21,7 +19,9 @@ from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.step_calls import is_outside
 
 _USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
-_MACHINERY = re.compile(r"[/\\]torch[/\\](_|utils|fx|overrides|library|cuda)|[/\\]fxpipe[/\\]")  # below a step's code
+_NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__", "__complex__")
+"""Calls that turn a tensor into a number; a branch asks for its truth, which torch answers by the first."""
+
 
 _IN_NESTED = re.compile(r"[/\\]torch[/\\]nested[/\\]")
 DATA_DEPENDENT = (
@@ -243,7 +243,8 @@ def _cause(error: Exception, said: str, call: str) -> Refusal | None:
     if any("_higher_order_ops" in c.co_filename.split(os.sep) or "flex_attention" in c.co_filename for c in codes):
         return HIGHER
     if re.search(DATA_DEPENDENT, said):
-        return BRANCH if _asks_for_truth(frames) else NUMBER
+        branches = call not in _NUMBERS or any(code.co_name == "__bool__" for code in codes)
+        return BRANCH if branches else NUMBER
     return next((cause for pattern, cause in CAUSES if re.search(pattern, said)), None)
 
 
@@ -258,21 +259,6 @@ def _counts_steps(frame: FrameType) -> bool:
     """Whether a call is of a batch norm that averages over all steps."""
     module = frame.f_locals.get("self")
     return isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.momentum is None
-
-
-def _asks_for_truth(frames: list[TracebackType]) -> bool:
-    """Whether a branch on a tensor failed, and not a call that turns it into a number."""
-    steps = [frame for frame in frames if not _MACHINERY.search(frame.tb_frame.f_code.co_filename)]
-    if not steps:
-        return True
-    code, offset = steps[-1].tb_frame.f_code, steps[-1].tb_lasti
-    instruction = [i for i in dis.get_instructions(code) if i.offset <= offset][-1]
-    if "CALL" not in instruction.opname and "FORMAT" not in instruction.opname:
-        return True
-    line = linecache.getline(code.co_filename, steps[-1].tb_lineno).encode()
-    start = instruction.positions.col_offset if instruction.positions else None
-    called = line[start:] if start is not None else b""
-    return re.match(rb"(bool|max|min|any|all|sorted|assert|[^()]*\b(equal|allclose|is_nonzero))\b", called) is not None
 
 
 def dense(tensors: HeldTensors) -> None:
