@@ -22,9 +22,6 @@ from fxpipe.task.containers import flatten
 Pad = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 """By a leaf's name or key, what is appended along dimension 1, or that and the dimension; or makes that of a batch."""
 
-IGNORED = -100
-"""What torch's and Hugging Face's losses leave out where it is a label."""
-
 
 def padded(batch: Any, padding: Sequence[PadSpec]) -> Any:
     """A batch as the stages see it: the same object if there is nothing to append.
@@ -67,7 +64,7 @@ def padding_of(pad: Pad | None, pad_to: int | None, batches: Sequence[Any]) -> t
     Args:
         pad: what is appended to which leaves.
         pad_to: of what lengths are to be multiples.
-        batches: at least one, as the data give them: the first says what leaves there are, all which lengths vary.
+        batches: at least one, as the data give them: the first says what leaves there are, all which shapes.
 
     Raises:
         BatchError: nothing is named, or what is named cannot be padded so; lists the leaves.
@@ -150,45 +147,15 @@ def _holds(dtype: str, value: Any) -> bool:
 
 
 def _nothing_named(pad_to: int, batches: Sequence[Any]) -> BatchError:
-    """The error that shows which leaves have lengths that vary, and the line that pads them."""
-    varying = varying_dims(batches)
-    leaves = {leaf.name: leaf for leaf in describe(batches[0])[0] if leaf.tensor and leaf.tensor.shape}
-    shown = varying or {name: (1,) for name, leaf in leaves.items() if leaf.tensor and len(leaf.tensor.shape) > 1}
-    lines = [f"{name} (dimension {' and '.join(map(str, dims))})" for name, dims in shown.items()]
-    what = "whose lengths vary" if varying else f"of which some may vary (in {len(batches)} batches none does)"
-    rows = [f'"{_key(name)}": {_suggested(leaves[name], dims)}' for name, dims in shown.items()]
+    """The error that shows which leaves there are, and of how many sizes."""
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    for leaf in (leaf for batch in batches for leaf in describe(batch)[0] if leaf.tensor and leaf.tensor.shape):
+        seen.setdefault(leaf.name, set()).add(leaf.tensor.shape)
+    shown = [f"{name} ({', '.join(str([*shape]) for shape in sorted(shapes)[:3])})" for name, shapes in seen.items()]
     return BatchError(
-        f"pad_to={pad_to} is asked for, and nothing says what is padded, and with what; the leaves {what}: "
-        + (listed(lines, 12) or "none"),
-        hint=f"write into the model file (in Python: pad=…): pad = {{{', '.join(rows)}}}, with the values that model "
-        "and loss ignore",
+        f"pad_to={pad_to} is asked for, and nothing says what is padded, and with what; the leaves are "
+        + (listed(shown, 12) or "none"),
+        hint="write into the model file (in Python: pad=…), with the values that model and loss ignore: "
+        'pad = {"input_ids": 0, "labels": -100}',
         page="batch-shapes",
     )
-
-
-def varying_dims(batches: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """The leaves whose sizes differ between batches, and along which dimensions: the first only if no other does."""
-    sizes: dict[str, list[tuple[int, ...]]] = {}
-    for batch in batches:
-        for leaf in describe(batch)[0]:
-            if leaf.tensor:
-                sizes.setdefault(leaf.name, []).append(leaf.tensor.shape)
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shapes in sizes.items():
-        if len({len(shape) for shape in shapes}) == 1:
-            found[name] = tuple(dim for dim, column in enumerate(zip(*shapes, strict=True)) if len(set(column)) > 1)
-    lengths = {name: tuple(dim for dim in dims if dim) for name, dims in found.items()}
-    return {name: dims for name, dims in (lengths if any(lengths.values()) else found).items() if dims}
-
-
-def _key(name: str) -> str:
-    """The last key of a leaf's name, if that is a word; else the name."""
-    last = name.rpartition("[")[2].rstrip("]").strip("'\"")
-    return last if last.isidentifier() else name
-
-
-def _suggested(leaf: LeafSpec, dims: tuple[int, ...]) -> str:
-    assert leaf.tensor is not None
-    signed = leaf.tensor.dtype in ("int64", "int32", "int16")
-    value = IGNORED if signed and any(word in leaf.name for word in ("label", "target")) else 0
-    return str(value) if dims == (1,) else f"({value}, {dims[0] if len(dims) == 1 else dims})"
