@@ -30,7 +30,6 @@ def convert(
     output_names: Sequence[str],
     *,
     opset: int = 20,
-    optimize: bool = True,
 ) -> onnx.ModelProto:
     """The module as an ONNX model with static shapes: inputs and outputs in order, under the names given.
 
@@ -40,16 +39,14 @@ def convert(
         input_names: a name for each placeholder. One that nothing reads stays an input of the model.
         output_names: a name for each output. An output that is an input, or occurs twice, is copied.
         opset: the version of ONNX's operators.
-        optimize: fold constants and remove what is superfluous.
 
     Raises:
-        ExportError: operators that ONNX cannot express, each with its places; an output that is no tensor.
+        ExportError: operators that ONNX cannot express, each with its places.
     """
-    _check_counts(module, examples, input_names, output_names)
     with quiet():
         decomposed = decompose(module, examples, decomposition_table())
         check_operators(decomposed)
-        return _to_onnx(exported_program(decomposed), input_names, output_names, opset=opset, optimize=optimize)
+        return _to_onnx(exported_program(decomposed), input_names, output_names, opset=opset)
 
 
 def convert_exported(
@@ -59,7 +56,6 @@ def convert_exported(
     *,
     opset: int = 20,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
-    optimize: bool = True,
 ) -> onnx.ModelProto:
     """An exported inference program as an ONNX model.
 
@@ -69,13 +65,12 @@ def convert_exported(
         output_names: a name for each output.
         opset: the version of ONNX's operators.
         dynamic: names for open dimensions: input or output → dimension → name, as `{"x": {0: "batch"}}`.
-        optimize: fold constants and remove what is superfluous.
     """
     with quiet():
         # Only ATen's own backward kernels and the like; the user's composite calls go to torch.onnx as they are.
         program = program.run_decompositions(dict(decomposition_table()))
         check_operators(program.graph_module)
-        return _to_onnx(program, input_names, output_names, opset=opset, optimize=optimize, dynamic=dynamic)
+        return _to_onnx(program, input_names, output_names, opset=opset, dynamic=dynamic)
 
 
 def _to_onnx(
@@ -84,12 +79,11 @@ def _to_onnx(
     output_names: Sequence[str],
     *,
     opset: int,
-    optimize: bool,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
 ) -> onnx.ModelProto:
     try:
         made = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
-        if made is not None and optimize:
+        if made is not None:
             optimizer.optimize(made.model, num_iterations=1)  # torch's own two find next to nothing more
     except Exception as error:
         raise ExportError(f"PyTorch's ONNX exporter failed: {first_line(_root(error))}") from error
@@ -110,29 +104,6 @@ def _root(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def _check_counts(
-    module: fx.GraphModule,
-    examples: Sequence[torch.Tensor],
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-) -> None:
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    results = module.graph.output_node().args[0]
-    if not isinstance(results, (tuple, list)):
-        raise ExportError("the graph's output is not a tuple")
-    if len(placeholders) != len(examples) or len(placeholders) != len(input_names):
-        raise ExportError(
-            f"the graph has {len(placeholders)} inputs; {len(examples)} examples and {len(input_names)} names are given"
-        )
-    if len(results) != len(output_names):
-        raise ExportError(f"the graph has {len(results)} outputs; {len(output_names)} names are given")
-    if not results:
-        raise ExportError("the graph has no outputs")
-    for result, name in zip(results, output_names, strict=True):
-        if not isinstance(result, fx.Node):
-            raise ExportError(f"output {name!r} is not a tensor, but {result!r}")
 
 
 @contextlib.contextmanager
