@@ -677,7 +677,6 @@ class CompileOptions:
             *(schedule.name, str(policy), schedule.microbatches, links, speeds, memory),
             optimizer_bytes=optimizer.state_bytes / (1 if self.shard is None else self.dp),
             outer_bytes=0.0 if (outer := self.outer_spec) is None else outer.kept,
-            shared_sums=device == "cpu" and self.shard is None,
             policy_times=optimizer.policy,
             placement=schedule.placement if schedule.several else (),
             rows=schedule.lines if isinstance(schedule, RowsOfText) else (),

@@ -370,17 +370,6 @@ class OuterSpec:
         return f"outer steps every {self.every} updates (lr {self.lr:g}, momentum {self.momentum:g}{late})"
 
 
-def sums_kept(replicas: int, late: int) -> int:
-    """How often a replica keeps the bytes of gradients that replicas on CPUs add up, in memory that another one sees:
-    two do, as if on one machine (`fxpipe/runtime/wires/shared_vectors.py`); on two machines, that is not needed.
-
-    Args:
-        replicas: of its worker.
-        late: how many minibatches after its own a minibatch's update is made.
-    """
-    return 1 + late if replicas == 2 else 0
-
-
 @dataclass(frozen=True)
 class Plan:
     """See the module's docstring. Plain data: loads without the model, and (except TensorSpec.bytes) without torch.

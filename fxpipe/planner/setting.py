@@ -9,7 +9,6 @@ from functools import lru_cache
 
 from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
-from fxpipe.plan.spec import sums_kept
 from fxpipe.planner.links import Links
 from fxpipe.planner.machines import Machines
 from fxpipe.planner.stages import StageDemands, held
@@ -35,7 +34,6 @@ class Setting:
             it alike, as they share weights, and half by the microbatches that they hold when the rank holds most.
         optimizer_bytes: of the optimizer's state, for each byte of weights.
         outer_bytes: of what outer steps keep, likewise.
-        shared_sums: whether two replicas of a worker add gradients up in memory that both see.
         policy_times: of what policies do to weights.
         ratios: of what travels, where codecs pack it.
         placement: the rank of each worker, if there are that many; else the schedule's usual one.
@@ -54,7 +52,6 @@ class Setting:
     memory: tuple[float, ...] = ()
     optimizer_bytes: float = MOMENTUM
     outer_bytes: float = 0.0
-    shared_sums: bool = False
     policy_times: PolicyTimes = field(default_factory=PolicyTimes)
     ratios: Ratios = field(default_factory=Ratios)
     placement: tuple[int, ...] = ()
@@ -136,7 +133,7 @@ class Setting:
     def _stages(self, schedule: Schedule) -> tuple[StageDemands, ...]:
         policy = make_policy(self.policy or default_for(schedule))
         weight, gradient, count = 1.0, 1.0, schedule.workers
-        same = self.optimizer_bytes + self.outer_bytes + self._sums_kept(self.dp, schedule.late)
+        same = self.optimizer_bytes + self.outer_bytes
         kept, work = copies(policy, schedule), seconds_per_owned_byte(policy, schedule, self.policy_times)
         return tuple(
             StageDemands(
@@ -146,13 +143,9 @@ class Setting:
                 most,
                 max(later for _, later in moments(schedule, k)),
                 schedule.synchronous,
-                schedule.late,
             )
             for k, most in enumerate(held_together(schedule))
         )
-
-    def _sums_kept(self, replicas: int, late: int) -> int:
-        return sums_kept(replicas, late) if self.shared_sums else 0
 
     def _replicated(self, schedule: Schedule, replicas: tuple[int, ...]) -> Workers:
         if schedule.several:
@@ -182,9 +175,7 @@ class Setting:
             memory=self.memory[:1] * count,
             links=self.links,
             microbatches=self.microbatches,
-            owned_factor=tuple(
-                stage.owned_factor + self._sums_kept(r, stage.late) for stage, r in zip(stages, replicas, strict=True)
-            ),
+            owned_factor=tuple(stage.owned_factor for stage in stages),
             owned_ms=tuple(stage.owned_ms for stage in stages),
             ratios=self.ratios,
             recompute=self.recompute,

@@ -16,7 +16,6 @@ class StageDemands:
         held: the most microbatches that it holds.
         deferred: of these, the most between B and W, where W is apart.
         flush: whether it holds none from one minibatch to the next.
-        late: how many minibatches after its own a minibatch's update is made.
     """
 
     owned_factor: float
@@ -25,7 +24,6 @@ class StageDemands:
     held: int
     deferred: int
     flush: bool
-    late: int = 0
 
 
 def held(stage: StageDemands, alone: int, after: int, replicas: int, own: int) -> int:

@@ -4,7 +4,6 @@ It is that of a worker with a process of its own; `process_peaks` adds up severa
 
     weights, gradients summed so far, the optimizer's state, buffers   always; gradients until their update
   + common weights and momentum of outer steps                         where replicas train apart
-  + gradients in memory that another replica reads                     where a worker has two, on CPUs
   + what the policy keeps, and weight copies                           `fxpipe.policy.held_weights`
   + the values that other microbatches in flight have left             `PartMemory.left`
   + the tensors of the microbatches that were read and wait            worker 0
@@ -28,7 +27,7 @@ from math import ceil
 from typing import Any
 
 from fxpipe.plan.cost_records import PartMemory, WorkerSummary
-from fxpipe.plan.spec import Phase, Plan, sums_kept
+from fxpipe.plan.spec import Phase, Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.held_weights import held_weights
@@ -133,9 +132,6 @@ class _RowWalk:
         if plan.outer is not None:
             self._fixed += plan.outer.kept * self.gradients
             self._step = max(self._step, 3 * self.gradients)  # what is sent, what comes, the sum
-        if plan.device == "cpu":
-            summed = sum(bucket.bytes for bucket in plan.stages[worker].buckets if not bucket.sharded)
-            self._fixed += sums_kept(plan.replicas_of(worker), self.schedule.late) * summed
         # A policy that predicts by the last gradients keeps them until the next ones take their place.
         self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form
         leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]

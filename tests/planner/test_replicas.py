@@ -70,7 +70,6 @@ def settings_of_processes(draw: st.DrawFn) -> Setting:
         ratios=draw(ratios()),
         machines=machines,
         evenly=draw(st.booleans()),
-        shared_sums=draw(st.booleans()),
         outer_bytes=draw(st.sampled_from([0.0, 2.0])),
     )
 

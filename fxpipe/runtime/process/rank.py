@@ -150,7 +150,6 @@ class RankRun:
             self.others = ReplicaProcess(
                 group, replica, count, device, wires.staged, name, meter, plan.mesh.of_rank(rank)
             )
-            self.others.meet()
         self.transports = [
             DistTransport.of_training(plan, worker, wires, addresses, self._own_recipe.schedule, replica)
             for worker in hosted

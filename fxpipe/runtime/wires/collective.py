@@ -37,13 +37,6 @@ class Collective(ABC):
         """The bytes that have left for other replicas' processes, by what was exchanged."""
         return {}
 
-    def vector(self, key: Key, elements: int, kind: Tensor) -> Tensor:
-        """A vector to write into and to give to `start_sum`, of the type and device of another tensor.
-
-        It may wait for other replicas, until they have read what its memory held.
-        """
-        return kind.new_empty(elements)
-
     @abstractmethod
     def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
         """Begin to add up a vector over the replicas, which takes it over: the sum may be written into it.

@@ -18,7 +18,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +33,6 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.meter import Meter
-from fxpipe.runtime.wires.shared_vectors import SMALLEST, Shared, SharedVectors
 
 _SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
 """Types whose sums of two are the same bits in gloo as in torch."""
@@ -105,7 +104,6 @@ class ReplicaProcess:
         self._calls = not self._on_stream and meter is None  # those of the group, from the worker's own thread
         self._not_taken: Any = None  # the last call whose result is none here
         self._begun: dict[tuple[int, Key], Callable[[], Tensor]] = {}  # waits for a result
-        self._shared: SharedVectors | None = None
         self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -113,40 +111,16 @@ class ReplicaProcess:
         """The end of a worker of this process."""
         return WorkerCollective(self, worker)
 
-    def meet(self) -> None:
-        """Called by all replicas before they train: two on one machine will add up in memory that both see."""
-        if self._calls and self.replicas == 2 and self._device.type == "cpu":
-            with self._talk(RuntimeError, OSError):
-                self._shared = SharedVectors.between(self._group, self.replica)
-
-    def vector(self, elements: int, kind: Tensor, waiting: Callable[[], AbstractContextManager[None]]) -> Tensor:
-        """A vector to give to `start_sum`, of the type and device of another tensor.
-
-        Args:
-            waiting: where it waits for another replica, it does so in this.
-        """
-        if self._shared is None or elements * kind.itemsize < SMALLEST:
-            return kind.new_empty(elements)
-        with self._talk(ConnectionError):
-            return self._shared.empty(elements, kind.dtype, waiting)
-
     def start_sum(self, worker: int, key: Key, flat: Tensor, divisor: int) -> None:
         """Begin to add up a vector of a worker's over the replicas, and divide it."""
-        shared = None
-        if self._shared is not None:
-            with self._talk(ConnectionError):
-                shared = self._shared.hand_over(flat, divisor)
-        if shared is not None:
-            self._begun[worker, key] = partial(self._added, shared)
-        elif self._calls and self.replicas == 2 and flat.dtype in _SUMMED_BY_GLOO:
-            flat = flat.cpu() if self._staged else flat
-            with self._talk():
-                work = self._group.allreduce([flat])
-            self._begun[worker, key] = partial(self._called, work, flat, divisor)
-        else:
+        if not self._calls or self.replicas != 2 or flat.dtype not in _SUMMED_BY_GLOO:
             self.begin(worker, key, partial(self.sum, divisor=divisor), flat)
             return
-        self.sent[worker, key[0]] += flat.nbytes  # half of it, and the sum of the other half, or what the other reads
+        flat = flat.cpu() if self._staged else flat
+        with self._talk():
+            work = self._group.allreduce([flat])
+        self._begun[worker, key] = partial(self._called, work, flat, divisor)
+        self.sent[worker, key[0]] += flat.nbytes  # half of it, and the sum of the other half
 
     def start_copy(self, worker: int, key: Key, flat: Tensor) -> None:
         """Begin to hand out replica 0's vector."""
@@ -198,8 +172,6 @@ class ReplicaProcess:
         if self._not_taken is not None:
             with suppress(RuntimeError):  # a replica is gone
                 self._not_taken.wait()
-        if self._shared is not None:
-            self._shared.end()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -262,11 +234,6 @@ class ReplicaProcess:
             for one in under_way:
                 one.wait()
 
-    def _added(self, shared: Shared) -> Tensor:
-        assert self._shared is not None
-        with self._talk(ConnectionError):
-            return self._shared.added(shared)
-
     def _called(self, work: Any, result: Tensor, divisor: int = 1) -> Tensor:
         with self._talk():
             work.wait()
@@ -286,12 +253,11 @@ class ReplicaProcess:
         return begun.result.to(self._device)
 
     @contextmanager
-    def _talk(self, *lost: type[Exception]) -> Iterator[None]:
-        """Whatever the group cannot do means that another replica is gone, or such errors of another line."""
-        lost = lost or (RuntimeError,)
+    def _talk(self) -> Iterator[None]:
+        """Whatever the group cannot do means that another replica is gone."""
         try:
             yield
-        except lost as error:
+        except RuntimeError as error:
             raise PeerLost(
                 f"{self._name} lost a connection to another replica: {str(error).splitlines()[0]}",
                 hint="another worker stopped first: its own error says why",
@@ -349,9 +315,6 @@ class WorkerCollective(Collective):
     def sent(self) -> Mapping[str, int]:
         return {what: size for (worker, what), size in sorted(self._process.sent.items()) if worker == self._worker}
 
-    def vector(self, key: Key, elements: int, kind: Tensor) -> Tensor:
-        return self._process.vector(elements, kind, partial(self._waiting, key))
-
     def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
         self._process.start_sum(self._worker, key, flat, divisor)
 
@@ -366,16 +329,12 @@ class WorkerCollective(Collective):
         self._process.start_copy(self._worker, key, flat)
 
     def take(self, key: Key) -> Tensor:
-        with self._waiting(key):
+        if self.watch is None:
             return self._process.result(self._worker, key)
-
-    @contextmanager
-    def _waiting(self, key: Key) -> Iterator[None]:
-        if self.watch is not None:
-            self.watch.open("wait", Cause("sum", key[0], self._worker))
-        yield
-        if self.watch is not None:
-            self.watch.close()
+        self.watch.open("wait", Cause("sum", key[0], self._worker))
+        found = self._process.result(self._worker, key)
+        self.watch.close()
+        return found
 
 
 def _bytes(flat: Tensor) -> Tensor:

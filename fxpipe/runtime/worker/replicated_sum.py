@@ -97,8 +97,7 @@ class ReplicatedSum(GradientSum):
         if self._updaters:
             addends.sort(key=lambda row: self._updaters[row[0]])
         elements, place = sum(self._parts[index].size for index, _ in addends), 0
-        kind = addends[0][1][0]
-        flat = kind.new_empty(elements) if self._updaters else self._collective.vector(key, elements, kind)
+        flat = addends[0][1][0].new_empty(elements)
         for index, values in addends:
             part = self._parts[index].of(flat, place)
             if len(values) == 2:
