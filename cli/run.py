@@ -21,7 +21,6 @@ from fxpipe.plan.limits import MOST_WORKERS
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
 from fxpipe.schedule import of_plan
-from fxpipe.schedule.segments import Segments
 from fxpipe.task.paced_scheduler import EPOCH
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 @click.argument("build", type=click.Path())
 @option_fields(RunOptions, "steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
-@option_fields(RunOptions, "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema")
+@option_fields(RunOptions, "schedule", "policy", "clip_norm", "ema")
 @option_fields(RunOptions, "loss_scale", "loss_scale_interval")
 @option_fields(RunOptions, "checkpoint_every", "keep", "resume")
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
@@ -62,10 +61,6 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
 
     With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the
     other schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
-    --sync-steps makes the first steps of async synchronous, in the same build: in them nothing is stale, clipping is
-    exact, and workers wait for each other. Give it where a run starts badly, or at a high learning rate: while the loss
-    falls fast, stale weights do most harm (the warm-up of PipeMare, arXiv 1910.05124). --rate-discount, of the same
-    paper, makes no worker wait: in the first steps, the later a worker's gradients are, the smaller its learning rate.
     A build with --autocast fp16 scales the loss, as torch's GradScaler does: --loss-scale is the first scale, halved
     where gradients of any worker overflow, in a step that makes no update, and doubled after --loss-scale-interval
     steps without that.
@@ -77,7 +72,6 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     \b
     fxpipe run build/ --steps 500
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
-    fxpipe run build/ --steps 500 --sync-steps 50
     fxpipe run build/ --steps 40 --eval-every 20 --json
     fxpipe run build/ --steps 40 --eval-every 10 --save-best loss --patience 3
     fxpipe run build/ --steps 50 --local --json
@@ -224,7 +218,6 @@ def _checked_plan(options: RunOptions) -> Plan:
     Goal.of(options, plan)
     schedule = of_plan(plan, options.schedule)
     check_policy(options.policy, schedule)
-    Segments.of(options.sync_steps, schedule)
     return plan
 
 

@@ -192,7 +192,7 @@ def test_one_that_chooses_nothing_is_refused_as_ever() -> None:
 
 @pytest.mark.parametrize("policy", ["spectrain+ef", "lwp"])
 def test_a_stale_policy_trains_as_with_an_optimizer_of_parameters(policy: str) -> None:
-    """To the bit, with clipping, predicted rates and discounts beside groups that are empty on some workers."""
+    """To the bit, with clipping and predicted rates beside groups that are empty on some workers."""
 
     def without(named: Any) -> Optimizer:
         chosen = [[p for n, p in named if ("tok" in n) == inside] for inside in (True, False)]
@@ -204,7 +204,7 @@ def test_a_stale_policy_trains_as_with_an_optimizer_of_parameters(policy: str) -
     build = built(None, microbatches=1, schedule="async", policy="latest")
     runs = []
     for hook in (without, looking):
-        pipeline = build.local(policy=policy, optimizer=hook, lr_scheduler=warm, clip_norm=0.5, rate_discount=3)
+        pipeline = build.local(policy=policy, optimizer=hook, lr_scheduler=warm, clip_norm=0.5)
         runs.append(([float(x) for x in pipeline.run(batches() * 4)], pipeline.state_dict()))
     assert runs[0][0] == runs[1][0]
     assert runs[0][0][-1] < runs[0][0][0]

@@ -120,7 +120,7 @@ def test_processes_reset_state_as_one(tmp_path: Path) -> None:
     kinds: list[dict[str, Any]] = [
         {},
         {"schedule": "async", "policy": "spectrain"},
-        {"schedule": "async", "policy": "stash", "sync_steps": 2},
+        {"schedule": "async", "policy": "stash"},
     ]
     kinds = [{**kind, "checkpoint_every": "1", "keep": 20} for kind in kinds]
     alone = [run_of(tmp_path, f"alone_{i}", **kind) for i, kind in enumerate(kinds)]

@@ -48,7 +48,5 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
 def _settings(run: dict[str, Any]) -> list[str]:
     steps = len(run["metrics"]["step"]) if run.get("steps") is None else run["steps"]
     known = [str(run[name]) for name in ("schedule", "policy") if run.get(name)]
-    if run.get("sync_steps"):
-        known.append(f"the first {run['sync_steps']} synchronous")
     seconds = [] if run.get("seconds") is None else [f"{run['seconds']:.1f} s"]
     return [*known, f"{steps} step{'' if steps == 1 else 's'}", *seconds]

@@ -49,7 +49,7 @@ def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
     }
     shown, rows = _minibatches(subject), range(subject.plan.workers)
     memory = [
-        memory_of(subject.plan, subject.known, recipe.steady.demand, worker, list(recipe.schedule.until(worker, shown)))
+        memory_of(subject.plan, subject.known, recipe.demand, worker, list(recipe.schedule.until(worker, shown)))
         for worker in rows
     ]
     return Outlook(forecast, _timeline(simulate(recipe.schedule, scenario, shown), memory))

@@ -24,7 +24,7 @@ def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic
     schedule = None if recipe is None else recipe.schedule
     memory: list[int | None] = [None] * subject.plan.workers
     if subject.known.workers and recipe is not None:
-        memory = list(peak_bytes(subject.plan, subject.known, recipe.steady.demand))
+        memory = list(peak_bytes(subject.plan, subject.known, recipe.demand))
     elif subject.known.workers:
         memory = [worker.memory_bytes for worker in subject.known.workers]
     return [_row(subject, rank, schedule, traffic, memory[rank]) for rank in range(subject.plan.workers)]

@@ -89,7 +89,6 @@ class Record:
         tensorboard: str | None = None,
         *,
         workers: int = 1,
-        before: int = 0,
         continue_after: int | None = None,
         earlier: Path | None = None,
         steps_per_epoch: int | None = None,
@@ -109,7 +108,7 @@ class Record:
         self._earlier = 0.0  # seconds of training before this run went on
         self._evaluating = 0.0  # of the evaluations' seconds, those since the last step
         self._samples = 0
-        self._steady = _Steady(self._first, max(before, self._first) + workers, workers)
+        self._steady = _Steady(self._first, self._first + workers, workers)
         self._progress = progress
         self._looker: Looker | None = None
         self._looked = 0.0

@@ -16,8 +16,7 @@ Pair = list[Any]
 """A value of the first run and of the second; None if there is none."""
 
 SETTINGS = (
-    "schedule", "policy", "microbatches", "sync_steps", "rate_discount", "seed", "clip_norm", "ema", "threads",
-    "transport", "throttle", "device",
+    "schedule", "policy", "microbatches", "seed", "clip_norm", "ema", "threads", "transport", "throttle", "device",
     "samples", "steps",
 )  # fmt: skip
 

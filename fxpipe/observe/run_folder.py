@@ -92,8 +92,6 @@ class _Run(TypedDict, total=False):
     device: str
     threads: int
     seed: int
-    sync_steps: int
-    rate_discount: int
     clip_norm: float
     ema: float
     loss_scaling: _LossScaling

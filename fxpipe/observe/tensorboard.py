@@ -20,8 +20,7 @@ from fxpipe.task.metrics import NO_METRICS
 
 _INSTALL = "pip install tensorboard"
 _SETTINGS = (
-    "schedule", "policy", "microbatches", "sync_steps", "rate_discount", "clip_norm", "ema", "seed", "steps",
-    "samples", "threads", "device",
+    "schedule", "policy", "microbatches", "clip_norm", "ema", "seed", "steps", "samples", "threads", "device",
 )  # fmt: skip
 _number = itertools.count()
 _RESULTS = ("seconds", "samples_per_second", "bubble", "efficiency")

@@ -35,7 +35,6 @@ def time_losses(
     steps: int,
     microbatches: int,
     schedule: str | None = None,
-    sync_steps: int = 0,
 ) -> list[dict[str, Any]]:
     """The three largest losses of time of a run, largest first: `{"worker", "share", "cause", "text"}`.
 
@@ -49,7 +48,6 @@ def time_losses(
         forecast: of `run.json`; without it nothing is compared with the plan.
         seconds, steps, microbatches: of the run.
         schedule: its name, which tells a flush from other planned waits.
-        sync_steps: how many of the first steps were synchronous.
     """
     if steps <= 0 or not workers or not seconds > 0:
         return []
@@ -57,7 +55,7 @@ def time_losses(
     plans = [Times.planned(row, steps, microbatches) for row in planned] if len(planned) == len(workers) else None
     rows = [TimedWorker.of(row, seconds) for row in workers]
     run = TimedRun(rows, plans, forecast or {}, seconds, steps, microbatches, schedule)
-    found = [*_filling(run, sync_steps), *_beyond_plan(run), *_besides(run), *_waits(run)]
+    found = [*_filling(run), *_beyond_plan(run), *_besides(run), *_waits(run)]
     return _largest(found)
 
 
@@ -74,14 +72,11 @@ class _Loss:
     waits: bool = False
 
 
-def _filling(run: TimedRun, sync_steps: int) -> list[_Loss]:
+def _filling(run: TimedRun) -> list[_Loss]:
     empty = {rank: max(run.seconds - worker.seconds, 0.0) for rank, worker in run.workers.items()}
     lost = [(worker.fill + empty[rank]) / run.seconds for rank, worker in run.workers.items()]
     what = "fills and empties" if max(empty.values()) >= LEAST / 2 * run.seconds else "fills"
-    text = f"the pipeline {what} for {max(lost):.0%} of the run"
-    if sync_steps:
-        text += f", with the {sync_steps} synchronous step{'s' if sync_steps > 1 else ''} at its start"
-    text += ": train longer"
+    text = f"the pipeline {what} for {max(lost):.0%} of the run: train longer"
     return [_Loss(("fill",), None, max(lost), "fill", text, sum(lost))]
 
 

@@ -58,8 +58,6 @@ class Watch:
     Attributes:
         refills: an evaluation gets the workers out of step, because their pipeline does not empty before it. What a
             worker then waits, until its first backward is over, counts as evaluation.
-        fills: how many backwards the worker makes before the pipeline begins to fill for the last time; so far it fills
-            and empties with every minibatch.
         pulse: the numbers that others read (see `fxpipe.observe.pulse`): the step, and every span that ends.
         sends: of a message that should have been received by now, what it is and to whom; None else.
     """
@@ -72,7 +70,6 @@ class Watch:
         self.pulse: MutableSequence[int] = no_numbers()
         self.sends: Cause | None = None
         self.refills = False
-        self.fills = 0
         self._spans: Spans | None = None
         self.begin()
 
@@ -220,7 +217,7 @@ class Watch:
         if kind == "wait" and mark.cause is not None and not self._refilling:
             key = (mark.cause.what, mark.cause.worker)
             self._waits[key] = self._waits.get(key, 0) + now - begin
-            if self._closed[_NUMBER["B"]] <= self.fills:
+            if not self._closed[_NUMBER["B"]]:
                 self._fill += now - begin
         self._closed[mark.kind] += 1
         if self._spans is not None:

@@ -5,7 +5,6 @@ Both ends of a weight edge compute the same messages from it, so that workers ne
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from fxpipe.plan.urgency import turn_of
 from fxpipe.policy.base import Policy
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.segments import Segments
 from fxpipe.schedule.versions import versions_of
 
 Reader = tuple[Phase, tuple[int, ...]]  # a phase and its lags: all that reads an owner's weights on one worker
@@ -26,8 +24,8 @@ class WeightReads:
     """What one phase of a worker reads of one owner's trained parameters, all at the same lags.
 
     Attributes:
-        lags: by microbatch: an action of minibatch m reads version max(start, m − lag), where the segment of m begins
-            with minibatch `start`.
+        lags: by microbatch: an action of minibatch m reads version max(start, m − lag), where `start` is the
+            minibatch after the last flush.
         past: these are own weights, and some action reads a version that has been replaced by then: copies are kept.
         names: the parameters.
         positions: their places in the `weights` argument.
@@ -73,9 +71,6 @@ class Demand:
     if B's worker has no forward of that parameter, on the nearest worker that has one. Where weight gradients are
     apart, W reads the version that its B reads.
 
-    Attributes:
-        segments: of the run. In a segment of one minibatch nothing is late, and nothing is predicted.
-
     Raises:
         PolicyError: the policy asks for a version that does not exist yet.
     """
@@ -85,19 +80,12 @@ class Demand:
         self.schedule = schedule
         self.policy = policy
         self.versions = versions_of(schedule)
-        self.segments = Segments()
         self.parameters: dict[str, ParameterSpec] = {n: p for p in plan.parameters for n in p.names}
         self._forwards: dict[str, list[int]] = {}
         for worker, stage in enumerate(plan.stages):
             for name in dict.fromkeys(self.parameters[n].name for n in stage.forward.weights):
                 self._forwards.setdefault(name, []).append(worker)
         self._readings = {(w, ph): self._group(w, ph) for w in range(plan.workers) for ph in PHASES}
-
-    def divided(self, segments: Segments) -> Demand:
-        """The same for a run in these segments."""
-        found = copy.copy(self)
-        found.segments = segments
-        return found
 
     def of_worker(self, worker: int) -> Demand:
         """What the replicas of a worker follow, where workers have different numbers of them; else the same.
@@ -107,7 +95,7 @@ class Demand:
         """
         if not self.schedule.replicas:
             return self
-        return Demand(self.plan, self.schedule.of_worker(worker), self.policy).divided(self.segments)
+        return Demand(self.plan, self.schedule.of_worker(worker), self.policy)
 
     def readings(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:
         """All trained weights that `worker` reads in `phase`, by owner and lag."""
@@ -152,20 +140,11 @@ class Demand:
         Args:
             start: the minibatch after the caller's last flush, 0 without one.
         """
-        first = self.segments.begins(action.minibatch, start)
-        return max(first, action.minibatch - reading.lags[action.microbatch])
-
-    def updated_by(self, action: Action, start: int) -> int | None:
-        """The minibatch whose update is part of an action; None if no update is.
-
-        Args:
-            start: as of `version`.
-        """
-        return self.segments.updated_by(self.schedule, action, start)
+        return max(start, action.minibatch - reading.lags[action.microbatch])
 
     def newest(self, action: Action, reader: int, owner: int, start: int) -> int:
         """The newest version of `owner`'s weights that an action on `reader` could read."""
-        return self.versions.version(action, reader, owner, self.segments.begins(action.minibatch, start))
+        return self.versions.version(action, reader, owner, start)
 
     def ahead(self, reading: WeightReads, action: Action, version: int) -> int:
         """How many updates after `version` the policy predicts for an action.
@@ -173,8 +152,6 @@ class Demand:
         Raises:
             PolicyError: the policy's answer makes no sense.
         """
-        if self.segments.is_single(action.minibatch):
-            return 0
         ahead = self.policy.ahead(self.policy.read_as(action), version, reading.owner, self.schedule)
         if ahead < 0 or (ahead and not self.policy.predicts):
             raise PolicyError(
@@ -209,11 +186,9 @@ class Demand:
 
     def _reads(self, reading: WeightReads, version: int, start: int) -> Iterator[Action]:
         """The actions that read `version`, in an endless run."""
-        single = self.segments.is_single(version)
         for microbatch, lag in enumerate(reading.lags):
-            last = version if single else version + lag
-            first = version if version == self.segments.begins(version, start) else last
-            for minibatch in range(first, last + 1):
+            first = version if version == start else version + lag
+            for minibatch in range(first, version + lag + 1):
                 yield Action(reading.phase, minibatch, microbatch)
 
     def _group(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:

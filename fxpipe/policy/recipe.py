@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fxpipe import policy as policies
 from fxpipe import schedule as schedules
@@ -12,7 +12,6 @@ from fxpipe.policy.base import Policy
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.shares import check_shares
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,6 @@ class Recipe:
     policy: Policy
     demand: Demand
 
-    @property
-    def segments(self) -> Segments:
-        """Those of the run."""
-        return self.demand.segments
-
     def of_worker(self, worker: int) -> Recipe:
         """That of a worker's replicas, where workers have different numbers of them; else the same."""
         if not self.schedule.replicas:
@@ -35,17 +29,9 @@ class Recipe:
         demand = self.demand.of_worker(worker)
         return Recipe(demand.schedule, self.policy, demand)
 
-    @property
-    def steady(self) -> Recipe:
-        """The same without synchronous steps at the start."""
-        return replace(self, demand=self.demand.divided(Segments()))
 
-
-def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None = None, sync_steps: int = 0) -> Recipe:
+def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None = None) -> Recipe:
     """The schedule and policy asked for, by default the plan's; another schedule brings its own default policy.
-
-    Args:
-        sync_steps: how many of the run's first steps are synchronous.
 
     Raises:
         ScheduleError, PolicyError: an unknown name, a schedule for other workers, a combination that makes no sense, or
@@ -65,7 +51,7 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
     chosen.check(made)
     if plan.sharded:
         check_shares(chosen)
-    demand = Demand(plan, made, chosen).divided(Segments.of(sync_steps, made))
+    demand = Demand(plan, made, chosen)
     refuse_crossing(plan, demand)
     return Recipe(made, chosen, demand)
 

@@ -40,11 +40,6 @@ class PipelineOptions:
     Attributes:
         schedule: its name, a file in torch's format (`….csv`), or the text of one; None means the build's.
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
-        sync_steps: so many of the first steps of a run under `async` are synchronous: each begins and ends with an
-            empty pipeline, and equals that step under `1f1b`. Other schedules take 0.
-        rate_discount: so many steps it takes until the learning rate of parameters whose gradients are late, which
-            begins divided by the number of updates they are late, is whole (see
-            `fxpipe.policy.optimizers.rate_discount`); None discounts nothing.
         clip_norm: scale the gradients of all workers together to this norm if theirs is greater; None does not clip.
         loss_scale, loss_scale_interval: of a build with `--autocast fp16`: what the loss is multiplied by at first, and
             after how many updates without an overflow that is doubled (see `fxpipe.runtime.worker.loss_scaler`).
@@ -81,20 +76,6 @@ class PipelineOptions:
         "[default: the build's]",
     )
     policy: str | Policy | None = policy_option("the build's")  # noqa: RUF009 (it is a field)
-    sync_steps: int = option(
-        0,
-        "--sync-steps",
-        minimum=0,
-        metavar="K",
-        help="Under async, make the first K steps as 1f1b does: a synchronous warm-up, for runs that start badly.",
-    )
-    rate_discount: int | None = option(
-        None,
-        "--rate-discount",
-        minimum=1,
-        metavar="K",
-        help="In step t < K, divide rates by τ^(1−t/K) where gradients are τ updates late: for runs that diverge.",
-    )
     clip_norm: float | None = option(
         None,
         "--clip-norm",

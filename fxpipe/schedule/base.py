@@ -225,6 +225,25 @@ class Schedule(ABC):
         left = (stop - start) * self.microbatches * len(self.hosted(rank))
         return self._finite(self.row(rank, start), lambda event: event[1], stop, left)
 
+    def after(self, worker: int, step: int, start: int, stop: int | None = None) -> Iterator[Action]:
+        """The rest of a row that began with minibatch `start`: what it has of the minibatches from `step` on.
+
+        They come in the row's own order, which a pipeline that fills again must keep: the row is made from some
+        minibatches earlier, where no effect of its start is left.
+        """
+        begin = self._again(step, start)
+        row = self.actions(worker, begin) if stop is None else self.until(worker, stop, begin)
+        return (action for action in row if action.minibatch >= step)
+
+    def row_after(self, rank: int, step: int, start: int, stop: int) -> Iterator[Event]:
+        """The rest of a rank's row, as `after`."""
+        return (event for event in self.row_until(rank, stop, self._again(step, start)) if event[1].minibatch >= step)
+
+    def _again(self, step: int, start: int) -> int:
+        """Where a row that began with minibatch `start` begins again, to be what it was from minibatch `step` on."""
+        settled = 3 * -(-self.filled_by // self.microbatches) + 4  # as `Versions` studies it
+        return max(start, step - settled)
+
     def _finite(self, row: Iterable[T], action_of: Callable[[T], Action], stop: int, left: int) -> Iterator[T]:
         """What of an endless row is before minibatch `stop`, which has so many last actions of microbatches."""
         patience = 4 * self.workers * self.microbatches

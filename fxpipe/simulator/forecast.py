@@ -59,7 +59,7 @@ def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Sim
     Raises:
         BuildError: like `forecast`.
     """
-    demand = recipe.steady.demand
+    demand = recipe.demand
     scenario = scenario_of(plan, costs, demand)
     simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
     return scenario, dataclasses.replace(simulation, peak_bytes=peak_bytes(plan, costs, demand))

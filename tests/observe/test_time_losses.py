@@ -62,14 +62,6 @@ def test_the_filling_is_not_told_again_as_waiting(steps: int, known: bool) -> No
     assert sum(loss["share"] for loss in waits) == pytest.approx(2 / (6 + 6 * steps) if steps > 1 else 0, abs=1e-6)
 
 
-def test_filling_in_synchronous_steps_is_named() -> None:
-    filled = row(0, F=5.0, wait=5.0) | {"fill": 5.0, "waits": [{"what": "gradient", "from": 1, "seconds": 5.0}]}
-    (found,) = time_losses([filled, row(1, F=10.0)], None, 10.0, 10, 1, "async", 3)
-    assert found["text"] == (
-        "the pipeline fills for 50% of the run, with the 3 synchronous steps at its start: train longer"
-    )
-
-
 def test_a_worker_fills_no_longer_than_it_waits() -> None:
     filled = row(0, F=5.0, wait=5.0) | {"fill": 7.0, "waits": [{"what": "gradient", "from": 1, "seconds": 5.0}]}
     assert [loss["cause"] for loss in time_losses([filled, row(1, F=10.0)], None, 10.0, 10, 1)] == ["fill"]

@@ -133,20 +133,6 @@ def test_the_waits_before_the_first_backward_fill(clock: Clock) -> None:
     assert watch.seconds("wait") == 5.0
 
 
-def test_every_minibatch_with_a_flush_fills(clock: Clock) -> None:
-    """The last filling ends with the first backward that no flush follows: the third."""
-    watch = Watch()
-    watch.fills = 2
-    for kind in ("F", "B", "F", "B", "F", "F", "B", "F", "B"):
-        watch.open(kind)
-        watch.open("wait", Cause("activation", "x", 0))
-        clock.pass_seconds(1)
-        watch.close()
-        watch.close()
-    assert watch.fill == 7.0
-    assert watch.seconds("wait") == 9.0
-
-
 class Event:
     """A CUDA event of a device that works off its stream when it is told to, by a clock that is 1% fast."""
 

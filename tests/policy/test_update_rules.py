@@ -121,8 +121,6 @@ def same(built: Built) -> Callable[..., None]:
         optimizer: str = "momentum",
         factor: Rate | None = None,
         flush_at: int | None = None,
-        sync_steps: int = 0,
-        rate_discount: int = 0,
         schedule: str = "async",
     ) -> None:
         kind, rule, lr = OPTIMIZERS[optimizer]
@@ -130,11 +128,10 @@ def same(built: Built) -> Callable[..., None]:
         data = batches(workers, microbatches)
         folder = built(workers, microbatches)
         scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor) if factor else None
-        more = {"sync_steps": sync_steps, "rate_discount": rate_discount or None, "schedule": schedule}
-        losses, state = piped(folder, text, data, partial(kind, lr=lr), scheduler, flush_at, **more)
+        losses, state = piped(folder, text, data, partial(kind, lr=lr), scheduler, flush_at, schedule=schedule)
         rate = (lambda i: lr * factor(i)) if factor else (lambda _: lr)
-        start = {"sync_steps": sync_steps, "rate_discount": rate_discount, "late": SCHEDULES[schedule].late}
-        expected = direct.train(text, initial(workers), data, microbatches, rule, rate, flush_at=flush_at, **start)
+        late = SCHEDULES[schedule].late
+        expected = direct.train(text, initial(workers), data, microbatches, rule, rate, flush_at=flush_at, late=late)
         agree(losses, state, expected.losses, expected.layers)
 
     return check
@@ -228,13 +225,13 @@ LATE = [name for name in direct.POLICIES if name != "2bw+predict"]
     ("name", "setting"),
     covering(
         [*LATE, "latest+sc", "stash+ef", "pipeoptim+ef"],
-        [(2, 1, None, 0), (3, 1, 5, 0), (4, 2, 6, 3), (2, 3, None, 4), (3, 2, None, 0)],
+        [(2, 1, None), (3, 1, 5), (4, 2, 6), (2, 3, None), (3, 2, None)],
     ),
 )
-def test_updates_a_minibatch_late(same: Any, name: str, setting: tuple[int, int, int | None, int]) -> None:
-    """What is read and predicted follows from the schedule; a flush, and a synchronous start, leave nothing late."""
-    workers, microbatches, flush_at, sync_steps = setting
-    same(name, workers, microbatches, flush_at=flush_at, sync_steps=sync_steps, schedule="async-late")
+def test_updates_a_minibatch_late(same: Any, name: str, setting: tuple[int, int, int | None]) -> None:
+    """What is read and predicted follows from the schedule; a flush leaves nothing late."""
+    workers, microbatches, flush_at = setting
+    same(name, workers, microbatches, flush_at=flush_at, schedule="async-late")
 
 
 @pytest.mark.parametrize("name", [*(name for name in LATE if name != "xpipe"), "spectrain+ef"])
@@ -338,85 +335,6 @@ def test_error_feedback(same: Any, name: str, setting: tuple[int, int, str, Rate
 def test_error_feedback_across_a_flush(same: Any, microbatches: int) -> None:
     """What is not yet taken back is taken back after it."""
     same("spectrain+ef", 4, microbatches, "adamw", flush_at=13)
-
-
-# ── Synchronous steps at the start ──────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    covering(
-        [*direct.POLICIES, *OPTIONS],
-        [
-            (4, 1, "momentum", wave, 1),
-            (5, 2, "momentum-weight-decay", warm_up, 6),
-            (4, 3, "momentum", None, 4),
-            (6, 1, "momentum-weight-decay", wave, 2),
-        ],
-        strength=1,
-    ),
-)
-def test_synchronous_start(same: Any, name: str, setting: tuple[int, int, str, Rate | None, int]) -> None:
-    """Then the rule of the policy, from where it always has the weights: `sc` and `ef` first make up for the start."""
-    workers, microbatches, optimizer, factor, sync_steps = setting
-    same(name, workers, microbatches, optimizer, factor, sync_steps=sync_steps)
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer", "sync_steps", "flush_at"),
-    [
-        ("spectrain+ef", "adamw", 5, None),
-        ("spectrain+ef", "adamw", 7, 13),
-        ("latest+ef", "adam", 2, None),
-        ("stash+sc", "momentum-weight-decay", 3, 9),
-        ("spectrain", "own", 4, None),
-        ("lwp+ef", "nesterov", 5, None),
-        ("pipeoptim", "sgd", UPDATES, None),
-        ("vertical+ef", "adamw", UPDATES + 5, None),
-    ],
-)
-def test_synchronous_start_with_others(
-    same: Any, name: str, optimizer: str, sync_steps: int, flush_at: int | None
-) -> None:
-    same(name, 4, 1, optimizer, wave, flush_at, sync_steps)
-
-
-# ── Smaller rates at the start ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    covering(
-        [*direct.POLICIES, *OPTIONS],
-        [
-            (4, 1, "momentum", wave, 9),
-            (5, 2, "momentum-weight-decay", warm_up, 40),
-            (6, 1, "momentum-weight-decay", None, 5),
-        ],
-        strength=1,
-    ),
-)
-def test_discounted_rates(same: Any, name: str, setting: tuple[int, int, str, Rate | None, int]) -> None:
-    workers, microbatches, optimizer, factor, steps = setting
-    same(name, workers, microbatches, optimizer, factor, rate_discount=steps)
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer", "sync_steps", "flush_at"),
-    [
-        ("spectrain", "adamw", 0, None),
-        ("spectrain+ef", "adam", 4, None),
-        ("pipeoptim+decay", "adamw", 0, 7),
-        ("pipeoptim", "sgd", 3, 8),
-        ("spectrain", "own", 0, None),
-        ("xpipe", "own", 5, None),
-        ("stash+sc", "momentum", 6, None),
-    ],
-)
-def test_discounted_rates_with_others(
-    same: Any, name: str, optimizer: str, sync_steps: int, flush_at: int | None
-) -> None:
-    same(name, 5, 1, optimizer, wave, flush_at, sync_steps, rate_discount=12)
 
 
 @pytest.mark.parametrize("repair", ["sc", "ef"])

@@ -22,15 +22,15 @@ THREE = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
 LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"schedule": "async", "policy": "spectrain"}, {}),
     ({"schedule": "async", "policy": "stash"}, {"clip_norm": 0.5}),
-    ({"schedule": "async", "policy": "spectrain+ef", "microbatches": 2}, {"sync_steps": 2}),
+    ({"schedule": "async", "policy": "spectrain+ef", "microbatches": 2}, {}),
     ({"schedule": "async", "policy": "vertical"}, {"ema": 0.9}),
     ({"schedule": "async-late", "policy": "spectrain"}, {"clip_norm": 0.5}),
-    ({"schedule": "async-late", "policy": "stash", "microbatches": 2}, {"sync_steps": 2}),
+    ({"schedule": "async-late", "policy": "stash", "microbatches": 2}, {}),
     ({"schedule": "async", "policy": "2bw+predict", "microbatches": 4}, {}),
     ({"schedule": "1f1b", "microbatches": 4}, {"clip_norm": 0.5}),
     ({"schedule": "gpipe", "microbatches": 2}, {}),
     ({"schedule": "async", "policy": "pipeoptim", "dropout": True, "tied": False}, {}),
-    ({"schedule": "async", "policy": "spectrain", "microbatches": 2, "weights_codec": "int8"}, {"sync_steps": 2}),
+    ({"schedule": "async", "policy": "spectrain", "microbatches": 2, "weights_codec": "int8"}, {}),
     ({"schedule": "1f1b", "microbatches": 4, "weights_codec": "lowrank:2"}, {}),
 ]
 

@@ -29,7 +29,6 @@ from fxpipe.runtime.worker.weight_copies import WeightCopies
 from fxpipe.schedule import make
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.segments import Segments
 from fxpipe.schedule.versions import Versions
 
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
@@ -250,7 +249,7 @@ class Segment:
         count = 0
         for worker, held in enumerate(self.weight_copies):
             found: dict[tuple[int, int, int], dict[str, Tensor]] = {}
-            row = self.demand.segments.after(self.demand.schedule, worker, self.since, self.start, self.stop)
+            row = self.demand.schedule.after(worker, self.since, self.start, self.stop)
             for action in row:
                 for reading in self.demand.readings(worker, action.phase):
                     if reading.owner == worker:
@@ -280,8 +279,7 @@ def test_both_ends_agree_under_any_policy(plans: dict[tuple[int, int], Plan], da
     plan = dataclasses.replace(plan, weights_codec=data.draw(st.sampled_from(["int8", "lowrank:2", "topk:0.2", ""])))
     schedule = make(data.draw(st.sampled_from(["async", "async", "1f1b", "gpipe"])), plan.workers, plan.microbatches)
     policy = Wild(seed=data.draw(st.integers(0, 99)), keep=data.draw(st.booleans()))
-    single = data.draw(st.integers(0, 4)) if not schedule.synchronous else 0
-    demand = Demand(plan, schedule, policy).divided(Segments(single))
+    demand = Demand(plan, schedule, policy)
     start = data.draw(st.sampled_from([0, 0, 3]))
     stop = start + data.draw(st.integers(3, 12))
     whole = Segment(demand, start, start, stop, data.draw(st.booleans()))

@@ -12,7 +12,6 @@ from fxpipe.policy import make as make_policy
 from fxpipe.policy.picture import sight
 from fxpipe.schedule import Action, AsyncLate, Schedule, Versions, make
 from fxpipe.schedule.order import play, read
-from fxpipe.schedule.segments import Segments
 from fxpipe.schedule.versions import most_missed
 
 
@@ -25,12 +24,6 @@ def test_the_next_minibatch_ends_with_the_update() -> None:
     assert schedule.updated_by(Action.parse("B0.2")) is None
     assert schedule.updated_by(Action.parse("B5.2"), start=5) is None  # what a flush has made already
     assert schedule.ends(Action.parse("B0.2"))
-
-
-def test_nothing_is_late_in_a_segment_of_one_minibatch() -> None:
-    schedule, segments = AsyncLate(1), Segments(2)
-    made = [segments.updated_by(schedule, Action("B", minibatch), 0) for minibatch in range(5)]
-    assert made == [0, 1, None, 2, 3]
 
 
 def _counted(schedule: Schedule, minibatches: int) -> dict[tuple[int, Action], list[int]]:

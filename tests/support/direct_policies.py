@@ -43,14 +43,13 @@ class Rule(Protocol):
 
 @dataclass
 class Momentum:
-    """torch.optim.SGD with momentum; with `spike` updates of delay, Kosson's compensation of it while it `is_late`."""
+    """torch.optim.SGD with momentum; with `spike` updates of delay, Kosson's compensation of it."""
 
     gamma: float = 0.9
     nesterov: bool = False
     dampening: float = 0.0
     weight_decay: float = 0.0
     spike: int = 0
-    is_late: bool = True
     buffer: Tensor | None = None
 
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
@@ -58,19 +57,9 @@ class Momentum:
         self.buffer = g if self.buffer is None else self.gamma * self.buffer + (1 - self.dampening) * g
         if self.nesterov:
             return w - rate * (g + self.gamma * self.buffer)
-        spike = self.spike if self.is_late else 0
-        a = self.gamma**spike
-        b = sum(self.gamma**i for i in range(spike))
+        a = self.gamma**self.spike
+        b = sum(self.gamma**i for i in range(self.spike))
         return w - rate * (a * self.buffer + b * g)
-
-    def lead(self, w: Tensor, rate: float) -> Tensor:
-        """Where momentum alone takes the weights in as many updates as gradients are late."""
-        assert self.buffer is not None
-        speed = self.buffer
-        for _ in range(self.spike):
-            speed = self.gamma * speed
-            w = w - rate * speed
-        return w
 
     def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
         assert self.buffer is not None
@@ -162,10 +151,8 @@ class Worker:
     Attributes:
         known: whether the rates of later updates are known ahead of them.
         feedback: updates of delay that error feedback repairs; 0 for none.
-        spike: the same of spike compensation.
         plain: the weights with every step of the optimizer once.
         moved: by update, what the optimizer alone subtracted.
-        is_late: whether the gradients of this segment are late, and whether those of the last update were.
         start: the minibatch that first found the pipeline empty: 0, or the first one after a flush.
         kept: what a policy keeps between the actions of a worker, by phase, minibatch and microbatch.
         late: how many minibatches after its own an update is made, but for those that a flush makes.
@@ -182,11 +169,8 @@ class Worker:
     known: bool = True
     decay: bool = False
     feedback: int = 0
-    spike: int = 0
     plain: Layer | None = None
     began: Layer = field(init=False)
-    is_late: bool = True
-    was_late: bool = True
     moved: list[Layer] = field(default_factory=list)
     start: int = 0
     kept: dict[tuple[str, int, int], Any] = field(default_factory=dict)
@@ -204,26 +188,16 @@ class Worker:
         return self.history[-1]
 
     def update(self, gradients: Layer) -> None:
-        """With error feedback, the weights are those of all steps and the last ones again, if gradients are late."""
+        """With error feedback, the weights are those of all steps and the last ones again."""
         rate = self.rate(self.version)
-        live = self.live
-        if self.is_late and not self.was_late:
-            if self.feedback:
-                live = self.fed_back(self.plain or live)
-            if self.spike:
-                live = Layer(*(r.lead(w, rate) for r, w in zip(self.rules, live, strict=True)))  # type: ignore[attr-defined]
-        self.began = live
+        self.began = live = self.live
         made = Layer(*(r.update(w, g, rate) for r, w, g in zip(self.rules, live, gradients, strict=True)))
         if self.feedback:
             self.moved.append(Layer(*(before - after for before, after in zip(live, made, strict=True))))
             self.plain = Layer(*(w - u for w, u in zip(self.plain or self.history[0], self.moved[-1], strict=True)))
-            made = self.fed_back(self.plain) if self.is_late else self.plain
-        self.was_late = self.is_late
+            last = self.moved[-self.feedback :]
+            made = Layer(*(w - sum(steps) for w, *steps in zip(self.plain, *last, strict=True)))
         self.history.append(made)
-
-    def fed_back(self, plain: Layer) -> Layer:
-        last = self.moved[-self.feedback :]
-        return Layer(*(w - sum(steps) for w, *steps in zip(plain, *last, strict=True)))
 
     def ahead(self, target: int) -> Layer:
         """The weights of version `target` as the optimizer's own direction has them."""
@@ -434,16 +408,11 @@ def train(
     *,
     known: bool = True,
     flush_at: int | None = None,
-    sync_steps: int = 0,
-    rate_discount: int = 0,
     late: int = 0,
 ) -> Run:
     """Train the chain under policy `text`; each batch is one minibatch, the pipeline is emptied before `flush_at`.
 
     Updates are made `late` minibatches after their own.
-
-    The first `sync_steps` minibatches are synchronous: nothing but the live weights is read, and nothing is repaired.
-    In the first `rate_discount` updates, rates are divided by τ^(1 − t/`rate_discount`) where gradients are τ late.
     """
     chosen, options = policy(text)
     n = len(initial)
@@ -453,36 +422,19 @@ def train(
     ]
     for worker in workers:
         worker.late = late
-        if rate_discount:
-            worker.rate = _discounted(rate, chosen.lag(worker), rate_discount, sync_steps)
         if "ef" in options:
             worker.feedback = chosen.lag(worker)
         if "sc" in options:
-            worker.spike = chosen.lag(worker)
             for each in worker.rules:
                 assert isinstance(each, Momentum)
-                each.spike = worker.spike
+                each.spike = chosen.lag(worker)
     losses: list[float] = []
-    ends = sorted({flush_at or 0, *range(min(sync_steps, len(batches)) + 1), len(batches)})
-    for start, end in pairwise(ends):
-        for worker in workers:
-            worker.is_late = start >= sync_steps
-            for each in worker.rules:
-                if isinstance(each, Momentum):
-                    each.is_late = worker.is_late
-        losses += _segment(chosen if start >= sync_steps else Policy(), workers, batches, range(start, end))
+    for start, end in pairwise(sorted({0, flush_at or 0, len(batches)})):
+        losses += _between_flushes(chosen, workers, batches, range(start, end))
         for worker in workers:
             chosen.updated(worker)
     assert not any(worker.kept for worker in workers)
     return Run(losses, [worker.live for worker in workers], workers)
-
-
-def _discounted(rate: Rate, late: int, steps: int, sync_steps: int) -> Rate:
-    def of(update: int) -> float:
-        left = max(0.0, 1 - update / steps) if update >= sync_steps else 0.0
-        return rate(update) / max(late, 1) ** left
-
-    return of
 
 
 def order(k: int, workers: int, count: int) -> Iterator[tuple[str, int]]:
@@ -495,7 +447,9 @@ def order(k: int, workers: int, count: int) -> Iterator[tuple[str, int]]:
         yield "B", i
 
 
-def _segment(chosen: Policy, workers: Sequence[Worker], batches: Sequence[Batch], minibatches: range) -> list[float]:
+def _between_flushes(
+    chosen: Policy, workers: Sequence[Worker], batches: Sequence[Batch], minibatches: range
+) -> list[float]:
     n, count = len(workers), workers[0].microbatches
     parts = {
         (m, j): part

@@ -237,7 +237,6 @@ def drawn_case(seed: int) -> Case:
     run = ["--checkpoint-every", str(draw.randint(2, 7)), "--keep", str(draw.randint(1, 4))]
     if schedule == "async":
         run += ["--policy", _allowed(draw.choice(POLICIES), optimizer, workers - 1 <= microbatches)]
-        run += draw.choice([[], [], [], ["--sync-steps", "9"], ["--rate-discount", "18"]])
     run += draw.choice([[], ["--clip-norm", "0.5"]])
     run += draw.choice([[], ["--ema", "0.9"]])
     run += draw.choice([[], [], ["--log-staleness"]])

@@ -196,7 +196,7 @@ def run_in_threads(
         hooks: what stages for new shapes are made of.
     """
     plan = read_plan(folder)
-    recipe = choose(plan, schedule, options.policy, options.sync_steps)
+    recipe = choose(plan, schedule, options.policy)
     hub = Hub()
     task = ObjectTask(optimizer)
     run = ThreadedRun()
@@ -229,7 +229,7 @@ def run_in_threads(
                 plan,
                 own,
                 transports,  # type: ignore[arg-type]
-                recipe.segments.row_until(recipe.schedule, rank, len(data)),
+                recipe.schedule.row_until(rank, len(data)),
                 (lambda m: split(data[m], m)[1]) if first else None,
                 (lambda m, loss, lr, norm, metrics: run.losses.append(loss)) if first else None,
                 evaluations[rank],

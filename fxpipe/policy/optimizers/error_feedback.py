@@ -40,9 +40,6 @@ class ErrorFeedback:
     every step once: the model looks as far ahead as its gradients are late, by the steps that were really made. With
     τ = 0 this is the optimizer itself, bit for bit: nothing is computed. What a step does not move has u_t = 0.
 
-    Updates whose gradients are not late are the optimizer's own, and W = X after them. The first late update after them
-    begins with W ← W − (u_{t−1} + … + u_{t−τ}): from then on the weights stand where the formula always has them.
-
     Cost: τ + 1 copies of the late parameters, τ steps and the weights before the present one; four passes over them.
 
     From: Zmushko et al. 2026 (ICML), arXiv 2606.30634, for τ = 1; the formula for longer delays is ours.
@@ -50,9 +47,6 @@ class ErrorFeedback:
     Args:
         optimizer: its groups' options say that each has momentum; without it, the feedback harms.
         delays: τ of each parameter, by the parameter; 0 if it is missing. Those in no group are never moved.
-
-    Attributes:
-        in_time: the gradients of the last update were: no step counts twice.
 
     Raises:
         PolicyError: a group without momentum, or whose options do not say.
@@ -67,38 +61,27 @@ class ErrorFeedback:
             if delay and id(parameter) in trained:
                 late.setdefault(delay, _Late(delay)).weights.append(parameter)
         self._late = list(late.values())
-        self.in_time = False
 
     @torch.no_grad()
-    def before_step(self, is_late: bool = True) -> None:
-        """Call before every `optimizer.step()`, and before anything that it compares with: keeps a copy of the weights.
-
-        Args:
-            is_late: the gradients of this update arrive as late as in steady state; else they are in time.
-        """
+    def before_step(self) -> None:
+        """Call before every `optimizer.step()`, and before what it compares with: keeps a copy of the weights."""
         for late in self._late:
-            if is_late and self.in_time:
-                for made in late.steps:
-                    torch._foreach_sub_(late.weights, made)
             if late.spare is None:
                 late.spare = [torch.empty_like(weight, requires_grad=False) for weight in late.weights]
             torch._foreach_copy_(late.spare, late.weights)
 
     @torch.no_grad()
-    def after_step(self, is_late: bool = True) -> None:
-        """Call right after every `optimizer.step()`: turns the copy into u_t, and a late update into that above."""
-        self.in_time = not is_late
+    def after_step(self) -> None:
+        """Call right after every `optimizer.step()`: turns the copy into u_t, and the update into that above."""
         for late in self._late:
             assert late.spare is not None, "before_step() comes first"
             made, late.spare = late.spare, None
             torch._foreach_sub_(made, late.weights)
-            if is_late:
-                torch._foreach_sub_(late.weights, made)
+            torch._foreach_sub_(late.weights, made)
             late.steps.append(made)
             if len(late.steps) > late.delay:
                 late.spare = late.steps.popleft()
-                if is_late:
-                    torch._foreach_add_(late.weights, late.spare)
+                torch._foreach_add_(late.weights, late.spare)
 
     def state(self) -> list[tuple[Tensor, int, list[Tensor]]]:
         """Each late parameter, how late it is, and its last steps, oldest first. For `load`."""
@@ -109,15 +92,11 @@ class ErrorFeedback:
         ]
 
     @torch.no_grad()
-    def load(self, remembered: Sequence[tuple[Tensor, int, list[Tensor]]], in_time: bool) -> None:
+    def load(self, remembered: Sequence[tuple[Tensor, int, list[Tensor]]]) -> None:
         """Remember what another's `state` gave.
 
         Where parameters are late by other numbers of updates here, the weights become X, and the feedback begins anew.
-
-        Args:
-            in_time: the last update was.
         """
-        self.in_time = in_time
         known = {id(weight): (delay, steps) for weight, delay, steps in remembered}
         for late in self._late:
             found = [known.get(id(weight), (late.delay, [])) for weight in late.weights]
@@ -128,7 +107,7 @@ class ErrorFeedback:
                     late.steps.append(copies)
                 for weight in late.weights:
                     known.pop(id(weight), None)
-        for weight, _, steps in remembered if not in_time else ():
+        for weight, _, steps in remembered:
             if id(weight) in known:
                 for step in steps:
                     weight.add_(step)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fxpipe.errors import PolicyError
 from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
-from fxpipe.policy.optimizers.rate_discount import RateDiscount
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rule_of
 from fxpipe.task.several_optimizers import stepped_by
 
@@ -37,7 +36,6 @@ class Predictor:
         weight_form: for every optimizer, Ŵ = W + steps·(W_t − W_{t−1}), no matter what the learning rate does.
         decay: predict only what momentum still carries if all future gradients are zero.
         rates: the future learning rates, if they are known; else the current rate is used for all of them.
-        discount: multiplies the future rates.
 
     Attributes:
         rules: the name of each parameter group's rule.
@@ -55,14 +53,12 @@ class Predictor:
         weight_form: bool = False,
         decay: bool = False,
         rates: LearningRates | None = None,
-        discount: RateDiscount | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = tuple(parameters)
         self.weight_form = weight_form
         self.decay = decay
         self.rates = rates
-        self.discount = discount
         groups = optimizer.param_groups
         self._rules = [LAST_UPDATE if weight_form else rule_of(optimizer, group) for group in groups]
         self.rules = tuple(rule.name for rule in self._rules)
@@ -163,10 +159,7 @@ class Predictor:
     def _to_come(self, steps: int, number: int, present: float) -> Sequence[float]:
         """The rates of the next updates; the current rate for all of them if no more is known."""
         known = self.rates.reach(number, steps) if self.rates else None
-        rates = [present] * steps if known is None else known
-        if self.discount is None:
-            return rates
-        return [rate * factor for rate, factor in zip(rates, self.discount.to_come(number, steps), strict=True)]
+        return [present] * steps if known is None else known
 
     def _repeats(self, steps: int, number: int) -> float:
         """How many times the last update fits into the next ones: more than `steps` if the rate grows."""

@@ -27,9 +27,7 @@ class SpikeCompensation:
     the weights before the update: they are W_after + lr·buf, so no copy is kept.
 
     At a constant rate the weights are always X − lr·(γ + … + γ^D)·buf, where X is what SGD alone would have made of the
-    same gradients: D updates further, by momentum alone. Updates whose gradients are not late are SGD's, and W = X
-    after them. The first late update after them begins with W ← W − lr·(γ + … + γ^D)·buf: else D updates of the
-    momentum that they left would be lost.
+    same gradients: D updates further, by momentum alone.
 
     Cost: no memory; the late parameters are read twice, and once more with weight decay.
 
@@ -38,9 +36,6 @@ class SpikeCompensation:
     Args:
         optimizer: torch.optim.SGD itself, with momentum in every group, without nesterov and dampening.
         delays: D of each parameter, by the parameter; 0 if it is missing.
-
-    Attributes:
-        in_time: the gradients of the last update were: W = X.
 
     Raises:
         PolicyError: any other optimizer.
@@ -51,28 +46,11 @@ class SpikeCompensation:
         assert all(delay >= 0 for delay in delays.values()), "a gradient cannot be early"
         self.optimizer = optimizer
         self._delays = {id(parameter): delay for parameter, delay in delays.items() if delay > 0}
-        self.in_time = False
 
     @torch.no_grad()
-    def before_step(self, is_late: bool = True) -> None:
-        """Call before every `optimizer.step()`, and before anything that it compares with.
-
-        Args:
-            is_late: the gradients of this update arrive as late as in steady state; else they are in time.
-        """
-        if not (is_late and self.in_time):
-            return
-        for group in self.optimizer.param_groups:
-            gamma, lr = float(group["momentum"]), float(group["lr"])
-            for delay, weights in self._late(group["params"]).items():
-                further = sum(gamma**i for i in range(1, delay + 1))
-                torch._foreach_add_(weights, self._buffers(weights), alpha=-lr * further)
-
-    @torch.no_grad()
-    def after_step(self, is_late: bool = True) -> None:
+    def after_step(self) -> None:
         """Call right after every `optimizer.step()`, while the gradients and the rate are still those of the step."""
-        self.in_time = not is_late
-        for group in self.optimizer.param_groups if is_late else ():
+        for group in self.optimizer.param_groups:
             gamma, lr, decay = (float(group[key]) for key in ("momentum", "lr", "weight_decay"))
             if gamma == 0:  # a scheduler did this: a = 0, b = 1, which is what SGD without momentum has done
                 continue

@@ -103,7 +103,7 @@ class WorkerEvaluations:
             return
         self._evaluated = version
         watches = [executor.watch for executor in self._executors]
-        flushed = self._recipe.schedule.synchronous or self._recipe.segments.is_single(version - 1)
+        flushed = self._recipe.schedule.synchronous
         for watch in watches:
             if version > self._step:
                 watch.at(Action("B", version - 1))

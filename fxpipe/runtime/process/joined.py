@@ -279,9 +279,8 @@ class JoinedPipeline(OwnLoop):
     def _begin(self) -> None:
         resumed, shards = self._resumed, self._shards
         self._resumed, self._shards = None, []
-        schedule = self.recipe.schedule
         self._row = (
-            self.recipe.segments.actions(schedule, self.rank, self.fed)
+            self.recipe.schedule.actions(self.rank, self.fed)
             if resumed is None
             else resumed.actions(self.recipe, self.rank)
         )
@@ -397,8 +396,7 @@ class JoinedPipeline(OwnLoop):
     @property
     def _in_flight(self) -> bool:
         """The same on all workers, also on those that have made all their updates."""
-        empties = self.recipe.schedule.synchronous or self.recipe.segments.is_single(self.fed - 1)
-        return self._row is not None and not empties
+        return self._row is not None and not self.recipe.schedule.synchronous
 
     def _agree_on_rates(self, rates: list[float], error: RunError | None) -> None:
         with self._call("set_lr"):

@@ -369,7 +369,7 @@ class LocalPipeline(OwnLoop):
             worker = seat.executor.worker
             recipe = self.recipe.of_worker(worker)
             if resumed is None:
-                seat.row = recipe.segments.actions(recipe.schedule, worker, self.fed)
+                seat.row = recipe.schedule.actions(worker, self.fed)
             else:
                 seat.row = resumed.actions(recipe, worker)
             seat.next = next(seat.row)

@@ -86,7 +86,6 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             progress,
             options.tensorboard,
             workers=plan.workers,
-            before=options.sync_steps,
             continue_after=before,
             earlier=run_before(options),
         )

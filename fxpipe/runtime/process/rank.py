@@ -262,7 +262,6 @@ class RankRun:
                 self.progress,
                 options.tensorboard,
                 workers=plan.workers,
-                before=options.sync_steps,
                 continue_after=self.step or None,
                 earlier=run_before(options),
                 steps_per_epoch=self.epoch,
@@ -380,7 +379,7 @@ class RankRun:
         """What this rank does until the run is to end."""
         if self.resumed is not None:
             return self.resumed.row(self._own_recipe, self.rank, self.total)
-        return self._own_recipe.segments.row_until(self._own_recipe.schedule, self.rank, self.total)
+        return self._own_recipe.schedule.row_until(self.rank, self.total)
 
     def _ends(self, total: int) -> None:
         """The run ends after so many steps, perhaps fewer than it was to have."""

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", bound=PipelineOptions)
 
 KEPT = (
-    "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "loss_scale", "loss_scale_interval", "ema",
-    "seed", "steps_per_epoch", "new_shapes",
+    "schedule", "policy", "clip_norm", "loss_scale", "loss_scale_interval", "ema", "seed", "steps_per_epoch",
+    "new_shapes",
 )  # fmt: skip
 """The options of a run that its numbers depend on: one that is not given is that of the checkpoint."""
 
-OF_SCHEDULE = ("policy", "sync_steps", "rate_discount")
-"""Those of them that mean nothing under another schedule."""
+GONE = {"sync_steps": "--sync-steps", "rate_discount": "--rate-discount"}
+"""Options that earlier versions of fxpipe had, as a checkpoint and the command line name them."""
 
 NEWEST = "newest"
 
@@ -103,11 +103,11 @@ class Resumed:
 
     def actions(self, recipe: Recipe, worker: int, stop: int | None = None) -> Iterator[Action]:
         """The rest of a worker's row."""
-        return recipe.segments.after(recipe.schedule, worker, self.step, self._start, stop)
+        return recipe.schedule.after(worker, self.step, self._start, stop)
 
     def row(self, recipe: Recipe, rank: int, stop: int) -> Iterator[Event]:
         """The rest of a rank's row."""
-        return recipe.segments.row_after(recipe.schedule, rank, self.step, self._start, stop)
+        return recipe.schedule.row_after(rank, self.step, self._start, stop)
 
     @property
     def _start(self) -> int:
@@ -144,10 +144,16 @@ def resumed_options(options: Options, out: str | Path | None) -> Options:
             )
     if options.weights not in (None, str(path)):
         raise CheckpointError("a run goes on with the weights of its checkpoint: --weights would take others")
+    if gone := [flag for name, flag in GONE.items() if manifest.run.get(name)]:
+        raise CheckpointError(
+            f"the run was made with {' and '.join(gone)}, which this fxpipe has no more",
+            where=str(path),
+            hint="end it with the fxpipe that began it, or begin a new run with its weights: --weights CHECKPOINT",
+        )
     defaults = {field.name: field.default for field in dataclasses.fields(PipelineOptions)}
     names = [name for name in KEPT if getattr(options, name) == defaults[name]]
     if "schedule" not in names and options.schedule != manifest.run["schedule"]:
-        names = [name for name in names if name not in OF_SCHEDULE]
+        names = [name for name in names if name != "policy"]  # it means nothing under another schedule
     kept = {name: manifest.run[name] for name in names if name in manifest.run}  # an earlier fxpipe knew fewer
     return dataclasses.replace(options, resume=str(path), weights=str(path), **kept)
 
@@ -159,7 +165,7 @@ def recipe_of(plan: Plan, options: PipelineOptions) -> Recipe:
         ScheduleError, PolicyError: as `choose`; if the schedule is the checkpoint's, with how to name another one.
     """
     try:
-        return choose(plan, options.schedule, options.policy, options.sync_steps)
+        return choose(plan, options.schedule, options.policy)
     except ScheduleError as error:
         if options.resume is None or options.schedule != read_manifest(Path(options.resume)).run["schedule"]:
             raise
@@ -241,7 +247,7 @@ def opened(options: PipelineOptions, recipe: Recipe, plan: Plan, checkpoint: Che
     path = Path(options.resume)
     manifest = _manifest(checkpoint)
     about = run_of(options, recipe)
-    same = all(manifest.run[name] == about[name] for name in ("schedule", "policy", "sync_steps"))
+    same = all(manifest.run[name] == about[name] for name in ("schedule", "policy"))
     return Resumed(path, manifest, same and manifest.plan == plan.digest)
 
 
@@ -267,7 +273,7 @@ def run_of(options: PipelineOptions, recipe: Recipe) -> dict[str, Any]:
 
 
 def begin_or_go_on(executor: Executor, resumed: Resumed | None, shards: list[Shard], stop: int | None = None) -> None:
-    """Begin a worker's first segment, or go on in the middle of that of the checkpoint."""
+    """Begin a worker's row, or go on in the middle of that of the checkpoint."""
     store = executor.store
     if resumed is None or not resumed.exact:
         store.begin(store.version, stop)

@@ -172,8 +172,6 @@ def summarize_run(
         "policy": str(recipe.policy),
         "microbatches": plan.microbatches,
         "dp": plan.dp,
-        "sync_steps": options.sync_steps,
-        "rate_discount": options.rate_discount,
         "seed": options.seed,
         "weights": options.weights,
         "clip_norm": options.clip_norm,
@@ -276,8 +274,8 @@ def _time_losses(
     of_ranks = forecast
     if forecast is not None and plan.virtual:
         of_ranks = {**forecast, "workers": plans_of_ranks(forecast["workers"], plan.placement)}
-    single, name = recipe.segments.single, recipe.schedule.name
-    found = time_losses(rows, of_ranks, seconds, record.own_steps, plan.own_microbatches, name, single)
+    name = recipe.schedule.name
+    found = time_losses(rows, of_ranks, seconds, record.own_steps, plan.own_microbatches, name)
     return [{**loss, "text": loss["text"].replace("worker", "rank")} for loss in found] if plan.virtual else found
 
 

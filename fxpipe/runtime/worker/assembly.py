@@ -12,7 +12,6 @@ from fxpipe.errors import RunError
 from fxpipe.observe.run_folder import staleness_file
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
-from fxpipe.policy.optimizers.rate_discount import check_rate_discount
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.collective import Collective
@@ -82,7 +81,6 @@ def open_worker(
     held = {b.name: tensors.pop(b.name) for b in buffers}
     clip = make_clip(options.clip_norm, plan, worker, recipe, transport)
     scaler = make_scaler(options, plan, worker, recipe, transport, clip)
-    check_rate_discount(options.rate_discount, recipe.schedule.synchronous)
     store = WeightStore(
         plan,
         worker,
@@ -93,7 +91,6 @@ def open_worker(
         keep_gradients,
         scaler or clip,
         options.seed,
-        options.rate_discount,
         collective if plan.outer is None else None,
     )
     if plan.outer is not None and collective is not None:
@@ -107,7 +104,6 @@ def open_worker(
     executor.scaler = scaler
     executor.offload = Offload(device) if options.offload else None
     executor.resets = BuffersReset.of(plan, task, options.seed)
-    executor.watch.fills = recipe.segments.single * recipe.schedule.microbatches
     return executor
 
 

@@ -23,7 +23,6 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.schedule.action import Action
-from fxpipe.schedule.segments import Segments
 
 Norms = Callable[[int, Sequence[nn.Parameter]], list[float]]
 """Gives the norms of a minibatch's gradients, as `norms_of`."""
@@ -240,14 +239,10 @@ class PipelinedClip(_ByNorm):
         if self.worker < self.last:
             self.transport.send_note(self.worker + 1, ("before", minibatch), self._before + own)
 
-    def learn(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """These are the newest gradients of this worker: the next forwards take their norm down."""
+    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         square = sum(norm * norm for norm in self._norms(minibatch, parameters) if not norm < 0)
         self._own = torch.tensor([square, sum(p.numel() for p in parameters)], dtype=torch.float64)
         self._past.append(self._own)
-
-    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        self.learn(minibatch, parameters)
         self._known = self._own
         if self.worker < self.last:
             self._known = self._known + self.transport.recv_note(self.worker + 1, ("behind", minibatch))
@@ -260,64 +255,6 @@ class PipelinedClip(_ByNorm):
         self._scale(parameters, torch.tensor(everything**0.5, dtype=torch.promote_types(self._dtype, torch.float32)))
 
 
-class ClipInSegments(Clip):
-    """Exact in segments of one minibatch, where a flush follows anyway, and pipelined in the rest of a run.
-
-    So the first forwards without a flush take down the norms of the last minibatch with one.
-    """
-
-    def __init__(self, exact: ExactClip, pipelined: PipelinedClip, segments: Segments) -> None:
-        self._exact = exact
-        self._pipelined = pipelined
-        self._segments = segments
-
-    def measure_by(self, norms: Norms) -> None:
-        self._exact.measure_by(norms)
-        self._pipelined.measure_by(norms)
-
-    def begin(self) -> None:
-        self._pipelined.begin()
-
-    def state(self) -> Any:
-        return self._pipelined.state()
-
-    def load(self, state: Any, same: bool) -> None:
-        self._pipelined.load(state, same)
-
-    def expect(self, action: Action | None, updated: int | None) -> None:
-        minibatch = updated if action is None else action.minibatch
-        assert minibatch is not None
-        self._of(minibatch).expect(action, updated)
-
-    def forward(self, minibatch: int) -> None:
-        self._of(minibatch).forward(minibatch)
-
-    def waits(self, minibatch: int) -> bool:
-        return self._of(minibatch).waits(minibatch)
-
-    def heard(self, minibatch: int) -> bool:
-        return self._of(minibatch).heard(minibatch)
-
-    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        if self._segments.is_single(minibatch) and not self._segments.is_single(minibatch + 1):
-            self._pipelined.learn(minibatch, parameters)
-            self._pipelined.begin()
-        clip = self._of(minibatch)
-        clip.announce(minibatch, parameters)
-        self.not_finite = self.not_finite or clip.not_finite
-
-    def ready(self, minibatch: int) -> bool:
-        return self._of(minibatch).ready(minibatch)
-
-    def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        clip = self._of(minibatch)
-        clip.apply(minibatch, parameters)
-        self.norm = clip.norm
-
-    def _of(self, minibatch: int) -> Clip:
-        return self._exact if self._segments.is_single(minibatch) else self._pipelined
-
-
 def norms_of(parameters: Sequence[nn.Parameter]) -> list[float]:
     """The norm of each parameter's gradient; −1, which no norm is, where there is none."""
     present = [p.grad for p in parameters if p.grad is not None]
@@ -327,7 +264,7 @@ def norms_of(parameters: Sequence[nn.Parameter]) -> list[float]:
 
 
 def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, transport: Transport) -> Clip | None:
-    """The clipping that fits a schedule and the run's segments; None without a limit.
+    """The clipping that fits a schedule; None without a limit.
 
     Raises:
         RunError: the limit is not above 0.
@@ -340,7 +277,4 @@ def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, tran
     if schedule.synchronous:
         return ExactClip(limit, plan, worker, transport)
     lag = recipe.demand.versions.lag("F", worker, worker)
-    pipelined = PipelinedClip(limit, plan, worker, transport, lag)
-    if not recipe.segments.single:
-        return pipelined
-    return ClipInSegments(ExactClip(limit, plan, worker, transport), pipelined, recipe.segments)
+    return PipelinedClip(limit, plan, worker, transport, lag)

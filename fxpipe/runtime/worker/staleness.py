@@ -107,7 +107,7 @@ class StalenessLog:
         if not self._reads:
             return
         if self._sample is None:
-            self._sample = _Sample(version + (0 if self.demand.segments.is_single(version) else self._reach), {})
+            self._sample = _Sample(version + self._reach, {})
         action = Action("F", self._sample.minibatch)
         for read in self._reads:
             if self.demand.version(read.reading, action, start) == version:

@@ -16,7 +16,6 @@ from fxpipe.policy.base import Policy
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
 from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
 from fxpipe.policy.optimizers.predict import Predictor
-from fxpipe.policy.optimizers.rate_discount import RateDiscount
 from fxpipe.policy.optimizers.spike import SpikeCompensation
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.wires.collective import Collective
@@ -24,7 +23,6 @@ from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
 from fxpipe.runtime.worker.replicas_optimizer import check_optimizers_alike
-from fxpipe.schedule.segments import Segments
 from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.paced_scheduler import paced, without_order_warning
 from fxpipe.task.several_optimizers import may_draw
@@ -37,8 +35,6 @@ class Updater:
         trained: the parameters by name; none on a worker that trains nothing.
         gradients: sums the backwards' gradients for the next update.
         delays: how many updates old each parameter's gradients are, for spike compensation and error feedback.
-        segments: of the run; in those of one minibatch no gradient is late.
-        rate_discount: over how many steps the rates of late gradients are discounted; None does not.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
             optimizer; its scheduler, if any, makes a step after every update, or after every epoch.
         keep_gradients: leave them in `grad` until the next update.
@@ -66,8 +62,6 @@ class Updater:
         gradients: GradientSum,
         policy: Policy,
         delays: Mapping[Tensor, int],
-        segments: Segments,
-        rate_discount: int | None,
         task: TrainingTask,
         clip: Clip | None,
         keep_gradients: bool,
@@ -91,9 +85,7 @@ class Updater:
         self._used: float | None = None
         self.predictor: Predictor | None = None
         self.repair: SpikeCompensation | ErrorFeedback | None = None
-        self._segments = segments
         self._rates: LearningRates | None = None
-        self._discount: RateDiscount | None = None
         self._seed = seed
         self._set: list[tuple[int, list[float]]] = []  # learning rates, and the update they are for
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
@@ -107,8 +99,6 @@ class Updater:
             made = paced(task.lr_scheduler(self.optimizer))
             if made is not None:
                 self.scheduler, self.per_epoch, self.metric = made.scheduler, made.per_epoch, made.metric
-        if rate_discount is not None:
-            self._discount = RateDiscount(self.optimizer, delays, rate_discount, segments)
         if policy.predicts:
             self._rates = LearningRates(self.optimizer, self.scheduler, due=self.scheduler_due)
             self.predictor = Predictor(
@@ -117,7 +107,6 @@ class Updater:
                 weight_form=policy.weight_form,
                 decay=policy.decay,
                 rates=self._rates,
-                discount=self._discount,
             )
         if policy.sc:
             self.repair = SpikeCompensation(self.optimizer, delays)
@@ -136,8 +125,8 @@ class Updater:
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the optimizer's first group in the last update, or else the first, before any discount;
-        None where there is none."""
+        """The learning rate of the optimizer's first group in the last update, or else the first; None where there is
+        none."""
         if self.optimizer is None or self._used is not None:
             return self._used
         return rate_of(self.optimizer.param_groups[0])
@@ -264,8 +253,6 @@ class Updater:
             found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
             if self.predictor.keeps_gradients:
                 found["gradients"] = {name[id(p)]: p.grad for p in self.parameters}
-        if self.repair is not None:
-            found["in_time"] = self.repair.in_time
         if isinstance(self.repair, ErrorFeedback):
             found["last_steps"] = {name[id(p)]: (delay, steps) for p, delay, steps in self.repair.state()}
         if self._rates is not None:
@@ -295,8 +282,6 @@ class Updater:
             self.scheduler.load_state_dict(known[0]["scheduler"])
             self._evaluated = int(known[0].get("evaluated", 0))
             self._heard = known[0].get("heard")
-        if self._discount is not None:
-            self._discount.updates = updates
         if self._rates is not None:
             self._rates = LearningRates(self.optimizer, self.scheduler, updates, self.scheduler_due)
             self._rates.known &= all(each.get("rates_known", True) for each in known)
@@ -313,11 +298,8 @@ class Updater:
                 for name, gradient in by_name("gradients").items():
                     if name in own:
                         own[name].grad = gradient
-        if self.repair is not None:
-            in_time = bool(known[0].get("in_time", True))
-            if isinstance(self.repair, ErrorFeedback):
-                self.repair.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own], in_time)
-            self.repair.in_time = in_time
+        if isinstance(self.repair, ErrorFeedback):
+            self.repair.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
 
     def _repeat_scheduler(self, updates: int) -> None:
         """For a scheduler whose state cannot be written: the steps it has made, at the optimizer's first rates.
@@ -355,20 +337,18 @@ class Updater:
             self._rates.stepped()
 
     def _step_optimizer(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
-        late = not self._segments.is_single(minibatch)
         try:
-            with nullcontext() if self._discount is None else self._discount.during(minibatch):
-                if self.repair is not None:
-                    self.repair.before_step(late)
-                if self.predictor is not None:
-                    self.predictor.before_step()
-                if self._may_draw(optimizer):
-                    self._reseed(*self._place, "update", minibatch)
-                optimizer.step()
-                if self.repair is not None:
-                    self.repair.after_step(late)
-                if self.predictor is not None:
-                    self.predictor.observe()
+            if isinstance(self.repair, ErrorFeedback):
+                self.repair.before_step()
+            if self.predictor is not None:
+                self.predictor.before_step()
+            if self._may_draw(optimizer):
+                self._reseed(*self._place, "update", minibatch)
+            optimizer.step()
+            if self.repair is not None:
+                self.repair.after_step()
+            if self.predictor is not None:
+                self.predictor.observe()
         except Exception as error:
             raise self._failed(error, minibatch, optimizer) from error
 

@@ -55,7 +55,6 @@ class WeightStore:
         keep_gradients: `gradients()` is wanted; otherwise they are freed right after the update.
         clip: scales the gradients before every update; None leaves them as they are.
         seed: of the run, for random numbers in the optimizer.
-        rate_discount: over how many steps the rates of late gradients are discounted; None does not.
         collective: this replica's end of what the worker's replicas exchange; None where it has no others.
 
     Attributes:
@@ -86,7 +85,6 @@ class WeightStore:
         keep_gradients: bool = False,
         clip: Clip | None = None,
         seed: int = 0,
-        rate_discount: int | None = None,
         collective: Collective | None = None,
     ) -> None:
         self.worker = worker
@@ -129,8 +127,6 @@ class WeightStore:
             gradients=self._sum,
             policy=demand.policy,
             delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
-            segments=demand.segments,
-            rate_discount=rate_discount,
             task=task,
             clip=clip,
             keep_gradients=keep_gradients,
@@ -319,7 +315,7 @@ class WeightStore:
 
     def updated_by(self, action: Action) -> int | None:
         """The minibatch whose update is part of an action; None if no update is, or it was made before a checkpoint."""
-        return self.demand.updated_by(action, self._unread.since)
+        return self.demand.schedule.updated_by(action, self._unread.since)
 
     @property
     def owed(self) -> int | None:
