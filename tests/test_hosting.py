@@ -87,7 +87,7 @@ CASES = [
     ("interleaved", ROUNDS, {"clip_norm": 0.5, "eval_every": 2, "checkpoint_every": "4", "ema": 0.9}),
     ("zb-v", FOLDED, {"clip_norm": 0.5, "eval_every": 2, "checkpoint_every": "4", "save_best": "loss"}),
     ("v-half", FOLDED, {"eval_every": 3, "log_staleness": True}),
-    ("dualpipev", FOLDED, {"eval_every": 2, "throttle": "1Gbit,1ms"}),
+    ("dualpipev", FOLDED, {"eval_every": 2}),
     ("1f1b", ROUNDS, {"clip_norm": 0.5, "ema": 0.9}),
     ("gpipe", FOLDED, {"checkpoint_every": "4"}),
 ]

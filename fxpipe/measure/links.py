@@ -335,7 +335,7 @@ class _End:
     def _take(self, pending: Any) -> None:
         import torch
 
-        self.wires.come(pending)
+        self.wires.finished(pending)
         self.wires.received(pending)
         if self.wires.device.type == "cuda":
             torch.cuda.synchronize()

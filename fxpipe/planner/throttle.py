@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from fxpipe.errors import ProfileError
-from fxpipe.plan.spec import Plan
 from fxpipe.planner import quantity
 from fxpipe.planner.device import read_device_spec
 from fxpipe.planner.links import Links
@@ -39,9 +38,3 @@ def read_throttle(text: str | None, processes: int) -> Links | None:
             raise ProfileError(f"--throttle {text}: {error.what}", hint=f"give {EXAMPLES}") from error
     links.check(processes)
     return links
-
-
-def pipeline_links(links: Links, plan: Plan, replica: int = 0) -> Links:
-    """The links between the ranks of one replica's pipeline, of those between the processes of a run."""
-    mesh = plan.mesh
-    return links.on([mesh.of_rank(rank)[replica] for rank in range(plan.ranks)])

@@ -57,8 +57,8 @@ class PipelineOptions:
         resume: the checkpoint to go on from: its folder, or `newest` for the newest whole one of the output folder.
             Options that its numbers depend on are those of the checkpoint where they are not given.
         offload: keep what forwards save in the CPU's memory until their backwards, where the build is for CUDA.
-        throttle: the links between processes that messages, and sums over replicas, are to take as long as
-            (`100Mbit,20ms`; see `fxpipe.planner.throttle`); None does not slow them.
+        throttle: the links between processes that messages are to take as long as (`100Mbit,20ms`; see
+            `fxpipe.planner.throttle`); None does not slow them.
         seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
         new_shapes: for batches of so many shapes that the build has no stages for, worker 0 makes some during the run,
             with the model and the loss of the model file; 0 refuses them. None means 8; but 0 where `fxpipe run` or

@@ -192,25 +192,23 @@ def test_late_updates_are_gradients_of_the_weights_before(tmp_path: Path) -> Non
         assert torch.equal(state[name], value), name
 
 
-def test_a_throttle_slows_sums_down(tmp_path: Path) -> None:
-    """As over links between the replicas: 2 (R - 1)/R of the gradients leave each process, in two rounds."""
+def test_a_throttle_is_refused(tmp_path: Path) -> None:
+    _compiled(tmp_path / "build", "1f1b", 1, 2, 1)
+    with pytest.raises(RunError, match="--throttle slows messages down, but not the sums over replicas"):
+        _launched(RunOptions(str(tmp_path / "build"), throttle="160kbit,10ms", out=str(tmp_path / "out")))
+
+
+def test_a_run_says_what_its_sums_have_sent(tmp_path: Path) -> None:
+    """2 (R - 1)/R of the gradients leave each process."""
     _compiled(tmp_path / "build", "1f1b", 1, 2, 1)
     common = {"build": str(tmp_path / "build"), "steps": 6, "progress": False}
-    bandwidth, latency = 20e3, 0.01
-    slow = _launched(RunOptions(**common, throttle="160kbit,10ms", out=str(tmp_path / "slow")))
-    local = run_local(RunOptions(**common, throttle="160kbit,10ms", out=str(tmp_path / "local")))
-    assert slow["losses"] == local["losses"] == run_local(RunOptions(**common))["losses"]
-    plan = fxp.load(tmp_path / "build").plan
-    size = sum(bucket.bytes for bucket in plan.stages[0].buckets)
-    assert slow["seconds"] > 6 * (size / bandwidth + 2 * latency)
-    assert local["seconds"] > 6 * (size / bandwidth + 2 * latency)
-    forecast = slow["forecast"]["milliseconds"] / 1e3
-    assert forecast > size / bandwidth + 2 * latency
-    for row in (*slow["workers"], *slow["replicas"]):
+    found, local = _launched(RunOptions(**common, out=str(tmp_path / "out"))), run_local(RunOptions(**common))
+    assert found["losses"] == local["losses"]
+    size = sum(bucket.bytes for bucket in fxp.load(tmp_path / "build").plan.stages[0].buckets)
+    for row in (*found["workers"], *found["replicas"]):
         sent = {what: count / 6 for what, count in row["sent"].items()}
         assert sum(count for what, count in sent.items() if what.startswith("bucket")) == size
         assert sent["loss"] == 4
-        assert sum(wait["seconds"] for wait in row["waits"] if wait["what"] == "sum") > 5 * size / bandwidth
     assert all(row["sent"] == {} for row in (*local["workers"], *local["replicas"]))
 
 

@@ -139,8 +139,6 @@ class StrictWires:
     def finished(self, message: Message | None) -> None:
         assert message is None or message.over.wait(10), "deadlock"
 
-    come = finished
-
 
 @dataclass
 class ThreadedRun:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fxpipe.errors import BuildError, listed
+from fxpipe.errors import BuildError, RunError, listed
 from fxpipe.files import Snapshot
 from fxpipe.plan.build_folder import check_current, check_output, load_plan
 from fxpipe.plan.lock import locked, run_lock
@@ -43,7 +43,8 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         raise BuildError("the build was replaced after the run had checked it", where=options.build, hint=START_AGAIN)
     if from_file:
         check_current(plan, options.build, options.model_file)
-    read_throttle(options.throttle, plan.processes)
+    if read_throttle(options.throttle, plan.processes) is not None and plan.mesh.replicated:
+        raise RunError("--throttle slows messages down, but not the sums over replicas", hint="leave out --throttle")
     checkpoint = None
     if options.weights is not None:
         from fxpipe.runtime.worker.checkpoint import Checkpoint

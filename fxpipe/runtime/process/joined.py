@@ -30,11 +30,11 @@ from fxpipe.runtime.process.step_loss import Losses, StepLoss
 from fxpipe.runtime.process.together import agree_on, gathered, of_worker_0
 from fxpipe.runtime.process.warnings import warn_if_edited
 from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.wires.distributed import DistTransport, Wires
+from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import StoreExchange
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.meter import meter_of_process
 from fxpipe.runtime.wires.process_line import ProcessLine
+from fxpipe.runtime.wires.throttled import open_wires
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
@@ -92,8 +92,8 @@ class JoinedPipeline(OwnLoop):
         self.device = own_device(self.plan.device)
         self._addresses = Addresses(self.plan, self.recipe.demand)
         backend = common_backend(self.device, self.rank, self.plan.workers)
-        meter = meter_of_process(self.options.throttle, self.rank, self.plan.workers)
-        self._wires = Wires(self.rank, backend, self._addresses.channels, self.device, meter)
+        throttle, channels = self.options.throttle, self._addresses.channels
+        self._wires = open_wires(self.plan, throttle, self.rank, backend, channels, self.device)
         wires, addresses = self._wires, self._addresses
         self._transport = DistTransport.of_training(self.plan, self.rank, wires, addresses, self.recipe.schedule)
         self._given: Iterable[Any] = ()

@@ -20,7 +20,6 @@ from fxpipe.files import replacing
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.throttle import pipeline_links, read_throttle
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.between_actions import between_actions
@@ -34,7 +33,6 @@ from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recip
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
-from fxpipe.runtime.wires.meter import Meter
 from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -107,19 +105,15 @@ class LocalPipeline(OwnLoop):
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        plan, throttle = self.plan, read_throttle(options.throttle, self.plan.processes)
-        meter = self.throttle = None
-        of_replicas = [throttle] * plan.dp
-        if throttle is not None:
-            meter, self.throttle = Meter(throttle), pipeline_links(throttle, plan)
-            if not plan.crossing:
-                of_replicas = [pipeline_links(throttle, plan, replica) for replica in range(plan.dp)]
-        self._mailboxes = [Mailbox(plan.all_edges, links, self.recipe.demand, plan.placement) for links in of_replicas]
+        plan = self.plan
+        if options.throttle is not None:
+            raise RunError(
+                "workers in one process have no links: --throttle has nothing to slow down",
+                hint="leave out --local, or --throttle",
+            )
+        self._mailboxes = [Mailbox(plan.all_edges) for _ in range(plan.dp)]
         self._several = plan.mesh.replicated
-        self._boards = [
-            ReplicaBoard(plan.replicas_of(worker), meter, plan.mesh.of_rank(plan.rank_of(worker)))
-            for worker in range(plan.workers)
-        ]
+        self._boards = [ReplicaBoard(plan.replicas_of(worker)) for worker in range(plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
         self._synchronous = self.recipe.schedule.synchronous
@@ -293,9 +287,7 @@ class LocalPipeline(OwnLoop):
     def evaluation(self) -> LocalEvaluation:
         """The evaluators of all workers, loaded when they are first asked for."""
         if self._evaluation is None:
-            self._evaluation = LocalEvaluation(
-                self.plan, self.folder, self.options.seed, self.executors, self.throttle, self.every
-            )
+            self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed, self.executors, self.every)
             self._evaluation.evaluated = self.fed
         return self._evaluation
 
@@ -388,7 +380,7 @@ class LocalPipeline(OwnLoop):
     def _clear(self) -> None:
         """Forget all that is under way between workers."""
         for mailbox in self._mailboxes:
-            mailbox.clear()
+            mailbox.letters.clear()
         for board in self._boards:
             board.clear()
 
@@ -397,7 +389,7 @@ class LocalPipeline(OwnLoop):
         self._broken = True
         with self._random_apart(any(executor.draws for executor in self.executors)):
             acted = True
-            while acted or any([*(box.rest() for box in self._mailboxes), *(b.rest() for b in self._boards)]):
+            while acted:
                 acted = False
                 for seat in self._seats:
                     acted |= self._act(seat)

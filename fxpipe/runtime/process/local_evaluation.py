@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fxpipe.observe.record import OnEvaluation
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.links import Links
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
@@ -44,12 +43,11 @@ class LocalEvaluation:
         folder: str | Path,
         seed: int,
         executors: Sequence[Executor],
-        throttle: Links | None = None,
         every: Sequence[Executor] = (),
     ) -> None:
         self.plan = plan
         self._executors, self._every = executors, every or executors
-        mailbox = Mailbox(evaluation_edges(plan), throttle, placement=plan.placement)
+        mailbox = Mailbox(evaluation_edges(plan))
         self.evaluators = [
             Evaluator(plan, worker, folder, seed, LocalTransport(mailbox, worker)) for worker in range(plan.workers)
         ]

@@ -56,13 +56,13 @@ from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.collect_trace import WorkerTrace
-from fxpipe.runtime.wires.distributed import DistTransport, Wires
+from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.meter import meter_of_process
 from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
 from fxpipe.runtime.wires.replica_seat import ReplicaSeat
+from fxpipe.runtime.wires.throttled import open_wires
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
@@ -141,15 +141,12 @@ class RankRun:
         listening = plan.crossing and replica > 0
         self.backend = common_backend(device, process, plan.processes)
         addresses = Addresses(plan, recipe.demand)
-        meter = meter_of_process(options.throttle, process, plan.processes)
-        wires = Wires(process, self.backend, addresses.channels, device, meter, plan.mesh)
+        wires = open_wires(plan, options.throttle, process, self.backend, addresses.channels, device)
         group = replica_group(plan, process, self.backend)
         self.others = None
         if group is not None:
             count, name = plan.replicas_of(hosted[0]), process_name(process, plan.mesh)
-            self.others = ReplicaProcess(
-                group, replica, count, device, wires.staged, name, meter, plan.mesh.of_rank(rank)
-            )
+            self.others = ReplicaProcess(group, replica, count, device, wires.staged, name)
         self.transports = [
             DistTransport.of_training(plan, worker, wires, addresses, self._own_recipe.schedule, replica)
             for worker in hosted

@@ -21,7 +21,7 @@ from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import read_costs
-from fxpipe.planner.throttle import pipeline_links, read_throttle
+from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite
@@ -292,7 +292,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
         if costs is None or not costs.workers:
             return None
         if (links := read_throttle(throttle, plan.processes)) is not None:
-            costs = replace(costs, links=replace(pipeline_links(links, plan), copy=costs.links.copy))
+            costs = replace(costs, links=replace(links, copy=costs.links.copy))
         scenario, simulation = expect(plan, costs, recipe)
     except FxpipeError as error:
         warn(f"{error.what}: there is no forecast to compare the run with")

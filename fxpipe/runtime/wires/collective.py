@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fxpipe.observe.watch import Watch
-from fxpipe.runtime.wires.meter import Meter
 
 Key = tuple[str, int]
 """What is exchanged, and the minibatch that it is of."""
@@ -98,54 +97,22 @@ def even_parts(length: int, replicas: int) -> list[int]:
 
 
 class ReplicaBoard:
-    """What the replicas of one worker exchange in one process.
+    """What the replicas of one worker exchange in one process."""
 
-    Args:
-        meter: the links between processes that results are to take as long as; None where they are there at once.
-        processes: those of the replicas; 0, 1, … where none are given.
-    """
-
-    def __init__(self, replicas: int, meter: Meter | None = None, processes: Sequence[int] = ()) -> None:
+    def __init__(self, replicas: int) -> None:
         self.replicas = replicas
         self.given: dict[Key, dict[int, Tensor]] = {}
         self.results: dict[Key, tuple[Tensor, int]] = {}
-        self._meter, self._processes = meter, processes or range(replicas)
-        self._halfway: dict[Key, list[int]] = {}  # when each replica has its part of all that is given
-        self._arrives: dict[Key, int] = {}
-        self._awaited: list[int] = []
 
     def clear(self) -> None:
         """Forget all that is under way."""
-        for known in (self.given, self.results, self._halfway, self._arrives, self._awaited):
-            known.clear()
+        self.given.clear()
+        self.results.clear()
 
-    def add(self, key: Key, replica: int, flat: Tensor, sizes: Sequence[int] = (), divisor: int = 1) -> None:
-        """A replica gives its vector; the last one makes the sum.
-
-        Args:
-            sizes: the elements of each replica's part, where it gets that of the sum alone; else all get the whole.
-            divisor: of the sum.
-        """
-        parts = sizes or even_parts(len(flat), self.replicas)
-        made = partial(summed, divisor=divisor)
-        self._give(key, replica, flat, made, parts, rounds=1 if sizes else 2)
-
-    def join(self, key: Key, replica: int, flat: Tensor) -> None:
-        """A replica gives its vector; the last one puts them one after the other."""
-        self._give(key, replica, flat, torch.cat, [len(flat)] * self.replicas, rounds=1)
-
-    def _give(
-        self,
-        key: Key,
-        replica: int,
-        flat: Tensor,
-        made: Callable[[list[Tensor]], Tensor],
-        sizes: Sequence[int],
-        rounds: int,
-    ) -> None:
+    def give(self, key: Key, replica: int, flat: Tensor, made: Callable[[list[Tensor]], Tensor]) -> None:
+        """A replica gives its vector; the last one makes the result of all of them."""
         parts = self.given.setdefault(key, {})
         parts[replica] = flat
-        self._leave(key, replica, [size * flat.itemsize for size in sizes], rounds)
         if len(parts) == self.replicas:
             del self.given[key]
             self.results[key] = made([parts[j] for j in range(self.replicas)]), self.replicas
@@ -153,54 +120,14 @@ class ReplicaBoard:
     def hand_out(self, key: Key, flat: Tensor) -> None:
         """Replica 0 gives its vector, which the others take."""
         self.results[key] = flat.clone(), self.replicas - 1
-        if self._meter is not None:
-            self._arrives[key] = max(self._send(0, [flat.nbytes] * self.replicas))
-
-    def has(self, key: Key) -> bool:
-        """Whether a result has come."""
-        if key not in self.results or self._meter is None:
-            return key in self.results
-        if self._meter.is_due(self._arrives[key]):
-            return True
-        self._awaited.append(self._arrives[key])
-        return False
-
-    def rest(self) -> bool:
-        """Wait for the first result that was asked for and was still under way; False where none was."""
-        if self._meter is None or not self._awaited:
-            return False
-        self._meter.hold(min(self._awaited))
-        self._awaited.clear()
-        return True
 
     def take(self, key: Key) -> Tensor:
         """The result, for one of the replicas."""
         found, left = self.results.pop(key)
         if left == 1:
-            self._arrives.pop(key, None)
             return found
         self.results[key] = found, left - 1
         return found.clone()
-
-    def _leave(self, key: Key, replica: int, sizes: Sequence[int], rounds: int) -> None:
-        """A replica sends each other one its part; in a second round, who has all parts sends them the sum."""
-        if self._meter is None:
-            return
-        times = self._halfway.setdefault(key, [0] * self.replicas)
-        times[:] = map(max, times, self._send(replica, sizes))
-        if len(self.given[key]) == self.replicas:
-            del self._halfway[key]
-            if rounds == 2:
-                times = [max(self._send(j, [size] * self.replicas, times[j])) for j, size in enumerate(sizes)]
-            self._arrives[key] = max(times)
-
-    def _send(self, replica: int, sizes: Sequence[int], sent: int = 0) -> list[int]:
-        """When each replica has so many bytes that one sends it."""
-        assert self._meter is not None
-        others = [j for j in range(self.replicas) if j != replica]
-        sent_to = {self._processes[j]: sizes[j] for j in others}
-        due = self._meter.send_all(self._processes[replica], sent_to, sent)
-        return [dict(zip(others, due, strict=True)).get(j, 0) for j in range(self.replicas)]
 
 
 class LocalCollective(Collective):
@@ -214,22 +141,22 @@ class LocalCollective(Collective):
         self._own: dict[Key, slice] = {}  # where its part is of what is scattered
 
     def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
-        self._board.add(key, self.replica, flat, divisor=divisor)
+        self._board.give(key, self.replica, flat, partial(summed, divisor=divisor))
 
     def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int], divisor: int = 1) -> None:
         begin = sum(sizes[: self.replica])
         self._own[key] = slice(begin, begin + sizes[self.replica])
-        self._board.add(key, self.replica, flat, sizes, divisor)
+        self._board.give(key, self.replica, flat, partial(summed, divisor=divisor))
 
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
-        self._board.join(key, self.replica, own)
+        self._board.give(key, self.replica, own, torch.cat)
 
     def start_copy(self, key: Key, flat: Tensor) -> None:
         if self.replica == 0:
             self._board.hand_out(key, flat)
 
     def arrived(self, key: Key) -> bool:
-        return self._board.has(key)
+        return key in self._board.results
 
     def take(self, key: Key) -> Tensor:
         found = self._board.take(key)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from math import gcd
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.loopback import Loopback, Passing
-from fxpipe.runtime.wires.meter import Letter, Meter
 from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
 from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.wires.transport import Note, Transport
@@ -56,7 +54,6 @@ class Wires:
         rank: of this process among all of a run.
         backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
         channels: all channels of the plan, the same list in every process.
-        meter: the links between ranks that messages are to take as long as; None where they take what they take.
         mesh: where workers and replicas are.
     """
 
@@ -66,13 +63,11 @@ class Wires:
         backend: str,
         channels: list[Channel],
         device: torch.device,
-        meter: Meter | None = None,
         mesh: Mesh = MESH,
     ) -> None:
         self.rank = rank
         self._mesh = mesh
         self._loopback = Loopback()
-        self._meter = meter
         self.backend = backend
         self.device = device
         self.ordered = backend == "nccl"
@@ -99,15 +94,8 @@ class Wires:
         if rank == self.rank:
             self._loopback.send(self._tags[channel] if tag is None else tag, flat)
             return None
-        if self._waits(turn):
-            return self._put(flat, rank, channel, tag, turn)
-        flat = self._stamped(flat, rank)
-        with peers(self.rank):
-            if self.backend == "nccl":
-                return dist.isend(flat, rank, group=self._groups[channel, rank]), flat
-            if self.staged:
-                flat = flat.cpu()
-            return dist.isend(flat, rank, tag=self._tags[channel] if tag is None else tag), flat
+        flat = flat.cpu() if self.staged else flat
+        return self._begin(flat, rank, channel, self._tags[channel] if tag is None else tag, turn), flat
 
     def irecv(
         self,
@@ -123,19 +111,8 @@ class Wires:
         rank = self._process_of(source, replica)
         if rank == self.rank:
             return self._loopback.expect(self._tags[channel] if tag is None else tag), _NOTHING
-        count += self._stamp(dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged else self.device)
-        with peers(self.rank):
-            if self.backend == "nccl":
-                return dist.irecv(flat, rank, group=self._groups[channel, rank]), flat
-            tag = self._tags[channel] if tag is None else tag
-            if not self._waits(turn):
-                return dist.irecv(flat, rank, tag=tag), flat
-            data = flat.view(torch.uint8)
-            stamp = self._stamp(dtype) * dtype.itemsize
-            places = pieces(len(data) - stamp)
-            places += [slice(len(data) - stamp, len(data))] if stamp else []
-            return Coming([dist.irecv(data[place], rank, tag=tag) for place in places]), flat
+        return self._expect(flat, rank, channel, self._tags[channel] if tag is None else tag, turn), flat
 
     def isend_numbers(self, numbers: Tensor, to: int, tag: int, replica: int = 0) -> Pending | None:
         """Begin to send a replica of a worker a few float64 numbers that are on the CPU: over gloo, with any backend.
@@ -147,18 +124,15 @@ class Wires:
         if rank == self.rank:
             self._loopback.send(tag, numbers)
             return None
-        numbers = self._stamped(numbers, rank)
-        with peers(self.rank):
-            return dist.isend(numbers, rank, tag=tag), numbers
+        return self._begin(numbers, rank, None, tag, URGENT), numbers
 
     def irecv_numbers(self, count: int, source: int, tag: int, replica: int = 0) -> Pending:
         """Begin to receive the float64 numbers that `isend_numbers` sends."""
         rank = self._process_of(source, replica)
         if rank == self.rank:
             return self._loopback.expect(tag), _NOTHING
-        numbers = torch.empty(count + self._stamp(torch.float64), dtype=torch.float64)
-        with peers(self.rank):
-            return dist.irecv(numbers, rank, tag=tag), numbers
+        numbers = torch.empty(count, dtype=torch.float64)
+        return self._expect(numbers, rank, None, tag, URGENT), numbers
 
     def stays(self, edge: EdgeSpec) -> bool:
         """Whether both ends of an edge are in one process."""
@@ -170,30 +144,41 @@ class Wires:
 
     def received(self, pending: Pending) -> Tensor:
         """The tensor of a finished receive, on the device."""
-        flat = self.received_numbers(pending)
-        return flat.to(self.device) if self.staged else flat
+        return pending[1].to(self.device) if self.staged else pending[1]
 
     def received_numbers(self, pending: Pending) -> Tensor:
         """The numbers of a finished receive, where they came."""
-        flat = pending[1]
-        return flat if self._meter is None else flat[: -self._stamp(flat.dtype)]
+        return pending[1]
 
     def finished(self, pending: Pending | None) -> None:
-        """Wait until a send has left."""
+        """Wait until a send has left, or a receive has come."""
         if pending is None:
             return
         with peers(self.rank):
             pending[0].wait()
 
-    def come(self, pending: Pending) -> None:
-        """Wait until a receive has come, and would have over the links of the meter."""
-        self.finished(pending)
-        if self._meter is not None:
-            self._meter.hold(int(pending[1].view(torch.uint8)[-8:].cpu().clone().view(torch.int64)))
+    def _begin(self, flat: Tensor, to: int, channel: Channel | None, tag: int, turn: int) -> Work:
+        """Begin to send another process a tensor; over gloo, if it has no channel."""
+        with peers(self.rank):
+            if channel is not None and self.backend == "nccl":
+                return dist.isend(flat, to, group=self._groups[channel, to])
+            if not self._waits(turn):
+                return dist.isend(flat, to, tag=tag)
+            group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
+        assert group is not None
+        message = Leaving(turn, flat.view(torch.uint8), lambda data: group.send([data], to, tag))
+        self._outboxes.setdefault(to, Outbox()).put(channel, message)
+        return message
 
-    def _stamp(self, dtype: torch.dtype) -> int:
-        """How many elements a message has after its own: when it arrives over the links of the meter, as an int64."""
-        return 0 if self._meter is None else max(1, 8 // dtype.itemsize)
+    def _expect(self, flat: Tensor, source: int, channel: Channel | None, tag: int, turn: int) -> Work:
+        """Begin to receive what another process sends by `_begin`."""
+        with peers(self.rank):
+            if channel is not None and self.backend == "nccl":
+                return dist.irecv(flat, source, group=self._groups[channel, source])
+            if not self._waits(turn):
+                return dist.irecv(flat, source, tag=tag)
+            data = flat.view(torch.uint8)
+            return Coming([dist.irecv(data[place], source, tag=tag) for place in pieces(len(data))])
 
     def _waits(self, turn: int) -> bool:
         return turn != URGENT and self.backend == "gloo"
@@ -203,35 +188,6 @@ class Wires:
 
     def _process_of(self, worker: int, replica: int) -> int:
         return self._mesh.of_rank(self._rank_of(worker))[replica]
-
-    def _put(self, flat: Tensor, rank: int, channel: Channel, tag: int | None, turn: int) -> Pending:
-        """Begin to send a rank a message that waits its turn."""
-        flat = flat.cpu() if self.staged else flat
-        with peers(self.rank):
-            group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
-        assert group is not None
-        tag = self._tags[channel] if tag is None else tag
-        letter = None if self._meter is None else self._meter.put(self.rank, rank, flat.nbytes, turn)
-        stamp = None if letter is None else partial(self._late_stamp, letter, flat.dtype)
-        message = Leaving(turn, flat.view(torch.uint8), lambda data: group.send([data], rank, tag), stamp)
-        self._outboxes.setdefault(rank, Outbox()).put(channel, message)
-        return message, flat
-
-    def _late_stamp(self, letter: Letter, dtype: torch.dtype) -> Tensor:
-        """The stamp of a message that waits its turn, once it is known."""
-        assert self._meter is not None
-        stamp = torch.zeros(self._stamp(dtype) * dtype.itemsize // 8, dtype=torch.int64)
-        stamp[-1] = self._meter.settle(letter)
-        return stamp.view(torch.uint8)
-
-    def _stamped(self, flat: Tensor, rank: int) -> Tensor:
-        if self._meter is None:
-            return flat
-        arrives = self._meter.send(self.rank, rank, flat.nbytes)
-        message = flat.new_zeros(len(flat) + self._stamp(flat.dtype))
-        message[: len(flat)] = flat
-        message.view(torch.uint8)[-8:] = torch.tensor([arrives]).view(torch.uint8)
-        return message
 
     def _connect(self, channels: list[Channel]) -> None:
         """Set up a communicator for each channel between ranks, in one global order: each set-up waits for the other
@@ -451,7 +407,7 @@ class DistTransport(Transport):
                 )
             return found
         self.watch.open("wait", cause)
-        self.wires.come(pending)
+        self.wires.finished(pending)
         self.watch.close()
         return self.wires.received_numbers(pending) if numbers else self.wires.received(pending)
 

@@ -38,13 +38,11 @@ class Leaving:
     Attributes:
         data: its bytes.
         send: begins to send some bytes, and returns the work.
-        stamp: makes the last piece, once that can be known; None if there is none.
     """
 
     turn: int
     data: Tensor
     send: Callable[[Tensor], Any]
-    stamp: Callable[[], Tensor] | None
     place: tuple[int, int] = (0, 0)
     _left: Event = field(default_factory=Event)
     _error: Exception | None = None
@@ -68,8 +66,6 @@ class Leaving:
                 for chunk in chunks:
                     with turns.one(self.place):
                         self.send(self.data[chunk]).wait()
-            if self.stamp is not None:
-                self.send(self.stamp()).wait()
         except Exception as error:
             self._error = error
         finally:

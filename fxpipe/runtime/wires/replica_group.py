@@ -7,9 +7,6 @@ where gloo carries it, that is gloo's own.
 
 Over gloo a thread of the process does that while the worker computes, but for what is one call of the group: gloo has
 threads for these. Over NCCL the calls are put on a stream.
-
-With a throttle, what leaves for another replica takes as long as their link: the second half of a sum leaves when the
-first has come.
 """
 
 from __future__ import annotations
@@ -27,12 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.errors import PeerLost, RunError
+from fxpipe.errors import PeerLost
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.meter import Meter
 
 _SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
 """Types whose sums of two are the same bits in gloo as in torch."""
@@ -71,14 +67,9 @@ class ReplicaProcess:
         device: of the vectors.
         staged: the group cannot carry the device's tensors: they go through the CPU's memory.
         name: what errors call this process.
-        meter: the links between processes that exchanges are to take as long as; None where they take what they take.
-        processes: those of the replicas; 0, 1, … where none are given.
 
     Attributes:
         sent: the bytes that have left this process for others, by worker and what was exchanged.
-
-    Raises:
-        RunError: a meter over NCCL, whose exchanges nothing of this process could hold up.
     """
 
     def __init__(
@@ -89,19 +80,14 @@ class ReplicaProcess:
         device: torch.device,
         staged: bool,
         name: str,
-        meter: Meter | None = None,
-        processes: Sequence[int] = (),
     ) -> None:
         self.replica, self.replicas = replica, replicas
         self.sent: Counter[tuple[int, str]] = Counter()
-        self._meter, self._processes, self._now = meter, processes or range(replicas), (0, "")
+        self._now = (0, "")
         self._others = [j for j in range(replicas) if j != replica]
         self._group, self._device, self._staged, self._name = group, device, staged, name
         self._on_stream = device.type == "cuda" and not staged
-        if self._on_stream and meter is not None:
-            raise RunError("--throttle cannot slow the sums over replicas down over NCCL", hint="leave out --throttle")
         self._stream = torch.cuda.Stream(device) if self._on_stream else None
-        self._calls = not self._on_stream and meter is None  # those of the group, from the worker's own thread
         self._not_taken: Any = None  # the last call whose result is none here
         self._begun: dict[tuple[int, Key], Callable[[], Tensor]] = {}  # waits for a result
         self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
@@ -113,7 +99,7 @@ class ReplicaProcess:
 
     def start_sum(self, worker: int, key: Key, flat: Tensor, divisor: int) -> None:
         """Begin to add up a vector of a worker's over the replicas, and divide it."""
-        if not self._calls or self.replicas != 2 or flat.dtype not in _SUMMED_BY_GLOO:
+        if self._on_stream or self.replicas != 2 or flat.dtype not in _SUMMED_BY_GLOO:
             self.begin(worker, key, partial(self.sum, divisor=divisor), flat)
             return
         flat = flat.cpu() if self._staged else flat
@@ -125,7 +111,7 @@ class ReplicaProcess:
     def start_copy(self, worker: int, key: Key, flat: Tensor) -> None:
         """Begin to hand out replica 0's vector."""
         taken = self.replica > 0
-        if not self._calls:
+        if self._on_stream:
             self.begin(worker, key, self.copy, flat, taken)
             return
         self.sent[worker, key[0]] += 0 if taken else flat.nbytes * (self.replicas - 1)
@@ -182,9 +168,7 @@ class ReplicaProcess:
         sizes = even_parts(len(flat), self.replicas)
         parts = flat.split(sizes)
         own = summed(self._parts(flat, sizes), divisor, parts[self.replica])
-        due = self._leave([own.nbytes] * self.replicas)
         self._exchange([own] * self.replicas, parts)
-        self._hold(due)
         return flat
 
     def scatter(self, flat: Tensor, sizes: Sequence[int], divisor: int) -> Tensor:
@@ -194,18 +178,17 @@ class ReplicaProcess:
     def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
         """The vectors of all replicas, one after the other."""
         found = own.new_empty(sum(sizes))
-        parts, due = found.split(list(sizes)), self._leave([own.nbytes] * self.replicas)
+        parts = found.split(list(sizes))
         parts[self.replica].copy_(own)
         self._exchange([own] * self.replicas, parts)
-        self._hold(due)
         return found
 
     def copy(self, flat: Tensor) -> Tensor:
         """Replica 0's vector."""
-        found, due = flat.clone(), self._leave([0 if self.replica else flat.nbytes] * self.replicas)
+        found = flat.clone()
+        self.sent[self._now] += 0 if self.replica else flat.nbytes * (self.replicas - 1)
         with self._talk():
             self._group.broadcast([_bytes(found)]).wait()
-        self._hold(due)
         return found
 
     def _parts(self, flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -213,9 +196,7 @@ class ReplicaProcess:
         given = flat.split(list(sizes))
         own = given[self.replica]
         taken = [own if j == self.replica else torch.empty_like(own) for j in range(self.replicas)]
-        due = self._leave([part.nbytes for part in given])
         self._exchange(given, taken)
-        self._hold(due)
         return taken
 
     def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
@@ -224,6 +205,7 @@ class ReplicaProcess:
         gloo's own exchanges of several parts take twice as long as sends and receives (benchmarks/replicas).
         """
         give, take = [_bytes(part) for part in given], [_bytes(part) for part in taken]
+        self.sent[self._now] += sum(give[j].numel() for j in self._others)
         with self._talk():
             if self._on_stream:
                 give[self.replica] = take[self.replica] = give[self.replica][:0]
@@ -266,25 +248,6 @@ class ReplicaProcess:
     def _counted(self, what: tuple[int, str], run: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
         self._now = what
         return run(flat)
-
-    def _leave(self, sizes: Sequence[int]) -> Tensor | None:
-        """So many bytes leave for each replica now; returns when the others have them, by the links of the meter."""
-        self.sent[self._now] += sum(sizes[j] for j in self._others)
-        if self._meter is None:
-            return None
-        due, others = torch.zeros(self.replicas, dtype=torch.int64), [j for j in self._others if sizes[j]]
-        times = self._meter.send_all(self._processes[self.replica], {self._processes[j]: sizes[j] for j in others})
-        due[others] = torch.tensor(times, dtype=torch.int64)
-        return due
-
-    def _hold(self, due: Tensor | None) -> None:
-        """Wait until all that left for this replica has come over the links of the meter."""
-        if due is not None:
-            assert self._meter is not None
-            come = torch.empty_like(due)
-            with self._talk():
-                self._group.alltoall_base(_bytes(come), _bytes(due), [], []).wait()
-            self._meter.hold(int(come.max()))
 
     def _work(self) -> None:
         """Run what has begun, in order; after an error nothing more: the replicas would no longer mean the same."""

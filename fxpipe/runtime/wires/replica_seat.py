@@ -38,11 +38,5 @@ class ReplicaSeat:
         """The replica of another worker that tells this one."""
         return self.replica % self._count(worker)
 
-    def end(self, worker: int | None = None, replica: int | None = None) -> int:
-        """The number of a process, by default of the own one, where each has one worker."""
-        worker = self.worker if worker is None else worker
-        replica = self.replica if replica is None else replica
-        return sum(self.replicas[:worker]) + replica if self.replicas else worker
-
     def _count(self, worker: int) -> int:
         return self.replicas[worker] if self.replicas else 1

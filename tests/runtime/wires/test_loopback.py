@@ -15,10 +15,10 @@ from fxpipe.plan.spec import Mesh
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.wires.distributed import DistTransport, Wires
+from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.loopback import Loopback
-from fxpipe.runtime.wires.meter import Meter
 from fxpipe.runtime.wires.process_line import ProcessLine
+from fxpipe.runtime.wires.throttled import ThrottledWires
 
 PLACEMENT = (0, 1, 0)
 
@@ -44,8 +44,7 @@ def transports(folder: Path) -> dict[int, DistTransport]:
     plan = read_plan(folder)
     recipe = choose(plan)
     addresses = Addresses(plan, recipe.demand)
-    meter = Meter(Links(1e-3))
-    wires = Wires(0, "gloo", addresses.channels, torch.device("cpu"), meter, Mesh(PLACEMENT))
+    wires = ThrottledWires(Links(1e-3), 0.0, 0, "gloo", addresses.channels, torch.device("cpu"), Mesh(PLACEMENT))
     found = {w: DistTransport.of_training(plan, w, wires, addresses, recipe.schedule) for w in plan.hosted(0)}
     for transport in found.values():
         transport.watch = Watch()

@@ -61,7 +61,7 @@ class Work:
 
 
 def letter(line: Line, name: str, turn: int, chunks: int) -> Leaving:
-    return Leaving(turn, torch.zeros(OPENING + chunks * CHUNK, dtype=torch.uint8), line.sender(name), None)
+    return Leaving(turn, torch.zeros(OPENING + chunks * CHUNK, dtype=torch.uint8), line.sender(name))
 
 
 def test_what_is_not_asked_for_stops_nothing_else() -> None:
@@ -113,28 +113,8 @@ def test_a_lost_connection_is_told_to_who_waits() -> None:
     def broken(data: Tensor) -> Any:
         raise RuntimeError("Connection reset by peer")
 
-    message = Leaving(WEIGHTS, torch.zeros(9, dtype=torch.uint8), broken, None)
+    message = Leaving(WEIGHTS, torch.zeros(9, dtype=torch.uint8), broken)
     outbox = Outbox()
     outbox.put("a", message)
     with pytest.raises(RuntimeError, match="reset by peer"):
         message.wait()
-
-
-def test_a_stamp_comes_last_and_no_other_message_waits_for_it() -> None:
-    line, outbox = Line(), Outbox()
-    known = threading.Event()
-
-    def stamp() -> Tensor:
-        assert known.wait(10)
-        return torch.zeros(8, dtype=torch.uint8)
-
-    line.ask("stamped", "other")
-    stamped = letter(line, "stamped", SAVED, 1)
-    stamped.stamp = stamp
-    outbox.put("a", stamped)
-    other = letter(line, "other", WEIGHTS, 1)
-    outbox.put("b", other)
-    other.wait()
-    known.set()
-    stamped.wait()
-    assert [size for name, size in line.begun if name == "stamped"] == [OPENING, CHUNK, 8]

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from fxpipe.errors import PeerLost
-from fxpipe.planner.links import Links
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard, even_parts, summed
-from fxpipe.runtime.wires.meter import Meter
 from fxpipe.runtime.wires.replica_group import ReplicaProcess
 
 PROCESS = """
@@ -135,44 +133,6 @@ def test_in_one_process_a_sum_arrives_with_the_last_replica() -> None:
     ends[0].start_copy(("buffers", 0), torch.ones(1))
     assert [end.take(("buffers", 0)).item() for end in ends[1:]] == [1.0, 1.0]
     assert not board.results
-
-
-class Clock:
-    """Time that passes only when one waits."""
-
-    def __init__(self) -> None:
-        self.time = 0
-
-    def now(self) -> int:
-        return self.time
-
-    def rest(self, seconds: float) -> None:
-        self.time += round(seconds * 1e9)
-
-
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_in_one_process_a_sum_takes_its_time(replicas: int) -> None:
-    """Twice (R - 1) parts of 400 bytes leave the last over links of 1000 bytes a second; the first gives 3 s late."""
-    clock = Clock()
-    board = ReplicaBoard(replicas, Meter(Links(1e3, 0.5), now=clock.now, rest=clock.rest), range(4, 4 + replicas))
-    ends = [LocalCollective(board, replica) for replica in range(replicas)]
-    for end in ends[1:]:
-        end.start_sum(("bucket", 0), torch.ones(100 * replicas - 1))  # 99 of the first, 100 of the others
-    clock.time = 3 * 10**9
-    assert not ends[0].arrived(("bucket", 0))
-    assert not board.rest()
-    ends[0].start_sum(("bucket", 0), torch.ones(100 * replicas - 1))
-    assert not any(end.arrived(("bucket", 0)) for end in ends)
-    assert board.rest()
-    assert clock.time / 1e9 == pytest.approx(3 + 2 * (0.4 * (replicas - 1) + 0.5), abs=1e-6)
-    assert all(end.arrived(("bucket", 0)) for end in ends)
-    assert [end.take(("bucket", 0)).sum().item() for end in ends] == [replicas * (100 * replicas - 1)] * replicas
-    ends[0].start_copy(("buffers", 0), torch.ones(25))
-    assert not ends[1].arrived(("buffers", 0))
-    began = clock.time
-    assert board.rest()
-    assert (clock.time - began) / 1e9 == pytest.approx(0.5 + 0.1 * (replicas - 1), abs=1e-6)
-    assert not board.rest()
 
 
 def test_in_one_process_each_replica_gets_its_own_part() -> None:

@@ -1,0 +1,186 @@
+"""Slow links, without slow links: a message has come only when links of a given bandwidth and latency had brought it.
+
+Each direction of a link carries one message at a time:
+
+    starts = max(wire free, sent)        wire free = starts + bytes / bandwidth        arrives = wire free + latency
+
+A message goes over the wires as ever. Its sender computes when it arrives, and says so in a word that follows it;
+whoever receives waits for both, and until then. Of a message that waits its turn (`fxpipe.plan.urgency`), each chunk is
+such a message, which starts when the wire is free and nothing urgent has been sent: its word leaves once the last one
+has started. The simulator's `Direction` is the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from threading import Condition, Event, Thread
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.plan.spec import Plan
+from fxpipe.plan.urgency import CHUNK, URGENT
+from fxpipe.planner.links import Links
+from fxpipe.planner.throttle import read_throttle
+from fxpipe.runtime.wires.addresses import Channel
+from fxpipe.runtime.wires.clocks import read_offset
+from fxpipe.runtime.wires.distributed import Wires
+from fxpipe.runtime.wires.group import peers
+
+_WORDS = 2**24
+"""The tags of words begin here, above those of messages."""
+
+Say = Callable[[float], None]
+"""Told when a message arrives, by the sender's clock."""
+
+
+def open_wires(
+    plan: Plan, throttle: str | None, process: int, backend: str, channels: list[Channel], device: torch.device
+) -> Wires:
+    """The wires of a process of a run with this `--throttle`; all processes call it.
+
+    Raises:
+        ProfileError: as `read_throttle`.
+    """
+    links = read_throttle(throttle, plan.processes)
+    if links is None:
+        return Wires(process, backend, channels, device, plan.mesh)
+    with peers(process):
+        ahead = read_offset(process, plan.processes).offset / 1e9
+    return ThrottledWires(links, ahead, process, backend, channels, device, plan.mesh)
+
+
+class SlowDirection:
+    """One direction of a link: when it is free, and what waits its turn there."""
+
+    def __init__(self, bandwidth: float, latency: float) -> None:
+        self._bandwidth, self._latency = bandwidth, latency
+        self._free = 0.0
+        self._numbers = count()
+        self._waiting: list[tuple[int, int, int, Say]] = []  # a heap: by turn and number, the bytes left
+
+    def put(self, say: Say, size: int, turn: int, now: float) -> None:
+        """A message of `size` bytes is sent now; `say` is called once it is known when it arrives, here or later."""
+        self.carry(now)
+        self._free = max(self._free, now)
+        if turn == URGENT:
+            self._free += size / self._bandwidth
+            say(self._free + self._latency)
+        else:
+            heappush(self._waiting, (turn, next(self._numbers), size, say))
+
+    def carry(self, now: float) -> None:
+        """Let all chunks start that do so before now."""
+        while self._waiting and self._free < now:
+            turn, number, left, say = heappop(self._waiting)
+            self._free += min(left, CHUNK) / self._bandwidth
+            if left > CHUNK:
+                heappush(self._waiting, (turn, number, left - CHUNK, say))
+            else:
+                say(self._free + self._latency)
+
+    @property
+    def then(self) -> float | None:
+        """When the next chunk starts, if nothing urgent is sent before; None if none waits."""
+        return self._free if self._waiting else None
+
+
+@dataclass(eq=False)
+class _SlowSend:
+    """A message that was sent, and the word that says when it arrives."""
+
+    work: Any
+    send: Callable[[Tensor], Any]
+    _said: Event = field(default_factory=Event)
+    _word: Any = None
+    _error: Exception | None = None
+
+    def say(self, arrives: float) -> None:
+        """Send the word; `wait` raises what this meets."""
+        try:
+            self._word = self.send(torch.tensor([arrives], dtype=torch.float64))
+        except Exception as error:
+            self._error = error
+        finally:
+            self._said.set()
+
+    def wait(self) -> None:
+        """Wait until both have left.
+
+        Raises:
+            RuntimeError: the connection was lost.
+        """
+        self.work.wait()
+        self._said.wait()
+        if self._error is not None:
+            raise self._error
+        self._word.wait()
+
+
+@dataclass(eq=False)
+class _SlowReceive:
+    """The receives of a message and of its word; `ahead` is how far worker 0's clock is ahead of this process's."""
+
+    work: Any
+    word: Any
+    arrives: Tensor
+    ahead: float
+
+    def wait(self) -> None:
+        """Wait until both have come, and until the message has arrived."""
+        self.work.wait()
+        self.word.wait()
+        while (left := self.arrives.item() - self.ahead - perf_counter()) > 0:
+            sleep(left)
+
+
+class ThrottledWires(Wires):
+    """Wires whose messages take as long as over other links, if these are slower.
+
+    Args:
+        links: between processes.
+        ahead: seconds that worker 0's clock is ahead of this process's.
+    """
+
+    def __init__(self, links: Links, ahead: float, rank: int, *arguments: Any) -> None:
+        super().__init__(rank, *arguments)
+        self._links, self._ahead = links, ahead
+        self._directions: dict[int, SlowDirection] = {}
+        self._carried: set[int] = set()  # the processes for which a thread carries what waits its turn
+        self._lock = Condition()
+
+    def _begin(self, flat: Tensor, to: int, channel: Channel | None, tag: int, turn: int) -> Any:
+        now, work = perf_counter(), super()._begin(flat, to, channel, tag, turn)
+        with peers(self.rank):
+            group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
+        assert group is not None
+        message = _SlowSend(work, lambda word: group.send([word.add_(self._ahead)], to, _WORDS + tag))
+        with self._lock:
+            if to not in self._directions:
+                links = self._links
+                self._directions[to] = SlowDirection(links.bandwidth_of(self.rank, to), links.latency_of(self.rank, to))
+            # Over NCCL all goes in the order of sending.
+            self._directions[to].put(message.say, flat.nbytes, turn if self._waits(turn) else URGENT, now)
+            if self._directions[to].then is not None and to not in self._carried:
+                self._carried.add(to)
+                Thread(target=self._carry, args=(to,), name="fxpipe-throttle", daemon=True).start()
+        return message
+
+    def _expect(self, flat: Tensor, source: int, channel: Channel | None, tag: int, turn: int) -> Any:
+        arrives, work = torch.empty(1, dtype=torch.float64), super()._expect(flat, source, channel, tag, turn)
+        with peers(self.rank):
+            return _SlowReceive(work, dist.irecv(arrives, source, tag=_WORDS + tag), arrives, self._ahead)
+
+    def _carry(self, to: int) -> None:
+        """Let chunks start when it is time, as long as any wait."""
+        with self._lock:
+            while (then := self._directions[to].then) is not None:
+                self._lock.wait(max(then - perf_counter(), 0.0))
+                self._directions[to].carry(perf_counter())
+            self._carried.remove(to)
