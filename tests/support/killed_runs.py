@@ -239,7 +239,6 @@ def drawn_case(seed: int) -> Case:
         run += ["--policy", _allowed(draw.choice(POLICIES), optimizer, workers - 1 <= microbatches)]
     run += draw.choice([[], ["--clip-norm", "0.5"]])
     run += draw.choice([[], ["--ema", "0.9"]])
-    run += draw.choice([[], [], ["--log-staleness"]])
     run += draw.choice([[], ["--eval-every", str(draw.randint(3, 9))]])
     theme = THEMES[seed % len(THEMES)]
     if theme == "evaluating" and "--eval-every" not in run:

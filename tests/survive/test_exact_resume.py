@@ -131,8 +131,6 @@ def test_weights_of_versions_before_keep_their_layout(tmp_path: Path) -> None:
 
 
 SHAPES = [(2, 1, True), (4, 1, False), (4, 1, True), (4, 4, True)]
-MORE = {"clip_norm": 0.5, "log_staleness": True}
-
 LATE = {"schedule": "async-late"}
 
 # workers, microbatches, distinct cuts, optimizer, scheduler, options, steps to go on from
@@ -251,7 +249,7 @@ def test_policies_with_optimizers(
     """Every policy in every shape of pipeline, with an optimizer each: over all of them, with every optimizer."""
     first, second = POLICIES.index(policy), SHAPES.index(shape)
     name = list(OPTIMIZERS)[(first + 2 * second) % len(OPTIMIZERS)]
-    more = MORE if (first + second) % 2 else {}
+    more = {"clip_norm": 0.5} if (first + second) % 2 else {}
     check(builds(*shape), tmp_path, OPTIMIZERS[name], SCHEDULERS["cosine"], {"policy": policy, **more}, (2, 13))
 
 
@@ -268,8 +266,7 @@ def check(
     assert digest(saved) == digest(whole), "saving changes training"
     for step in steps:
         path = out / "saved" / "checkpoints" / f"step-{step}"
-        asked = {**given, "log_staleness": options.get("log_staleness", False)}  # the rest is the checkpoint's
-        again = build.local(**asked, resume=path, checkpoint_every="1", keep=STEPS, out=out / f"from {step}")
+        again = build.local(**given, resume=path, checkpoint_every="1", keep=STEPS, out=out / f"from {step}")
         assert again.fed == step
         assert again.run(batches(STEPS)[step:]) == losses[step:]
         again.checkpoints.finish()

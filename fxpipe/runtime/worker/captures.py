@@ -162,7 +162,7 @@ def _of_other_replica(executor: Executor, shard: Shard, memories: dict[str, dict
     """What another replica than the first has, and that one has not."""
     shard.codecs = _copy(memories, {})
     if executor.store.shared is not None:
-        shard.state = _copy({"updater": executor.store.updater.state(), "averages": None, "staleness": None}, {})
+        shard.state = _copy({"updater": executor.store.updater.state(), "averages": None}, {})
     return shard
 
 

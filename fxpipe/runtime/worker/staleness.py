@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.messages import warn
 from fxpipe.observe.line_file import LineFile
 from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.schedule.action import Action
@@ -48,14 +46,15 @@ class StalenessLog:
 
     A row is `{"step", "worker", "group", "stale", "ahead", "rmse", "rms"}`: the optimizer's parameter group, how many
     updates old the forward's version was, how many updates ahead it was predicted, the root mean square of the
-    difference, and that of the weights themselves.
+    difference, and that of the weights themselves. A run that goes on after a checkpoint goes on with the file, and
+    takes a new sample.
 
     Args:
         path: the file that gets a JSON line for every row (see `LineFile`); None keeps only the means.
         continue_after: the step of an interrupted run after which this one goes on, with its file; None begins anew.
 
     Raises:
-        RunError: the file to go on with cannot be read or written.
+        RunError: the file cannot be read or written.
     """
 
     def __init__(
@@ -69,41 +68,24 @@ class StalenessLog:
         self.demand = demand
         self.worker = worker
         self.trained = trained
-        self.path = path
-        self._file: LineFile | None = None
-        self._lost = 0
-        if path is not None and continue_after is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = LineFile(path, continue_after=continue_after)
-            except OSError as error:
-                raise RunError(f"{path} cannot be written: {error.strerror}", hint="choose another --out") from error
         self._reads = list(_forwards(demand, worker, trained))
         self._reach = max((read.reading.lags[0] for read in self._reads), default=0)
         self._sample: _Sample | None = None
         self._sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self._file: LineFile | None = None
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = LineFile(path, continue_after=continue_after, kept=self._count)
+            except OSError as error:
+                raise RunError(f"{path} cannot be written: {error.strerror}", hint="choose another --out") from error
 
     def begin(self) -> None:
-        """The pipeline is empty: drop the sample that was begun."""
+        """The pipeline is empty, or was when it began: drop the sample that was begun."""
         self._sample = None
 
-    def state(self) -> dict[str, Any]:
-        """The sample that was begun, and the sums; live tensors."""
-        sample = None if self._sample is None else (self._sample.minibatch, dict(self._sample.used))
-        return {"sample": sample, "sums": dict(self._sums)}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        self._sums.update(state["sums"])
-        if state["sample"] is not None:
-            minibatch, used = state["sample"]
-            self._sample = _Sample(minibatch, dict(used))
-
     def live(self, version: int, start: int, look: Look) -> None:
-        """`version` is the live one from now on: take what the sampled minibatch's forward reads of it.
-
-        The minibatch may be one that this run does not have: a longer one that goes on from it has.
-        """
+        """`version` is the live one from now on: take what the sampled minibatch's forward reads of it."""
         if not self._reads:
             return
         if self._sample is None:
@@ -134,11 +116,11 @@ class StalenessLog:
             row[2] += live.numel()
         for (group, stale, ahead), (difference, weights, count) in sorted(rows.items()):
             rmse, rms = (difference / max(count, 1)) ** 0.5, (weights / max(count, 1)) ** 0.5
-            total = self._sums[group, stale, ahead]
-            for place, value in enumerate((1.0, rmse, rms)):
-                total[place] += value
             line = {"step": minibatch + 1, "worker": self.worker, "group": group, "stale": stale, "ahead": ahead}
-            self._write(line | {"rmse": rmse, "rms": rms})
+            line |= {"rmse": rmse, "rms": rms}
+            self._count(line)
+            if self._file is not None:
+                self._file.write(line)
 
     def summary(self) -> list[dict[str, Any]]:
         """The means over the run, a row for each group, staleness and distance of prediction."""
@@ -152,30 +134,17 @@ class StalenessLog:
         if self._file is not None:
             self._file.take_place()
             self._file.close()
-        elif self.path is not None:
-            with suppress(OSError):
-                self.path.unlink(missing_ok=True)
 
     @property
     def problems(self) -> list[dict[str, Any]]:
         """Lines that could not be written at first, or never (see `LineFile.problems`)."""
-        if self._lost and self.path is not None:
-            return [{"file": self.path.name, "late": 0, "lost": self._lost}]
         return [] if self._file is None else self._file.problems
 
-    def _write(self, row: dict[str, Any]) -> None:
-        if self.path is None:
-            return
-        if self._file is None:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = LineFile(self.path)
-            except OSError as error:
-                if not self._lost:
-                    warn(f"{self.path} cannot be written: {error.strerror}; training goes on, and it is tried again")
-                self._lost += 1
-                return
-        self._file.write(row)
+    def _count(self, row: Mapping[str, Any]) -> None:
+        """Add a row to the sums."""
+        total = self._sums[row["group"], row["stale"], row["ahead"]]
+        for place, value in enumerate((1.0, row["rmse"], row["rms"])):
+            total[place] += value
 
 
 def _forwards(demand: Demand, owner: int, trained: Mapping[str, nn.Parameter]) -> list[_Read]:

@@ -221,8 +221,7 @@ class WeightStore:
     def state(self) -> dict[str, Any]:
         """What a run needs to go on, but for the parameters themselves and `past`; live tensors."""
         averages = self.averages.read() if isinstance(self.averages, MovingAverage) else None
-        staleness = None if self.staleness is None else self.staleness.state()
-        found = {"updater": self.updater.state(), "averages": averages, "staleness": staleness}
+        found = {"updater": self.updater.state(), "averages": averages}
         if self.outer is not None:
             found[OUTER] = self.outer.state(self.version)
             if self.outer.first:
@@ -247,8 +246,6 @@ class WeightStore:
         averages = {name: value for each in found for name, value in (each["averages"] or {}).items()}
         if isinstance(self.averages, MovingAverage) and averages:
             self.averages.load(averages, version)
-        if self.staleness is not None and same and found[0]["staleness"] is not None:
-            self.staleness.load(found[0]["staleness"])
 
     def end(self, stop: int) -> None:
         """The segment's end is now known: forget what is kept for minibatches from `stop` on."""
