@@ -163,8 +163,6 @@ def test_what_a_part_cannot_do_is_refused_by_its_name() -> None:
         built(1).local(optimizer=two(Muon, AdamW), policy="spectrain+decay")
     with pytest.raises(PolicyError, match="SGD in parameter group 1 has none"):
         built(1).local(optimizer=two(Muon, lambda p: SGD(p, lr=0.1)), policy="latest+ef")
-    with pytest.raises(PolicyError, match="not for SGD and AdamW"):
-        built(1).local(optimizer=two(lambda p: SGD(p, momentum=0.9), AdamW), policy="latest+sc")
 
 
 def test_an_empty_part_would_leave_a_worker_untrained() -> None:

@@ -16,7 +16,7 @@ class Staleness:
     Attributes:
         updates: how many updates a forward misses at most, on any worker and in any microbatch.
         predicted: some forwards see weights that are predicted from there.
-        feedback: the updates make up for late gradients: 'error feedback', 'spike compensation', or ''.
+        feedback: the updates make up for late gradients: 'error feedback', or ''.
     """
 
     updates: int
@@ -34,8 +34,7 @@ class Staleness:
 def staleness_of(policy: Policy, versions: Versions) -> Staleness:
     """The staleness under a policy and the versions of a schedule, in steady state."""
     updates = max(delay(policy, versions, worker) for worker in range(versions.schedule.workers))
-    feedback = "error feedback" if policy.ef else "spike compensation" if policy.sc else ""
-    return Staleness(updates, policy.predicts, feedback)
+    return Staleness(updates, policy.predicts, "error feedback" if policy.ef else "")
 
 
 def ago(updates: int) -> str:

@@ -51,7 +51,7 @@ def register(kind: _Kind) -> _Kind:
 
 
 def make(text: str) -> Policy:
-    """The policy that a text names, with its options after it: `latest`, `pipeoptim+keep`, `lwp+sc`.
+    """The policy that a text names, with its options after it: `latest`, `pipeoptim+keep`, `lwp+ef`.
 
     Raises:
         PolicyError: no policy has this name, or it has no such option.

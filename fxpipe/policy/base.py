@@ -25,11 +25,7 @@ class Policy(ABC):
     policy is one class in one file, with one line before it, `@register` (`examples/own_policy.py`).
 
     Attributes:
-        sc: spike compensation of the update (`fxpipe.policy.optimizers.spike`), no matter which weights are read.
         ef: error feedback of the update (`fxpipe.policy.optimizers.error_feedback`), no matter which weights are read.
-
-    Raises:
-        PolicyError: both, which would make up for the same delay twice.
     """
 
     name: ClassVar[str]
@@ -45,15 +41,7 @@ class Policy(ABC):
     one_pipeline: ClassVar[bool] = False
     """What an action reads follows from what its microbatch saw on other workers."""
 
-    sc: bool = False
     ef: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sc and self.ef:
-            raise PolicyError(
-                f"policy '{self}' would make up for late gradients twice",
-                hint="sc, for SGD with momentum, or ef, for any optimizer with momentum",
-            )
 
     def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
         """How many updates late an action on `reader` reads `owner`'s weights: by default as few as possible.

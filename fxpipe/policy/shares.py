@@ -14,7 +14,7 @@ def check_shares(policy: Policy) -> None:
     """
     if policy.predicts:
         what = "predicts weights, for which every replica needs the velocity of every parameter"
-    elif policy.sc or policy.ef:
+    elif policy.ef:
         what = "repairs the steps of late gradients, for which it follows the optimizer from step to step"
     else:
         return

@@ -230,7 +230,9 @@ def test_a_policy_with_options(folder: Path, tmp_path: Path) -> None:
     def run(policy: str) -> Result:
         return fxpipe("run", folder / "build", "--local", "--steps", 5, "--policy", policy, "--out", tmp_path, "--json")
 
-    losses = {policy: run(policy).json["losses"] for policy in ("pipeoptim", "pipeoptim+keep", "stash", "stash+sc")}
+    losses = {
+        policy: run(policy).json["losses"] for policy in ("pipeoptim", "pipeoptim+keep", "stash", "pipeoptim+decay")
+    }
     assert len({tuple(found) for found in losses.values()}) == 4
     refused = run("spectrain+keep")
     assert refused.code == 1

@@ -14,7 +14,7 @@ from fxpipe.schedule.versions import versions_of
     ("schedule", "policy", "microbatches", "expected"),
     [
         ("async", "stash", 1, "weights are at most 3 updates old"),
-        ("async", "latest+sc", 1, "weights are at most 3 updates old, with spike compensation"),
+        ("async", "latest+ef", 1, "weights are at most 3 updates old, with error feedback"),
         ("async", "spectrain", 2, "weights are at most 2 updates old, predicted"),
         ("async", "2bw+predict+ef", 4, "weights are at most 1 update old, predicted, with error feedback"),
         ("1f1b", "latest", 1, "no weights are stale"),

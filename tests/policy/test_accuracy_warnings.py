@@ -54,7 +54,7 @@ def test_what_lost_little_or_was_not_studied_is_not() -> None:
     for (policy, optimizer, behind), share in LOST.items():
         assert (warning(policy, optimizer, behind) is None) == (share < WORTH_A_WARNING)
         assert warning(policy, optimizer, 0) is None, "nearer than anything that was studied"
-    assert warning("latest+sc", "SGD", 7) is None
+    assert warning("stash+ef", "SGD", 7) is None
     assert warning("latest", "Lion", 7) is None
 
 

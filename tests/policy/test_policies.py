@@ -165,7 +165,7 @@ def test_xpipe_with_one_microbatch_is_spectrain(workers: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", [GPipe(2, 4), OneFOneB(2, 4)])
-@pytest.mark.parametrize("text", [*(name for name in POLICIES if name != "latest"), "latest+sc", "latest+ef"])
+@pytest.mark.parametrize("text", [*(name for name in POLICIES if name != "latest"), "latest+ef"])
 def test_only_latest_makes_sense_with_a_flush(text: str, schedule: Schedule) -> None:
     make("latest").check(schedule)
     with pytest.raises(PolicyError, match="weights are never stale") as caught:
@@ -190,11 +190,11 @@ def test_the_picture_of_what_a_policy_refuses_is_refused() -> None:
     "text",
     [
         "latest",
-        "stash+sc",
+        "stash+ef",
         "pipeoptim+keep",
         "spectrain+decay",
-        "lwp+sc",
-        "pipeoptim+decay+sc+keep",
+        "lwp+ef",
+        "pipeoptim+decay+ef+keep",
         "spectrain+ef",
         "2bw+ef+predict",
     ],
@@ -203,11 +203,6 @@ def test_a_policy_is_its_text(text: str) -> None:
     assert str(make(text)) == text
     name, *options = text.split("+")
     assert make("+".join([name, *options[::-1]])) == make(text)
-
-
-def test_two_repairs_of_one_update_are_refused() -> None:
-    with pytest.raises(PolicyError, match=r"'lwp\+sc\+ef' would make up for late gradients twice"):
-        make("lwp+ef+sc")
 
 
 def test_every_name_makes_its_policy() -> None:
@@ -222,7 +217,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 def test_an_unknown_option_says_whose_it_is() -> None:
     with pytest.raises(PolicyError, match="policy 'spectrain' has no option 'keep'") as caught:
         make("spectrain+keep")
-    assert caught.value.hint == "spectrain has: decay, sc, ef; keep goes with: pipeoptim"
+    assert caught.value.hint == "spectrain has: decay, ef; keep goes with: pipeoptim"
 
 
 @pytest.fixture

@@ -194,9 +194,8 @@ PREDICTING = ("spectrain", "pipeoptim", "lwp", "2bw+predict")
 WITH_MOMENTUM = ("momentum", "nesterov", "momentum-weight-decay", "dampening", "adam", "adamw")
 OPTIONS = (
     *(f"{name}+decay" for name in ("spectrain", "pipeoptim", "pipeoptim+keep", "xpipe")),
-    *(f"{name}+sc" for name in direct.POLICIES),
     *(f"{name}+ef" for name in direct.POLICIES),
-    "pipeoptim+keep+decay+sc",
+    "pipeoptim+keep+decay+ef",
 )
 
 
@@ -224,7 +223,7 @@ LATE = [name for name in direct.POLICIES if name != "2bw+predict"]
 @pytest.mark.parametrize(
     ("name", "setting"),
     covering(
-        [*LATE, "latest+sc", "stash+ef", "pipeoptim+ef"],
+        [*LATE, "stash+ef", "pipeoptim+ef"],
         [(2, 1, None), (3, 1, 5), (4, 2, 6), (2, 3, None), (3, 2, None)],
     ),
 )
@@ -300,24 +299,6 @@ def test_decay(same: Any, name: str, optimizer: str, setting: tuple[int, Rate | 
         direct.POLICIES,
         [
             (2, 1, "momentum", wave),
-            (4, 1, "momentum-weight-decay", None),
-            (5, 2, "momentum-weight-decay", wave),
-            (4, 3, "momentum", None),
-        ],
-        strength=1,
-    ),
-)
-def test_spike_compensation(same: Any, name: str, setting: tuple[int, int, str, Rate | None]) -> None:
-    workers, microbatches, optimizer, factor = setting
-    same(f"{name}+sc", workers, microbatches, optimizer, factor)
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    covering(
-        direct.POLICIES,
-        [
-            (2, 1, "momentum", wave),
             (4, 1, "adamw", warm_up),
             (5, 2, "nesterov", wave),
             (4, 3, "momentum-weight-decay", None),
@@ -337,9 +318,8 @@ def test_error_feedback_across_a_flush(same: Any, microbatches: int) -> None:
     same("spectrain+ef", 4, microbatches, "adamw", flush_at=13)
 
 
-@pytest.mark.parametrize("repair", ["sc", "ef"])
-def test_all_options_together(same: Any, repair: str) -> None:
-    same(f"pipeoptim+keep+decay+{repair}", 4, 1, "momentum-weight-decay", wave)
+def test_all_options_together(same: Any) -> None:
+    same("pipeoptim+keep+decay+ef", 4, 1, "momentum-weight-decay", wave)
 
 
 # ── What all have in common ─────────────────────────────────────────────────────────────────────────────────────────
@@ -389,8 +369,6 @@ def test_refused(built: Built, text: str, schedule: str) -> None:
     [
         ("pipeoptim+decay", "sgd"),
         ("xpipe+decay", "own"),
-        ("stash+sc", "adam"),
-        ("latest+sc", "nesterov"),
         ("spectrain+ef", "sgd"),
         ("latest+ef", "own"),
     ],

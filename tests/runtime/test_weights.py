@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.policy import copies, make
-from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.weights import WeightStore
@@ -38,8 +37,6 @@ POLICIES = [
     if not policy.startswith("2bw") or microbatches == 4
 ] + [
     ("spectrain+decay", 1),
-    ("stash+sc", 2),
-    ("lwp+sc", 1),
     ("stash+ef", 1),
     ("2bw+ef", 4),
     ("lwp+ef", 2),
@@ -73,8 +70,8 @@ def held(store: WeightStore) -> int:
         if predictor is not None:
             found |= {id(tensor) for tensor in predictor._spare[id(live)]}
             found |= {id(predictor._update[id(live)])} if id(live) in predictor._update else set()
-        if isinstance(store.updater.repair, ErrorFeedback):
-            found |= {id(tensor) for tensor in store.updater.repair.held(live)}
+        if store.updater.feedback is not None:
+            found |= {id(tensor) for tensor in store.updater.feedback.held(live)}
         most = max(most, len(found))
     return most
 

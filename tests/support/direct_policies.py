@@ -43,13 +43,12 @@ class Rule(Protocol):
 
 @dataclass
 class Momentum:
-    """torch.optim.SGD with momentum; with `spike` updates of delay, Kosson's compensation of it."""
+    """torch.optim.SGD with momentum."""
 
     gamma: float = 0.9
     nesterov: bool = False
     dampening: float = 0.0
     weight_decay: float = 0.0
-    spike: int = 0
     buffer: Tensor | None = None
 
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
@@ -57,9 +56,7 @@ class Momentum:
         self.buffer = g if self.buffer is None else self.gamma * self.buffer + (1 - self.dampening) * g
         if self.nesterov:
             return w - rate * (g + self.gamma * self.buffer)
-        a = self.gamma**self.spike
-        b = sum(self.gamma**i for i in range(self.spike))
-        return w - rate * (a * self.buffer + b * g)
+        return w - rate * self.buffer
 
     def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
         assert self.buffer is not None
@@ -424,10 +421,6 @@ def train(
         worker.late = late
         if "ef" in options:
             worker.feedback = chosen.lag(worker)
-        if "sc" in options:
-            for each in worker.rules:
-                assert isinstance(each, Momentum)
-                each.spike = chosen.lag(worker)
     losses: list[float] = []
     for start, end in pairwise(sorted({0, flush_at or 0, len(batches)})):
         losses += _between_flushes(chosen, workers, batches, range(start, end))

@@ -130,8 +130,8 @@ SCHEDULERS = {
     "cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=60, cycle_momentum=False)",
 }
 POLICIES = [
-    "latest", "latest+ef", "stash", "stash+sc", "stash+ef", "vertical", "2bw", "2bw+predict", "2bw+ef", "lwp",
-    "pipeoptim", "pipeoptim+keep", "spectrain", "spectrain+sc", "spectrain+decay", "spectrain+ef", "xpipe",
+    "latest", "latest+ef", "stash", "stash+ef", "vertical", "2bw", "2bw+predict", "2bw+ef", "lwp",
+    "pipeoptim", "pipeoptim+keep", "spectrain", "spectrain+decay", "spectrain+ef", "xpipe",
 ]  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def _allowed(policy: str, optimizer: str, accumulates: bool) -> str:
     policy = policy if accumulates else policy.replace("2bw", "vertical").removesuffix("+predict")
     base, _, switch = policy.partition("+")
     momentum = ("sgd", "adamw", "nadam", "groups")
-    takes = {"ef": momentum, "decay": (*momentum, "several"), "sc": ("sgd",)}
+    takes = {"ef": momentum, "decay": (*momentum, "several")}
     return policy if optimizer in takes.get(switch, (optimizer,)) else base
 
 

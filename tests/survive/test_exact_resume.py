@@ -138,7 +138,7 @@ CASES: list[tuple[int, int, bool, str, str, dict[str, Any], Sequence[int]]] = [
     (4, 1, False, "sgd", "cosine", {"policy": "spectrain", "clip_norm": 0.5, "ema": 0.9}, (1, 2, 3, 11, STEPS)),
     (4, 4, False, "adamw", "lambda", {"policy": "spectrain"}, (1, 12)),
     (4, 2, False, "adamw", "cycle", {"policy": "latest+ef"}, (2, 12)),
-    (4, 1, False, "sgd", "steps", {"policy": "stash+sc"}, (3, 12)),
+    (4, 1, False, "sgd", "steps", {"policy": "stash"}, (3, 12)),
     (4, 1, True, "groups", "cosine", {"policy": "pipeoptim+keep"}, (2, 13)),
     (4, 1, False, "adadelta", "own", {"policy": "spectrain"}, (2, 13)),
     (4, 1, False, "several", "steps", {"policy": "vertical"}, (2, 13)),

@@ -16,7 +16,6 @@ from fxpipe.policy.base import Policy
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
 from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
 from fxpipe.policy.optimizers.predict import Predictor
-from fxpipe.policy.optimizers.spike import SpikeCompensation
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.clip import Clip
@@ -29,12 +28,12 @@ from fxpipe.task.several_optimizers import may_draw
 
 
 class Updater:
-    """The optimizer of one worker's trained parameters, with its scheduler, clipping, prediction and compensation.
+    """The optimizer of one worker's trained parameters, with its scheduler, clipping, prediction and error feedback.
 
     Args:
         trained: the parameters by name; none on a worker that trains nothing.
         gradients: sums the backwards' gradients for the next update.
-        delays: how many updates old each parameter's gradients are, for spike compensation and error feedback.
+        delays: how many updates old each parameter's gradients are, for error feedback.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
             optimizer; its scheduler, if any, makes a step after every update, or after every epoch.
         keep_gradients: leave them in `grad` until the next update.
@@ -84,7 +83,7 @@ class Updater:
         self._heard: tuple[int, float] | None = None  # the live one, with the metric
         self._used: float | None = None
         self.predictor: Predictor | None = None
-        self.repair: SpikeCompensation | ErrorFeedback | None = None
+        self.feedback: ErrorFeedback | None = None
         self._rates: LearningRates | None = None
         self._seed = seed
         self._set: list[tuple[int, list[float]]] = []  # learning rates, and the update they are for
@@ -108,10 +107,8 @@ class Updater:
                 decay=policy.decay,
                 rates=self._rates,
             )
-        if policy.sc:
-            self.repair = SpikeCompensation(self.optimizer, delays)
         if policy.ef:
-            self.repair = ErrorFeedback(self.optimizer, delays)
+            self.feedback = ErrorFeedback(self.optimizer, delays)
         self._keeps = keep_gradients or (self.predictor is not None and self.predictor.keeps_gradients)
 
     def compare_replicas(self, collective: Collective | None, device: torch.device) -> None:
@@ -253,8 +250,8 @@ class Updater:
             found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
             if self.predictor.keeps_gradients:
                 found["gradients"] = {name[id(p)]: p.grad for p in self.parameters}
-        if isinstance(self.repair, ErrorFeedback):
-            found["last_steps"] = {name[id(p)]: (delay, steps) for p, delay, steps in self.repair.state()}
+        if self.feedback is not None:
+            found["last_steps"] = {name[id(p)]: (delay, steps) for p, delay, steps in self.feedback.state()}
         if self._rates is not None:
             found["rates_known"] = self._rates.known
         if self._set:
@@ -298,8 +295,8 @@ class Updater:
                 for name, gradient in by_name("gradients").items():
                     if name in own:
                         own[name].grad = gradient
-        if isinstance(self.repair, ErrorFeedback):
-            self.repair.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
+        if self.feedback is not None:
+            self.feedback.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
 
     def _repeat_scheduler(self, updates: int) -> None:
         """For a scheduler whose state cannot be written: the steps it has made, at the optimizer's first rates.
@@ -338,15 +335,15 @@ class Updater:
 
     def _step_optimizer(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
         try:
-            if isinstance(self.repair, ErrorFeedback):
-                self.repair.before_step()
+            if self.feedback is not None:
+                self.feedback.before_step()
             if self.predictor is not None:
                 self.predictor.before_step()
             if self._may_draw(optimizer):
                 self._reseed(*self._place, "update", minibatch)
             optimizer.step()
-            if self.repair is not None:
-                self.repair.after_step()
+            if self.feedback is not None:
+                self.feedback.after_step()
             if self.predictor is not None:
                 self.predictor.observe()
         except Exception as error:
