@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.cli.output import print_text
-from fxpipe.cli.terminal.worker_marks import colour, mark
+from fxpipe.cli.terminal.worker_marks import mark
 
+from fxpipe.inspection.grid import explained
+from fxpipe.inspection.report.marks import colour
 from fxpipe.schedule.picture import IDLE
 
 if TYPE_CHECKING:
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 
 MANY = 8
 """With more workers than this, only as much time is shown as fits into the width."""
-
-_CELL = re.compile(
-    r"((?P<worker>\d+):)?(?P<phase>[FB])(?P<minibatch>\d+)(\.(?P<part>\d+))?@(?P<version>\d+)(\+(?P<ahead>\d+))?"
-)
 
 
 def print_grid(grid: dict[str, Any], console: Console) -> None:
@@ -30,7 +27,7 @@ def print_grid(grid: dict[str, Any], console: Console) -> None:
     if not rows:
         console.print("what its actions see is not known here")
         return
-    print_text(console, explained(rows))
+    print_text(console, f"{explained(rows)} {IDLE} is a worker that waits.")
     console.print()
     columns = max(map(len, rows))
     cell = max(len(text) for row in rows for text in row) + 1
@@ -45,27 +42,6 @@ def print_grid(grid: dict[str, Any], console: Console) -> None:
         if first:
             console.print()
         _print_part(rows, first, first + fits, cell, number, console)
-
-
-def explained(rows: Sequence[Sequence[str]]) -> str:
-    """What one of the cells says, in words: one that predicts, or else one that is stale, if there is any."""
-    found = [match for row in rows for text in row if (match := _CELL.fullmatch(text))]
-
-    def telling(cell: re.Match[str]) -> tuple[bool, ...]:
-        behind = int(cell["minibatch"]) - int(cell["version"])
-        return cell["ahead"] is not None, behind > 0, int(cell["version"]) > 0, cell["part"] is not None
-
-    cell = max(found, key=telling)
-    what = "forward" if cell["phase"] == "F" else "backward"
-    part = f", microbatch {cell['part']}," if cell["part"] else ""
-    updates = f"{cell['version']} update{'' if cell['version'] == '1' else 's'}"
-    ahead = f", predicted {cell['ahead']} further" if cell["ahead"] else ""
-    return (
-        f"{cell[0]}: the {what} of minibatch {cell['minibatch']}{part} sees its worker's weights "
-        f"after {updates}{ahead}. "
-        f"In ordinary training minibatch m sees version m. {IDLE} is a worker that waits."
-        + (" A row is a process; each action has its worker before it." if cell["worker"] else "")
-    )
 
 
 def _busiest(rows: Sequence[Sequence[str]], columns: int, width: int) -> int:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from fxpipe.inspection.report.marks import colour
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-COLOURS = ("#4477AA", "#EE7733", "#228833", "#CC3311", "#AA3377", "#33BBEE", "#CCBB44", "#777777")
-
-
-def colour(rank: int) -> str:
-    """The hue of a worker; every eighth has the same."""
-    return COLOURS[rank % len(COLOURS)]
 
 
 def mark(rank: int, before: str = "", after: str = "") -> Text:
@@ -34,9 +29,3 @@ def ranks(workers: Sequence[int], backward: bool = False) -> Text:
     if workers[-1] - workers[0] == len(workers) - 1:
         return Text.assemble(mark(workers[0]), "←" if backward else "→", mark(workers[-1]))
     return Text(",").join(mark(rank) for rank in workers)
-
-
-def listed(workers: Iterable[int]) -> str:
-    """`worker 1`, `workers 0, 2 and 3`."""
-    *first, last = (str(worker) for worker in workers)
-    return f"workers {', '.join(first)} and {last}" if first else f"worker {last}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from fxpipe.policy.picture import sight_rows
 from fxpipe.policy.recipe import Recipe
 
@@ -22,3 +25,30 @@ def grid_rows(recipe: Recipe) -> list[list[str]]:
     else:  # the pipeline fills first
         minibatches += schedule.workers // schedule.microbatches
     return sight_rows(recipe.policy, schedule, minibatches)
+
+
+CELL = re.compile(
+    r"(?:(?P<worker>\d+):)?(?P<phase>[FBW])(?P<minibatch>\d+)(?:\.(?P<part>\d+))?@(?P<version>\d+)(?:\+(?P<ahead>\d+))?"
+)
+"""What a cell says of an action."""
+
+_PASSES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+
+
+def explained(rows: Sequence[Sequence[str]]) -> str:
+    """What one of the cells says, in words: one that predicts, or else one that is stale, if there is any."""
+    found = [cell for row in rows for text in row if (cell := CELL.fullmatch(text))]
+
+    def telling(cell: re.Match[str]) -> tuple[bool, ...]:
+        behind = int(cell["minibatch"]) - int(cell["version"])
+        return cell["ahead"] is not None, behind > 0, int(cell["version"]) > 0, cell["part"] is not None
+
+    cell = max(found, key=telling)
+    part = f", microbatch {cell['part']}," if cell["part"] else ""
+    updates = f"{cell['version']} update{'' if cell['version'] == '1' else 's'}"
+    ahead = f", predicted {cell['ahead']} further" if cell["ahead"] else ""
+    return (
+        f"{cell[0]}: the {_PASSES[cell['phase']]} of minibatch {cell['minibatch']}{part} sees its worker's weights "
+        f"after {updates}{ahead}. In ordinary training minibatch m sees version m."
+        + (" A row is a process; each action has its worker before it." if cell["worker"] else "")
+    )

@@ -17,14 +17,15 @@ import torch
 from commands import QUICK, fxpipe, unchanged
 from fxpipe.cli.output import size
 from fxpipe.cli.terminal.overview import MANY, print_edges, print_overview
-from fxpipe.cli.terminal.version_grid import explained, print_grid
-from fxpipe.cli.terminal.worker_marks import COLOURS
+from fxpipe.cli.terminal.version_grid import print_grid
 from fxpipe.passes.reduce import Reduce
 from model_files import write_model
 from rich.console import Console
 
 import fxpipe as library
 from fxpipe.inspection.facts import facts
+from fxpipe.inspection.grid import explained
+from fxpipe.inspection.report.marks import COLOURS
 from fxpipe.inspection.subject import read_subject, subject_of
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.policy import make as make_policy

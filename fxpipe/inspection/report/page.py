@@ -18,10 +18,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fxpipe.errors import BuildError
+from fxpipe.inspection.grid import explained
 from fxpipe.inspection.report import charts, formats, overview, tables
 from fxpipe.inspection.report.drawing import tag
 from fxpipe.inspection.report.edges import SINGLE, wires
-from fxpipe.inspection.report.grid import cells, example
+from fxpipe.inspection.report.grid import cells
 from fxpipe.inspection.report.marks import DASHES, MARKS, chip, stroke
 from fxpipe.inspection.report.marks import style as style_of_marks
 from fxpipe.inspection.report.model_map import ModelMap
@@ -98,7 +99,7 @@ def page(facts: Json) -> str:
             panels=panels,
             timeline_kinds=[kind for kind in _TIMES if any(span[1] == kind for p in panels for span in p["spans"])],
             memory=memory,
-            example=example(facts["grid"]),
+            example=explained(facts["grid"]["rows"]) if facts["grid"]["rows"] else None,
             logs=logs,
             waits=sorted(waits, key=lambda wait: -(wait.get("seconds") or 0)),
             elsewhere=overview.elsewhere(facts),

@@ -116,10 +116,7 @@ def schedules(rows: Sequence[Json]) -> Markup:
         counted("stale updates", "staleness"), Column("minibatch", "milliseconds", form.ms),
         Column("bubble", "bubble", form.share), sized("memory", "memory_bytes"), Column("why", "why", form.text, ""),
     ]  # fmt: skip
-    chosen = Markup("<strong>✓ taken</strong>")
-    return table(
-        "Schedules that were compared", columns, [_compared(row) | {"why": row["why"] or chosen} for row in rows]
-    )
+    return table("Schedules that were compared", columns, list(map(_compared, rows)))
 
 
 def _compared(row: Json) -> Json:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from report_facts import made_facts
 
-from fxpipe.inspection.report.grid import example
+from fxpipe.inspection.grid import explained
 
 BAD = "</script><img src=x onerror=alert(1)>\"'&"
 
@@ -82,11 +82,9 @@ def test_the_grid_is_explained_by_a_cell_of_its_own(page: Any) -> None:
         ["".join(cell.itertext()) for cell in row] for row in page.root.iterfind(".//table[@class='grid']/tbody/tr")
     ]
     assert rows[0][1:] == [cell if cell[0] in "FB" else "·" for cell in grid["rows"][0]]
-    assert (
-        "F2@1+1 is the forward of minibatch 2 with the worker's weights after 1 update, predicted 1 further"
-        in example(grid)
-    )
-    assert example(grid) in page.text("#schedule")
+    said = "F2@1+1: the forward of minibatch 2 sees its worker's weights after 1 update, predicted 1 further."
+    assert said in explained(grid["rows"])
+    assert f"Under schedule async and policy spectrain. {said}" in page.text("#schedule")
 
 
 def test_edits_and_stale_sources_are_marked(written: Any) -> None:
