@@ -149,8 +149,9 @@ def _holds(dtype: str, value: Any) -> bool:
 def _nothing_named(pad_to: int, batches: Sequence[Any]) -> BatchError:
     """The error that shows which leaves there are, and of how many sizes."""
     seen: dict[str, set[tuple[int, ...]]] = {}
-    for leaf in (leaf for batch in batches for leaf in describe(batch)[0] if leaf.tensor and leaf.tensor.shape):
-        seen.setdefault(leaf.name, set()).add(leaf.tensor.shape)
+    for leaf in (leaf for batch in batches for leaf in describe(batch)[0]):
+        if leaf.tensor and leaf.tensor.shape:
+            seen.setdefault(leaf.name, set()).add(leaf.tensor.shape)
     shown = [f"{name} ({', '.join(str([*shape]) for shape in sorted(shapes)[:3])})" for name, shapes in seen.items()]
     return BatchError(
         f"pad_to={pad_to} is asked for, and nothing says what is padded, and with what; the leaves are "
