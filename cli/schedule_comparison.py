@@ -13,14 +13,10 @@ from fxpipe.cli.planned import Say, Source
 
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
 from fxpipe.schedule import OneFOneB, Schedule, kind_of
-from fxpipe.schedule.csv_rows import NAME
 
 if TYPE_CHECKING:
     from fxpipe.plan.cost_records import ScheduleForecast
     from fxpipe.search import Sized
-
-OWN_ORDER = "own order"
-"""What tables call the schedule that was made for the stages' times, whose rows the plan has."""
 
 
 def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool = False) -> bool:
@@ -129,7 +125,7 @@ def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most:
         lost = f"{100 * (pace / best - 1):+.1f} %" if best else ""
         lines.append(
             [
-                OWN_ORDER if row.schedule == NAME else row.schedule,
+                row.schedule,
                 str(row.microbatches),
                 row.cuts,
                 str(row.staleness) if row.staleness else "none",

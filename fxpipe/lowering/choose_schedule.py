@@ -98,10 +98,7 @@ def choose_schedule(
     best = ranking.best.setting
     step, found = captured.steps[best.microbatches]
     decided = options if options.microbatches is not None else options.of_microbatches(best.microbatches)
-    if best.rows:  # say themselves how many stages a process runs
-        decided = replace(decided, schedule="\n".join(best.rows), virtual=None)
-    else:
-        decided = replace(decided, schedule=best.schedule)
+    decided = replace(decided, schedule=best.schedule)
     if shapes or last is not None:
         step = captured_step(model, loss, batch, decided, shapes, last, say)
     else:

@@ -69,7 +69,7 @@ class Setting:
             ScheduleError: an unknown name, or the schedule cannot have so many workers.
         """
         if self.rows:
-            return _of_rows(self.rows)
+            return from_csv("\n".join(self.rows))
         made = make(self.schedule, count, self.microbatches, self.placement if len(self.placement) == count else ())
         return with_replicas(made, self.replicas) if len(self.replicas) == count else made
 
@@ -197,12 +197,6 @@ class Setting:
 def _known_stages(setting: Setting, count: int) -> tuple[StageDemands, ...]:
     """Following a schedule with many workers takes a while, and plans with replicas ask for the same ones."""
     return setting._stages(replace(setting, replicas=()).schedule_of(count))
-
-
-@lru_cache(maxsize=16)
-def _of_rows(rows: tuple[str, ...]) -> Schedule:
-    """The schedule of a plan's rows, kept for those who ask again: it is read and checked."""
-    return from_csv("\n".join(rows))
 
 
 def _shares(placement: Sequence[int], in_flight: Sequence[int]) -> list[float]:

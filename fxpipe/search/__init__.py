@@ -1,8 +1,7 @@
 """Which schedule, with how many microbatches and which cuts, takes least time: planned and simulated, no torch.
 
 candidate (what is compared) → plans (the planner's cuts for each) → simulated_plan (a trial of one plan) → climb (cuts
-that the simulator likes better) → own_order, own_order_judge (an order of each worker's own, and plans with it) →
-reasons (what the others lose) → search (all of it, ranked).
+that the simulator likes better) → reasons (what the others lose) → search (all of it, ranked).
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fxpipe.planner.quantity import size
-from fxpipe.schedule.csv_rows import NAME as OWN
 from fxpipe.search.simulated_plan import SimulatedPlan
 
 TIE = 0.01
@@ -74,21 +73,18 @@ def _less_simple(trial: SimulatedPlan, best: SimulatedPlan) -> str:
     if trial.staleness != best.staleness:
         return f"but forwards miss {trial.staleness} update{'' if trial.staleness == 1 else 's'}"
     if complexity(trial) > complexity(best):
-        more = trial.schedule
-        if more.name == OWN:
-            return "but with an order of its own"
-        if not more.synchronous:
+        if not trial.schedule.synchronous:
             return "but without a flush"
-        several = more.several and not best.schedule.several
+        several = trial.schedule.several and not best.schedule.several
         return "but processes run several stages" if several else "but weight gradients are apart"
     held, less = size(trial.memory), size(best.memory)
     return f"but a worker holds {held} against {less}" if held != less else "and no simpler"
 
 
 def complexity(trial: SimulatedPlan) -> int:
-    """How much a schedule asks beyond forward, backward and a flush; most, an order that has no name."""
+    """How much a schedule asks beyond forward, backward and a flush."""
     schedule = trial.schedule
-    return 8 * (schedule.name == OWN) + 4 * (not schedule.synchronous) + 2 * schedule.several + schedule.weights_apart
+    return 4 * (not schedule.synchronous) + 2 * schedule.several + schedule.weights_apart
 
 
 def _ms(seconds: float) -> str:

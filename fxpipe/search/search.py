@@ -14,10 +14,8 @@ from fxpipe.planner.candidates import MODES
 from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts
 from fxpipe.planner.quantity import size
 from fxpipe.planner.search import EPSILON
-from fxpipe.schedule.csv_rows import NAME
 from fxpipe.search.candidate import PINNED, Candidate, Question, Sized, candidates
 from fxpipe.search.climb import climb
-from fxpipe.search.own_order_judge import OwnOrders
 from fxpipe.search.plans import Found, Plans
 from fxpipe.search.reasons import TIE, complexity, reason
 from fxpipe.search.simulated_plan import Judge, SimulatedPlan
@@ -62,11 +60,9 @@ def search(
 
     Every schedule is planned for every kind of cuts that it has a use for, with the memory that it needs itself; plans
     of one schedule are tried under the others, too. Those with a flush, which are not far behind and could be faster,
-    are improved further (`climb`). An order of each worker's own is tried with their cuts (`OwnOrders`), and these are
-    improved for it, too.
-    Of all within 1% of the fastest, the simplest is taken: without stale weights, with a name, without weight gradients
-    apart, with fewer kinds of cuts, with less memory. So nothing that any schedule's own plan promises is more than 1%
-    faster.
+    are improved further (`climb`).
+    Of all within 1% of the fastest, the simplest is taken: without stale weights, without weight gradients apart, with
+    fewer kinds of cuts, with less memory. So nothing that any schedule's own plan promises is more than 1% faster.
 
     More microbatches than those of `sizes` are tried as long as they may gain (`_more_may_gain`): bubbles are shorter
     then, and a microbatch saves less.
@@ -83,15 +79,15 @@ def search(
     trials: list[SimulatedPlan] = []
     refused: list[ScheduleForecast] = []
     failed: list[tuple[FxpipeError, Candidate, Sized]] = []
-    waiting, sizes = [*sizes], []
+    waiting = [*sizes]
     while waiting:
-        sizes.append(waiting.pop(0))
-        wide = _Planning(sizes[-1], question, say)
+        sized = waiting.pop(0)
+        wide = _Planning(sized, question, say)
         trials += wide.trials()
         refused += wide.refused
         failed += wide.failed
-        if not waiting and _more_may_gain(sizes[-1], trials, failed):
-            more = larger(sizes[-1].microbatches)
+        if not waiting and _more_may_gain(sized, trials, failed):
+            more = larger(sized.microbatches)
             waiting = [] if more is None else [more]
     if not trials:
         _raise(failed, question, say)
@@ -102,8 +98,6 @@ def search(
         if near and min(trial.least for trial in own) < fastest:
             say(f"{schedule}, {_counted(microbatches)}: moving cuts")
             trials += _improved(own, question)
-    for sized in sizes:
-        trials += _with_own_order([t for t in trials if t.sized is sized], question, say)
     best = simplest(trials)
     return Ranking(best, (*_rows(trials, best), *refused))
 
@@ -267,47 +261,9 @@ def _improved(own: Sequence[SimulatedPlan], question: Question) -> list[Simulate
         starts = [t for t in (*own, *found) if MODES.index(t.candidate.mode) <= MODES.index(mode)]
         starts = sorted(starts, key=lambda trial: trial.pace)[:STARTS]
         candidate = replace(starts[0].candidate, mode=mode)
-        judge = _judge(candidate, starts[0].sized, question)
-        better = climb(judge, starts, SIMULATIONS)
+        better = climb(Judge.of(candidate, starts[0].sized, question), starts, SIMULATIONS)
         found += [] if any(better is start for start in starts) else [better]
     return found
-
-
-def _judge(candidate: Candidate, sized: Sized, question: Question) -> Judge:
-    kind = OwnOrders if candidate.schedule == NAME else Judge
-    return kind.of(candidate, sized, question)
-
-
-def _with_own_order(
-    trials: Sequence[SimulatedPlan], question: Question, say: Say = lambda text: None
-) -> list[SimulatedPlan]:
-    """Trials in which each worker has an order of its own, of one number of microbatches.
-
-    They begin with the cuts of schedules with a flush and a worker on each rank, where those that have weight gradients
-    apart are compared. Where one of them takes hardly longer than the work alone, nothing can be gained.
-    """
-    named = [t for t in trials if t.schedule.synchronous and not t.schedule.several]
-    if not any(t.schedule.weights_apart for t in named) or question.workers == 1:
-        return []
-    fastest = min(t.seconds for t in trials if t.schedule.synchronous)
-    sized = named[0].sized
-    if fastest <= (1 + TIE) * min(t.partition.ideal for t in named) * sized.microbatches:
-        return []
-    say(f"{_counted(sized.microbatches)}: orders of their own")
-    own: list[SimulatedPlan] = []
-    for mode in dict.fromkeys(t.candidate.mode for t in named):
-        judge = OwnOrders.of(Candidate(NAME, sized.microbatches, mode), sized, question)
-        starts = sorted((t for t in named if t.candidate.mode == mode), key=lambda t: t.seconds)
-        cuts = {_cuts(t): t.partition for t in starts}
-        found = [judge.of_cuts(p, p.forward, p.backward, p.weights) for p in list(cuts.values())[:STARTS]]
-        own += [trial for trial in found if trial is not None]
-    if not own:
-        return []
-    if own[0].candidate.mode != PINNED:
-        own += _improved(own, question)
-    promising = sorted(own, key=lambda t: t.seconds)[:STARTS]
-    polished = [OwnOrders.of(t.candidate, sized, question).better(t) for t in promising]
-    return [*own, *polished]
 
 
 def _rows(trials: Sequence[SimulatedPlan], best: SimulatedPlan) -> list[ScheduleForecast]:

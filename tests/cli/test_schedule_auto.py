@@ -13,13 +13,10 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.schedule import SCHEDULES
 from fxpipe.search import schedules_of
 
-OWN = "csv"
-"""What rows call an order of each worker's own, which tables call `own order`."""
-
 SAME = ("--cuts", "same")
 """Which leave a search that is not what is tested the fewest cuts to try."""
 
-SYNCHRONOUS = {OWN, *(name for name, kind in SCHEDULES.items() if kind.synchronous)}
+SYNCHRONOUS = {name for name, kind in SCHEDULES.items() if kind.synchronous}
 
 
 @pytest.fixture
@@ -42,8 +39,8 @@ def test_compile_prints_the_best_and_the_three_next(model: Path) -> None:
     result = fxpipe("compile", "model.py", *QUICK, *SAME, "--synchronous", "--memory", "200MB", "--verify")
     assert result.code == 0, result.err
     table = result.out[result.out.index("schedule   ") :]
-    rows = [line.replace("own order", OWN).split() for line in table.splitlines()]
-    rows = [row for row in rows if row[:1] and row[0] in (*SCHEDULES, OWN) and row[1].isdecimal()]
+    rows = [line.split() for line in table.splitlines()]
+    rows = [row for row in rows if row[:1] and row[0] in SCHEDULES and row[1].isdecimal()]
     assert len(rows) == 4
     plan = read_plan("build")
     assert (rows[0][0], rows[0][1]) == (plan.schedule, str(plan.microbatches))
@@ -68,7 +65,7 @@ def test_a_run_needs_no_option(model: Path) -> None:
 def test_async_competes_without_synchronous(model: Path) -> None:
     said = fxpipe("compile", "model.py", *QUICK, "--schedule", "auto", "--microbatches", "2", "--json").json
     rows = {row["schedule"]: row for row in said["schedules"]}
-    assert rows.keys() - {OWN} == set(schedules_of(False))
+    assert rows.keys() == set(schedules_of(False))
     assert rows["async"]["staleness"] == 1
 
 
@@ -102,7 +99,7 @@ def test_plan_compares_schedules_of_a_model(model: Path) -> None:
     asked = ("plan", "model.py", "-n", "2", "--cost", "analytic", *SAME)
     found = fxpipe(*asked, "--compare", "--json").json
     rows = [row for row in found["schedules"] if row["seconds"] is not None]
-    assert {row["schedule"] for row in rows} - {OWN} == set(schedules_of(False))
+    assert {row["schedule"] for row in rows} == set(schedules_of(False))
     assert found["samples"] == 4
     refused = [row for row in found["schedules"] if row["seconds"] is None]
     assert [(row["schedule"], row["microbatches"]) for row in refused] == [("", 4)]  # batch norm of one sample
