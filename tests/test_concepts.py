@@ -24,7 +24,7 @@ from fxpipe.policy import sees
 from fxpipe.policy.recipe import choose
 from fxpipe.schedule import Versions, grid
 from fxpipe.schedule import make as make_schedule
-from fxpipe.simulator import Scenario, WorkerCost, simulate
+from fxpipe.simulator import Scenario, StageTime, simulate
 from fxpipe.task.model_file import load_task
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -135,7 +135,7 @@ def test_the_bubble_of_a_flush() -> None:
     for name in ("gpipe", "1f1b"):
         for workers, microbatches in ((2, 2), (3, 4), (4, 9)):
             schedule = make_schedule(name, workers, microbatches)
-            found = simulate(schedule, Scenario((WorkerCost(1.0, 2.0),) * workers), 4)
+            found = simulate(schedule, Scenario((StageTime(1.0, 2.0),) * workers), 4)
             assert found.bubble == pytest.approx((workers - 1) / (microbatches + workers - 1))
 
 

@@ -23,7 +23,7 @@ from training import FLUSHED, SYNCHRONOUS, Run
 from workloads import WORKLOADS
 
 from fxpipe.schedule import make as make_schedule
-from fxpipe.simulator.scenario import Scenario, WorkerCost
+from fxpipe.simulator.scenario import Scenario, StageTime
 from fxpipe.simulator.simulate import simulate, steady_minibatches
 
 WITHIN = 0.01  # of the synchronous result: near enough to have reached it
@@ -150,7 +150,7 @@ def speedup(method: str, workers: int, microbatches: int) -> float:
     """How many times as fast equal workers train as one of them, without messages: simulated; a backward is two F."""
     name = "async" if method not in (SYNCHRONOUS, FLUSHED) else "1f1b"
     schedule = make_schedule(name, workers, microbatches)
-    cost = WorkerCost(1 / (workers * microbatches), 2 / (workers * microbatches))
+    cost = StageTime(1 / (workers * microbatches), 2 / (workers * microbatches))
     simulated = simulate(schedule, Scenario((cost,) * workers), steady_minibatches(schedule))
     return 3 / simulated.seconds_per_minibatch
 

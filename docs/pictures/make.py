@@ -32,7 +32,7 @@ from fxpipe.schedule import Versions
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import held
 from fxpipe.schedule.order import play, read
-from fxpipe.simulator import Scenario, Simulation, WorkerCost, simulate
+from fxpipe.simulator import Scenario, Simulation, StageTime, simulate
 
 HERE = Path(__file__).parent
 CONSOLE = Console()
@@ -257,7 +257,7 @@ def simulated(name: str) -> Simulation:
     """The schedule on three equal workers whose messages cost nothing."""
     microbatches, minibatches = TIMELINES[name]
     schedule = make_schedule(name, workers=3, microbatches=microbatches)
-    whole, apart = WorkerCost(1.0, 2.0, update=0.25), WorkerCost(1.0, 1.0, update=0.25, weight=1.0)
+    whole, apart = StageTime(1.0, 2.0, update=0.25), StageTime(1.0, 1.0, update=0.25, weight=1.0)
     return simulate(schedule, Scenario((apart if schedule.weights_apart else whole,) * 3), minibatches)
 
 

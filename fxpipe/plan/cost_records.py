@@ -81,11 +81,6 @@ class WorkerSummary:
     parts: tuple[PartMemory, ...] = ()
 
     @property
-    def static_bytes(self) -> int:
-        """Held all the time: owned weights with their gradients, weight copies."""
-        return 2 * self.owned_bytes + self.copy_bytes
-
-    @property
     def time(self) -> StageTime:
         """Its times, by this estimate."""
         if self.deferred_bytes is None:
@@ -108,13 +103,17 @@ class StageTime:
 
     forward: float
     backward: float
-    update: float
+    update: float = 0.0
     weight: float = 0.0
 
     @property
     def microbatch(self) -> float:
         """Of one microbatch, all of it but the update."""
         return self.forward + self.backward + self.weight
+
+    def of(self, phase: Phase) -> float:
+        """Of one microbatch in a phase."""
+        return {"F": self.forward, "B": self.backward, "W": self.weight}[phase]
 
 
 @dataclass(frozen=True)

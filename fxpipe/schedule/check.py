@@ -96,18 +96,6 @@ def _counted(schedule: Schedule, counts: tuple[int, int], action: Action) -> tup
     return waiting, later + ((action.phase == "B") - (action.phase == "W")) * schedule.weights_apart
 
 
-def changes(schedule: Schedule, saved: float, deferred: float) -> dict[Phase, float]:
-    """By how many bytes each action of a microbatch changes what its worker keeps for the later ones.
-
-    Args:
-        saved: what the forward keeps.
-        deferred: what the backward keeps of that, or adds, for weight gradients apart.
-    """
-    if schedule.weights_apart:
-        return {"F": saved, "B": deferred - saved, "W": -deferred}
-    return {"F": saved, "B": -saved}
-
-
 def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
     """How many microbatches a worker has between F and B, and between B and W, at its fullest moments.
 

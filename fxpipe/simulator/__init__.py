@@ -6,8 +6,9 @@ inputs from a build or a partition; they are not imported here.
 
 from __future__ import annotations
 
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.simulator.result import Simulation, Span, Transfer
-from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy, WorkerCost
+from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
 from fxpipe.simulator.simulate import simulate
 from fxpipe.simulator.timeline import picture
 
@@ -17,9 +18,9 @@ __all__ = [
     "Scenario",
     "Simulation",
     "Span",
+    "StageTime",
     "Transfer",
     "WeightCopy",
-    "WorkerCost",
     "picture",
     "simulate",
 ]

@@ -9,7 +9,6 @@ from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.schedule import Async, AsyncLate
-from fxpipe.simulator.memory import peak_bytes
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import Scenario
@@ -54,12 +53,8 @@ def late_instead(plan: Plan, costs: BuildCosts, seconds: float) -> tuple[str, fl
 def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Simulation]:
     """What `forecast` simulates, and the simulation, for a build and a recipe, whose synchronous start is left out.
 
-    Its `peak_bytes` are those of `fxpipe/simulator/memory.py`, which knows more than a scenario.
-
     Raises:
         BuildError: like `forecast`.
     """
-    demand = recipe.demand
-    scenario = scenario_of(plan, costs, demand)
-    simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
-    return scenario, dataclasses.replace(simulation, peak_bytes=peak_bytes(plan, costs, demand))
+    scenario = scenario_of(plan, costs, recipe.demand)
+    return scenario, simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))

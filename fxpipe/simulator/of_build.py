@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fxpipe.errors import BuildError
-from fxpipe.plan.cost_records import EdgeTiming
+from fxpipe.plan.cost_records import EdgeTiming, StageTime
 from fxpipe.plan.spec import EdgeSpec, Phase, Plan
 from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.costs_file import BuildCosts
@@ -14,7 +14,7 @@ from fxpipe.policy.copy_messages import STEADY, CopyMessages, Filling
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule.action import Action
 from fxpipe.simulator.replica_sums import exposed_sums
-from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy, WorkerCost
+from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
 
 _AGAIN = "compile the model again"
 
@@ -22,8 +22,7 @@ _AGAIN = "compile the model again"
 def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     """What a build does on the links it was planned for, for `simulate(choose(plan, …).schedule, …)`.
 
-    Memory is weights, gradients, weight copies, and saved values for each microbatch in flight alone: all of it is in
-    `fxpipe/simulator/memory.py`. All times are divided by the speeds that the build was planned for.
+    All times are divided by the speeds that the build was planned for.
 
     Where workers have different numbers of replicas, r of them count as one that is r times as fast.
 
@@ -46,22 +45,25 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
         raise BuildError(what, hint=_AGAIN)
     sizes = CopyMessages(demand)
     timings = {timing.name: timing for timing in costs.timings}
-    workers = [_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)]
-    for worker, cost in enumerate(workers):
-        busy = plan.own_microbatches * (cost.forward + cost.backward + cost.weight) + cost.update
+    workers, sums = [], []
+    for worker in range(plan.workers):
+        time = _time(costs, worker, plan.rank_of(worker))
+        busy = plan.own_microbatches * time.microbatch + time.update
         charged, waits = (
-            exposed_sums(plan, worker, links, cost.weight or cost.backward, busy)
+            exposed_sums(plan, worker, links, time.weight or time.backward, busy)
             for links in (costs.links, replace(costs.links, copy=0.0))
         )
         turns = plan.replicas_of(worker) if plan.crossing else 1
-        times = {name: getattr(cost, name) / turns for name in ("forward", "backward", "weight")}
-        workers[worker] = replace(cost, **times, update=cost.update + charged - waits, sums=waits)
+        update = time.update + charged - waits
+        workers.append(StageTime(time.forward / turns, time.backward / turns, update, time.weight / turns))
+        sums.append(waits)
     return Scenario(
         workers=tuple(workers),
         messages=tuple(_message(edge, timings.get(edge.name)) for edge in plan.edges),
         weight_copies=tuple(copy for owner in range(plan.workers) for copy in _weight_copies(demand, sizes, owner)),
         links=costs.links.on([plan.rank_of(worker) for worker in range(plan.workers)]),
         placement=plan.placement,
+        sums=tuple(sums),
     )
 
 
@@ -77,20 +79,9 @@ def _message(edge: EdgeSpec, timing: EdgeTiming | None) -> Message:
     return sent if timing is None else replace(sent, made=timing.made, needed=timing.needed, places=timing.places)
 
 
-def _cost(costs: BuildCosts, worker: int, rank: int) -> WorkerCost:
-    row = costs.workers[worker]
-    time = costs.time(worker)
-    speed = costs.speeds[rank] if costs.speeds else 1.0
-    forward, backward, update, weight = (
-        seconds / speed for seconds in (time.forward, time.backward, time.update, time.weight)
-    )
-    return WorkerCost(
-        *(forward, backward, update),
-        static_bytes=row.static_bytes,
-        saved_bytes=row.saved_bytes,
-        weight=weight,
-        deferred_bytes=row.deferred_bytes or 0,
-    )
+def _time(costs: BuildCosts, worker: int, rank: int) -> StageTime:
+    time, speed = costs.time(worker), costs.speeds[rank] if costs.speeds else 1.0
+    return StageTime(time.forward / speed, time.backward / speed, time.update / speed, time.weight / speed)
 
 
 def _weight_copies(demand: Demand, sizes: CopyMessages, owner: int) -> Iterator[WeightCopy]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.spec import Phase
 from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.link_times import all_reduce, exposed_exchange
@@ -15,7 +16,7 @@ from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Ratios, Workers
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions, versions_of
-from fxpipe.simulator.scenario import Message, Scenario, WeightCopy, WorkerCost
+from fxpipe.simulator.scenario import Message, Scenario, WeightCopy
 
 _Key = tuple[int, Phase, int, Phase]
 PARTS = 8
@@ -26,10 +27,10 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
     """What the partition costs on these workers, for `simulate(schedule, …)`.
 
     Values between two workers that are made at about the same time count as one message. It is sent when the last of
-    them is made, and waited for when the first of them is needed. Peak memory is that of the planner.
+    them is made, and waited for when the first of them is needed.
     """
     return Scenario(
-        workers=tuple(_cost(profile, partition, workers, k, schedule) for k in range(workers.count)),
+        workers=tuple(_time(profile, partition, workers, k, schedule) for k in range(workers.count)),
         messages=tuple(_Messages(profile, partition, workers.ratios, schedule.runs_in("W")).all()),
         weight_copies=tuple(_weight_copies(profile, partition, schedule, workers.ratios.weights)),
         links=workers.links,
@@ -37,7 +38,7 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
     )
 
 
-def _cost(profile: Profile, partition: Partition, workers: Workers, k: int, schedule: Schedule) -> WorkerCost:
+def _time(profile: Profile, partition: Partition, workers: Workers, k: int, schedule: Schedule) -> StageTime:
     load = partition.loads[k]
     update = load.update * workers.microbatches
     backward, weight = load.backward + load.recompute, load.weight
@@ -47,7 +48,7 @@ def _cost(profile: Profile, partition: Partition, workers: Workers, k: int, sche
         size = sum(unit.parameter_bytes for unit in profile.units[partition.weights[k] : partition.weights[k + 1]])
         waits = exposed_exchange(workers, k, np.array([size]), np.array([1e3 * (weight or backward)]))
         update += float(waits[0]) / 1e3 + workers.links.copy * all_reduce(workers, k).copied * size
-    return WorkerCost(load.forward, backward, update, static_bytes=load.memory, weight=weight)
+    return StageTime(load.forward, backward, update, weight)
 
 
 class _Messages:

@@ -54,7 +54,6 @@ class Simulation:
         busy: each worker's seconds of compute, updates and copying.
         waited: each worker's seconds of waiting before its actions and within them.
         bubble: the share of the ranks' time in the steady state in which they are not busy.
-        peak_bytes: each worker's memory at its fullest.
     """
 
     microbatches: int
@@ -66,7 +65,6 @@ class Simulation:
     busy: tuple[float, ...]
     waited: tuple[float, ...]
     bubble: float
-    peak_bytes: tuple[float, ...]
 
     @property
     def workers(self) -> int:

@@ -8,40 +8,10 @@ from itertools import pairwise
 from math import isfinite
 
 from fxpipe.errors import ProfileError
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.spec import Phase
 from fxpipe.plan.urgency import URGENT
 from fxpipe.planner.links import Links
-
-
-@dataclass(frozen=True)
-class WorkerCost:
-    """What one worker spends.
-
-    Attributes:
-        forward, backward: of one microbatch, without messages.
-        weight: of its weight gradients, where they are apart from its backward (else they are part of that). A schedule
-            without actions for them spends it in the backward, after all else.
-        update: once per minibatch, at the end of its last action, before new weights are sent.
-        sums: from the end of a minibatch's last action until the sum over replicas is there; its update waits for that.
-        static_bytes: held all the time.
-        saved_bytes: kept by each microbatch between its forward and its backward.
-        deferred_bytes: kept by each microbatch between its backward and its weight gradients, for these.
-        temporary_bytes: held in addition while an action runs.
-    """
-
-    forward: float
-    backward: float
-    update: float = 0.0
-    static_bytes: float = 0.0
-    saved_bytes: float = 0.0
-    temporary_bytes: float = 0.0
-    weight: float = 0.0
-    deferred_bytes: float = 0.0
-    sums: float = 0.0
-
-    def seconds(self, phase: Phase) -> float:
-        """Of one microbatch in a phase."""
-        return {"F": self.forward, "B": self.backward, "W": self.weight}[phase]
 
 
 @dataclass(frozen=True)
@@ -93,22 +63,27 @@ class WeightCopy:
 class Scenario:
     """Workers, what they send each other, and the links between them.
 
-    Messages that are sent, or awaited, at the same point and place of an action keep the order given here.
+    An update comes at the end of a minibatch's last action, before new weights are sent. A schedule without actions for
+    weight gradients spends their time, where it is apart, in the backward, after all else. Messages that are sent, or
+    awaited, at the same point and place of an action keep the order given here.
 
     Attributes:
         links: between workers.
         placement: the rank of each worker; empty where each has its own. Within a rank, messages cost nothing.
+        sums: by worker, seconds from the end of a minibatch's last action until the sum over replicas is there, for
+            which its update waits; empty where nobody has replicas.
 
     Raises:
         ProfileError: costs below zero, workers that do not exist, messages against the pipeline's direction, links that
             carry nothing; all problems are listed.
     """
 
-    workers: tuple[WorkerCost, ...]
+    workers: tuple[StageTime, ...]
     messages: tuple[Message, ...] = ()
     weight_copies: tuple[WeightCopy, ...] = ()
     links: Links = field(default_factory=Links)
     placement: tuple[int, ...] = ()
+    sums: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -130,13 +105,15 @@ class Scenario:
         weights = sum(
             r.bytes for r in self.weight_copies if worker in (r.owner, r.reader) and not self.within(r.owner, r.reader)
         )
-        action = cost.forward + cost.backward + cost.weight + self.links.copy * moved
+        action = cost.microbatch + self.links.copy * moved
         return microbatches * action + cost.update + self.links.copy * weights
 
     def _of_workers(self) -> Iterator[str]:
         for worker, cost in enumerate(self.workers):
             if not all(_possible(value) for value in astuple(cost)):
                 yield f"worker {worker} costs {cost}"
+        if not all(_possible(value) for value in self.sums) or len(self.sums) not in (0, len(self.workers)):
+            yield f"sums of {len(self.workers)} workers take {self.sums}"
 
     def _of_messages(self) -> Iterator[str]:
         for m in self.messages:

@@ -89,15 +89,15 @@ def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Sc
                     point
                     for phase in PHASES
                     if schedule.runs_in(phase) == action
-                    for point in _walk(steps.get((worker, phase), []), cost.seconds(phase))
+                    for point in _walk(steps.get((worker, phase), []), time.of(phase))
                 )
                 for action in schedule.phases
             },
-            cost.update,
+            time.update,
             tuple(outgoing[worker]),
-            cost.sums,
+            scenario.sums[worker] if scenario.sums else 0.0,
         )
-        for worker, cost in enumerate(scenario.workers)
+        for worker, time in enumerate(scenario.workers)
     ]
 
 

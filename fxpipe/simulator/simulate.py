@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import ceil, isclose
 from operator import itemgetter
 
@@ -21,11 +21,10 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.urgency import URGENT
 from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.check import changes
 from fxpipe.schedule.order import play, read
 from fxpipe.simulator.channel import Channel, Stretch
 from fxpipe.simulator.result import Simulation, Span, Transfer
-from fxpipe.simulator.scenario import NEVER, Scenario, WorkerCost
+from fxpipe.simulator.scenario import NEVER, Scenario
 from fxpipe.simulator.script import Script, scripts
 
 
@@ -53,7 +52,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
         raise ScheduleError(f"the schedule has its workers on ranks {schedule.placement}, the costs elsewhere")
     if minibatches < 1:
         raise ScheduleError(f"a simulation needs at least 1 minibatch, not {minibatches}")
-    rows, own = _rows(schedule, minibatches)
+    rows, first = _rows(schedule, minibatches)
     run = _Simulator(scripts(scenario, schedule, minibatches), schedule)
     run.run(rows)
     if len(run.ends) < schedule.ranks:
@@ -62,7 +61,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     finished = [{span.action.minibatch: span.end for span in spans if span.kind != "F"} for spans in run.spans]
     seconds = max(run.ends.values())
     slow = finished if schedule.weights_apart else finished[:1]  # where no worker waits for W, a later one may lag more
-    period = max(_period(schedule, own[0], list(ends.values()), seconds) for ends in slow)
+    period = max(_period(schedule, first, list(ends.values()), seconds) for ends in slow)
     working = sum(scenario.busy(worker, schedule.microbatches) for worker in range(workers))
     return Simulation(
         microbatches=schedule.microbatches,
@@ -74,10 +73,6 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
         busy=tuple(sum(span.end - span.start for span in spans) for spans in run.spans),
         waited=tuple(run.waited),
         bubble=max(0.0, 1 - working / (schedule.ranks * period)) if period else 0.0,  # rounding is no work
-        peak_bytes=tuple(
-            cost.static_bytes + _most_kept(schedule, cost, row) + cost.temporary_bytes
-            for cost, row in zip(scenario.workers, own, strict=True)
-        ),
     )
 
 
@@ -88,11 +83,10 @@ def steady_minibatches(schedule: Schedule) -> int:
 
 
 @lru_cache(maxsize=32)
-def _rows(schedule: Schedule, minibatches: int) -> tuple[list[list[Event]], list[list[Action]]]:
-    """The rows of the ranks and those of the workers, kept for those who simulate many costs of one schedule."""
+def _rows(schedule: Schedule, minibatches: int) -> tuple[list[list[Event]], list[Action]]:
+    """The rows of the ranks and that of worker 0, kept for those who simulate many costs of one schedule."""
     rows = read(schedule, minibatches)
-    own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
-    return rows, own
+    return rows, [action for of, action in rows[schedule.placement[0]] if of == 0]
 
 
 class _Simulator:
@@ -248,9 +242,3 @@ def _period(schedule: Schedule, row: Sequence[Action], finished: Sequence[float]
         if all(isclose(a, b, rel_tol=1e-6) for a, b in zip(gaps, gaps[length:], strict=False)):
             return sum(gaps[:length]) / length
     return sum(gaps) / len(gaps)
-
-
-def _most_kept(schedule: Schedule, cost: WorkerCost, row: Iterable[Action]) -> float:
-    """The most bytes that a worker keeps for microbatches between their actions."""
-    change = changes(schedule, cost.saved_bytes, cost.deferred_bytes)
-    return max(accumulate(change[action.phase] for action in row))

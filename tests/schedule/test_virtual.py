@@ -24,7 +24,7 @@ from fxpipe.schedule import (
     grid,
     make,
 )
-from fxpipe.simulator import Scenario, WorkerCost, simulate
+from fxpipe.simulator import Scenario, StageTime, simulate
 
 V = [ZeroBubbleV, VHalf, VMin, DualPipeV]
 
@@ -109,7 +109,7 @@ def test_the_bubble_of_interleaved(ranks: int, groups: int, times: tuple[int, in
     forward, backward = times
     for virtual in (2, 3):
         schedule = make("interleaved", ranks * virtual, groups * ranks, Interleaved.usual_placement(ranks, virtual))
-        costs = (WorkerCost(forward, backward),) * schedule.workers
+        costs = (StageTime(forward, backward),) * schedule.workers
         found = simulate(schedule, Scenario(costs, placement=schedule.placement), 3)
         work = schedule.microbatches * virtual * (forward + backward)
         assert found.seconds_per_minibatch == pytest.approx(work + (ranks - 1) * (forward + backward))
@@ -117,7 +117,7 @@ def test_the_bubble_of_interleaved(ranks: int, groups: int, times: tuple[int, in
 
 def ones(schedule: Schedule) -> float:
     """The time of a minibatch in which no rank does anything, if every action takes one unit."""
-    costs = (WorkerCost(1, 1, weight=1),) * schedule.workers
+    costs = (StageTime(1, 1, weight=1),) * schedule.workers
     found = simulate(schedule, Scenario(costs, placement=schedule.placement), 3)
     return found.seconds_per_minibatch - 6 * schedule.microbatches
 

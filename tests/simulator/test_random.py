@@ -21,7 +21,7 @@ from fxpipe.planner.links import Links
 from fxpipe.schedule import SCHEDULES, Action, Schedule, make
 from fxpipe.schedule.action import Event
 from fxpipe.schedule.order import read
-from fxpipe.simulator import NEVER, Message, Scenario, Simulation, WeightCopy, WorkerCost, simulate
+from fxpipe.simulator import NEVER, Message, Scenario, Simulation, StageTime, WeightCopy, simulate
 
 Key = tuple[Any, ...]
 NAMES = {"F": "forward", "B": "backward", "W": "weight"}
@@ -208,7 +208,7 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     schedule = make(name, workers, microbatches, draw(st.sampled_from(places)) if several else ())
     small = st.integers(0, 12).map(lambda v: v / 4)
     share = st.integers(0, 4).map(lambda v: v / 4)
-    costs = draw(st.lists(st.builds(WorkerCost, small, small, small, weight=small), min_size=workers, max_size=workers))
+    costs = draw(st.lists(st.builds(StageTime, small, small, small, weight=small), min_size=workers, max_size=workers))
     messages, weight_copies = [], []
     if workers > 1:
         pair = st.tuples(st.integers(0, workers - 1), st.integers(0, workers - 1)).filter(lambda p: p[0] < p[1])
@@ -332,7 +332,7 @@ def test_64_workers_and_256_microbatches_take_seconds(name: str, microbatches: i
         for ends in ((k, "F", k + 1, "F"), (k + 1, "B", k, "B"), (k, "F", k + 1, "B"))
         for size, made, needed in ((1e6, 1.0, 0.0), (2e6, 0.5, 0.25))
     ]  # fmt: skip
-    scenario = Scenario((WorkerCost(0.01, 0.02, 0.001),) * 64, tuple(messages), (), Links(1e9, 1e-4, 3e-10))
+    scenario = Scenario((StageTime(0.01, 0.02, 0.001),) * 64, tuple(messages), (), Links(1e9, 1e-4, 3e-10))
     start = time.perf_counter()
     found = simulate(make(name, 64, microbatches), scenario, minibatches)
     assert time.perf_counter() - start < 30  # one second here; the limit only catches another order of growth

@@ -11,9 +11,11 @@ import fxpipe
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import TooLittleMemory
+from fxpipe.policy.recipe import choose
 from fxpipe.schedule import make
-from fxpipe.simulator import Scenario, WorkerCost, simulate
+from fxpipe.simulator import Scenario, StageTime, simulate
 from fxpipe.simulator.forecast import forecast, late_instead
+from fxpipe.simulator.memory import peak_bytes
 from fxpipe.simulator.replica_sums import exposed_sums
 
 
@@ -41,7 +43,7 @@ def test_what_the_backward_does_not_hide_is_waited_for() -> None:
 
 def test_a_late_update_hides_them_behind_a_minibatch() -> None:
     for sums, plainly, late in ((0.0, 4.0, 4.0), (2.0, 6.0, 4.0), (3.0, 7.0, 4.0), (5.0, 9.0, 5.0)):
-        scenario = Scenario((WorkerCost(1.0, 2.0, 1.0, sums=sums),))
+        scenario = Scenario((StageTime(1.0, 2.0, 1.0),), sums=(sums,))
         for name, expected in (("async", plainly), ("async-late", late)):
             found = simulate(make(name, 1), scenario, 24)
             assert found.seconds_per_minibatch == expected
@@ -67,7 +69,7 @@ def test_one_more_sum_of_gradients_is_held() -> None:
     build = fxpipe.lower(program, workers=1, dp=2, microbatches=1, cost="analytic", schedule="async")
     gradients = sum(p.tensor.bytes for p in build.plan.parameters)
     peaks = [
-        forecast(build.plan, build.costs, schedule=name, policy="latest").peak_bytes[0]
+        peak_bytes(build.plan, build.costs, choose(build.plan, name, "latest").demand)[0]
         for name in ("async", "async-late")
     ]
     assert peaks[1] == peaks[0] + gradients

@@ -9,18 +9,18 @@ import pytest
 
 from fxpipe.errors import ProfileError
 from fxpipe.planner.links import Links
-from fxpipe.simulator import NEVER, Message, Scenario, WeightCopy, WorkerCost
+from fxpipe.simulator import NEVER, Message, Scenario, StageTime, WeightCopy
 
-TWO = (WorkerCost(1, 2), WorkerCost(1, 2))
+TWO = (StageTime(1, 2), StageTime(1, 2))
 
 
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
         ({"workers": ()}, "at least one worker"),
-        ({"workers": (WorkerCost(-1, 2),)}, r"worker 0 costs WorkerCost\(forward=-1"),
-        ({"workers": (WorkerCost(1, float("nan")),)}, "worker 0 costs"),
-        ({"workers": (WorkerCost(1, 1, saved_bytes=float("inf")),)}, "worker 0 costs"),
+        ({"workers": (StageTime(-1, 2),)}, r"worker 0 costs StageTime\(forward=-1"),
+        ({"workers": (StageTime(1, float("nan")),)}, "worker 0 costs"),
+        ({"sums": (1.0,)}, r"sums of 2 workers take \(1.0,\)"),
         ({"messages": (Message(0, "F", 2, "F", 1),)}, r"Message\(src=0.* names a worker that is not there"),
         ({"messages": (Message(1, "F", 1, "B", 1),)}, "or one twice"),
         ({"messages": (Message(-1, "F", 1, "B", 1),)}, "names a worker that is not there"),
@@ -55,7 +55,7 @@ def test_nonsense_is_refused(fields: dict[str, Any], what: str) -> None:
 
 def test_all_problems_are_listed() -> None:
     with pytest.raises(ProfileError) as caught:
-        Scenario((WorkerCost(-1, 2), WorkerCost(1, 2)), (Message(0, "F", 5, "F", 1), Message(1, "F", 0, "F", 1)))
+        Scenario((StageTime(-1, 2), StageTime(1, 2)), (Message(0, "F", 5, "F", 1), Message(1, "F", 0, "F", 1)))
     assert str(caught.value).count(";") == 2
 
 
@@ -68,7 +68,7 @@ def test_the_links_between_workers_that_never_speak_may_be_anything() -> None:
 
 def test_a_minibatchs_busy_seconds() -> None:
     scenario = Scenario(
-        (WorkerCost(1, 2, 4), WorkerCost(8, 16), WorkerCost(32, 64)),
+        (StageTime(1, 2, 4), StageTime(8, 16), StageTime(32, 64)),
         (Message(0, "F", 1, "F", 100), Message(1, "B", 0, "B", 10)),
         (WeightCopy(1, 0, (("F", (1, 1, 1)), ("B", (0, 0, 0))), 1000),),
         Links(copy=0.5),

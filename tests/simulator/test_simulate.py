@@ -15,7 +15,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
 from fxpipe.schedule.order import play, read
-from fxpipe.simulator import NEVER, Message, Scenario, Simulation, WeightCopy, WorkerCost, simulate
+from fxpipe.simulator import NEVER, Message, Scenario, Simulation, StageTime, WeightCopy, simulate
 
 
 def shown(simulation: Simulation) -> list[str]:
@@ -32,12 +32,12 @@ def carried(simulation: Simulation) -> list[str]:
     return [f"{t.action} {t.src}>{t.dst} {t.start:g}-{t.end:g}" for t in simulation.transfers]
 
 
-def of(workers: Sequence[WorkerCost], *messages: Message, **fields: object) -> Scenario:
+def of(workers: Sequence[StageTime], *messages: Message, **fields: object) -> Scenario:
     return Scenario(tuple(workers), messages, **fields)  # type: ignore[arg-type]
 
 
-UNEQUAL = (WorkerCost(2, 4), WorkerCost(3, 5))
-ONES = (WorkerCost(1, 1), WorkerCost(1, 1))
+UNEQUAL = (StageTime(2, 4), StageTime(3, 5))
+ONES = (StageTime(1, 1), StageTime(1, 1))
 
 
 def test_free_links() -> None:
@@ -103,7 +103,7 @@ def test_both_directions_and_other_links_are_free() -> None:
         Message(1, "B", 0, "B", 1),
         Message(1, "F", 0, "B", 9),
     )
-    found = simulate(make("1f1b", 3), of([WorkerCost(1, 1)] * 3, *messages, links=Links(bandwidth=1)), 1)
+    found = simulate(make("1f1b", 3), of([StageTime(1, 1)] * 3, *messages, links=Links(bandwidth=1)), 1)
     assert carried(found) == [
         "F0 0>1 1-4",
         "F0 0>2 1-5",
@@ -116,7 +116,7 @@ def test_both_directions_and_other_links_are_free() -> None:
 
 def test_a_value_made_early_and_needed_late() -> None:
     message = Message(0, "F", 1, "F", 0, made=0.25, needed=0.5)
-    workers = (WorkerCost(4, 1), WorkerCost(4, 1))
+    workers = (StageTime(4, 1), StageTime(4, 1))
     found = simulate(make("1f1b", 2), of(workers, message, links=Links(latency=5)), 1)
     assert shown(found) == ["F0 0-4, B0 14-15", "F0 0-2, F0 6-8, B0 8-9"]
     assert (found.busy, found.waited) == ((5, 5), (10, 4))
@@ -128,7 +128,7 @@ def test_several_waits_in_one_action() -> None:
         Message(0, "F", 1, "F", 0, made=1, needed=0.25),
         Message(0, "F", 1, "F", 0, made=1, needed=0.75),
     ]
-    workers = (WorkerCost(4, 1), WorkerCost(8, 1))
+    workers = (StageTime(4, 1), StageTime(8, 1))
     found = simulate(make("1f1b", 2), of(workers, *messages, links=Links(bandwidth=0.25, latency=2)), 1)
     assert carried(found) == ["F0 0>1 2-6"]  # what has no bytes is behind it
     assert shown(found)[1] == "F0 0-2, F0 8-14, B0 14-15"
@@ -136,12 +136,12 @@ def test_several_waits_in_one_action() -> None:
 
 def test_where_one_value_arrives_and_another_is_sent_the_first_comes_first() -> None:
     messages = (Message(0, "F", 1, "F", 0, needed=0.5), Message(1, "F", 2, "F", 0, made=0.5))
-    found = simulate(make("1f1b", 3), of([WorkerCost(4, 1)] * 3, *messages, links=Links(latency=3)), 1)
+    found = simulate(make("1f1b", 3), of([StageTime(4, 1)] * 3, *messages, links=Links(latency=3)), 1)
     assert shown(found)[1:] == ["F0 0-2, F0 7-9, B0 18-19", "F0 10-14, B0 14-15"]
 
 
 def test_both_ends_copy() -> None:
-    message, workers = Message(0, "F", 1, "F", 10), (WorkerCost(2, 1), WorkerCost(2, 1))
+    message, workers = Message(0, "F", 1, "F", 10), (StageTime(2, 1), StageTime(2, 1))
     links = Links(bandwidth=5, latency=0.5, copy=0.1)
     found = simulate(make("1f1b", 2), of(workers, message, links=links), 1)
     assert carried(found) == ["F0 0>1 2-4"]
@@ -149,15 +149,15 @@ def test_both_ends_copy() -> None:
     assert (found.busy, found.waited) == ((4, 4), (5, 3.5))
     slow = simulate(make("1f1b", 2), of(workers, message, links=replace(links, bandwidth=100)), 1)
     assert shown(slow)[1] == "F0 2.5-5.5, B0 5.5-6.5"  # copying takes longer than the link
-    late = simulate(make("1f1b", 2), of((workers[0], WorkerCost(20, 1)), replace(message, needed=0.5), links=links), 1)
+    late = simulate(make("1f1b", 2), of((workers[0], StageTime(20, 1)), replace(message, needed=0.5), links=links), 1)
     assert shown(late)[1] == "F0 0-21, B0 21-22"  # long there: copied when it is needed
-    partly = simulate(make("1f1b", 2), of((workers[0], WorkerCost(8, 1)), replace(message, needed=0.5), links=links), 1)
+    partly = simulate(make("1f1b", 2), of((workers[0], StageTime(8, 1)), replace(message, needed=0.5), links=links), 1)
     assert shown(partly)[1] == "F0 0-9, B0 9-10"  # half a second of the copy is behind the arrival
     assert found.bubble == pytest.approx(1 - 8 / 18)
 
 
 def test_weights_are_waited_for_by_the_first_action_that_reads_them() -> None:
-    workers = (WorkerCost(1, 1, 0.25), WorkerCost(1, 1, 0.5))
+    workers = (StageTime(1, 1, 0.25), StageTime(1, 1, 0.5))
     links = Links(bandwidth=1)
     found = simulate(
         make("1f1b", 2, 2), of(workers, weight_copies=(WeightCopy(1, 0, (("F", (0, 0)),), 4),), links=links), 2
@@ -217,7 +217,7 @@ def test_a_worker_sends_weights_in_the_order_of_the_scenario() -> None:
 def test_at_unit_cost_it_is_the_picture_of_the_schedule(name: str, workers: int, microbatches: int) -> None:
     schedule = make(name, workers, microbatches)
     steps = play(schedule, read(schedule, 6))
-    found = simulate(schedule, of([WorkerCost(1, 1)] * workers), 6)
+    found = simulate(schedule, of([StageTime(1, 1)] * workers), 6)
     started = {(w, span.action): span.start for w, spans in enumerate(found.spans) for span in spans}
     assert started == {(step.worker, step.action): step.time for step in steps}
 
@@ -225,7 +225,7 @@ def test_at_unit_cost_it_is_the_picture_of_the_schedule(name: str, workers: int,
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("workers", "microbatches"), [(1, 1), (2, 1), (4, 2), (4, 4), (4, 32), (7, 10)])
 def test_the_bubble_of_a_flush(name: str, workers: int, microbatches: int) -> None:
-    found = simulate(make(name, workers, microbatches), of([WorkerCost(1.5, 2.75)] * workers), 5)
+    found = simulate(make(name, workers, microbatches), of([StageTime(1.5, 2.75)] * workers), 5)
     assert found.bubble == pytest.approx((workers - 1) / (microbatches + workers - 1))
     assert found.seconds_per_minibatch == pytest.approx((microbatches + workers - 1) * 4.25)
 
@@ -239,8 +239,8 @@ def test_zero_bubble_in_closed_form(times: tuple[float, float, float], workers: 
     """Table 1 of the paper: what a minibatch takes beyond its work, with as many microbatches as H2 has in flight."""
     forward, backward, weight = times
     microbatches = 2 * workers - 1
-    whole = of([WorkerCost(forward, backward + weight)] * workers)
-    apart = of([WorkerCost(forward, backward, weight=weight)] * workers)
+    whole = of([StageTime(forward, backward + weight)] * workers)
+    apart = of([StageTime(forward, backward, weight=weight)] * workers)
     bubbles = {
         name: simulate(make(name, workers, microbatches), scenario, 4).seconds_per_minibatch - microbatches * sum(times)
         for name, scenario in (("1f1b", whole), ("zb-h1", apart), ("zb-h2", apart))
@@ -251,15 +251,15 @@ def test_zero_bubble_in_closed_form(times: tuple[float, float, float], workers: 
 
 
 def test_a_bubble_of_a_third_and_none() -> None:
-    workers, costs = 4, [WorkerCost(1, 1, weight=1)] * 4
-    whole = simulate(make("1f1b", workers, 8), of([WorkerCost(1, 2)] * 4), 4)
+    workers, costs = 4, [StageTime(1, 1, weight=1)] * 4
+    whole = simulate(make("1f1b", workers, 8), of([StageTime(1, 2)] * 4), 4)
     third, none = (simulate(make(name, workers, 8), of(costs), 4) for name in ("zb-h1", "zb-h2"))
     waited = [found.bubble * found.seconds_per_minibatch for found in (whole, third, none)]
     assert waited == pytest.approx([9, 3, 0])
 
 
 def test_weight_gradients_apart() -> None:
-    found = simulate(make("zb-h1", 2, 2), of([WorkerCost(1, 2, 0.5, weight=1)] * 2), 1)
+    found = simulate(make("zb-h1", 2, 2), of([StageTime(1, 2, 0.5, weight=1)] * 2), 1)
     assert shown(found) == [
         "F0 0-1, F0.1 1-2, B0 4-6, W0 6-7, B0.1 7-9, W0.1 9-10, update 10-10.5",
         "F0 1-2, B0 2-4, F0.1 4-5, B0.1 5-7, W0 7-8, W0.1 8-9, update 9-9.5",
@@ -268,7 +268,7 @@ def test_weight_gradients_apart() -> None:
 
 
 def test_a_schedule_without_them_makes_weight_gradients_after_what_its_backward_sends() -> None:
-    found = simulate(make("1f1b", 2), of([WorkerCost(1, 2, 0.5, weight=1)] * 2), 1)
+    found = simulate(make("1f1b", 2), of([StageTime(1, 2, 0.5, weight=1)] * 2), 1)
     assert shown(found) == ["F0 0-1, B0 4-7, update 7-7.5", "F0 1-2, B0 2-5, update 5-5.5"]
 
 
@@ -276,27 +276,13 @@ def test_a_message_for_weight_gradients_alone() -> None:
     """W0 of worker 0 waits for it; the backwards do not."""
     links = Links(bandwidth=1, latency=0)
     messages = (Message(1, "B", 0, "B", 0), Message(1, "B", 0, "W", 6))
-    found = simulate(make("zb-h1", 2, 2), of([WorkerCost(1, 1, weight=1)] * 2, *messages, links=links), 1)
+    found = simulate(make("zb-h1", 2, 2), of([StageTime(1, 1, weight=1)] * 2, *messages, links=links), 1)
     assert carried(found) == ["B0 1>0 3-9", "B0.1 1>0 9-15"]
     assert shown(found)[0] == "F0 0-1, F0.1 1-2, B0 3-4, W0 9-10, B0.1 10-11, W0.1 15-16"
 
 
-def test_what_is_held_for_weight_gradients() -> None:
-    """Worker 0 holds three microbatches before B0; worker 2 one before its B, and two for their W."""
-    costs = [WorkerCost(1, 1, weight=1, static_bytes=1000, saved_bytes=100, deferred_bytes=10)] * 3
-    assert simulate(make("zb-h1", 3, 4), of(costs), 2).peak_bytes == (1300, 1210, 1120)
-    assert simulate(make("1f1b", 3, 4), of(costs), 2).peak_bytes == (1300, 1200, 1100)
-
-
-def test_peak_memory() -> None:
-    costs = [WorkerCost(1, 1, 0, 100 * (w + 1), 10, 1) for w in range(3)]
-    assert simulate(make("async", 3), of(costs), 9).peak_bytes == (131, 221, 311)
-    assert simulate(make("1f1b", 3, 2), of(costs), 2).peak_bytes == (121, 221, 311)
-    assert simulate(make("gpipe", 3, 5), of(costs), 2).peak_bytes == (151, 251, 351)
-
-
 def test_nothing_costs_anything() -> None:
-    found = simulate(make("async", 2), of([WorkerCost(0, 0)] * 2), 3)
+    found = simulate(make("async", 2), of([StageTime(0, 0)] * 2), 3)
     assert found.seconds == found.bubble == 0
     assert found.samples_per_second(1) == float("inf")
     assert [len(spans) for spans in found.spans] == [6, 6]  # every action is there all the same
@@ -308,13 +294,13 @@ def test_it_needs_no_torch() -> None:
 
 
 def test_a_short_run_of_async_is_its_own_mean() -> None:
-    found = simulate(make("async", 3), of([WorkerCost(1, 1)] * 3), 4)
+    found = simulate(make("async", 3), of([StageTime(1, 1)] * 3), 4)
     assert found.seconds_per_minibatch == found.seconds / 4
 
 
 def test_the_end_of_async_is_no_steady_state() -> None:
     """Worker 1 is slow in F: once the last F is in, the B follow each other faster."""
-    found = simulate(make("async", 2), of((WorkerCost(0, 0), WorkerCost(10, 1))), 20)
+    found = simulate(make("async", 2), of((StageTime(0, 0), StageTime(10, 1))), 20)
     assert found.seconds_per_minibatch == 11
 
 
@@ -332,7 +318,7 @@ def test_a_deadlock_of_the_rows_is_told_as_check_tells_it() -> None:
 def test_a_deadlock_for_weights() -> None:
     too_new = WeightCopy(0, 1, (("F", (0,)),), 1)
     with pytest.raises(ScheduleError, match=r"worker 1 waits at F1 for B0 of worker 0"):
-        simulate(make("async", 3), of([WorkerCost(1, 1)] * 3, weight_copies=(too_new,)), 4)
+        simulate(make("async", 3), of([StageTime(1, 1)] * 3, weight_copies=(too_new,)), 4)
 
 
 def test_a_deadlock_for_a_message() -> None:
@@ -340,7 +326,7 @@ def test_a_deadlock_for_a_message() -> None:
     rows = ("F0 B0 F1 B1", "F0 B0 F1 B1", "F0 F1 B0 B1")
     messages = (Message(0, "F", 2, "F", 1), Message(2, "B", 0, "B", 1))
     with pytest.raises(ScheduleError, match=r"worker 2 waits at F1 for F1 of worker 1"):
-        simulate(Written(3, rows=rows), of([WorkerCost(1, 1)] * 3, *messages), 2)
+        simulate(Written(3, rows=rows), of([StageTime(1, 1)] * 3, *messages), 2)
 
 
 def test_an_unlawful_schedule() -> None:

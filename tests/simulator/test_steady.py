@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
-from fxpipe.simulator import Message, Scenario, WorkerCost, simulate
+from fxpipe.simulator import Message, Scenario, StageTime, simulate
 from fxpipe.simulator.simulate import steady_minibatches
 
 
@@ -40,7 +40,7 @@ def line(
         for k, (forth, back) in enumerate(sizes)
         for m in (Message(k, "F", k + 1, "F", forth), Message(k + 1, "B", k, "B", back))
     ]
-    return Scenario(tuple(WorkerCost(*c) for c in costs), tuple(messages), (), Links(1.0, latency))
+    return Scenario(tuple(StageTime(*c) for c in costs), tuple(messages), (), Links(1.0, latency))
 
 
 @st.composite
@@ -107,7 +107,7 @@ def test_the_period_with_a_flush_is_a_minibatch_from_end_to_end() -> None:
 def test_weights_apart_go_at_the_pace_of_the_worker_that_falls_behind() -> None:
     """Worker 0 waits for no W of worker 1, and so is ahead of its pace for the first minibatches."""
     costs = ((12, 20, 1), (12, 2, 20))
-    scenario = Scenario(tuple(WorkerCost(forward, backward, weight=weight) for forward, backward, weight in costs))
+    scenario = Scenario(tuple(StageTime(forward, backward, weight=weight) for forward, backward, weight in costs))
     schedule = make("zb-h2", 2, 3)
     long = simulate(schedule, scenario, 64)
     steady = long.finished[-1] - long.finished[-2]

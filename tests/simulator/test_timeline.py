@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fxpipe.schedule import make
-from fxpipe.simulator import Scenario, Simulation, WorkerCost, picture, simulate
+from fxpipe.simulator import Scenario, Simulation, StageTime, picture, simulate
 
 
 def small() -> Simulation:
-    workers = (WorkerCost(1, 2, 1), WorkerCost(1, 2))
+    workers = (StageTime(1, 2, 1), StageTime(1, 2))
     return simulate(make("async", 2), Scenario(workers), 3)
 
 
@@ -20,7 +20,7 @@ def test_the_picture() -> None:
 
 
 def test_weight_gradients_are_capital_letters() -> None:
-    workers = (WorkerCost(1, 1, weight=1),) * 2
+    workers = (StageTime(1, 1, weight=1),) * 2
     assert picture(simulate(make("zb-h1", 2, 2), Scenario(workers), 1), width=7).splitlines() == [
         "worker 0: 01.aAbB",
         "worker 1: .0a1bAB",
@@ -38,7 +38,7 @@ def test_a_column_shows_its_middle() -> None:
 
 
 def test_microbatches_are_counted_through_and_many_workers_align() -> None:
-    simulation = simulate(make("gpipe", 11, 6), Scenario((WorkerCost(1, 1),) * 11), 2)
+    simulation = simulate(make("gpipe", 11, 6), Scenario((StageTime(1, 1),) * 11), 2)
     lines = picture(simulation, width=round(simulation.seconds)).splitlines()
     assert lines[0] == "worker  0: 012345" + 20 * "." + "abcdef678901" + 20 * "." + "ghijab"
     assert lines[10] == "worker 10: " + 10 * "." + "012345abcdef" + 20 * "." + "678901ghijab"

@@ -7,10 +7,10 @@ import pytest
 from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS, turn_of
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
-from fxpipe.simulator import Message, Scenario, Simulation, WeightCopy, WorkerCost, simulate
+from fxpipe.simulator import Message, Scenario, Simulation, StageTime, WeightCopy, simulate
 
 ONE_A_SECOND = Links(bandwidth=CHUNK)
-ONES = (WorkerCost(1, 1), WorkerCost(1, 1))
+ONES = (StageTime(1, 1), StageTime(1, 1))
 
 
 def carried(simulation: Simulation, src: int, dst: int) -> list[str]:
@@ -33,7 +33,7 @@ def test_a_weight_copy_lets_a_gradient_pass() -> None:
     """Worker 1 sends its weights after B0, at 3, and the gradient of the next microbatch at 5."""
     gradient = Message(1, "B", 0, "B", CHUNK / 2)
     weights = WeightCopy(1, 0, (("F", (4,)),), 4.5 * CHUNK, WEIGHTS)
-    costs = (WorkerCost(1, 1), WorkerCost(1, 1.25))
+    costs = (StageTime(1, 1), StageTime(1, 1.25))
     found = simulate(make("async", 2), Scenario(costs, (gradient,), (weights,), ONE_A_SECOND), 6)
     first = ["B0 3.25-3.75", "B0 3.75-5.75", "B1 5.75-6.25", "B0 6.25-8.25", "B2 8.25-8.75", "B0 8.75-9.25"]
     assert carried(found, 1, 0)[:6] == first

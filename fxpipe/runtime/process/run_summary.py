@@ -26,6 +26,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite
 from fxpipe.simulator.forecast import expect
+from fxpipe.simulator.memory import peak_bytes
 from fxpipe.typed_json import dumps
 
 if TYPE_CHECKING:
@@ -294,6 +295,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
         if (links := read_throttle(throttle, plan.processes)) is not None:
             costs = replace(costs, links=replace(links, copy=costs.links.copy))
         scenario, simulation = expect(plan, costs, recipe)
+        peaks = peak_bytes(plan, costs, recipe.demand)
     except FxpipeError as error:
         warn(f"{error.what}: there is no forecast to compare the run with")
         return None
@@ -310,9 +312,8 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
                 "forward_ms": 1e3 * cost.forward,
                 "backward_ms": 1e3 * (cost.backward + cost.weight),
                 "update_ms": 1e3 * cost.update,
-                "peak_bytes": simulation.peak_bytes[k],
-                "copy_ms": 1e3
-                * (scenario.busy(k, count) - count * (cost.forward + cost.backward + cost.weight) - cost.update),
+                "peak_bytes": peaks[k],
+                "copy_ms": 1e3 * (scenario.busy(k, count) - count * cost.microbatch - cost.update),
             }
             for k, cost in enumerate(scenario.workers)
         ],

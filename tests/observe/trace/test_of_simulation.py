@@ -10,7 +10,7 @@ from typing import Any
 from fxpipe.observe.trace.of_simulation import chrome_trace
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
-from fxpipe.simulator import Message, Scenario, Simulation, WorkerCost, simulate
+from fxpipe.simulator import Message, Scenario, Simulation, StageTime, simulate
 
 
 def run() -> Simulation:
@@ -21,7 +21,7 @@ def run() -> Simulation:
         Message(1, "F", 2, "F", 2),
         Message(2, "B", 1, "B", 1, made=0.7),
     )
-    workers = tuple(WorkerCost(0.1 * (w + 1), 0.2, 0.01) for w in range(3))
+    workers = tuple(StageTime(0.1 * (w + 1), 0.2, 0.01) for w in range(3))
     return simulate(make("async", 3), Scenario(workers, messages, (), Links(7.0, 0.001, 0.003)), 6)
 
 
@@ -50,7 +50,7 @@ def test_the_trace_is_json_without_overlaps() -> None:
 
 
 def test_the_traces_events() -> None:
-    workers = (WorkerCost(1, 2, 0.5), WorkerCost(1, 2))
+    workers = (StageTime(1, 2, 0.5), StageTime(1, 2))
     message = Message(0, "F", 1, "F", 4)
     simulation = simulate(make("1f1b", 2), Scenario(workers, (message,), (), Links(bandwidth=8)), 1)
     events = chrome_trace(simulation)["traceEvents"]
@@ -69,7 +69,7 @@ def test_the_traces_events() -> None:
 
 
 def test_messages_that_take_no_time_are_no_events() -> None:
-    scenario = Scenario((WorkerCost(1, 2),) * 2, (Message(0, "F", 1, "F", 4),))
+    scenario = Scenario((StageTime(1, 2),) * 2, (Message(0, "F", 1, "F", 4),))
     simulation = simulate(make("1f1b", 2), scenario, 1)
     assert len(simulation.transfers) == 1
     assert set(threads(chrome_trace(simulation))) == {(0, 0), (1, 0)}
