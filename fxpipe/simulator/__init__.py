@@ -1,6 +1,6 @@
 """How long a schedule takes on given workers and links; nothing is computed. Pure Python: no torch but in `of_build`.
 
-scenario (the inputs) → simulate (the run) → result → timeline (as a picture). `of_build` and `of_partition` make the
+scenario (the inputs) → simulate (the run) → result. `of_build` and `of_partition` make the
 inputs from a build or a partition; they are not imported here.
 """
 
@@ -10,7 +10,6 @@ from fxpipe.plan.cost_records import StageTime
 from fxpipe.simulator.result import Simulation, Span, Transfer
 from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
 from fxpipe.simulator.simulate import simulate
-from fxpipe.simulator.timeline import picture
 
 __all__ = [
     "NEVER",
@@ -21,6 +20,5 @@ __all__ = [
     "StageTime",
     "Transfer",
     "WeightCopy",
-    "picture",
     "simulate",
 ]

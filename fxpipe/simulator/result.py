@@ -56,7 +56,6 @@ class Simulation:
         bubble: the share of the ranks' time in the steady state in which they are not busy.
     """
 
-    microbatches: int
     spans: tuple[tuple[Span, ...], ...]
     transfers: tuple[Transfer, ...]
     finished: tuple[float, ...]
@@ -65,10 +64,6 @@ class Simulation:
     busy: tuple[float, ...]
     waited: tuple[float, ...]
     bubble: float
-
-    @property
-    def workers(self) -> int:
-        return len(self.spans)
 
     def samples_per_second(self, samples_per_minibatch: float) -> float:
         """The throughput of the steady state; `inf` if nothing costs anything."""

@@ -64,7 +64,6 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     period = max(_period(schedule, first, list(ends.values()), seconds) for ends in slow)
     working = sum(scenario.busy(worker, schedule.microbatches) for worker in range(workers))
     return Simulation(
-        microbatches=schedule.microbatches,
         spans=tuple(tuple(spans) for spans in run.spans),
         transfers=tuple(run.transfers),
         finished=tuple(finished[0].values()),

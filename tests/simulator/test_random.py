@@ -259,8 +259,8 @@ def test_stretches_are_the_messages(run: tuple[Schedule, Scenario, int]) -> None
     urgent = simulate(run[0], _all_urgent(scenario), run[2])
     found = simulate(*run)
     assert _carried_bytes(found) == _carried_bytes(urgent)
-    for src in range(found.workers):
-        for dst in range(found.workers):
+    for src in range(len(found.spans)):
+        for dst in range(len(found.spans)):
             carried = [t for t in found.transfers if (t.src, t.dst) == (src, dst)]
             assert all(a.end <= b.start for a, b in pairwise(carried))
             rate = scenario.links.bandwidth_of(src, dst)
