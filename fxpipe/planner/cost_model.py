@@ -382,7 +382,7 @@ class CostModel:
         for run in (spans.from_front, spans.from_back):  # what was computed again exists at once, for one microbatch
             temporary = temporary + np.where(run.again, run.saved, 0.0)
         owned = own.owned_factor[worker] * total(self._parameters, weight)
-        return owned + own.copy_factor * copies + frozen + kept + temporary
+        return owned + copies + frozen + kept + temporary
 
 
 def levels_of(profile: Profile) -> tuple[tuple[SavingLevel, ...], ...]:

@@ -99,27 +99,6 @@ class Partition:
         return self.lower_bound >= self.bottleneck * (1 - 1e-6)
 
 
-def partition(
-    profile: Profile,
-    workers: Workers,
-    mode: str = "bidirectional",
-    say: Callable[[str], None] = lambda text: None,
-    budget: int = BUDGET,
-) -> Partition:
-    """The partition with the smallest bottleneck that fits into every worker's memory.
-
-    Args:
-        mode: 'same' (forward, backward and W cut at the same places), 'bidirectional' (W with B), 'three-way'.
-        say: is called with what is being done, for a progress display.
-        budget: pairs of cuts that may be looked at for a proof; beyond it the result is bounded, not proved.
-
-    Raises:
-        CutError: nothing fits into the memory; the error names the least that would be enough, and the worker that is
-            over.
-    """
-    return partitions(profile, workers, (mode,), say, budget)[mode]
-
-
 def partitions(
     profile: Profile,
     workers: Workers,
@@ -131,7 +110,9 @@ def partitions(
     """The partitions of several modes; each search starts from the results of the narrower ones.
 
     Args:
-        budget: as for `partition`.
+        modes: of 'same' (forward, backward and W cut at the same places), 'bidirectional' (W with B) and 'three-way'.
+        say: is called with what is being done, for a progress display.
+        budget: pairs of cuts that may be looked at for a proof; beyond it the result is bounded, not proved.
         rounds: the most rounds of improvement if a plan is not proved to be the best.
 
     Raises:

@@ -41,7 +41,6 @@ class Workers:
         owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
         owned_ms: milliseconds at speed 1 for each byte of an owned weight, by worker, once a minibatch: what the policy
             does to it beside the optimizer's update.
-        copy_factor: bytes of memory for each byte of a weight copy.
         ratios: of what travels.
         replicas: processes of each worker, which do its microbatches in turn; empty means one each. Speeds and memory
             are those of each process, and `in_flight` and `deferred` count what one process holds.
@@ -61,7 +60,6 @@ class Workers:
     in_flight: tuple[int, ...] = ()
     owned_factor: tuple[float, ...] = ()
     owned_ms: tuple[float, ...] = ()
-    copy_factor: float = 1.0
     ratios: Ratios = field(default_factory=Ratios)
     deferred: tuple[int, ...] = ()
     recompute: Recomputation = "none"

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged_plans import check_against_brute_force, profiles, ratios, settings_of_workers
+from judged_plans import check_against_brute_force, partition, profiles, ratios, settings_of_workers
 
 from fxpipe.planner.links import Links
-from fxpipe.planner.partition import partition
 from fxpipe.planner.profile import Profile, Unit, Value
 from fxpipe.planner.workers import Workers
 from fxpipe.schedule import make
@@ -56,7 +55,6 @@ def odd_workers(draw: st.DrawFn) -> Workers:
         in_flight=tuple(draw(st.integers(1, 4)) for _ in range(count)),
         owned_factor=tuple(draw(number) for _ in range(count)),
         owned_ms=tuple(draw(st.sampled_from([0.0, 0.05, 0.2])) for _ in range(count)),
-        copy_factor=draw(number),
         ratios=draw(ratios()),
     )
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from judged_plans import partition
 from torch import nn
 
 import fxpipe
 from fxpipe.planner.links import Links
-from fxpipe.planner.partition import Partition, of_cuts, partition
+from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Workers

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judged_plans import profiles, ratios
+from judged_plans import partition, profiles, ratios
 
 from fxpipe.errors import CutError
 from fxpipe.planner.cost_model import CostModel
@@ -19,7 +19,7 @@ from fxpipe.planner.forecast import minibatch_seconds, notation
 from fxpipe.planner.link_times import all_reduce
 from fxpipe.planner.links import Links
 from fxpipe.planner.machines import Machines
-from fxpipe.planner.partition import TooLittleMemory, of_cuts, of_rows, partition
+from fxpipe.planner.partition import TooLittleMemory, of_cuts, of_rows
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
 from fxpipe.planner.replicated import replicated_partitions
 from fxpipe.planner.setting import Setting

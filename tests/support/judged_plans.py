@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fxpipe.planner.links import Links
-from fxpipe.planner.partition import Partition, TooLittleMemory, partition
+from fxpipe.planner.partition import Partition, TooLittleMemory, partitions
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
 from fxpipe.planner.workers import Ratios, Workers
 
@@ -75,6 +75,11 @@ def ratios(draw: st.DrawFn) -> Ratios:
     """Of values that travel as they are, or of some that are packed."""
     packed = st.sampled_from([0.02, 0.25, 0.5, 1.0])
     return draw(st.sampled_from([Ratios(), Ratios(draw(packed), draw(packed), draw(packed), draw(packed))]))
+
+
+def partition(profile: Profile, workers: Workers, mode: str = "bidirectional") -> Partition:
+    """The planner's partition of one kind."""
+    return partitions(profile, workers, (mode,))[mode]
 
 
 def check_against_brute_force(profile: Profile, workers: Workers, mode: str) -> None:

@@ -157,7 +157,7 @@ def price(
     spent = (busy + from_front[1] + from_back[1]) / speed + 1e3 * links.copy * (sum(arriving) + sent)
 
     span = set(range(min(weight), max(weight) + 1)) if weight else set()
-    memory = workers.owned_factor[k] * parameters(weight) + workers.copy_factor * sum(copies_in)
+    memory = workers.owned_factor[k] * parameters(weight) + sum(copies_in)
     memory += sum(units[i].frozen_bytes for i in read)
     kept = to_front[0] + to_back[0] + from_back[0]
     memory += workers.in_flight[k] * kept + workers.in_flight[max(k - 1, 0)] * from_front[0]
