@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Muon, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import fxpipe
-from fxpipe.costs.optimizer import optimizer_bytes
+from fxpipe.costs.optimizer import optimizer_costs
 from fxpipe.errors import PolicyError, TaskError
 
 WIDTH = 8
@@ -178,6 +178,6 @@ def test_the_memory_of_every_parts_state_is_counted() -> None:
     named = [(name, p.detach()) for name, p in model().named_parameters()]
     matrices = sum(p.nbytes for _, p in named if p.dim() == 2)
     rest = sum(p.nbytes for _, p in named) - matrices
-    found = optimizer_bytes(named, two(Muon, AdamW))
+    found = optimizer_costs(named, two(Muon, AdamW), timed=False, bandwidth=1.0).state_bytes
     steps = 3 * 4  # AdamW's count of each tensor's updates
     assert found * (matrices + rest) == pytest.approx(matrices + 2 * rest + steps, abs=steps)

@@ -71,29 +71,16 @@ def _computed(state: float, momentum: bool, bandwidth: float) -> OptimizerCosts:
     return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, momentum, policy)
 
 
-def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:
-    """Bytes of optimizer state for each byte of parameters: 1.0 for SGD with momentum, 2.0 for Adam.
+def _state(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, bool, StepMemory]:
+    """The bytes of state for each byte of parameters, whether every group has momentum, and what a step holds.
 
     Every parameter takes part, made smaller if necessary, so that one without state, or of another group, counts as
     much as in the model.
-
-    Args:
-        parameters: names and tensors; only shapes and dtypes are looked at. What the optimizer does not choose has no
-            state.
-        device: where the sample is; None means the tensors' own.
-
-    Raises:
-        TaskError: the optimizer fails.
     """
-    return _state(parameters, optimizer, device)[0]
-
-
-def _state(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> tuple[float, bool, StepMemory]:
-    """The bytes of state for each byte of parameters, whether every group has momentum, and what a step holds."""
     total = sum(t.nbytes for _, t in parameters)
     if not total:
         return 0.0, False, StepMemory()
-    sample = _sample(parameters, [t.numel() * min(1.0, STATE_SAMPLE / total) for _, t in parameters], device)
+    sample = _sample(parameters, [t.numel() * min(1.0, STATE_SAMPLE / total) for _, t in parameters])
     made = _stepped(sample, optimizer)
     if made is None:
         return 0.0, False, StepMemory()
@@ -130,29 +117,18 @@ def _step_memory(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
     return StepMemory(max(0.0, held[1] / max(largest.nbytes, 1) - of_all), of_all)
 
 
-def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:
-    """Seconds that the optimizer's step takes for each byte of parameters, with the threads that torch has now.
+def _timed(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, PolicyTimes]:
+    """The seconds of a step, and of what policies do, for each byte of parameters, with the threads that torch has now.
 
     Timed on up to 16 MB of tensors like the model's own: every n-th of them, with large ones made smaller.
-
-    Args:
-        parameters, device: as for `optimizer_bytes`.
-
-    Raises:
-        TaskError: the optimizer fails.
     """
-    return _timed(parameters, optimizer, device)[0]
-
-
-def _timed(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> tuple[float, PolicyTimes]:
-    """The seconds of a step, and of what policies do, for each byte of parameters."""
     sizes = [t.numel() for _, t in parameters]
     if not sum(t.nbytes for _, t in parameters):
         return 0.0, PolicyTimes()
     wanted = [min(n, TIME_SAMPLE // 4 // t.element_size()) for n, (_, t) in zip(sizes, parameters, strict=True)]
     bytes_wanted = sum(n * t.element_size() for n, (_, t) in zip(wanted, parameters, strict=True))
     every = max(1, -(-bytes_wanted // TIME_SAMPLE))
-    sample = _sample(parameters[::every], wanted[::every], device)
+    sample = _sample(parameters[::every], wanted[::every])
     made = _stepped(sample, optimizer)
     if made is None:
         return 0.0, PolicyTimes()
@@ -204,11 +180,11 @@ def _policy_work(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
     yield feed_back
 
 
-def _sample(parameters: Named, numels: Iterable[float], device: str | None) -> list[tuple[str, nn.Parameter]]:
+def _sample(parameters: Named, numels: Iterable[float]) -> list[tuple[str, nn.Parameter]]:
     """Parameters under the same names, with at most the given numbers of elements (at least one), and gradients."""
     made = []
     for (name, tensor), numel in zip(parameters, numels, strict=True):
-        place = device or ("cpu" if tensor.is_meta else tensor.device)
+        place = "cpu" if tensor.is_meta else tensor.device
         parameter = nn.Parameter(torch.zeros(shrunk(tensor.shape, numel), dtype=tensor.dtype, device=place))
         parameter.grad = torch.full_like(parameter, 1e-3)
         made.append((name, parameter))
