@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
-from fxpipe.schedule.action import Action, Event
+from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import label_of, picture_of, play, read, timeline
 from fxpipe.schedule.replicas import unreceived_of_replica
-from fxpipe.schedule.versions import versions_of
 
 
 @dataclass(frozen=True)
@@ -31,17 +29,17 @@ class Report:
     grid: str
 
 
-def check(schedule: Schedule, minibatches: int, start: int = 0, copies: Sequence[tuple[int, int]] = ()) -> Report:
+def check(schedule: Schedule, minibatches: int, start: int = 0) -> Report:
     """Prove that the schedule of `minibatches` minibatches from `start` on is lawful and runs to its end.
 
-    Every worker does every action once, F before its B, B before its W, each kind in order, and nothing deadlocks, even
-    if readers wait for the weights of `copies`, which are (owner, reader) pairs. Linear in the number of actions.
+    Every worker does every action once, F before its B, B before its W, each kind in order, and nothing deadlocks.
+    Linear in the number of actions.
 
     Raises:
         ScheduleError: the schedule is unlawful; the picture in the message marks the offending actions: `>F3<`.
     """
     rows = read(schedule, minibatches, start)
-    steps = play(schedule, rows, _weights(schedule, copies, start)) if copies else play(schedule, rows)
+    steps = play(schedule, rows)
     own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
     return Report(
         in_flight=tuple(_at_once(row, "B") for row in own),
@@ -143,18 +141,3 @@ def _at_once(row: Iterable[Action], last: Phase) -> int:
         now += (action.phase == "F") - (action.phase == last)
         most = max(most, now)
     return most
-
-
-def _weights(schedule: Schedule, copies: Sequence[tuple[int, int]], start: int) -> Callable[[int, Action], list[Event]]:
-    """The owner's updates that each action waits for: those that made the versions it reads."""
-    for pair in copies:
-        if not all(0 <= worker < schedule.workers for worker in pair):
-            raise ScheduleError(f"weight copy {pair} names a worker that does not exist: there are {schedule.workers}")
-    versions = versions_of(schedule)
-    owners = {reader: [o for o, r in copies if r == reader] for _, reader in copies}
-
-    def needs(worker: int, action: Action) -> list[Event]:
-        made = [(owner, versions.version(action, worker, owner, start)) for owner in owners.get(worker, ())]
-        return [(o, schedule.update_of(v - 1)) for o, v in made if v > start]
-
-    return needs

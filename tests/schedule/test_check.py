@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from written_schedule import Written, WrittenApart
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Action, Async, Versions, check, grid, make
+from fxpipe.schedule import Action, Async, check, grid, make
 from fxpipe.schedule.check import held, moments
 
 
@@ -122,34 +120,3 @@ def test_the_grid_aligns_wide_labels_and_many_workers() -> None:
     lines = grid(Async(11), 1, label=lambda worker, action: f"{action}@{worker}").splitlines()
     assert lines[0].startswith("worker  0: F0@0  ..    ..")
     assert lines[10].endswith("..    F0@10 B0@10")
-
-
-@given(
-    st.sampled_from(["gpipe", "1f1b", "async", "zb-h1", "zb-h2"]),
-    st.integers(1, 6),
-    st.integers(1, 4),
-    st.integers(1, 9),
-)
-def test_copies_are_there_when_they_are_needed(name: str, workers: int, microbatches: int, minibatches: int) -> None:
-    schedule = make(name, workers, 1 if name == "async" else microbatches)
-    pairs = [(owner, reader) for owner in range(workers) for reader in range(workers)]
-    without = check(schedule, minibatches, start=5)
-    found = check(schedule, minibatches, start=5, copies=pairs)
-    assert (found.in_flight, found.held) == (without.in_flight, without.held)
-    if not schedule.weights_apart:  # of whose updates no other worker would hear before it needs them
-        assert found == without
-
-
-@pytest.mark.parametrize("owner", [0, 1])
-def test_waiting_for_a_version_that_is_too_new_deadlocks(monkeypatch: pytest.MonkeyPatch, owner: int) -> None:
-    """Were F0 to want its own minibatch's update, it would wait for what only comes after it."""
-    monkeypatch.setattr(Versions, "lag", lambda *_: -1)
-    reader = 1 - owner
-    with pytest.raises(ScheduleError, match=f"worker {reader} waits at F0 for B0 of worker {owner}"):
-        check(Async(2), 2, copies=[(owner, reader)])
-
-
-@pytest.mark.parametrize("pair", [(2, 0), (0, 2), (-1, 0)])
-def test_a_weight_copy_on_a_worker_that_is_not_there(pair: tuple[int, int]) -> None:
-    with pytest.raises(ScheduleError, match=r"there are 2"):
-        check(Async(2), 2, copies=[pair])
