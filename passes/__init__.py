@@ -28,7 +28,6 @@ from fxpipe.passes.whole_loss import WholeLoss
 
 from fxpipe.ir.transform import Pass
 from fxpipe.planner.cuts import Cuts
-from fxpipe.planner.device import CPU, Device
 
 COMMAND = "fxpipe.compile(...)"
 """What the stages' headers name if no command made them."""
@@ -37,15 +36,13 @@ COMMAND = "fxpipe.compile(...)"
 def default_passes(
     cuts: Cuts,
     split_backward: bool = False,
-    device: Device = CPU,
-    command: str = COMMAND,
     microbatches: int = 1,
     encode: Encode | None = None,
 ) -> list[Pass]:
     """Captured program in, stage files out, for given cuts and with computed costs."""
     whole_loss = WholeLoss(microbatches) if microbatches > 1 else None
     front = front_passes(split_backward, whole_loss)
-    return [*front, Cost(device=device), *wiring_passes(cuts), *emitting_passes(command, encode)]
+    return [*front, Cost(), *wiring_passes(cuts), *emitting_passes(encode=encode)]
 
 
 def front_passes(

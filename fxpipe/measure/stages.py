@@ -58,8 +58,6 @@ def measure_stages(
     optimizer: OptimizerHook | None = None,
     threads: int | None = None,
     repeats: int | None = None,
-    schedule: str | None = None,
-    policy: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[StageTime, ...]:
     """Each worker's times, in this process; the build and the random state stay as they are.
@@ -72,7 +70,6 @@ def measure_stages(
         optimizer: as for a run; default SGD(lr=0.01, momentum=0.9).
         threads: CPU threads of one worker; by default its share of the cores, as in a run.
         repeats: minibatches that are measured, however long they take; by default up to 50, as `BUDGET` allows.
-        schedule, policy: None means the build's own.
         say: is called with the stage that is being timed.
 
     Raises:
@@ -81,7 +78,7 @@ def measure_stages(
     """
     plan = build.plan
     device = torch.device(plan.device)
-    recipe = choose(plan, schedule, policy)
+    recipe = choose(plan)
     leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)
     cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
     with (

@@ -116,12 +116,10 @@ def test_one_replica_is_timed_alone(options: dict[str, Any]) -> None:
     assert all(t.forward > 0 and t.backward > 0 and t.update > 0 for t in times)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
-def test_weight_gradients_apart_are_timed_where_they_are_actions(schedule: str) -> None:
+def test_weight_gradients_apart_are_timed() -> None:
     build = build_of("gpt", 2, schedule="zb-h1", microbatches=4)
-    times = measure_stages(build, batch_of("gpt"), threads=1, repeats=1, schedule=schedule)
-    assert [time.weight > 0 for time in times] == [schedule == "zb-h1"] * 2
-    assert all(time.forward > 0 and time.backward > 0 and time.update > 0 for time in times)
+    times = measure_stages(build, batch_of("gpt"), threads=1, repeats=1)
+    assert all(time.forward > 0 and time.backward > 0 and time.weight > 0 and time.update > 0 for time in times)
 
 
 def test_updates_that_wait_for_other_workers_are_timed() -> None:
