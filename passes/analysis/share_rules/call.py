@@ -195,12 +195,26 @@ def reduced(call: OperatorCall, count: int) -> set[int]:
     return {d % max(count, 1) for d in (given if isinstance(given, (list, tuple)) else [given])}
 
 
-def permuted(call: OperatorCall) -> list[int]:
-    """Of permute, transpose and t: which dimension of the argument each dimension of the result is."""
-    count = len(call.shape())
+def moved(call: OperatorCall) -> list[int | None]:
+    """Where each dimension of the argument is in the result: of permute, unsqueeze, squeeze, select and reductions.
+
+    None if it goes.
+    """
+    shape, after = call.shape(call.tensors[0]), len(call.shape())
+    places: list[int | None] = list(range(len(shape)))
     if call.name == "permute":
-        return [d % count for d in call.get("dims")]
-    order = list(range(count))
-    one, other = (0, count - 1) if call.name == "t" else (call.get("dim0") % count, call.get("dim1") % count)
-    order[one], order[other] = order[other], order[one]
-    return order
+        order = [d % after for d in call.get("dims")]
+        return [order.index(d) for d in range(after)]
+    if call.name in ("transpose", "t"):
+        one, other = (0, after - 1) if call.name == "t" else (call.get("dim0") % after, call.get("dim1") % after)
+        places[one], places[other] = other, one
+        return places
+    if call.name == "unsqueeze":
+        at = call.get("dim") % after
+        return [d + (d >= at) for d in range(len(shape))]
+    gone = reduced(call, len(shape))
+    if call.name == "squeeze":
+        gone = {d for d in gone if shape[d] == 1}
+    if argument(call, "keepdim"):
+        return places
+    return [None if d in gone else d - sum(g < d for g in gone) for d in range(len(shape))]

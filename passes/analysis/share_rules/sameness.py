@@ -17,8 +17,8 @@ from fxpipe.passes.analysis.share_rules.call import (
     OperatorCall,
     alike,
     argument,
+    moved,
     period,
-    permuted,
     reduced,
 )
 from fxpipe.passes.analysis.whole_call import whole_shape
@@ -39,9 +39,7 @@ def same_of(call: OperatorCall) -> Any:
     pointwise = is_pointwise(call.node)
     if call.name == "cat" and (blocks := _blocks(call)):
         return blocks
-    if all(call.known(n) is UNIFORM for n in tensors) and (
-        pointwise or any(call.name in names.split() for names in _KEEPS_UNIFORM)
-    ):
+    if all(call.known(n) is UNIFORM for n in tensors) and (pointwise or call.name in _KEEPS_UNIFORM):
         return UNIFORM
     rule = _elements if pointwise else _DIMS.get(call.name)
     dims = rule(call, [alike(call.known(n), len(call.shape(n))) for n in tensors]) if rule else set()
@@ -158,24 +156,12 @@ def _expand(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     return {d for d in range(len(call.shape())) if d < missing or shape[d - missing] == 1 or d - missing in dims[0]}
 
 
-def _permute(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    return {place for place, d in enumerate(permuted(call)) if d in dims[0]}
-
-
-def _unsqueeze(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    at = call.get("dim") % len(call.shape())
-    return {at} | {d + (d >= at) for d in dims[0]}
-
-
-def _without(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    """Some dimensions go: those of a reduction without keepdim, of select and squeeze."""
-    shape = call.shape(call.tensors[0])
-    gone = reduced(call, len(shape))
-    if call.name == "squeeze":
-        gone = {d for d in gone if shape[d] == 1}
-    if argument(call, "keepdim"):
-        return set(dims[0]) | gone
-    return {d - sum(g < d for g in gone) for d in dims[0] if d not in gone}
+def _moved(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    """Dimensions change places; new ones, and those that a reduction keeps, are of size 1."""
+    places = moved(call)
+    made = set(range(len(call.shape()))) - set(places)
+    kept = reduced(call, len(places)) if argument(call, "keepdim") else set()
+    return made | kept | {at for d, at in enumerate(places) if at is not None and d in dims[0]}
 
 
 def _cat(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
@@ -234,58 +220,16 @@ def _table(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     return set(dims[1])
 
 
-_FILLED = [
-    "ones",
-    "zeros",
-    "full",
-    "empty",
-    "new_ones",
-    "new_zeros",
-    "new_full",
-    "new_empty",
-    "ones_like",
-    "zeros_like",
-    "full_like",
-    "empty_like",
-]
-_FILLED += [
-    "scalar_tensor",
-    "empty_strided",
-    "rand",
-    "randn",
-    "rand_like",
-    "randn_like",
-    "randint",
-    "randint_like",
-    "fill",
-]
-_KEEPS_UNIFORM = [
-    "clone",
-    "_to_copy",
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "expand",
-    "permute",
-    "transpose",
-    "t",
-    "squeeze",
-    "unsqueeze",
-    "select",
-]
-_KEEPS_UNIFORM += [
-    "slice",
-    "repeat",
-    "unbind",
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "native_dropout",
-    "bernoulli",
-    "normal",
-    "sum",
-    "mean",
-]
+_FILLED = {
+    "ones", "zeros", "full", "empty", "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like",
+    "full_like", "empty_like", "scalar_tensor", "empty_strided", "rand", "randn", "rand_like", "randn_like", "randint",
+    "randint_like", "fill",
+}  # fmt: skip
+_KEEPS_UNIFORM = {
+    "clone", "_to_copy", "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "squeeze",
+    "unsqueeze", "select", "slice", "repeat", "unbind", "split", "split_with_sizes", "chunk", "native_dropout",
+    "bernoulli", "normal", "sum", "mean",
+}  # fmt: skip
 _PERIODS: dict[str, Callable[[OperatorCall], dict[int, int]]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _periods_of_view),
     **dict.fromkeys(("expand", "repeat"), _periods_of_copies),
@@ -296,9 +240,7 @@ for _rule, _names in (
     (_elements, "_prelu_kernel hardswish floor_divide complex polar"),
     (_view, "view _unsafe_view reshape _reshape_alias"),
     (_expand, "expand repeat"),
-    (_permute, "permute transpose t"),
-    (_unsqueeze, "unsqueeze"),
-    (_without, "select unbind squeeze sum mean amax amin max min argmax argmin any all"),
+    (_moved, "permute transpose t unsqueeze select unbind squeeze sum mean amax amin max min argmax argmin any all"),
     (_cat, "cat"),
     (_stack, "stack"),
     (_product, "mm addmm bmm baddbmm"),

@@ -14,8 +14,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     aligned,
     alike,
     is_same,
-    permuted,
-    reduced,
+    moved,
     unknown,
     without_rows,
 )
@@ -45,48 +44,26 @@ def _expand(call: OperatorCall) -> Known:
     return Rows(dim, known.outer)
 
 
-def _permute(call: OperatorCall) -> Known:
+def _moved(call: OperatorCall) -> Known:
     known: Known = call.known(call.tensors[0])
     if not isinstance(known, Rows):
         return known
-    return Rows(permuted(call).index(known.dim), known.outer)
+    at = moved(call)[known.dim]
+    if at is not None:
+        return Rows(at, known.outer)
+    one = "drops the dimension of the batch, which is of size 1 here"
+    return call.lost(one if call.name == "squeeze" else "takes one sample of the batch")
 
 
-def _squeeze(call: OperatorCall) -> Known:
+def _slice(call: OperatorCall) -> Known:
     source = call.tensors[0]
     known: Known = call.known(source)
-    if not isinstance(known, Rows):
-        return known
-    shape = call.shape(source)
-    gone = {d for d in reduced(call, len(shape)) if shape[d] == 1}
-    if known.dim in gone:
-        return call.lost("drops the dimension of the batch, which is of size 1 here")
-    return Rows(known.dim - sum(d < known.dim for d in gone), known.outer)
-
-
-def _unsqueeze(call: OperatorCall) -> Known:
-    known: Known = call.known(call.tensors[0])
-    if not isinstance(known, Rows):
-        return known
-    dim = call.get("dim") % len(call.shape())
-    return Rows(known.dim + (dim <= known.dim), known.outer)
-
-
-def _select(call: OperatorCall) -> Known:
-    source = call.tensors[0]
-    known: Known = call.known(source)
-    if not isinstance(known, Rows):
-        return known
     dim = call.get("dim") % len(call.shape(source))
-    if call.name == "slice" and dim == known.dim:
-        begin, end, _ = slice(call.get("start"), call.get("end")).indices(call.shape(source)[dim])
-        blocks = _blocks(call, begin, end) if call.get("step") == 1 else None
-        return blocks or call.lost("takes some samples of the batch")
-    if call.name == "slice":
+    if not isinstance(known, Rows) or dim != known.dim:
         return known
-    if dim == known.dim:
-        return call.lost("takes one sample of the batch")
-    return Rows(known.dim - (dim < known.dim), known.outer)
+    begin, end, _ = slice(call.get("start"), call.get("end")).indices(call.shape(source)[dim])
+    blocks = _blocks(call, begin, end) if call.get("step") == 1 else None
+    return blocks or call.lost("takes some samples of the batch")
 
 
 def _index_select(call: OperatorCall) -> Known:
@@ -215,10 +192,8 @@ def _scatter(call: OperatorCall) -> Known:
 RULES: tuple[tuple[Rule, str], ...] = (
     (_view, "view _unsafe_view reshape _reshape_alias unflatten flatten"),
     (_expand, "expand"),
-    (_permute, "permute transpose t"),
-    (_squeeze, "squeeze"),
-    (_unsqueeze, "unsqueeze"),
-    (_select, "select slice unbind"),
+    (_moved, "permute transpose t squeeze unsqueeze select unbind"),
+    (_slice, "slice"),
     (_index_select, "index_select"),
     (_split, "split split_with_sizes chunk"),
     (_cat, "cat stack"),

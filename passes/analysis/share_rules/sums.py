@@ -15,9 +15,9 @@ from fxpipe.passes.analysis.share_rules.call import (
     OperatorCall,
     Rule,
     aligned,
-    argument,
     by_elements,
     made_of_totals,
+    moved,
     not_linear,
     operator_of,
     reduced,
@@ -186,15 +186,13 @@ def _reduction(over_batch: Share | None) -> Rule:
             if known in (SUM, MEAN) and over_batch is not None and _keeps(call, source):
                 return known
             return without_rows(call) or not_linear(call)
-        shape = call.shape(source)
-        dims = reduced(call, len(shape))
-        if known.dim in dims:
+        if known.dim in reduced(call, len(call.shape(source))):
             if over_batch is None:
                 return call.lost("is not a sum or a mean, and goes over the samples of the batch")
             return over_batch
-        if argument(call, "keepdim"):
-            return known
-        return Rows(known.dim - sum(d < known.dim for d in dims), known.outer)
+        at = moved(call)[known.dim]
+        assert at is not None
+        return Rows(at, known.outer)
 
     return rule
 
