@@ -12,7 +12,7 @@ TREE := $(VENV)/check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-slow test-one test-tiny zoo ports compat check wheel bench clean
+.PHONY: help venv browser demo test test-slow test-all seconds test-one test-tiny zoo ports compat check wheel bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,15 +42,21 @@ demo: venv ## compile a GPT for two workers and train it, in minutes
 
 # --dist worksteal: each of the two takes half of the files in order, and whoever ends first takes from the other.
 # An empty PYTHONDONTWRITEBYTECODE lets pytest keep the tests as it has rewritten them: else each of the two does so anew.
-test: export PYTHONDONTWRITEBYTECODE =
-test: venv ## run the quick tests, on two cores in 20 minutes
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
+TESTS = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Where time is short, as in CI, which files are left out differs from commit to commit.
-test-slow: export PYTHONDONTWRITEBYTECODE =
-test-slow: venv ## run the slow tests, on two cores in 50 minutes; or as many as begin WITHIN=2400 seconds
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal \
-		$(if $(WITHIN),--within $(WITHIN) --shuffle "$$(git rev-parse HEAD)")
+test: venv ## run the quick tests, on two cores in minutes
+	$(TESTS) -m 'not slow' --budgets
+
+# Where time is short, as in CI, the slow tests of what changed come first; which others are left out differs from
+# day to day.
+test-slow: venv ## run the slow tests; or as many as begin WITHIN=900 seconds, those of changed rooms first
+	$(TESTS) -m slow $(if $(WITHIN),--within $(WITHIN) --shuffle "$$(git log -1 --format=%cs)" --first "$$($(BIN)/python tests/changed.py)")
+
+test-all: venv ## run all tests, on two cores in less than an hour
+	$(TESTS) --hypothesis-profile ci
+
+seconds: venv ## run all tests, and write what each takes into tests/seconds.json
+	$(TESTS) --write-seconds
 
 test-one: venv ## run T=tests/passes/test_defer.py, or with any arguments of pytest: T='tests/ir -k law -x'
 	$(BIN)/python -m pytest $(T)

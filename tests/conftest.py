@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from seconds import Seconds
 from warm import Popen, forking
 
 from fxpipe.runtime.process import worker_processes
@@ -25,7 +26,18 @@ BEGUN = time.monotonic()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test later than this: skip the rest")
     parser.addoption("--shuffle", metavar="SEED", help="play the files in an order that follows from this")
+    parser.addoption(
+        "--first", metavar="FOLDERS", default="", help="play these first, such as 'tests/cli tests/passes'"
+    )
+    parser.addoption("--write-seconds", action="store_true", help="write what each test takes into tests/seconds.json")
+    parser.addoption("--budgets", action="store_true", help="fail where a folder takes longer than it may")
     parser.addoption("--rewrite", action="store_true", help="write golden texts anew: read the difference then")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    writes, holds = config.getoption("--write-seconds"), config.getoption("--budgets")
+    if (writes or holds) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Seconds(writes, holds))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,7 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         paths = sorted({item.path for item in items})
         random.Random(seed).shuffle(paths)
         place = {path: number for number, path in enumerate(paths)}
-        items.sort(key=lambda item: place[item.path])
+        first = [config.rootpath / folder for folder in config.getoption("--first").split()]
+        items.sort(key=lambda item: (not any(map(item.path.is_relative_to, first)), place[item.path]))
 
 
 @pytest.hookimpl(tryfirst=True)

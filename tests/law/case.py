@@ -1,0 +1,106 @@
+"""A case of the law: one value on every axis, what is legal, and the options that ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+STEPS = 7
+"""Minibatches of a run: more than an epoch, and enough for predictions on the first of four workers."""
+
+SEVERAL = {"interleaved": 2, "zb-v": 2, "v-half": 2, "v-min": 2, "dualpipev": 2}
+"""Schedules with so many workers in each process."""
+
+WITHOUT_FLUSH = ("async", "async-late")
+APART = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipev")
+"""Schedules with weight gradients as actions of their own."""
+
+
+def axis(*values: Any, slow: tuple[Any, ...] = ()) -> Any:
+    """A field whose first value is the plain one; `slow` ones are for the slow cases alone."""
+    return field(default=values[0], metadata={"values": values, "slow": slow})
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compiled and how it is run.
+
+    Attributes:
+        cuts: 'same' for forward and backward, backward's 'later' or 'earlier', 'random' (F, B and W apart, empty parts,
+            recomputed runs), or what the planner chooses: 'planned', 'three-way'.
+        replicas: 'two' of each worker, '2,1' (more of the first worker), 'shard' (two that share out the optimizer),
+            'outer' (two that train apart) and 'delayed' (with an outer step applied one later).
+        shapes: 'last' (an epoch's last batch is smaller), 'new' (its stages are made during the run), 'padded'.
+        stop: the run saves checkpoints, and another goes on from the one after so many steps. 0: neither.
+        processes: a worker in each, as torchrun starts them.
+    """
+
+    model: str = axis("chain", "gpt", "gpt-dropout", "conv", "lstm", "function", "dict", "texts")
+    workers: int = axis(2, 3, 4, 1)
+    cuts: str = axis("same", "later", "earlier", "random", "planned", "three-way")
+    schedule: str = axis("1f1b", "gpipe", "async", "async-late", "zb-h1", "zb-h2", "interleaved", "zb-v", "v-min",
+                         slow=("v-half", "dualpipev"))  # fmt: skip
+    microbatches: int = axis(2, 1, 4)
+    replicas: str = axis("one", "two", "2,1", "shard", "outer", "delayed")
+    policy: str = axis("default", "latest", "stash", "vertical", "2bw", "2bw+predict", "spectrain+decay", "pipeoptim",
+                       "pipeoptim+keep", "xpipe", "lwp", "latest+ef")  # fmt: skip
+    optimizer: str = axis("momentum", "nesterov", "sgd", "adamw", "own", "two")
+    rate: str = axis("constant", "falling", "epoch")
+    clip: bool = axis(False, True)
+    average: bool = axis(False, True)
+    codec: str = axis("none", "bf16", "int8", "gradient=topk:0.2", "gradient=lowrank:2")
+    recompute: str = axis("none", "full")
+    precision: str = axis("float64", "bf16", "fp16", slow=("float32",))
+    engine: str = axis("eager", slow=("onnxruntime", "inductor"))
+    evaluation: str = axis("none", "end", "often")
+    shapes: str = axis("one", "last", "new", "padded")
+    stop: int = axis(0, 2, 4)
+    processes: bool = axis(False, True)
+
+    @property
+    def flushes(self) -> bool:
+        return self.schedule not in WITHOUT_FLUSH
+
+    @property
+    def dp(self) -> int:
+        """How many replicas share each minibatch out."""
+        return 1 if self.replicas in ("one", "2,1") else 2
+
+    @property
+    def parts(self) -> int:
+        """Microbatches of a minibatch, over all replicas."""
+        return self.microbatches * self.dp
+
+    @property
+    def batch(self) -> int:
+        """Samples of a minibatch."""
+        return 8
+
+    @property
+    def ranks(self) -> int:
+        """Processes of a pipeline."""
+        return self.workers // SEVERAL.get(self.schedule, 1)
+
+    @property
+    def total(self) -> int:
+        """Processes in all."""
+        return self.ranks + 1 if self.replicas == "2,1" else self.ranks * self.dp
+
+    def __str__(self) -> str:
+        """Values that are not the plain ones; `of_text` is its inverse."""
+        found = [
+            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        ]
+        return " ".join(found) or "plain"
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(Case)}
+AXES: dict[str, tuple[Any, ...]] = {name: f.metadata["values"] for name, f in FIELDS.items()}
+SLOW: dict[str, tuple[Any, ...]] = {name: (*AXES[name], *f.metadata["slow"]) for name, f in FIELDS.items()}
+
+
+def of_text(text: str) -> Case:
+    """Read `str(case)`."""
+    pairs = [part.split("=", 1) for part in text.split() if part != "plain"]
+    return Case(**{name: {str(v): v for v in SLOW[name]}[value] for name, value in pairs})

@@ -1,0 +1,157 @@
+"""What a case trains where there is a flush: eager PyTorch on the whole batch, without fxpipe."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+from case import STEPS, Case
+from product import CLIP, DECAY, OUTER_EVERY, Outcome
+from task import RATES, Task, as_list, cycled
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import _pytree as pytree
+
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+
+
+class Trained:
+    """A model in training, with all that belongs to it."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        self.case, self.task, self.model = case, Task(case), model
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [p for _, p in named]
+        self.optimizers = as_list(self.task.optimizer(named))
+        made = [RATES[case.rate](optimizer) for optimizer in self.optimizers] if case.rate != "constant" else []
+        self.schedulers = [each[0] if isinstance(each, tuple) else each for each in made]
+        self.epoch = len(self.task.train_data())
+        self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) if case.average else None
+
+    def step(self, parts: list[Any], number: int) -> float:
+        """One update by the mean of the losses of so many equal parts; that mean."""
+        losses = []
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for part in parts:
+            with _cast(self.case):
+                loss = self.task.loss(self.model, part)
+            (loss / len(parts)).backward()
+            losses.append(float(loss.detach()))
+        if self.case.clip:
+            nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.case.rate == "falling" or (number + 1) % self.epoch == 0:
+            for scheduler in self.schedulers:
+                scheduler.step()
+        return sum(losses) / len(losses)
+
+    def average(self) -> None:
+        """Take the weights after an update into their average."""
+        if self.averaged is not None:
+            self.averaged.update_parameters(self.model)
+
+
+def trained(case: Case) -> Outcome:
+    """The run in eager PyTorch: on whole batches, or on parts where a batch norm sees one at a time."""
+    if case.replicas in ("outer", "delayed"):
+        return _apart(case)
+    run = Trained(case, Task(case).model())
+    losses = []
+    for m, batch in enumerate(cycled(run.task.train_data(), STEPS)):
+        losses.append(run.step(_parts(case, batch), m))
+        run.average()
+    return _left(case, run, losses)
+
+
+def _parts(case: Case, batch: Any) -> list[Any]:
+    return _split(batch, case.parts) if case.model == "conv" else [batch]
+
+
+def _split(batch: Any, count: int) -> list[Any]:
+    leaves, structure = pytree.tree_flatten(batch)
+    columns = [leaf.chunk(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    return [pytree.tree_unflatten(list(row), structure) for row in zip(*columns, strict=True)]
+
+
+def _joined(parts: list[Any]) -> Any:
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+
+
+def _apart(case: Case) -> Outcome:
+    """Replicas that train apart, and outer steps by Nesterov's momentum over the mean of what they changed."""
+    first = Task(case).model()
+    runs = [Trained(case, copy.deepcopy(first)) for _ in range(case.dp)]
+    common = [p.detach().clone() for p in runs[0].parameters]
+    outer = SGD([nn.Parameter(c) for c in common], OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
+    shared: list[Tensor] = outer.param_groups[0]["params"]
+    begun: list[list[Tensor]] | None = None
+    losses = []
+
+    def apply(weights: list[list[Tensor]]) -> None:
+        for place, parameter in enumerate(shared):
+            parameter.grad = torch.stack([parameter.detach() - own[place] for own in weights]).mean(0)
+        outer.step()
+
+    def now() -> list[list[Tensor]]:
+        return [[p.detach().clone() for p in run.parameters] for run in runs]
+
+    def go_on(since: list[list[Tensor]] | None) -> None:
+        for r, run in enumerate(runs):
+            for place, parameter in enumerate(run.parameters):
+                done = 0 if since is None else parameter.detach() - since[r][place]
+                parameter.data.copy_(shared[place].detach() + done)
+
+    for m, batch in enumerate(cycled(runs[0].task.train_data(), STEPS)):
+        parts = _split(batch, case.parts)
+        shares = [parts[r :: case.dp] for r in range(case.dp)]
+        found = [
+            run.step(own if case.model == "conv" else [_joined(own)], m) for run, own in zip(runs, shares, strict=True)
+        ]
+        losses.append(found[0])
+        if (m + 1) % OUTER_EVERY == 0:
+            if case.replicas == "outer":
+                apply(now())
+                go_on(None)
+            else:
+                if begun is not None:
+                    apply(begun)
+                    go_on(begun)
+                begun = now()
+        runs[0].average()
+    if begun is not None:
+        apply(begun)
+        go_on(begun)
+    if STEPS % OUTER_EVERY:  # the end is an outer step out of turn, of what was trained since the last one
+        apply(now())
+        go_on(None)
+    return _left(case, runs[0], losses)
+
+
+def _left(case: Case, run: Trained, losses: list[float]) -> Outcome:
+    averages = dict(run.averaged.module.named_parameters()) if run.averaged is not None else {}
+    found = {name: value.detach() for name, value in run.model.state_dict().items()}
+    metrics = {} if case.evaluation == "none" else evaluated(case, run.model)
+    return Outcome(losses, found, {n: v.detach() for n, v in averages.items()}, [], metrics)
+
+
+def evaluated(case: Case, model: nn.Module) -> dict[str, float]:
+    """The mean over samples of each metric, without autocast."""
+    task, model = Task(case), copy.deepcopy(model).eval()
+    with torch.no_grad():
+        rows = [(_samples(batch), task.metrics(model, batch)) for batch in task.eval_data()]
+    total = sum(count for count, _ in rows)
+    return {name: sum(count * float(row[name]) for count, row in rows) / total for name in rows[0][1]}
+
+
+def _samples(batch: Any) -> int:
+    return max(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _cast(case: Case) -> Any:
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast("cpu", kinds[case.precision]) if case.precision in kinds else contextlib.nullcontext()

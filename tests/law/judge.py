@@ -1,0 +1,148 @@
+"""The laws: what a case trains is what its references train.
+
+- With a flush: eager PyTorch on the whole batch, to rounding.
+- Without one: the papers' rules by hand (`papers`), for the chain of layers whose weights and updates they know.
+- Stopped and resumed, and a worker in each process: the bits of the run in one piece, in one process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import eager
+import papers
+from case import STEPS, Case
+from product import DECAY, Outcome, compiled, places, run_here, run_in_processes, runs_of
+from task import LAYERS, Task, cycled, falling
+
+RELATIVE = {"float64": 1e-9, "float32": 2e-4, "bf16": 2e-2, "fp16": 2e-3}
+LOSSES = 2e-6
+"""Losses are written in float32."""
+
+PINNED = ("same", "later", "earlier")
+
+
+def references(case: Case) -> list[str]:
+    """By what a case can be judged."""
+    found = []
+    if case.flushes and case.model != "gpt-dropout" and case.codec in ("none", "bf16", "int8"):
+        found.append("eager")
+    if not case.flushes and _by_hand(case):
+        found.append("papers")
+    if case.stop or case.processes:
+        found.append("bits")
+    return found
+
+
+def _by_hand(case: Case) -> bool:
+    """Whether `papers` knows all that the case asks for."""
+    same_weights = case.policy in ("stash", "vertical", "2bw", "2bw+predict", "pipeoptim+keep")  # in F and in B
+    return (
+        case.model == "chain"
+        and case.cuts in (("same",) if "+ef" in case.policy else PINNED)
+        and case.replicas == "one"
+        and case.codec == "none"
+        and case.precision == "float64"
+        and not case.clip
+        and (case.recompute == "none" or same_weights)  # B computes again with its own weights
+        and case.policy != "default"
+        and case.shapes in ("one", "last")
+    )
+
+
+def faults(case: Case, folder: Path) -> list[str]:
+    """In words, where a case is not what its references are; empty if the law holds.
+
+    Raises:
+        FxpipeError: the case is refused.
+    """
+    kinds = references(case)
+    assert kinds, f"nothing judges {case}"
+    compiled(case, folder)
+    whole = run_here(runs_of(replace(case, stop=0), folder)[0])
+    found = []
+    if "bits" in kinds:
+        runs = [replace(options, out=f"{options.out}-again") for options in runs_of(case, folder)]
+        if case.stop:
+            runs[1] = replace(runs[1], resume=str(runs[1].resume).replace("/stopped/", "/stopped-again/"))
+        if case.processes:
+            again = run_in_processes(runs, case.total, folder)
+        else:
+            again = [run_here(options) for options in runs][-1]
+        found += [f"bits: {text}" for text in again.same_bits(whole)]
+    if "eager" in kinds:
+        found += [f"eager: {text}" for text in _differences(case, whole, eager.trained(case))]
+    if "papers" in kinds:
+        found += [f"papers: {text}" for text in _differences(case, whole, _papers(case))]
+    return found
+
+
+def _differences(case: Case, found: Outcome, expected: Outcome) -> list[str]:
+    lossy = case.codec != "none"
+    limit = 0.1 if lossy else RELATIVE[case.precision]
+    wrong = []
+    for step, (mine, its) in enumerate(zip(found.losses, expected.losses, strict=True), 1):
+        if not math.isclose(mine, its, rel_tol=max(limit, LOSSES)):
+            wrong.append(f"loss of step {step}: {mine}, not {its}")
+    own_statistics = case.model == "conv" and case.replicas != "one"  # each replica's batch norms see its own samples
+    for name, value in () if own_statistics else expected.evaluation.items():
+        if not math.isclose(found.evaluation[name], value, rel_tol=max(limit, LOSSES)):
+            wrong.append(f"metric {name}: {found.evaluation[name]}, not {value}")
+    for mine, its in () if lossy else ((found.weights, expected.weights), (found.averages, expected.averages)):
+        for name, value in its.items():
+            if not value.is_floating_point() or (own_statistics and "running_" in name):
+                continue
+            off = (mine[name].double() - value.double()).norm() / max(float(value.double().norm()), 1e-3)
+            if not off <= limit:
+                wrong.append(f"{name}: off by {float(off):.1e}")
+    return wrong
+
+
+def _papers(case: Case) -> Outcome:
+    task = Task(case)
+    model = task.model()
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    late = int(case.schedule == "async-late")
+    policy = papers.Policy(case.policy, case.workers, case.microbatches, late)
+    forward, backward = ([bisect.bisect_right(at, place) for place in range(LAYERS)] for at in places(case))
+    layers = []
+    for place in range(LAYERS):
+        delay = -(-(case.workers - 1 - backward[place]) // case.microbatches) + late
+        first = papers.Layer(state[f"layers.{place}.0.weight"], state[f"layers.{place}.0.bias"])
+        rules = tuple(_rule(case, kind) for kind in ("weight", "bias"))
+        layers.append(papers.Trained([first], [rules], delay if "+ef" in case.policy else 0))  # type: ignore[list-item]
+    losses = papers.train(policy, layers, forward, backward, cycled(task.train_data(), STEPS))
+    for place, layer in enumerate(layers):
+        state[f"layers.{place}.0.weight"], state[f"layers.{place}.0.bias"] = layer.history[-1]
+    model.load_state_dict(state)
+    averages = {}
+    for place, layer in enumerate(layers) if case.average else ():
+        for part in ("weight", "bias"):
+            mean = getattr(layer.history[1], part)
+            for version in layer.history[2:]:
+                mean = DECAY * mean + (1 - DECAY) * getattr(version, part)
+            averages[f"layers.{place}.0.{part}"] = mean
+    evaluated = {} if case.evaluation == "none" else eager.evaluated(case, model)
+    return Outcome(losses, state, averages, [], evaluated)
+
+
+def _rule(case: Case, part: str) -> papers.Rule:
+    def rate(first: float) -> papers.Rate:
+        if case.rate == "falling":
+            return lambda update: first * falling(update)
+        return (lambda update: first * 0.5 ** (update // 3)) if case.rate == "epoch" else (lambda update: first)
+
+    made: dict[str, Any] = {
+        "momentum": lambda: papers.Momentum(rate(0.05), weight_decay=1e-3),
+        "nesterov": lambda: papers.Momentum(rate(0.05), nesterov=True),
+        "sgd": lambda: papers.Plain(rate(0.1), 0.1),
+        "adamw": lambda: papers.AdamW(rate(0.02), 0.2, (0.8, 0.9)),
+        "own": lambda: papers.Softsign(rate(0.01)),
+        "two": lambda: papers.Momentum(rate(0.05)) if part == "weight" else papers.AdamW(rate(0.01), 0.01),
+    }
+    rule: papers.Rule = made[case.optimizer]()
+    return rule

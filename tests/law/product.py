@@ -1,0 +1,265 @@
+"""A case as its user has it: a model file that is compiled, and run in this process or in several."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from case import STEPS, Case
+from fxpipe.cli.cost_options import CostOptions
+from fxpipe.cli.model_build import build_model
+from random_cuts import legal_cuts, with_units
+from safetensors.torch import load_file
+from task import MODELS, Task
+from torch import Tensor
+from torch.distributed import TCPStore
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe.ir.program import Program
+from fxpipe.lowering import evaluation, minibatch_loss
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.planner.links import Links
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.task.batch import split
+from fxpipe.task.model_options import ModelOptions
+
+CLIP, DECAY = 0.5, 0.7
+OUTER_EVERY = 3
+FAST = Links(bandwidth=1e12)
+"""Cuts that differ are worth their messages."""
+
+MODEL_FILE = """
+import sys
+sys.path[:0] = {paths}
+from case import of_text
+from task import Task
+globals().update(Task(of_text({case!r})).hooks())
+"""
+
+
+def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
+    """Captures what was not captured before: most cases differ in what comes after, and this is the slow part."""
+    known: dict[Any, Any] = {}
+
+    def captured(model: Any, step: Any, batch: Any, **more: Any) -> Any:
+        leaves = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in pytree.tree_leaves(batch)]
+        task: Task = step.__self__
+        key = (task.case.model, task.case.precision, step.__name__, str(leaves), str(more))
+        if key not in known:
+            known[key] = capture(model, step, batch, **more)
+        return known[key]
+
+    return captured
+
+
+minibatch_loss.capture = _once(minibatch_loss.capture)
+evaluation.capture_evaluation = _once(evaluation.capture_evaluation)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left: losses by step, the trained weights, its lines without times, metrics of the last weights."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    averages: dict[str, Tensor]
+    lines: list[dict[str, Any]]
+    evaluation: dict[str, float]
+
+    def same_bits(self, other: Outcome) -> list[str]:
+        """In words, what is not the other's."""
+        pairs = [
+            *((f"step {step}", *both) for step, both in enumerate(zip(self.losses, other.losses, strict=False), 1)),
+            *(("a line", *both) for both in zip(self.lines, other.lines, strict=False)),
+            ("the number of lines", len(self.lines), len(other.lines)),
+            ("the metrics", self.evaluation, other.evaluation),
+        ]
+        found = [f"{what}: {mine} is not {its}" for what, mine, its in pairs if mine != its]
+        for mine, its in ((self.weights, other.weights), (self.averages, other.averages)):
+            if mine.keys() != its.keys():
+                found.append(f"weights: {sorted(mine.keys() ^ its.keys())} in one of them alone")
+            found += [name for name in mine.keys() & its.keys() if not _same(mine[name], its[name])]
+        return found
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def compiled(case: Case, folder: Path) -> None:
+    """Write the model file, and its build next to it."""
+    here = Path(__file__).parent
+    path = folder / "model.py"
+    path.write_text(MODEL_FILE.format(paths=[str(here), str(here.parent / "support")], case=str(case)))
+    asked = compile_options(case)
+    with redirect_stderr(StringIO()):
+        build_model(str(path), ModelOptions(), asked, CostOptions()).build.save(folder / "build", model_file=path)
+
+
+def compile_options(case: Case) -> CompileOptions:
+    """What the case asks of a compile."""
+    asked: dict[str, Any] = {
+        "workers": case.ranks,
+        "schedule": case.schedule,
+        "microbatches": case.microbatches,
+        "cost": "analytic",
+        "threads": 1,
+        "policy": None if case.policy == "default" else case.policy,
+        "codec": case.codec,
+        "recompute": case.recompute,
+        "backend": case.engine,
+        "autocast": case.precision if case.precision in ("bf16", "fp16") else None,
+        "scan": 2 if case.shapes == "new" else 8,
+        "accept_optimizer_per_worker": True,
+        **_cuts(case),
+    }
+    if case.replicas == "2,1":
+        asked["replicas"] = (2, *[1] * (case.ranks - 1))
+    elif case.replicas != "one":
+        asked["dp"] = 2
+    if case.replicas == "shard":
+        asked["shard"] = "optimizer"
+    if case.replicas in ("outer", "delayed"):
+        asked |= {"outer": "diloco", "outer_every": OUTER_EVERY, "outer_delay": int(case.replicas == "delayed")}
+    return CompileOptions(**{name: value for name, value in asked.items() if value is not None})
+
+
+def _cuts(case: Case) -> dict[str, Any]:
+    if case.cuts == "planned":
+        return {"links": FAST}
+    if case.cuts == "three-way":
+        return {"cuts": "three-way", "links": FAST}
+    if case.cuts == "random":
+        program = units_of(case.model, case.precision, case.parts, case.batch)
+        return {"cuts": legal_cuts(program, case.workers, f"{case.model}/{case.workers}"), "split_backward": True}
+    paths, (forward, backward) = MODELS[case.model].paths, places(case)
+    return {"forward_at": tuple(paths[a] for a in forward), "backward_at": tuple(paths[a] for a in backward)}
+
+
+def places(case: Case) -> tuple[list[int], list[int]]:
+    """Before which of the model's paths forward and backward are cut, where the case pins both."""
+    count, shift = len(MODELS[case.model].paths), {"same": 0, "later": 1, "earlier": -1}[case.cuts]
+    last = count - case.workers
+    at = [min(1 + (k * (count - 2)) // case.workers, last + k) for k in range(1, case.workers)]
+    return at, [min(max(a + shift, 1 + k), last + k + 1) for k, a in enumerate(at)]
+
+
+@functools.cache
+def units_of(model: str, precision: str, parts: int, batch: int) -> Program:
+    """The step on one microbatch, with the units that cuts are numbers of."""
+    task = Task(Case(model=model, precision=precision))
+    made = task.model()
+    batch, autocast = split(task.train_data()[0], parts)[0], precision if precision in ("bf16", "fp16") else None
+    return with_units(fxpipe.capture(made, task.loss, batch, autocast=autocast), parts)
+
+
+def run_options(case: Case, folder: Path, out: str, **more: Any) -> RunOptions:
+    """What the case asks of a run that is not interrupted."""
+    return RunOptions(
+        str(folder / "build"),
+        out=str(folder / out),
+        **{
+            "steps": STEPS,
+            "seed": 3,
+            "threads": 1,
+            "clip_norm": CLIP if case.clip else None,
+            "ema": DECAY if case.average else None,
+            "eval_every": 2 if case.evaluation == "often" else None,
+            "new_shapes": 8 if case.shapes == "new" else None,
+            "loss_scale": 1024.0,
+            **more,
+        },
+    )
+
+
+def runs_of(case: Case, folder: Path) -> list[RunOptions]:
+    """The runs that the case asks for, in their order; the last one's outcome counts."""
+    if not case.stop:
+        return [run_options(case, folder, "out")]
+    first = run_options(case, folder, "stopped", checkpoint_every=str(case.stop), keep=STEPS)
+    saved = folder / "stopped" / "checkpoints" / f"step-{case.stop}"
+    more = {"eval_every": first.eval_every, "new_shapes": first.new_shapes}
+    return [first, RunOptions(first.build, out=str(folder / "out"), steps=STEPS, threads=1, resume=str(saved), **more)]
+
+
+def run_here(options: RunOptions) -> Outcome:
+    """Train with all workers in this process."""
+    assert options.out is not None
+    shutil.rmtree(options.out, ignore_errors=True)
+    with redirect_stderr(StringIO()):
+        return outcome(run_local(options), Path(options.out))
+
+
+def run_in_processes(runs: list[RunOptions], processes: int, folder: Path) -> Outcome:
+    """Train with a worker in each of as many processes as torchrun would start, one run after the other."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "fxpipe.runtime.process.rank", "product"])
+    stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    listed = [(store.port, options.to_json()) for store, options in zip(stores, runs, strict=True)]
+    started = [context.Process(target=_work, args=(rank, processes, listed, folder)) for rank in range(processes)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(120)
+    codes = [process.exitcode for process in started]
+    for process in started:
+        process.kill()
+    said = "\n".join((folder / f"stderr_{rank}").read_text() for rank in range(processes))
+    assert codes == [0] * processes, f"exit codes {codes}\n{said}"
+    assert runs[-1].out is not None
+    return outcome(json.loads((folder / f"summary_{len(runs) - 1}.json").read_text()), Path(runs[-1].out))
+
+
+def _work(rank: int, processes: int, runs: list[tuple[int, str]], folder: Path) -> None:
+    from fxpipe.runtime.process.end_process import end_process
+    from fxpipe.runtime.process.rank import join
+
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with (folder / f"stderr_{rank}").open("w") as file, redirect_stderr(file):
+        for number, (port, text) in enumerate(runs):
+            os.environ["MASTER_PORT"] = str(port)
+            summary = join(RunOptions.from_json(text))
+            if summary is not None:
+                (folder / f"summary_{number}.json").write_text(json.dumps(summary))
+    end_process(0)
+
+
+TIMES = ("time", "seconds", "samples_per_second", "eta", "ms")
+
+
+def outcome(summary: dict[str, Any], out: Path) -> Outcome:
+    """What a run left in its folder, without what its times decide."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    kept = [{name: value for name, value in line.items() if not name.endswith(TIMES)} for line in lines]
+    averaged = out / "ema.safetensors"
+    return Outcome(
+        [line["loss"] for line in lines if "loss" in line],
+        load_file(out / "model.safetensors"),
+        load_file(averaged) if averaged.is_file() else {},
+        kept,
+        summary.get("evaluation", {}),
+    )
+
+
+def uninterrupted(case: Case) -> Case:
+    """The same training in one piece, in one process."""
+    return replace(case, stop=0, processes=False)

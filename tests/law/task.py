@@ -1,0 +1,224 @@
+"""What a case trains: the hooks of its model file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import padded_texts
+import small_models
+import torch
+from case import Case
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+EPOCH = 3
+"""Batches of an epoch."""
+
+LAYERS = 6
+WIDTHS = (4, 5)
+
+
+class Chain(nn.Module):
+    """What the direct simulation of `papers` computes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = [(WIDTHS[k % 2], WIDTHS[(k + 1) % 2]) for k in range(LAYERS)]
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in pairs])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _squared(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def _pairs(size: int) -> Any:
+    return torch.randn(size, WIDTHS[0]), torch.rand(size, WIDTHS[LAYERS % 2]) - 0.5
+
+
+class Skips(nn.Module):
+    """Batch norm, so buffers with new values; and values that jump over stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GELU())
+        self.down = nn.Sequential(nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.GELU())
+        self.middle = nn.Conv2d(6, 6, 3, padding=1)
+        self.up = nn.ConvTranspose2d(12, 4, 2, stride=2)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.stem(x)
+        b = self.down(a)
+        c = self.up(torch.cat([F.gelu(self.middle(b)), b], 1))
+        return self.head(torch.cat([c, a], 1).mean((2, 3)))
+
+
+class Functions(nn.Module):
+    """Backwards of one's own, and blocks that backward computes again: reentrant ones and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(3)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = small_models.ScaledSquare.apply(self.first(x))
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(x + checkpoint(block, x, use_reentrant=i % 2 == 1))
+        return self.head(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 6)
+        self.layers = nn.ModuleList([nn.LSTM(6, 6, batch_first=True)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.head(x[:, -1])
+
+
+def _class_of(name: str) -> small_models.Case:
+    return small_models.CASES[name]
+
+
+def _words(size: int) -> Any:
+    return torch.randint(0, 17, (size, 2)), torch.randint(0, 5, (size,))
+
+
+CLASSIFY, IMAGES, VECTORS = _class_of("conv").loss, _class_of("conv").batch, _class_of("function").batch
+STEP = (_class_of("gpt").loss, _class_of("gpt").batch)
+GPT = ("tok", "blocks.0", "blocks.1", "head")
+FUNCTIONS = ("first", "blocks.0", "blocks.1", "blocks.2", "head")
+MODELS = {
+    case.name: case
+    for case in (
+        small_models.Case("chain", Chain, _squared, _pairs, tuple(f"layers.{i}" for i in range(LAYERS))),
+        small_models.Case("gpt", lambda: small_models.GPT(depth=2), *STEP, GPT),
+        small_models.Case("gpt-dropout", lambda: small_models.GPT(depth=2, dropout=0.2), *STEP, GPT),
+        small_models.Case("conv", Skips, CLASSIFY, IMAGES, ("stem", "down", "middle", "up", "head")),
+        small_models.Case("lstm", Recurrent, CLASSIFY, _words, ("embed", "layers.0", "head")),
+        small_models.Case("function", Functions, CLASSIFY, VECTORS, FUNCTIONS),
+        _class_of("dict"),
+        small_models.Case("texts", padded_texts.Reader, padded_texts.loss,
+                          lambda size: padded_texts.batch_of(8, samples=size),
+                          ("embed", "query", "key", "value", "norm", "head")),
+    )
+}  # fmt: skip
+
+
+class Own(Optimizer):
+    """Not of torch.optim: each weight goes by a softened sign of its gradient."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * parameter.grad / (0.1 + parameter.grad.abs())
+
+
+OPTIMIZERS: dict[str, Callable[[list[Any]], Any]] = {
+    "momentum": lambda named: SGD([p for _, p in named], lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda named: SGD([p for _, p in named], lr=0.05, momentum=0.9, nesterov=True),
+    "sgd": lambda named: SGD([p for _, p in named], lr=0.1, weight_decay=0.1),
+    "adamw": lambda named: AdamW([p for _, p in named], lr=0.02, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2),
+    "own": lambda named: Own([p for _, p in named], lr=0.01),
+    "two": lambda named: two(named),
+}
+RATES: dict[str, Callable[[Optimizer], Any]] = {
+    "falling": lambda optimizer: LambdaLR(optimizer, falling),
+    "epoch": lambda optimizer: (StepLR(optimizer, 1, 0.5), "epoch"),
+}
+
+
+def two(named: list[Any]) -> list[Optimizer]:
+    """One for matrices and one for vectors, where a worker has any."""
+    matrices, vectors = [p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim <= 1]
+    made = [SGD(matrices, lr=0.05, momentum=0.9)] if matrices else []
+    return [*made, *([AdamW(vectors, lr=0.01, eps=1e-3)] if vectors else [])]
+
+
+def falling(step: int) -> float:
+    return 1 / (1 + 0.3 * step)
+
+
+class Task:
+    """The hooks of a case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.of = case, MODELS[case.model]
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        made = self.of.model()
+        return made.double() if self.case.precision == "float64" else made
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.of.loss(model, batch)
+
+    def train_data(self) -> list[Any]:
+        if self.case.shapes == "padded":
+            lengths = (5, 8, 6, 3, 7, 12)
+            return [padded_texts.batch_of(n, seed, samples=8) for seed, n in enumerate(lengths)]
+        size = self.case.batch
+        sizes = {"last": [size, size, size // 2], "new": [size] * 3 + [size // 2] + [size] * 2}.get(self.case.shapes)
+        torch.manual_seed(1)
+        return [self._typed(self.of.batch(n)) for n in sizes or [size] * EPOCH]
+
+    def eval_data(self) -> list[Any]:
+        torch.manual_seed(2)
+        return [self._typed(self.of.batch(n)) for n in (self.case.batch, self.case.batch // 2)]
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": self.of.loss(model, batch)}
+
+    def optimizer(self, named: list[Any]) -> Any:
+        return OPTIMIZERS[self.case.optimizer](named)
+
+    def _typed(self, batch: Any) -> Any:
+        if self.case.precision != "float64":
+            return batch
+        return pytree.tree_map(
+            lambda value: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value, batch
+        )
+
+    def hooks(self) -> dict[str, Any]:
+        """What a model file of this case defines."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in ("model", "loss", "train_data", "optimizer")}
+        if self.case.rate != "constant":
+            found["lr_scheduler"] = RATES[self.case.rate]
+        if self.case.evaluation != "none":
+            found |= {"eval_data": self.eval_data, "metrics": self.metrics}
+        if self.case.shapes == "padded":
+            found |= {"pad": padded_texts.PAD, "pad_to": 8}
+        return found
+
+
+def as_list(made: Any) -> list[Optimizer]:
+    return list(made) if isinstance(made, (list, tuple)) else [made]
+
+
+def cycled(data: Iterable[Any], steps: int) -> list[Any]:
+    """The first batches of as many epochs as it takes."""
+    data = list(data)
+    return [copy.deepcopy(data[step % len(data)]) for step in range(steps)]
