@@ -149,14 +149,14 @@ def test_epochs_of_a_given_length(folder: Path, tmp_path: Path) -> None:
     assert epochs(tmp_path / "out") == [step // 4 + 1 for step in range(12)]
 
 
-@pytest.mark.parametrize("local", [("--local",), ()])
-def test_data_without_a_length_are_counted(tmp_path: Path, local: tuple[str, ...]) -> None:
+def test_data_without_a_length_are_counted(tmp_path: Path) -> None:
     built(tmp_path, GENERATED)
-    run = ("run", tmp_path / "build", "--steps", 3 * EPOCH, "--eval-every", "epoch", *local)
-    result = fxpipe(*run, "--out", tmp_path / "out", "--json")
-    assert [row["step"] for row in result.json["evaluations"]] == [6, 12, 18]
-    assert rates(tmp_path / "out") == BY_EPOCH
-    result = fxpipe(*run, "--steps-per-epoch", 4, "--out", tmp_path / "four", "--json")
+    run = ("run", tmp_path / "build", "--steps", 3 * EPOCH, "--eval-every", "epoch", "--json", "--out")
+    for out, local in (("one", ("--local",)), ("several", ())):
+        result = fxpipe(*run, tmp_path / out, *local)
+        assert [row["step"] for row in result.json["evaluations"]] == [6, 12, 18]
+        assert rates(tmp_path / out) == BY_EPOCH
+    result = fxpipe(*run, tmp_path / "four", "--steps-per-epoch", 4, "--local")
     assert [row["step"] for row in result.json["evaluations"]] == [4, 8, 12, 16, 18]
     assert rates(tmp_path / "four") == [0.5 * 0.5 ** (step // 4) for step in range(3 * EPOCH)]
 
@@ -169,18 +169,18 @@ def test_epochs_that_differ_are_told(tmp_path: Path) -> None:
     assert "train_data() gave 6 batches for an epoch, not 7: what is done every epoch" in " ".join(result.err.split())
 
 
-@pytest.mark.parametrize("local", [("--local",), ()])
 def test_a_scheduler_for_epochs_that_goes_with_steps_is_warned_of(
-    local: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = write_model(tmp_path)
     hooks = HOOKS.format(data=LIST.replace("range(6)", "range(40)")).replace(', "epoch"', "")
     model.write_text(model.read_text() + hooks)
     assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
-    said = fxpipe("run", tmp_path / "build", *local, "--out", tmp_path / "out").err
-    said = " ".join((said + capfd.readouterr().err).split())
-    assert "learning rate falls from 0.5 to 0.000488 in the first 10 updates" in said
-    assert 'return scheduler, "epoch"' in said
+    for local in (["--local"], []):
+        said = fxpipe("run", tmp_path / "build", *local, "--out", tmp_path / "out").err
+        said = " ".join((said + capfd.readouterr().err).split())
+        assert "learning rate falls from 0.5 to 0.000488 in the first 10 updates" in said
+        assert 'return scheduler, "epoch"' in said
 
 
 def test_a_scheduler_over_several_epochs_is_not_warned_of(tmp_path: Path) -> None:
