@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import fxpipe
 from fxpipe import Build
-from fxpipe.checkpoint.manifest import MANIFEST
-from fxpipe.errors import CheckpointError, ScheduleError
-from fxpipe.plan.signed import signed
+from fxpipe.errors import ScheduleError
 
-STEPS, SAVED = 20, 8
+STEPS, SAVED = 14, 6
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +50,7 @@ def saved(build: Build, out: Path, **options: Any) -> Path:
     return out / "checkpoints" / f"step-{SAVED}"
 
 
-@pytest.mark.parametrize("optimizer", [groups, several])
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("optimizer", "before", "after"), [(groups, 4, 2), (several, 2, 4), (several, 3, 2)])
 def test_a_synchronous_run_goes_on_as_if_it_had_never_changed(
     optimizer: Any, before: int, after: int, builds: dict[int, Build], tmp_path: Path
 ) -> None:
@@ -93,32 +89,6 @@ def test_an_asynchronous_run_goes_on_from_the_weights_of_its_step(
             assert torch.equal(value, weights[name]), name
     losses = again.run(batches(STEPS)[SAVED:])
     assert all(loss == loss for loss in losses)  # not nan
-
-
-def test_a_synchronous_run_goes_on_without_a_flush(builds: dict[int, Build], tmp_path: Path) -> None:
-    """As one that was flushed after each step so far, to the bit."""
-    path = saved(builds[4], tmp_path, optimizer=groups, schedule="1f1b")
-    again = builds[4].local(optimizer=groups, lr_scheduler=cosine, schedule="async", policy="stash", resume=path)
-    flushed = builds[4].local(optimizer=groups, lr_scheduler=cosine, schedule="async", policy="stash")
-    for batch in batches(STEPS)[:SAVED]:
-        flushed.step(batch)
-        flushed.flush()
-    assert again.run(batches(STEPS)[SAVED:]) == flushed.run(batches(STEPS)[SAVED:])
-    for name, value in flushed.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize(("name", "value"), [("sync_steps", 3), ("rate_discount", 5)])
-def test_a_run_with_an_option_that_is_gone_is_refused(
-    name: str, value: int, builds: dict[int, Build], tmp_path: Path
-) -> None:
-    path = saved(builds[2], tmp_path, optimizer=groups)
-    manifest = json.loads((path / MANIFEST).read_text())
-    del manifest["digest"]
-    manifest["run"][name] = value
-    (path / MANIFEST).write_text(signed(manifest))
-    with pytest.raises(CheckpointError, match=f"made with --{name.replace('_', '-')}"):
-        builds[2].local(optimizer=groups, lr_scheduler=cosine, resume=path)
 
 
 @pytest.mark.parametrize(
