@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 from evaluated import build_of, write_evaluated
 from safetensors.torch import load_file
-from several_runs import one_after_the_other
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -80,30 +78,6 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_it_is_that_of_eager(workers: int, schedule: str) -> None:
-    pipeline = build(workers).local(optimizer=adamw, schedule=schedule, ema=DECAY)
-    pipeline.run(batches())
-    trained, averaged, _ = eager(adamw)
-    same(pipeline.state_dict(), trained.state_dict())
-    # Buffers are the trained model's: torch's average leaves its own as they were.
-    expected = {**trained.state_dict(), **dict(averaged.module.named_parameters(remove_duplicate=False))}
-    found = pipeline.averaged_state_dict()
-    same(found, expected)
-    moved = [n for n, p in trained.named_parameters() if not torch.equal(found[n], p.detach())]
-    assert moved == [n for n, p in trained.named_parameters() if p.requires_grad], "the average is no copy"
-    assert torch.equal(found["last.weight"], found["first.weight"])
-
-
-def test_the_average_changes_no_bit_of_training() -> None:
-    made = build()
-    pipelines = [made.local(optimizer=adamw, policy="spectrain", **more) for more in ({}, {"ema": DECAY})]
-    losses = [pipeline.run(batches()) for pipeline in pipelines]
-    assert losses[0] == losses[1]
-    same(pipelines[0].state_dict(), pipelines[1].state_dict())
 
 
 def asgd(named: Any) -> torch.optim.Optimizer:
@@ -257,22 +231,6 @@ def test_the_evaluation_is_eagers_of_the_file(home: Path, tmp_path: Path) -> Non
     task = load_task(next(home.glob("*.py")))
     found = evaluate(task, read_plan(home / "build"), tmp_path / "ema.safetensors")
     assert summary["averaged_evaluation"] == pytest.approx(found, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_distributed_equals_local(home: Path, tmp_path: Path) -> None:
-    more: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"policy": "spectrain", "clip_norm": 0.5}]
-    wanted = [run_of(home, tmp_path / f"local_{i}", **own) for i, own in enumerate(more)]
-    local = [run_local(options) for options in wanted]
-    (workers,) = {len(summary["workers"]) for summary in local}
-    wanted = [dataclasses.replace(options, out=str(tmp_path / f"real_{i}")) for i, options in enumerate(wanted)]
-    real = one_after_the_other(wanted, workers, tmp_path)
-    for i in range(len(more)):
-        files = [(tmp_path / f"{kind}_{i}" / "ema.safetensors").read_bytes() for kind in ("local", "real")]
-        assert files[0] == files[1]
-        assert real[i]["averaged_evaluation"] == local[i]["averaged_evaluation"]
-        assert files[0] != (tmp_path / f"local_{i}" / "model.safetensors").read_bytes()
 
 
 def test_the_guides_hooks_average() -> None:

@@ -1,22 +1,16 @@
-"""Clipping over all workers: as eager PyTorch clips where a schedule flushes, by the documented mixture where not."""
+"""Clipping over all workers: parameters of all types, the documented mixture without a flush, metrics."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import itertools
 import json
-import runpy
-import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cached import captured, cuts, lowered
 from commands import QUICK, fxpipe
-from covering import covering
 from model_files import write_model
 from pipelines import pipeline_of
 from torch import Tensor, nn
@@ -24,25 +18,10 @@ from torch.nn.utils import clip_grad_norm_
 
 import fxpipe as fxp
 from fxpipe.build.build import Build
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local import LocalPipeline
-from fxpipe.runtime.process.local_run import run_local
 from fxpipe.runtime.worker.clip import Clip, ExactClip, PipelinedClip
-from fxpipe.task.batch import split
 
-STEPS = 4
-DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
-
-
-def grouped(named: Any) -> torch.optim.Optimizer:
-    """Matrices and vectors in groups of their own, at rates of their own."""
-    groups = [
-        {"params": [p for _, p in named if p.dim() > 1], "lr": 0.05},
-        {"params": [p for _, p in named if p.dim() <= 1], "lr": 0.2},
-    ]
-    return torch.optim.SGD([g for g in groups if g["params"]], momentum=0.9)
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
@@ -100,48 +79,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 # ── With a flush ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def eager(name: str, microbatches: int, limit: float) -> tuple[list[float], list[float], nn.Module]:
-    """Losses, norms and the model of ordinary training with clipping."""
-    case, model, _ = captured(name, microbatches)
-    model = copy.deepcopy(model)
-    optimizer = grouped([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    losses, norms = [], []
-    for batch in case.batches(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for part in split(batch, microbatches):
-            loss = case.loss(model, part) / microbatches
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        norms.append(float(clip_grad_norm_(model.parameters(), limit)))
-        optimizer.step()
-    return losses, norms, model
-
-
-@pytest.mark.parametrize(  # frozen, without a gradient; tied
-    ("name", "workers", "microbatches"), covering(["dict", "gpt"], [1, 2, 3, 4], [1, 4], strength=1)
-)
-def test_with_a_flush_it_is_eager(name: str, workers: int, microbatches: int, seen: Seen) -> None:
-    case, model, _ = captured(name, microbatches)
-    _, free, _ = eager(name, microbatches, float("inf"))
-    limit = statistics.median(free)
-    losses, norms, trained = eager(name, microbatches, limit)
-    assert min(norms) < limit < max(norms), "some minibatches are clipped, some are not"
-    build = lowered(name, microbatches, workers=workers, schedule="1f1b", **cuts(case, workers, 1))
-    own = [n for n, _ in model.named_parameters() if n in {p.name for p in build.plan.parameters if p.trained}]
-    for schedule in ("1f1b", "gpipe"):
-        pipeline = build.local(optimizer=grouped, schedule=schedule, clip_norm=limit)
-        found = [float(pipeline.step(batch)) for batch in case.batches(STEPS)]
-        assert found == pytest.approx(losses, rel=1e-5)
-        assert [seen.norms[0, m] for m in range(STEPS)] == pytest.approx(norms, rel=1e-4)
-        state = pipeline.state_dict()
-        for n, p in trained.named_parameters():
-            torch.testing.assert_close(state[n], p.detach(), rtol=1e-4, atol=1e-6)
-        for m in range(STEPS):
-            is_clip_grad_norm(pipeline, seen, m, limit, own)
 
 
 def is_clip_grad_norm(pipeline: LocalPipeline, seen: Seen, minibatch: int, limit: float, names: list[str]) -> None:
@@ -232,26 +169,6 @@ def test_a_worker_that_trains_nothing_passes_the_norms_on(seen: Seen) -> None:
             assert seen.norms[0, m] == pytest.approx(seen.norm(3, m), rel=1e-6)
 
 
-@pytest.mark.parametrize("limit", [1e9, float("inf")])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"schedule": "1f1b", "microbatches": 2},
-        {"schedule": "async", "policy": "spectrain"},
-        {"schedule": "async", "policy": "pipeoptim", "microbatches": 2},
-    ],
-)
-def test_a_limit_that_nothing_reaches_changes_no_bit(
-    toy: Any, batches: Any, tmp_path: Path, options: dict[str, Any], limit: float
-) -> None:
-    folder = toy(**MIXED, **options).save(tmp_path / "build")
-    pipelines = [pipeline_of(folder, sgd, clip_norm=norm) for norm in (None, limit)]
-    assert pipelines[0].run(batches) == pipelines[1].run(batches)
-    states = [p.state_dict() for p in pipelines]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert pipelines[0].executors[0].store.updater.clip is None
-
-
 # ── Without a flush ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -278,7 +195,7 @@ def mixture(seen: Seen, elements: list[int], microbatches: int, worker: int, m: 
     return float((square * sum(elements) / known) ** 0.5) if known else 0.0
 
 
-@pytest.mark.parametrize("flush_at", [None, 2, 5])
+@pytest.mark.parametrize("flush_at", [None, 5])
 @pytest.mark.parametrize(
     "options",
     [
@@ -318,91 +235,7 @@ def test_without_a_flush_it_is_the_documented_mixture(
     assert not pipeline._mailboxes[0].letters
 
 
-def test_in_the_middle_of_a_run_the_age_is_the_distance_and_one(
-    toy: Any, batches: Any, tmp_path: Path, seen: Seen
-) -> None:
-    """Worker j < k counts on worker k as it was in minibatch m − (k−j) − 1."""
-    built = toy(forward=(0, 1, 2, 3), backward=(0, 1, 2, 3), policy="latest")
-    pipeline = pipeline_of(built.save(tmp_path / "build"), sgd, clip_norm=0.05)
-    pipeline.run(batches * 2)
-    for k, m in itertools.product(range(4), range(4, 9)):
-        square = sum(seen.square(j, m - (k - j) - 1 if j < k else m) for j in range(4))
-        assert seen.norms[k, m] == pytest.approx(square**0.5, rel=1e-6)
-
-
-def digits() -> tuple[nn.Module, Any, list[Any]]:
-    """The example's model, loss and 60 minibatches of its data."""
-    names = runpy.run_path(str(DIGITS))
-    torch.manual_seed(0)
-    model, data = names["model"](), names["train_data"]()
-    return model, names["loss"], [batch for _ in range(2) for batch in data][:60]
-
-
-@pytest.mark.slow
-def test_how_far_the_mixture_is_from_the_exact_norm(seen: Seen) -> None:
-    """The U-Net of `examples/digits.py` on four workers, 60 minibatches from scratch, nearly all of them clipped.
-
-    Measured, over workers 1 to 3 and two policies: the norm is off by 1 to 5 % in the median, by less than 12 % three
-    times out of four. It is at most 18 % too low, and up to 5 times too high, right after a minibatch with a large
-    gradient or while the gradients fall fast. So a gradient is scaled by 0.43 to 1.22 times the exact factor: what
-    is not exact takes shorter steps rather than longer ones. Worker 0 is exact.
-    """
-    limit, workers = 1.0, 4
-    model, loss, batches = digits()
-    build = fxp.compile(
-        model, loss, batches[0], workers=workers, schedule="async", policy="latest", cost="analytic",
-        forward_at=["down1", "middle", "up2"], backward_at=["down1", "middle", "up2"],
-    )  # fmt: skip
-    for policy in ("latest", "spectrain"):
-        losses = build.local(optimizer=sgd, policy=policy, clip_norm=limit).run(batches)
-        assert losses[-1] < 0.3 * losses[0]
-        exact = [seen.norm(workers, m) for m in range(len(batches))]
-        assert sum(norm > limit for norm in exact) > 40
-        for worker in range(workers):
-            ratios = [seen.norms[worker, m] / norm for m, norm in enumerate(exact)]
-            errors = sorted(abs(ratio - 1) for ratio in ratios)
-            if worker == 0:
-                assert errors[-1] < 1e-6
-                continue
-            assert 0 < statistics.median(errors) < 0.12, (policy, worker)
-            assert errors[int(0.75 * len(errors))] < 0.3, (policy, worker)
-            assert min(ratios) > 0.7, (policy, worker)
-            assert max(ratios) < 10, (policy, worker)
-            for m, norm in enumerate(exact):
-                factor = min(1, limit / seen.norms[worker, m]) / min(1, limit / norm)
-                assert 0.25 < factor < 1.45, (policy, worker, m)
-        for m in range(len(batches)):
-            squares = [
-                float(torch.stack([g.norm() for g in seen.clipped[w, m] if g is not None]).norm()) ** 2
-                for w in range(workers)
-            ]
-            assert sum(squares) ** 0.5 < 1.25 * limit
-
-
 # ── In processes, and on the command line ───────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize(
-    "options",
-    [{"schedule": "1f1b", "microbatches": 2}, {"schedule": "async", "policy": "spectrain", "microbatches": 2}],
-)
-def test_processes_clip_as_one_process_does(toy: Any, tmp_path: Path, options: dict[str, Any]) -> None:
-    mixed = {"forward": (0, 0, 1, 1), "backward": (0, 1, 1, 1), "tied": True}
-    folder = toy(**mixed, **options).save(tmp_path / "build")
-    wanted = RunOptions(str(folder), steps=15, clip_norm=0.1, threads=1, out=str(tmp_path / "local"))
-    local = run_local(wanted)
-    free = run_local(dataclasses.replace(wanted, clip_norm=None, out=None))
-    assert local["losses"] != free["losses"]
-    real = launch(dataclasses.replace(wanted, out=str(tmp_path / "real")), 2)
-    assert real["losses"] == local["losses"]
-    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("real", "local")]
-    assert weights[0] == weights[1]
-    norms = [[json.loads(s)["grad_norm"] for s in (tmp_path / d / "metrics.jsonl").open()] for d in ("real", "local")]
-    assert norms[0] == norms[1]
-    assert len(norms[0]) == 15
-    assert min(norms[0]) > 0
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
-"""Worker processes give the local run's bits; whatever ends a run early, its first cause is what one reads."""
+"""Whatever ends a run of processes early, its first cause is what one reads, and nothing is left of it."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -22,63 +20,6 @@ from fxpipe.runtime.process.local_run import run_local
 
 pytestmark = pytest.mark.multiproc
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "dropout": True}
-
-
-@pytest.mark.slow  # tests/cli/test_run.py compares the two in every run of the suite
-@pytest.mark.parametrize(
-    ("toy_options", "run_options"),
-    [
-        ({**MIXED, "policy": "spectrain"}, {"steps": 15, "seed": 3}),
-        ({"microbatches": 4, "schedule": "1f1b", "tied": True, "forward": (0, 1, 1), "backward": (0, 0, 1)}, {}),
-        ({**MIXED, "policy": "spectrain", "weights_codec": "int8"}, {"steps": 15, "seed": 3}),
-        ({**MIXED, "policy": "stash", "weights_codec": "lowrank:2"}, {"steps": 15, "seed": 3}),
-    ],
-)
-def test_distributed_is_local_bit_for_bit(
-    toy: Any, tmp_path: Path, toy_options: dict[str, Any], run_options: dict[str, Any], capfd: Any
-) -> None:
-    built = toy(**toy_options)
-    options = RunOptions(str(built.save(tmp_path / "build")), out=str(tmp_path / "local"), **run_options)
-    local = run_local(options)
-    options = dataclasses.replace(options, out=str(tmp_path / "real"))
-    real = launch(options, built.workers)
-    assert real["losses"] == local["losses"]
-    assert real["steps"] == local["steps"] == run_options.get("steps", 6)
-    assert real.keys() == local.keys()
-    assert [row.keys() for row in real["workers"]] == [row.keys() for row in local["workers"]]
-    assert (tmp_path / "real/model.safetensors").read_bytes() == (tmp_path / "local/model.safetensors").read_bytes()
-    rows = [[json.loads(s) for s in (tmp_path / d / "metrics.jsonl").open()] for d in ("real", "local")]
-    for a, b in zip(*rows, strict=True):
-        assert a.keys() == b.keys()
-        assert [a[k] for k in ("step", "loss", "lr")] == [b[k] for k in ("step", "loss", "lr")]
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "")
-
-
-def test_processes_of_two_workers_are_the_local_run(toy: Any, tmp_path: Path) -> None:
-    """tests/test_hosting.py has the rest of it."""
-    layers = {"forward": (0, 0, 1, 2, 3, 3), "backward": (0, 1, 1, 2, 2, 3), "tied": True, "dropout": True}
-    built = toy(**layers, schedule="interleaved", placement=(0, 1, 0, 1), microbatches=4)
-    options = RunOptions(str(built.save(tmp_path / "build")), out=str(tmp_path / "local"), clip_norm=0.1)
-    local = run_local(options)
-    real = launch(dataclasses.replace(options, out=str(tmp_path / "real")), 2, (0, 1, 0, 1))
-    assert real["losses"] == local["losses"]
-    assert [(row["worker"], row["rank"]) for row in real["workers"]] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    assert (tmp_path / "real/model.safetensors").read_bytes() == (tmp_path / "local/model.safetensors").read_bytes()
-
-
-@pytest.mark.slow
-def test_a_shorter_run_with_encoded_weight_copies_goes_on_as_a_longer_one(toy: Any, tmp_path: Path) -> None:
-    """Though its workers knew its end, and did not send what only later minibatches read."""
-    folder = str(toy(**MIXED, policy="spectrain", weights_codec="int8").save(tmp_path / "build"))
-    whole = launch(RunOptions(folder, steps=15, out=str(tmp_path / "whole")), 3)
-    first = RunOptions(folder, steps=7, out=str(tmp_path / "first"), checkpoint_every="7")
-    shorter = launch(first, 3)
-    assert whole["losses"][:7] == shorter["losses"]
-    path = str(tmp_path / "first" / "checkpoints" / "step-7")
-    longer = launch(RunOptions(folder, steps=15, out=str(tmp_path / "longer"), resume=path, weights=path), 3)
-    assert longer["losses"][-8:] == whole["losses"][-8:]
-    assert (tmp_path / "longer/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Evaluation in the pipeline is that of `model.eval()` in eager, changes no bit of training, and never hangs."""
+"""Evaluation in the pipeline: in the order that wires ask for, when it is asked, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from evaluated import build_of, write_evaluated
 from safetensors.torch import load_file
-from several_runs import one_after_the_other
 from strict_wires import run_in_threads
 
 from fxpipe import load
@@ -29,14 +28,7 @@ from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import means
 from fxpipe.task.model_file import Task
 
-STEPS, EVERY = 7, 2
-RUNS: list[dict[str, Any]] = [
-    {"policy": "stash"},
-    {"policy": "spectrain"},
-    {"policy": "spectrain", "clip_norm": 0.5},
-    {"schedule": "1f1b", "clip_norm": 0.5},
-    {"schedule": "gpipe"},
-]
+STEPS = 7
 
 
 @pytest.fixture(scope="module")
@@ -74,58 +66,8 @@ def test_what_is_moved(built: tuple[Task, Build]) -> None:
     assert all(move.source != move.reader for move in moves(plan))
 
 
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_it_is_eager_on_the_state_after_the_step(built: tuple[Task, Build], home: Path, tmp_path: Path) -> None:
-    """Local and over processes, for every kind of schedule; and training is the same without it."""
-    task, _ = built
-    local, plain = [], []
-    for number, more in enumerate(RUNS):
-        plain.append(run_local(options(home, tmp_path / f"plain_{number}", **more)))
-        local.append(run_local(options(home, tmp_path / f"local_{number}", eval_every=EVERY, **more)))
-        weights = {STEPS: tmp_path / f"plain_{number}" / "model.safetensors"}
-        # With async, clipping makes a run that ends sooner another one: fewer forwards bring fewer norms.
-        if "clip_norm" not in more or "schedule" in more:
-            for step in (EVERY, 2 * EVERY):
-                run_local(options(home, tmp_path / "short", steps=step, **more))
-                weights[step] = (tmp_path / "short" / "model.safetensors").rename(tmp_path / f"{number}_{step}")
-        found = {evaluation["step"]: evaluation["metrics"] for evaluation in local[-1]["evaluations"]}
-        assert list(found) == [2, 4, 6, 7]
-        for step, path in weights.items():
-            torch.manual_seed(0)  # the run's
-            batches = list(task.eval_data())
-            model = task.model()
-            model.load_state_dict(load_file(path))
-            assert found[step] == eager(task, model, batches), (more, step)
-        assert local[-1]["evaluation"] == found[STEPS]
-        assert len({tuple(metrics.values()) for metrics in found.values()}) == 4
-    wanted = [options(home, tmp_path / f"real_{i}", eval_every=EVERY, **more) for i, more in enumerate(RUNS)]
-    real = one_after_the_other(wanted, 3, tmp_path)
-    for number, (one, other, without) in enumerate(zip(real, local, plain, strict=True)):
-        assert one["evaluations"] == other["evaluations"]
-        assert one["losses"] == other["losses"] == without["losses"]
-        files = [tmp_path / f"{kind}_{number}" / "model.safetensors" for kind in ("real", "local", "plain")]
-        assert len({file.read_bytes() for file in files}) == 1
-        lines = [json.loads(line) for line in (tmp_path / f"real_{number}" / "metrics.jsonl").open()]
-        assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 7]
-        shown = [{"step": line["step"], "metrics": line["eval"]} for line in lines if "eval" in line]
-        assert shown == one["evaluations"]
-        rows = one["workers"]
-        assert one["evaluation_seconds"] > 0
-        assert all(row["evaluate"] > 0 for row in rows)
-        assert all(sum(row["spent"].values()) == pytest.approx(row["seconds"], rel=1e-6) for row in rows)
-        assert without["evaluation_seconds"] == 0
-        assert without["workers"][1]["evaluate"] == 0
-        assert [e["step"] for e in without["evaluations"]] == [STEPS]
-
-
-@pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize(
-    ("schedule", "placement"), [("async", ()), ("1f1b", ()), ("1f1b", (0, 1, 0)), ("gpipe", (0, 0, 1))]
-)
-def test_strict_wires(
-    still: tuple[Task, Build], tmp_path: Path, by_channel: bool, schedule: str, placement: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(("schedule", "placement"), [("async", ()), ("1f1b", (0, 1, 0))])
+def test_strict_wires(still: tuple[Task, Build], tmp_path: Path, schedule: str, placement: tuple[int, ...]) -> None:
     """Messages that are taken as late as may be, and in the order that NCCL asks for."""
     task, build = still
     plan = dataclasses.replace(
@@ -148,18 +90,15 @@ def test_strict_wires(
     )
     losses = pipeline.run(data)
     assert len(expected) == 3
-    run = run_in_threads(build.folder, data, task.optimizer, by_channel, evaluated=batches)
+    run = run_in_threads(build.folder, data, task.optimizer, by_channel=True, evaluated=batches)
     run.check(losses, pipeline.state_dict())
     assert run.evaluations == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize(
-    "placement", [(0, 1, 0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 2, 1, 1, 2, 0), (0, 0, 1, 1, 2, 2), (0, 1, 0, 0, 1, 1)]
-)
+@pytest.mark.parametrize("placement", [(0, 2, 1, 1, 2, 0), (0, 1, 0, 0, 1, 1)])
 def test_strict_wires_between_ranks_of_several_workers(
-    still: tuple[Task, Build], tmp_path: Path, placement: tuple[int, ...], by_channel: bool
+    still: tuple[Task, Build], tmp_path: Path, placement: tuple[int, ...]
 ) -> None:
     task, folder = still[0], still[1].folder
     assert folder is not None
@@ -179,7 +118,7 @@ def test_strict_wires_between_ranks_of_several_workers(
         lambda step, metrics, seconds: expected.append((step, metrics)),
     )
     losses = pipeline.run(data)
-    run = run_in_threads(tmp_path / "build", data, task.optimizer, by_channel, evaluated=batches)
+    run = run_in_threads(tmp_path / "build", data, task.optimizer, by_channel=True, evaluated=batches)
     run.check(losses, pipeline.state_dict())
     assert run.evaluations == expected
 

@@ -1,4 +1,4 @@
-"""Ranks with several workers, over wires as strict as wires may be: the bits of one worker a rank, and no deadlock."""
+"""Ranks with several workers whose weight gradients are apart, over wires as strict as wires may be: no deadlock."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import overflowing
 import pytest
 import torch
 from cached import cuts, lowered
-from covering import covering
 from pipelines import pipeline_of
 from small_models import CASES
 from strict_wires import run_in_threads
 
-import fxpipe as fxp
 from fxpipe.build.build import Build
 from fxpipe.plan.spec import Mesh
 from fxpipe.runtime.options import PipelineOptions
@@ -32,7 +29,7 @@ PLACED = [
     ("zb-h1", (0, 1, 0, 0)),
     ("zb-h1", (0, 2, 1, 0)),
 ]
-STEPS = 5
+STEPS = 3
 
 
 def adam(named: Any) -> torch.optim.Optimizer:
@@ -52,24 +49,15 @@ def trained(folder: Path, data: list[Any], **options: Any) -> tuple[list[float],
     return pipeline.run(data), pipeline.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("where", "case", "by_channel", "clip_norm"),
-    covering(PLACED, ["gpt", "conv", "unet"], [False, True], [None, 0.1], strength=1),
-)
-def test_it_has_the_bits_of_one_worker_a_rank(
-    tmp_path: Path, where: tuple[str, tuple[int, ...]], case: str, by_channel: bool, clip_norm: float | None
-) -> None:
-    """Weights tied across workers of a rank and of two, batch norm, skips."""
-    build = lowered(case, 4, workers=4, schedule="zb-h1", **cuts(CASES[case], 4, 1))
-    data = CASES[case].batches(STEPS)
+@pytest.mark.parametrize("where", PLACED)
+def test_it_has_the_bits_of_one_worker_a_rank(tmp_path: Path, where: tuple[str, tuple[int, ...]]) -> None:
+    """Weights tied across workers of a rank and of two; norms, too, come in the order that NCCL asks for."""
+    build = lowered("gpt", 4, workers=4, schedule="zb-h1", **cuts(CASES["gpt"], 4, 1))
+    data = CASES["gpt"].batches(STEPS)
     build.save(tmp_path / "one_each")
-    expected = trained(tmp_path / "one_each", data, clip_norm=clip_norm)
     folder = placed(build, *where, tmp_path / "several")
-    run = run_in_threads(folder, data, adam, by_channel, options=PipelineOptions(clip_norm=clip_norm))
-    run.check(*expected)
-    losses, state = trained(folder, data, clip_norm=clip_norm)
-    assert losses == expected[0]
-    assert all(torch.equal(value, state[name]) for name, value in expected[1].items())
+    run = run_in_threads(folder, data, adam, by_channel=True, options=PipelineOptions(clip_norm=0.1))
+    run.check(*trained(tmp_path / "one_each", data, clip_norm=0.1))
 
 
 @pytest.mark.parametrize(
@@ -89,31 +77,6 @@ def test_updates_that_wait_for_each_other_come_in_one_order(
     folder = placed(build, "zb-h1", placement, tmp_path / "several")
     run = run_in_threads(folder, data, adam, False, "\n".join(rows), options=PipelineOptions(clip_norm=0.1))
     run.check(*trained(folder, data, clip_norm=0.1))
-
-
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_what_overflows_on_one_worker_is_skipped_on_all(tmp_path: Path, clip_norm: float | None) -> None:
-    data = overflowing.batches(6, 3, {1: [0], 3: [2]})
-    where = ["layers.1", "layers.2", "head"]
-    build = fxp.compile(
-        overflowing.made(),
-        overflowing.loss,
-        data[0],
-        workers=4,
-        forward_at=where,
-        schedule="zb-h1",
-        microbatches=4,
-        autocast="fp16",
-        cost="analytic",
-    )
-    options: dict[str, Any] = {"clip_norm": clip_norm, "loss_scale": 2.0**14}
-    build.save(tmp_path / "one_each")
-    expected = trained(tmp_path / "one_each", data, **options)
-    for number, ranks in enumerate(PLACED[:5]):
-        folder = placed(build, *ranks, tmp_path / f"several_{number}")
-        run = run_in_threads(folder, data, adam, False, options=PipelineOptions(**options))
-        run.check(*expected)
-        assert {executor.scaler.scale.skipped for executor in run.executors if executor.scaler} == {2}
 
 
 def test_a_process_is_called_by_its_workers() -> None:

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import overflowing
-import own_loops
 import pytest
 import torch
 from commands import fxpipe
 from overflowing import LAYERS, batches, eager, loss, made
-from torch import nn
 
 import fxpipe as fxp
 from fxpipe.build.build import Build
@@ -24,7 +22,6 @@ from fxpipe.errors import NotFiniteError, RunError, ScheduleError, TaskError
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.observe.run_folder import read_run
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.local_run import run_local
 from fxpipe.runtime.worker.loss_scaler import Scale, unscale
@@ -69,11 +66,8 @@ def trained(pipeline: LocalPipeline, data: list[Any]) -> tuple[list[float | None
 @pytest.mark.parametrize(
     ("microbatches", "schedule", "where", "clip"),
     [
-        (1, "1f1b", WHERE, None),
         (2, "gpipe", WHERE, 0.5),
         (4, "1f1b", MIXED, None),
-        (2, "1f1b", MIXED, 0.5),
-        (2, "1f1b", {"workers": 1, "forward_at": [], "backward_at": []}, 0.5),
     ],
 )
 def test_the_bits_of_grad_scaler_on_the_same_microbatches(
@@ -81,7 +75,7 @@ def test_the_bits_of_grad_scaler_on_the_same_microbatches(
 ) -> None:
     """Overflows on the first worker alone, on the last alone, on both, and wherever the scale has grown too far."""
     build = compiled(microbatches, schedule, **where)
-    for seed in range(3):
+    for seed in range(2):
         draw = random.Random(seed)
         overflows = {1: [0], 4: [LAYERS - 1], 5: [1], 7: [0, LAYERS - 1], draw.randrange(8, 20): [draw.randrange(3)]}
         data = batches(20, seed, overflows)
@@ -107,20 +101,6 @@ def test_the_bits_of_grad_scaler_on_the_same_microbatches(
 
 def adam_rate(steps: int) -> float:
     return 1e-2 * 0.5 ** (steps // 2)
-
-
-def test_the_whole_batch_in_eager_pytorch() -> None:
-    """A microbatch's products are rounded to float16 by themselves, so the last bits differ; no overflow does."""
-    build = compiled(4, "1f1b")
-    data = batches(16, 5, {0: [2], 3: [0], 9: [1], 10: [1]})
-    pipeline = build.local(optimizer=adam, loss_scale=1024.0, loss_scale_interval=6)
-    scales, losses = trained(pipeline, data)
-    wanted = eager(made(), data, adam, initial=1024.0, interval=6)
-    assert scales == wanted.scales
-    assert scales[:5] == [1024.0, 512.0, 512.0, 512.0, 256.0]
-    assert losses == pytest.approx(wanted.losses, rel=2e-2)
-    for name, value in pipeline.state_dict().items():
-        assert (value - wanted.weights[name]).norm() < 5e-2 * value.norm() + 1e-3, name
 
 
 def test_gradients_too_small_for_float16_train(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +175,8 @@ def test_a_saved_pipeline_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> 
     assert trained(other, data[8:]) == (scales[8:], losses[8:])
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_verify(microbatches: int) -> None:
-    found = compare_with_eager(compiled(microbatches, **MIXED), made(), loss, batches(1, 0)[0])
+def test_verify() -> None:
+    found = compare_with_eager(compiled(4, **MIXED), made(), loss, batches(1, 0)[0])
     assert found.largest < 1e-2
     assert not found.not_finite
 
@@ -287,93 +266,3 @@ def test_metrics_and_summary(folder: Path, tmp_path: Path) -> None:
     assert read_run(tmp_path)["metrics"]["loss_scale"] == [scale for scale, _ in found]
     said = fxpipe("inspect", folder, "--run", tmp_path)
     assert "loss scale 512, 4 steps skipped" in said.out
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_processes_scale_as_one_process_does_and_go_on(folder: Path, tmp_path: Path) -> None:
-    """The second run is stopped after nine steps, right after an overflow, and goes on in processes."""
-    local = run_local(scaled(folder, tmp_path / "local"))
-    real = launch(scaled(folder, tmp_path / "real"), 3)
-    launch(scaled(folder, tmp_path / "part", steps=9, checkpoint_every="9"), 3)
-    rest = launch(scaled(folder, tmp_path / "part", steps=14, resume="newest", loss_scale=65536.0), 3)
-    assert real["losses"] == local["losses"] == rest["losses"]
-    assert real["loss_scaling"] == local["loss_scaling"] == rest["loss_scaling"]
-    scales = [
-        [(line["loss_scale"], line.get("skipped")) for line in lines(tmp_path / out)] for out in ("local", "real")
-    ]
-    assert scales[0] == scales[1] == [(line["loss_scale"], line.get("skipped")) for line in lines(tmp_path / "part")]
-    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("local", "real", "part")]
-    assert weights[0] == weights[1] == weights[2]
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_a_run_of_processes_that_only_overflows_ends(folder: Path, tmp_path: Path) -> None:
-    source = (folder.parent / "model.py").read_text()
-    moved = tmp_path / "model.py"
-    old = "torch.randn(8, 4, generator=generator)"
-    assert old in source
-    moved.write_text(source.replace(old, f"1e15 * {old}"))
-    with pytest.raises(NotFiniteError, match="overflow float16 even at a loss scale of 1: 3 steps in a row"):
-        launch(scaled(folder, tmp_path / "out", loss_scale=4.0, model_file=str(moved)), 3)
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_own_loops_over_processes_scale_as_in_one(folder: Path, tmp_path: Path) -> None:
-    data = batches(14, 0, {1: [2], 2: [0], 8: [1], 9: [0, 2]})
-    torch.save(data, tmp_path / "batches.pt")
-    calls: list[tuple[Any, ...]] = [("step",)] * 9 + [("save",)] + [("step",)] * 4 + [("load",)] + [("step",)] * 5
-    options = {"loss_scale": 4096.0, "loss_scale_interval": 3}
-    with fxp.load(folder).local(optimizer=own_loops.optimizer, lr_scheduler=own_loops.halving, **options) as pipeline:
-        alone = own_loops.play(pipeline, calls, data, tmp_path / "local")
-        assert pipeline.skipped_steps >= 4
-        state = pipeline.state_dict()
-    loop = {"build": str(folder), "calls": calls, "options": options, "held_out": None}
-    loop["batches"] = str(tmp_path / "batches.pt")
-    ((found, weights),) = own_loops.in_processes([loop], LAYERS, tmp_path)
-    assert found == [alone] * LAYERS
-    assert all(torch.equal(weights[name], state[name]) for name in state)
-
-
-def test_totals_metrics_ties_and_shapes() -> None:
-    """A mean over what the batch selects, a tied weight, and batches of two shapes: all share the one scale."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.middle = nn.Embedding(20, 16), nn.Linear(16, 16)
-            self.head = nn.Linear(16, 20)
-            self.head.weight = self.words.weight
-
-        def forward(self, x: Any) -> Any:
-            return self.head(torch.tanh(self.middle(self.words(x))))
-
-    def measured(model: nn.Module, batch: Any) -> Any:
-        x, y = batch
-        scores = model(x)
-        value = nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=-100)
-        return value, {"right": (scores.argmax(-1) == y).float().mean()}
-
-    generator = torch.Generator().manual_seed(0)
-    data = []
-    for number in range(10):
-        y = torch.randint(0, 20, (8, 5 + number % 2), generator=generator)
-        y[torch.rand(y.shape, generator=generator) < 0.3] = -100
-        data.append((torch.randint(0, 20, y.shape, generator=generator), y))
-    torch.manual_seed(0)
-    model = Words()
-    found = []
-    for forward, backward in (("middle", "middle"), ("middle", "head"), ("head", "middle")):
-        build = fxp.compile(
-            model, measured, data[0], shapes=data[1:2], workers=2, schedule="1f1b", microbatches=4, autocast="fp16",
-            forward_at=[forward], backward_at=[backward], cost="analytic",
-        )  # fmt: skip
-        assert compare_with_eager(build, model, measured, data[0]).largest < 1e-2
-        pipeline = build.local(optimizer=adam, loss_scale=2.0**20, loss_scale_interval=3)
-        found.append(trained(pipeline, data))
-        assert pipeline.skipped_steps > 0
-        assert pipeline.metrics.keys() == {"right"}
-    assert found[0] == found[1] == found[2], "cuts change no number"
-    assert found[0][1][-1] < found[0][1][0]

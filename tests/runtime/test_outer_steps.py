@@ -1,4 +1,4 @@
-"""Replicas that train apart: as full models in plain PyTorch that average their changes, and in processes as in one."""
+"""Replicas that train apart: their own weights between outer steps, what they send, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 from apart import compiled_file, launched
 from cached import captured, cuts
 from commands import free_port
-from covering import covering
 from pipelines import pipeline_of
 from small_models import CASES
 from torch import Tensor, nn
@@ -41,17 +40,6 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
-
-
-def plain_sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.05)
-
-
-def adamw(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for _, p in named], lr=1e-2)
-
-
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
 def network() -> nn.Module:
@@ -149,28 +137,6 @@ class Apart:
             self.apply()
 
 
-@pytest.mark.parametrize(
-    ("dp", "own", "workers", "every", "delay", "inner"),
-    covering([2, 3], [1, 2], [1, 2], [1, 3], [0, 1], ["sgd", "adamw"], strength=2),
-)
-def test_it_is_full_models_that_train_apart(
-    tmp_path: Path, dp: int, own: int, workers: int, every: int, delay: int, inner: str
-) -> None:
-    net, spec = network(), OuterSpec(every, 0.7, 0.9, delay)
-    simulated = Apart(net, entropy, dp, own, spec, OPTIMIZERS[inner])
-    build = compiled(net, entropy, dp, own, workers, outer_every=every, outer_delay=delay)
-    assert build.plan.outer == spec
-    assert "all_reduce" not in "".join(build.files.values())
-    losses, state = trained(build, tmp_path / "build", OPTIMIZERS[inner], batches())
-    for batch in batches():
-        simulated.step(batch)
-    simulated.meet()
-    assert losses == pytest.approx(simulated.losses, rel=1e-4)
-    for replica in simulated.nets:
-        for name, value in replica.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 def test_between_outer_steps_each_replica_has_its_own_weights(tmp_path: Path, delay: int) -> None:
     net, data = network(), batches()
@@ -215,18 +181,6 @@ def test_flushes_are_outer_steps_out_of_turn(tmp_path: Path) -> None:
         torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dp", "own", "workers"), [(2, 1, 1), (2, 2, 2), (3, 1, 2)])
-def test_an_average_of_every_step_is_a_sum_of_gradients(tmp_path: Path, dp: int, own: int, workers: int) -> None:
-    """Of plain SGD, whose step is linear in the gradient."""
-    net = network()
-    apart = compiled(net, entropy, dp, own, workers, outer_every=1, outer_lr=1.0, outer_momentum=0.0)
-    joint = compiled(net, entropy, dp, own, workers, outer=None)
-    _, one = trained(apart, tmp_path / "apart", plain_sgd, batches())
-    _, other = trained(joint, tmp_path / "joint", plain_sgd, batches())
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(("own", "weighed"), [(1, False), (2, False), (2, True)])
 def test_a_loss_is_that_of_a_replicas_own_share(tmp_path: Path, own: int, weighed: bool) -> None:
     """It divides by how many targets count: of the share, neither of a microbatch nor of the whole batch."""
@@ -260,28 +214,6 @@ def test_a_loss_is_that_of_a_replicas_own_share(tmp_path: Path, own: int, weighe
     for batch in data:
         simulated.step(batch)
     simulated.meet()
-    assert losses == pytest.approx(simulated.losses, rel=1e-4)
-    for name, value in simulated.nets[0].state_dict().items():
-        torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_batches_of_another_shape_are_shared_alike(tmp_path: Path, known: bool) -> None:
-    """Compiled before, or met in a run: their losses divide by sums over a replica's share, too."""
-    net, data = network(), batches(6, ignored=True)
-    for place in (1, 4):
-        data[place] = (data[place][0][:8], data[place][1][:8])
-    shapes = [data[1]] if known else []
-    build = fxp.compile(
-        net, entropy, data[0], shapes=shapes, workers=2, dp=2, microbatches=2, outer="diloco", outer_every=2,
-        schedule="1f1b", forward_at=["2"], cost="analytic",
-    )  # fmt: skip
-    pipeline = build.local(optimizer=sgd, new_shapes=0 if known else 8)
-    simulated = Apart(net, entropy, 2, 2, OuterSpec(2, 0.7, 0.9), sgd)
-    losses = pipeline.run(data)
-    for batch in data:
-        simulated.step(batch)
-    assert len(pipeline.shapes.plan.shapes) == 1
     assert losses == pytest.approx(simulated.losses, rel=1e-4)
     for name, value in simulated.nets[0].state_dict().items():
         torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
@@ -321,11 +253,9 @@ def test_statistics_of_batch_norm_are_the_mean_where_replicas_come_together(tmp_
 @pytest.mark.parametrize(
     ("case", "policy", "clip_norm", "delay"),
     [
-        ("gpt", "spectrain", None, 0),
         ("gpt", "stash", None, 1),
         ("dict", "2bw", 0.1, 0),
         ("gpt", "spectrain+ef", 0.1, 1),
-        ("gpt", "latest", None, 0),
     ],
 )
 def test_replicas_of_one_mind_train_as_one_without_a_flush(
@@ -353,30 +283,6 @@ def test_replicas_of_one_mind_train_as_one_without_a_flush(
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-3)
     for name, value in results[0][1].items():
         torch.testing.assert_close(results[1][1][name], value, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "workers", "dp", "own", "more", "outer"),
-    [
-        ("1f1b", 2, 2, 2, {"clip_norm": 0.5, "eval_every": 2}, {"outer_every": 2}),
-        ("async", 2, 2, 1, {"eval_every": 2}, {"outer_every": 3, "outer_delay": 1}),
-        pytest.param("async", 2, 2, 1, {"eval_every": 2}, {"outer_every": 2}, marks=pytest.mark.slow),
-        pytest.param("zb-v", 1, 2, 2, {"clip_norm": 0.5}, {"outer_every": 4}, marks=pytest.mark.slow),
-        pytest.param("async", 1, 3, 1, {"ema": 0.9}, {"outer_every": 2, "outer_delay": 1}, marks=pytest.mark.slow),
-    ],
-)
-def test_processes_have_the_bits_of_one(
-    tmp_path: Path, schedule: str, workers: int, dp: int, own: int, more: dict[str, Any], outer: dict[str, Any]
-) -> None:
-    """Batch norm, dropout, AdamW, evaluation: losses, metrics and trained weights."""
-    compiled_file(tmp_path, schedule, workers, dp, own, **outer)
-    common = {"build": str(tmp_path / "build"), "steps": 5, "progress": False, **more}
-    local = run_local(RunOptions(**common, out=str(tmp_path / "local")))
-    found = launched(RunOptions(**common, out=str(tmp_path / "apart")))
-    assert found["losses"] == local["losses"]
-    assert found["evaluations"] == local["evaluations"]
-    weights = [(tmp_path / where / "model.safetensors").read_bytes() for where in ("local", "apart")]
-    assert weights[0] == weights[1]
 
 
 def test_an_outer_step_sends_the_weights_once_and_nothing_comes_between(tmp_path: Path) -> None:

@@ -51,13 +51,8 @@ def trained(build: fxp.Build, folder: Path, data: list[Any], optimizer: MakeOpti
 @pytest.mark.parametrize(
     ("case", "dp", "schedule", "optimizer", "more"),
     [
-        ("gpt", 2, "1f1b", adamw, {"clip_norm": 0.1}),
-        ("dict", 3, "gpipe", sgd, {"clip_norm": 0.1, "ema": 0.9}),
         ("gpt", 3, "async", sgd, {"policy": "latest", "clip_norm": 0.1}),
         ("conv", 2, "async-late", adamw, {"policy": "stash", "clip_norm": 0.1}),
-        pytest.param("conv", 2, "async", adamw, {"policy": "stash"}, marks=pytest.mark.slow),
-        pytest.param("gpt", 3, "zb-h1", adamw, {}, marks=pytest.mark.slow),
-        pytest.param("conv", 2, "1f1b", sgd, {}, marks=pytest.mark.slow),
     ],
 )
 def test_shares_have_the_bits_of_the_whole(
@@ -125,12 +120,9 @@ def test_the_weights_handed_out_are_charged() -> None:
     assert open_[1] >= open_[0]
 
 
-MIX = [("optimizer", 2), ("optimizer", 3), (None, 2), (None, 1)]
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(("optimizer", 2), each) for each in MIX] + [((None, 2), ("optimizer", 2)), (("optimizer", 3), ("optimizer", 2))],
+    [(("optimizer", 3), ("optimizer", 2)), (("optimizer", 2), (None, 2)), ((None, 2), ("optimizer", 2))],
 )
 def test_a_run_goes_on_with_other_shares(tmp_path: Path, before: Any, after: Any) -> None:
     """The state of every parameter is found, whoever wrote it: the next update is that of an unbroken run."""

@@ -22,8 +22,7 @@ from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
-POLICIES = [("async", p) for p in ("latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim", "xpipe", "lwp")]
-POLICIES += [("1f1b", "latest"), ("gpipe", "latest")]
+POLICIES = [("async", "2bw"), ("async", "spectrain"), ("async", "lwp"), ("1f1b", "latest")]
 
 OPTIMIZERS = """
 import random
@@ -221,7 +220,7 @@ def test_a_failing_update_still_restores_the_random_state(toy: Any, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("kind", ["Noisy", "Relative", "some"])
+@pytest.mark.parametrize("kind", ["Noisy", "some"])
 def test_distributed_equals_local(toy: Any, tmp_path: Path, kind: str) -> None:
     built = toy(dropout=True, policy="spectrain")
     folder = built.save(tmp_path / "build")

@@ -115,19 +115,14 @@ def work(folder: Path) -> None:
     """One of the processes."""
     import fxpipe
     from fxpipe.runtime.process.end_process import end_process
-    from fxpipe.task.model_file import load_task
 
     rank = int(os.environ["RANK"])
     for number, loop in enumerate(json.loads((folder / "loops.json").read_text())):
         os.environ["MASTER_PORT"] = str(loop["port"])
         batches = torch.load(loop["batches"])
         held_out = torch.load(loop["held_out"]) if loop["held_out"] else None
-        hooks: dict[str, Any] = {}
-        if "model_file" in loop:
-            task = load_task(loop["model_file"])
-            hooks = {"model": task.model, "loss": task.loss}
         with fxpipe.join(
-            loop["build"], optimizer=optimizer, lr_scheduler=halving, threads=1, **hooks, **loop["options"]
+            loop["build"], optimizer=optimizer, lr_scheduler=halving, threads=1, **loop["options"]
         ) as pipeline:
             own = batches if rank == 0 else [None] * len(batches)
             found = play(pipeline, loop["calls"], own, folder / str(number), held_out if rank == 0 else None)
