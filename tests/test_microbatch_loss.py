@@ -104,15 +104,6 @@ def test_losses_are_those_of_whole_batches(text: str, tmp_path: Path) -> None:
     assert losses == pytest.approx(trained(tmp_path, "--local")[0], rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize("text", [MODEL, HOOKED], ids=["found", "hooked"])
-@pytest.mark.parametrize("options", [(), ("--schedule", "async"), ("--clip-norm", 0.1)], ids=str)
-def test_processes_give_the_local_bits(text: str, options: tuple[object, ...], tmp_path: Path) -> None:
-    compiled(tmp_path, text)
-    assert trained(tmp_path, *options) == trained(tmp_path, "--local", *options)
-
-
 @pytest.mark.parametrize("captured", [True, False])
 def test_metrics_are_means_over_all_that_counts(captured: bool, tmp_path: Path) -> None:
     """In the pipeline or in one process: batches with many tokens count more, the last one is smaller."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import a_few_quick
 from small_models import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -234,7 +235,7 @@ def test_the_peak_of_a_process_with_several_workers(schedule: str, tmp_path: Pat
         assert all(peak <= most * (1 + TOLERANCE) for peak, most in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", a_few_quick(MODELS, "mlp"))
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_the_peak_of_what_is_computed_again(model: str, schedule: str, tmp_path: Path) -> None:
     """With `--recompute full`; of gpipe, which holds all microbatches, the peak falls."""

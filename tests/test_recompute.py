@@ -1,4 +1,4 @@
-"""Saved values that are computed again: the same numbers under every schedule and policy, in less memory."""
+"""Saved values that are computed again: what that saves, what is said of it, and whose weights they are made of."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from as_eager import equals_eager, optimizer
 from cached import captured, cuts, lowered
-from covering import covering
-from random_cuts import random_cuts
+from pipelines import optimizer
 from small_models import CASES
 from torch import Tensor, nn
 
@@ -26,10 +24,6 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import TooLittleMemory, of_cuts
 from fxpipe.policy.recipe import choose
 from fxpipe.task.step_hooks import StepHooks
-
-SYNCHRONOUS = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
-NAMES = [name for name in CASES if name != "gpt-dropout"]
-POLICIES = ["stash", "spectrain+ef", "pipeoptim", "vertical", "latest"]
 
 
 def trained(build: Build, name: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -65,43 +59,8 @@ def short(name: str, share: float, workers: int, microbatches: int, **options: A
     return lowered(name, microbatches, workers=workers, memory=memory, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule", "where"),
-    covering(NAMES, SYNCHRONOUS, [(2, 1), (3, 0), (3, -1), (4, 0), (4, 1)], strength=1),
-)
-def test_it_equals_eager(name: str, schedule: str, where: tuple[int, int]) -> None:
-    workers, shift = where
-    build = lowered(name, 4, workers=workers, schedule=schedule, recompute="full", **cuts(CASES[name], workers, shift))
-    assert again(build)
-    equals_eager(name, 3, build)
-
-
-@pytest.mark.parametrize(("name", "schedule", "workers"), covering(list(CASES), SYNCHRONOUS, [2, 3, 4], strength=1))
-def test_any_legal_cuts_have_the_same_bits(name: str, schedule: str, workers: int) -> None:
-    """Forward, backward and weight gradients cut apart, parts empty, mismatched runs recomputed, dropout."""
-    where = random_cuts(name, workers, seed=4)
-    plain, full = (
-        lowered(name, 4, workers=workers, schedule=schedule, cuts=where, recompute=level) for level in ("none", "full")
-    )
-    are_equal(trained(full, name), trained(plain, name))
-
-
-@pytest.mark.parametrize("name", ["gpt-dropout", "conv"])
-def test_schedules_and_levels_have_the_same_bits(name: str) -> None:
-    """Random numbers are saved; batch norm updates its statistics once."""
-    where = cuts(CASES[name], 3, 0)
-    builds = [
-        lowered(name, 4, workers=3, schedule=schedule, split_backward=True, recompute=level, **where)
-        for schedule, level in [("1f1b", "none"), *((schedule, "full") for schedule in SYNCHRONOUS)]
-    ]
-    first, *others = (trained(build, name) for build in builds)
-    for other in others:
-        are_equal(other, first)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h2"])
-def test_part_of_it_has_the_same_bits(schedule: str) -> None:
-    name, where = "gpt-dropout", cuts(CASES["gpt-dropout"], 3, 0)
+def test_part_of_it_has_the_same_bits() -> None:
+    schedule, name, where = "zb-h2", "gpt-dropout", cuts(CASES["gpt-dropout"], 3, 0)
     plain = lowered(name, 4, workers=3, schedule=schedule, **where)
     full = lowered(name, 4, workers=3, schedule=schedule, recompute="full", **where)
     part = short(name, 0.3, 3, 4, schedule=schedule, **where)
@@ -109,7 +68,10 @@ def test_part_of_it_has_the_same_bits(schedule: str) -> None:
     are_equal(trained(part, name), trained(plain, name))
 
 
-@pytest.mark.parametrize(("name", "policy"), covering(["gpt", "lstm", "conv"], POLICIES, strength=1))
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("gpt", "stash"), ("lstm", "spectrain+ef"), ("conv", "pipeoptim"), ("gpt", "vertical"), ("lstm", "latest")],
+)
 def test_under_async_backward_reads_what_its_policy_gives_it(name: str, policy: str) -> None:
     """What it computes again has the versions of all that it reads."""
     build = lowered(name, 2, workers=3, policy=policy, recompute="full", **cuts(CASES[name], 3, 0))
@@ -121,13 +83,10 @@ def test_under_async_backward_reads_what_its_policy_gives_it(name: str, policy: 
                 for parameter in reading.names:
                     lags.setdefault((worker, parameter), set()).add(tuple(reading.lags))
     assert all(len(found) == 1 for found in lags.values())
-    losses = build.local(optimizer=optimizer).run(captured(name, 2)[0].batches(8))
-    assert losses[-1] < 2 * losses[0]
 
 
-@pytest.mark.parametrize("policy", ["stash", "vertical"])
-def test_where_backward_has_its_forwards_weights_async_has_the_same_bits(policy: str) -> None:
-    where = cuts(CASES["gpt-dropout"], 3, 0)
+def test_where_backward_has_its_forwards_weights_async_has_the_same_bits() -> None:
+    policy, where = "stash", cuts(CASES["gpt-dropout"], 3, 0)
     plain, full = (
         lowered("gpt-dropout", 2, workers=3, policy=policy, recompute=level, **where) for level in ("none", "full")
     )

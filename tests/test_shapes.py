@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import QUICK
-from commands import fxpipe as fxpipe_command
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from strict_wires import run_in_threads
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -88,47 +84,10 @@ def whole() -> Build:
     return built()
 
 
-@settings(max_examples=6, deadline=None)
-@given(order=st.lists(st.sampled_from(SIZES), min_size=3, max_size=6))
-def test_any_sequence_of_shapes_trains_as_eager(whole: Build, order: list[tuple[int, int]]) -> None:
-    pipeline = whole.local(optimizer=sgd)
-    model = model_of()
-    optimizer = sgd(model.named_parameters())
-    for i, size in enumerate(order):
-        batch = batch_of(*size, seed=i)
-        value = loss(model, batch)
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        torch.testing.assert_close(pipeline.step(batch).double(), value.detach(), rtol=1e-6, atol=0)
-    pipeline.flush()
-    torch.testing.assert_close(pipeline.state_dict(), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
-
-
 def test_every_shape_is_compared_with_eager(whole: Build) -> None:
     assert len(whole.of_shapes) == len(SIZES)
     for part, size in zip(whole.of_shapes, SIZES, strict=True):
         assert compare_with_eager(part, model_of(), loss, batch_of(*size)).largest < 1e-12
-
-
-@pytest.mark.parametrize("by_channel", [False, True], ids=["tags", "channels"])
-@pytest.mark.parametrize(("schedule", "microbatches", "workers"), [("async", 1, 3), ("async", 2, 2), ("1f1b", 2, 3)])
-def test_workers_apart_give_the_same_bits(
-    tmp_path: Path, schedule: str, microbatches: int, workers: int, by_channel: bool
-) -> None:
-    build = built(schedule, workers, norm=True, microbatches=microbatches).save(tmp_path / "build")
-    data = [batch_of(*SIZES[i % 3 if i < 9 else 3], seed=i) for i in range(14)]
-    run = run_in_threads(tmp_path / "build", data, sgd, by_channel)
-    assert not run.failures, run.failures
-    pipeline = build.local(optimizer=sgd)
-    losses = pipeline.run(data)
-    assert run.losses == losses
-    expected = pipeline.state_dict()
-    for executor in run.executors:
-        for name, value in {**executor.store.parameters, **executor.buffers}.items():
-            if name in expected and (name in executor.store.trained or name.startswith("norm.")):
-                home = next((b.home for b in build.plan.buffers if b.name == name), executor.worker)
-                assert home != executor.worker or torch.equal(value.detach(), expected[name]), name
 
 
 def test_an_error_counts_though_another_shape_was_not_compared() -> None:
@@ -197,15 +156,11 @@ def test_cuts_that_no_other_shape_allows_are_refused() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "async"])
-def test_every_shape_has_tokens_of_its_own(tmp_path: Path, schedule: str) -> None:
+def test_every_shape_has_tokens_of_its_own(schedule: str) -> None:
     cuts = {"forward_at": ["middle"] * 2, "backward_at": ["middle"] * 2}  # worker 1 has nothing to do
-    build = built(schedule, 3, sizes=SIZES[:2], **cuts).save(tmp_path / "build")
+    build = built(schedule, 3, sizes=SIZES[:2], **cuts)
     tokens = [edge.name for edge in build.plan.all_edges if edge.kind == "token"]
     assert len(tokens) == len(set(tokens)) >= 2
-    data = [batch_of(*SIZES[i % 2], seed=i) for i in range(4)]
-    run = run_in_threads(tmp_path / "build", data, sgd, by_channel=True)
-    assert not run.failures, run.failures
-    assert run.losses == build.local(optimizer=sgd).run(data)
 
 
 def test_totals_read_the_constants_of_their_own_shape() -> None:
@@ -311,50 +266,6 @@ def test_a_build_of_one_shape_says_nothing_of_shapes() -> None:
     build = built(sizes=[SIZES[0], SIZES[0]])
     assert build.plan.shapes == ()
     assert all(not name.endswith("_1_1.py") for name in build.files)
-
-
-MODEL = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-def model():
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-
-def loss(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-def train_data():
-    data = torch.utils.data.TensorDataset(torch.randn(20, 6), torch.randint(0, 3, (20,)))
-    loader = torch.utils.data.DataLoader(data, batch_size=8)
-    return [{"x": x, "y": y} for x, y in loader]  # 8, 8 and 4
-
-def eval_data():
-    return train_data()
-
-def metrics(model, batch):
-    return {"loss": loss(model, batch)}
-"""
-
-
-@pytest.mark.multiproc
-def test_a_last_smaller_batch_from_the_model_file_to_the_weights(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    options = [*QUICK, "--schedule", "1f1b", "--microbatches", 2, "--scan", 3, "--verify", "--json"]
-    compiled = fxpipe_command("compile", tmp_path / "model.py", "-o", tmp_path / "build", *options)
-    assert compiled.code == 0, compiled.err
-    shapes = json.loads(compiled.out)["shapes"]
-    assert [shape["batch"]["batch['x']"] for shape in shapes] == ["float32[4, 6]", "float32[2, 6]"]
-    for where, more in (("apart", []), ("local", ["--local"])):
-        run = fxpipe_command("run", tmp_path / "build", "--epochs", 3, "--out", tmp_path / where, *more, "--json")
-        assert run.code == 0, run.err
-    apart, local = ((tmp_path / where / "model.safetensors").read_bytes() for where in ("apart", "local"))
-    assert apart == local
-    lines = [json.loads(line) for line in (tmp_path / "apart" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "lr" in line]
-    assert len(steps) == 9
-    assert "--scan 3" in (tmp_path / "build" / "stage_0_1.py").read_text().splitlines()[0]
-    assert fxpipe_command("inspect", tmp_path / "build").code == 0
 
 
 def test_a_batch_that_microbatches_do_not_divide_says_so() -> None:

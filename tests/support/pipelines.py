@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.task.hooks import ObjectTask
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+
+
+def optimizer(named: Any) -> torch.optim.Optimizer:
+    """Of SGD with momentum and weight decay."""
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 def pipeline_of(
