@@ -1,10 +1,10 @@
 """An optimizer of your own: SOAP, Adam in the eigenbasis of Shampoo's preconditioner, on the byte-level GPT of gpt.py.
 
 It bears stale weights well ("basis rotation": arXiv 2602.03515). It looks at each parameter alone, so that each worker
-may have one, and its groups say by `betas` that it has momentum, so that error feedback (+ef) accepts it. This file is
-plain PyTorch and imports nothing of fxpipe. From the repository's root:
+may have one, which compile is told, and its groups say by `betas` that it has momentum, so that error feedback (+ef)
+accepts it. This file is plain PyTorch and imports nothing of fxpipe. From the repository's root:
 
-    fxpipe compile examples/soap.py -n 4 --microbatches 4 -o build/
+    fxpipe compile examples/soap.py -n 4 --microbatches 4 --accept-optimizer-per-worker -o build/
     fxpipe run build/
 """
 
