@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import fxpipe
 from fxpipe import Build
-from fxpipe.errors import ScheduleError
+from fxpipe.checkpoint.manifest import MANIFEST
+from fxpipe.errors import CheckpointError, ScheduleError
+from fxpipe.plan.signed import signed
 
 STEPS, SAVED = 14, 6
 
@@ -89,6 +92,32 @@ def test_an_asynchronous_run_goes_on_from_the_weights_of_its_step(
             assert torch.equal(value, weights[name]), name
     losses = again.run(batches(STEPS)[SAVED:])
     assert all(loss == loss for loss in losses)  # not nan
+
+
+def test_a_synchronous_run_goes_on_without_a_flush(builds: dict[int, Build], tmp_path: Path) -> None:
+    """As one that was flushed after each step so far, to the bit."""
+    path = saved(builds[4], tmp_path, optimizer=groups, schedule="1f1b")
+    again = builds[4].local(optimizer=groups, lr_scheduler=cosine, schedule="async", policy="stash", resume=path)
+    flushed = builds[4].local(optimizer=groups, lr_scheduler=cosine, schedule="async", policy="stash")
+    for batch in batches(STEPS)[:SAVED]:
+        flushed.step(batch)
+        flushed.flush()
+    assert again.run(batches(STEPS)[SAVED:]) == flushed.run(batches(STEPS)[SAVED:])
+    for name, value in flushed.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(("name", "value"), [("sync_steps", 3), ("rate_discount", 5)])
+def test_a_run_with_an_option_that_is_gone_is_refused(
+    name: str, value: int, builds: dict[int, Build], tmp_path: Path
+) -> None:
+    path = saved(builds[2], tmp_path, optimizer=groups)
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["digest"]
+    manifest["run"][name] = value
+    (path / MANIFEST).write_text(signed(manifest))
+    with pytest.raises(CheckpointError, match=f"made with --{name.replace('_', '-')}"):
+        builds[2].local(optimizer=groups, lr_scheduler=cosine, resume=path)
 
 
 @pytest.mark.parametrize(
