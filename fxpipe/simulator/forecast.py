@@ -51,7 +51,7 @@ def late_instead(plan: Plan, costs: BuildCosts, seconds: float) -> tuple[str, fl
 
 
 def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Simulation]:
-    """What `forecast` simulates, and the simulation, for a build and a recipe, whose synchronous start is left out.
+    """What `forecast` simulates, and the simulation, for a build and a recipe.
 
     Raises:
         BuildError: like `forecast`.
