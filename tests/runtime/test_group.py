@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from several_runs import one_after_the_other
 from torch.distributed import is_initialized
@@ -73,6 +74,11 @@ def _meet(rank: int, folder: str) -> None:
     except PeerLost:
         assert not is_initialized()
     close_group()
+    try:
+        with peers(rank):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError:
+        assert not is_initialized()
     assert not is_initialized()
     Path(folder, str(rank)).touch()
 

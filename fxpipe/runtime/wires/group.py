@@ -171,7 +171,8 @@ def peers(rank: int) -> Iterator[None]:
     """Inside, the run's process group is torch's default group, where fxpipe has opened it.
 
     Raises:
-        PeerLost: communication failed, which means that another process is gone.
+        PeerLost: communication failed, which means that another process is gone. Other errors of torch, such as that
+            memory is out, say themselves what they are.
     """
     outside = dist.group.WORLD
     if _group is not None:
@@ -186,3 +187,5 @@ def peers(rank: int) -> Iterator[None]:
     finally:
         if _group is not None:
             dist.group.WORLD = outside
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
