@@ -18,6 +18,7 @@ import fxpipe
 from fxpipe.errors import PeerLost
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.wires import group
 from fxpipe.runtime.wires.group import close_group, open_group, peers
 
 pytestmark = pytest.mark.multiproc
@@ -70,15 +71,15 @@ def _meet(rank: int, folder: str) -> None:
     assert not is_initialized()
     try:
         with peers(rank):
-            raise RuntimeError("connection closed")
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
     except PeerLost:
         assert not is_initialized()
-    close_group()
     try:
         with peers(rank):
             raise torch.OutOfMemoryError("CUDA out of memory")
     except torch.OutOfMemoryError:
         assert not is_initialized()
+    close_group()
     assert not is_initialized()
     Path(folder, str(rank)).touch()
 
@@ -90,6 +91,22 @@ def test_it_is_there_only_while_fxpipe_talks(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     start_processes(_meet, (str(tmp_path),), 2, start_method="fork")
     assert {path.name for path in tmp_path.iterdir()} == {"port", "0", "1"}
+
+
+def test_a_group_of_some_processes_has_the_timeout_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's own, 10 minutes, ends the process when an evaluation takes longer."""
+    given: dict[str, Any] = {}
+
+    def new_group(processes: list[int], **options: Any) -> object:
+        given.update(options, processes=processes)
+        return object()
+
+    monkeypatch.setattr(group, "_timeout", timedelta(hours=3))
+    monkeypatch.setattr(group, "_parts", [])
+    monkeypatch.setattr(dist, "new_group", new_group)
+    made = group.group_among((0, 2), "nccl")
+    assert given == {"processes": [0, 2], "backend": "nccl", "timeout": timedelta(hours=3)}
+    assert group._parts == [made]
 
 
 @pytest.mark.slow

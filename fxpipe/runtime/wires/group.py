@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,8 @@ from fxpipe.messages import warn
 from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening
 
 _group: Any = None  # of the run in this process
+_timeout: timedelta | None = None  # of the run
+_parts: list[Any] = []  # groups of some processes of the run
 _outside: Any = None  # the user's own, which is out of sight
 _name: str | None = None  # what messages call this process, once it is known which workers it has
 _stores: dict[tuple[str | None, ...], Any] = {}  # where this process has met others, by what the environment said then
@@ -60,9 +62,9 @@ def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None =
         PeerLost: another process is gone.
         RunError: somebody else has connected; or GLOO_SOCKET_IFNAME names a network interface that is not there.
     """
-    global _group, _outside, _name
+    global _group, _outside, _name, _timeout
     _check_interface()
-    _outside, _name = dist.group.WORLD, None
+    _outside, _name, _timeout = dist.group.WORLD, None, timeout
     with peers(rank):
         if exchange is not None:
             folder = Path(exchange)
@@ -140,22 +142,41 @@ def name_process(name: str) -> None:
     _name = name
 
 
+def group_among(processes: Sequence[int], backend: str) -> Any:
+    """A group of some processes of the run, which ends with it; called by all of them, inside `peers`.
+
+    It has the run's timeout, not torch's of the backend: NCCL's, 10 minutes, is shorter than an evaluation may be, and
+    ends the process.
+
+    Returns:
+        None where this process is none of them.
+    """
+    group = dist.new_group(list(processes), backend=backend, timeout=_timeout)
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    _parts.append(group)
+    return group
+
+
 def close_group() -> None:
     """Leave it."""
     global _group, _outside
     if _outside is None:
         dist.group.WORLD = _group
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # the others, too
     else:
         dist.group.WORLD = _outside
-        dist.destroy_process_group(_group)
+        for group in (*_parts, _group):
+            dist.destroy_process_group(group)
     _group = _outside = None
+    _parts.clear()
 
 
 def forget_group() -> None:
     """After an error that others may not have met: nobody leaves in order, and the user's own group is there again."""
     global _group, _outside
     dist.group.WORLD, _group, _outside = _outside, None, None
+    _parts.clear()
 
 
 def leave_after(error: BaseException) -> None:
@@ -180,6 +201,8 @@ def peers(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
         raise PeerLost(
             f"{_name or f'worker {rank}'} lost a connection: {str(error).splitlines()[0]}",
             hint="another worker stopped first: its own error says why",
@@ -187,5 +210,3 @@ def peers(rank: int) -> Iterator[None]:
     finally:
         if _group is not None:
             dist.group.WORLD = outside
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            raise

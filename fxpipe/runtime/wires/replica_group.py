@@ -21,14 +21,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import PeerLost
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
-from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.group import group_among, peers
 
 _SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
 """Types whose sums of two are the same bits in gloo as in torch."""
@@ -44,7 +43,7 @@ def replica_group(plan: Plan, process: int, backend: str) -> Any:
     with peers(process):
         for each in range(plan.ranks):
             if len(members := mesh.of_rank(each)) > 1:
-                group = dist.new_group(list(members), backend=backend)
+                group = group_among(members, backend)
                 own = group if each == rank else own
     return own
 
