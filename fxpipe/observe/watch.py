@@ -76,7 +76,7 @@ class Watch:
     def begin(self) -> None:
         """Training begins now: all sums are 0."""
         if self._device.type == "cuda":
-            self._clock = _CudaClock(self._device)
+            self._clock = _CudaClock()
         self._stack: list[tuple[_OpenSpan, int]] = []
         self._since = 0  # what came before is already counted
         self._own = [0] * (len(KINDS) * len(KINDS))  # by whole and kind
@@ -266,13 +266,12 @@ class _CudaClock:
     The device's clock is set by `perf_counter_ns` once, at the beginning; `end` tells by how much it has drifted.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._pending: deque[tuple[torch.cuda.Event, _OpenSpan | None]] = deque()
         self._free: list[torch.cuda.Event] = []
-        torch.cuda.synchronize(device)
         self._base = self._event()
         self._base.record()
+        # Not the device: over NCCL, what was sent before may wait for a receiver that waits for us.
         self._base.synchronize()
         self._base_ns = perf_counter_ns()
 
@@ -284,7 +283,6 @@ class _CudaClock:
     def end(self) -> tuple[int, int]:
         """Wait for the device, so that all marks have passed; return one moment by its clock and by
         `perf_counter_ns`."""
-        torch.cuda.synchronize(self._device)
         event = self._event()
         event.record()
         event.synchronize()

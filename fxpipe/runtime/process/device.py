@@ -24,6 +24,8 @@ def own_device(kind: str) -> torch.device:
         raise RunError("the build is for CUDA, but torch sees no CUDA device", hint="compile with --device cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    # A stream that shares a queue with another one's NCCL kernel waits for it: torch's own streams are 32.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     torch.cuda.set_device(device)
     return device
 

@@ -1,8 +1,8 @@
 """Messages between processes: torch.distributed point to point, over gloo or NCCL.
 
-Both ends know every message beforehand, so receives are posted ahead and nothing but values travels. With gloo
-every edge has its own tag; NCCL has no tags, so there every channel (a pair of workers, a kind, a phase at each
-end) has a communicator of its own, in which both ends keep the plan's order.
+Both ends know every message beforehand, so nothing but values travels. With gloo every edge has its own tag, and
+receives are posted ahead. NCCL has no tags, so there every channel (a pair of workers, a kind, a phase at each end) has
+a communicator of its own, in which both ends keep the plan's order (`fxpipe.runtime.wires.rendezvous`).
 
 A worker waits for its sends only once the schedule says that the receiver has taken them, so that the wait takes no
 time: gloo's `is_completed` says nothing before `wait`.
@@ -31,9 +31,10 @@ from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh, Plan
 from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
-from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.group import group_among, peers
 from fxpipe.runtime.wires.loopback import Loopback, Passing
 from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
+from fxpipe.runtime.wires.rendezvous import Line
 from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule.base import Schedule
@@ -73,7 +74,7 @@ class Wires:
         self.ordered = backend == "nccl"
         self.staged = backend == "gloo" and device.type != "cpu"
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
-        self._groups: dict[tuple[Channel, int], Any] = {}  # by the process at the other end, too
+        self._lines: dict[tuple[Channel, int], Line] = {}  # by the process at the other end, too
         self._outboxes: dict[int, Outbox] = {}
         if backend == "nccl":
             self._connect(channels)
@@ -161,7 +162,7 @@ class Wires:
         """Begin to send another process a tensor; over gloo, if it has no channel."""
         with peers(self.rank):
             if channel is not None and self.backend == "nccl":
-                return dist.isend(flat, to, group=self._groups[channel, to])
+                return self._lines[channel, to].send(flat.view(torch.uint8))  # NCCL does not know all types
             if not self._waits(turn):
                 return dist.isend(flat, to, tag=tag)
             group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
@@ -174,7 +175,7 @@ class Wires:
         """Begin to receive what another process sends by `_begin`."""
         with peers(self.rank):
             if channel is not None and self.backend == "nccl":
-                return dist.irecv(flat, source, group=self._groups[channel, source])
+                return self._lines[channel, source].receive(flat.view(torch.uint8))
             if not self._waits(turn):
                 return dist.irecv(flat, source, tag=tag)
             data = flat.view(torch.uint8)
@@ -204,15 +205,18 @@ class Wires:
             torch.cuda.synchronize(self.device)
 
     def _connect_two(self, channel: Channel, source: int, target: int) -> None:
-        probe = torch.zeros(1, device=self.device)
+        both, probe = sorted((source, target)), torch.zeros(1, device=self.device)
         with peers(self.rank):
-            group = dist.new_group([source, target], backend="nccl")
-            if self.rank in (source, target):
-                self._groups[channel, target if self.rank == source else source] = group
+            group = group_among(both, "nccl")
+            if group is None:
+                return
             if self.rank == source:
                 dist.send(probe, target, group=group)
-            elif self.rank == target:
+            else:
                 dist.recv(probe, source, group=group)
+            other = target if self.rank == source else source
+            notes, tag = dist.group.WORLD, self._tags[channel]
+        self._lines[channel, other] = Line(group, both.index(other), notes, other, tag, self.device)
 
 
 class DistTransport(Transport):

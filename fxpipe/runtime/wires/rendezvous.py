@@ -1,0 +1,131 @@
+"""Messages over NCCL that begin once both ends are ready, so that nothing on a device waits for another process.
+
+A send and a receive of NCCL are kernels: each runs until the other one has run, too, but for a few small messages.
+Whatever waits for the whole device waits for them: the loading of a kernel, an allocation, `torch.cuda.synchronize` in
+a user's callback. A worker that has put one on its device before the other end comes stops there, and the other end may
+wait for just this worker. So the ends meet first, by notes over gloo:
+
+    receiver: its memory is free   ─ ready →
+                                   ← go ─      sender: its value is made
+    receive                                    send
+
+A thread a line does that, while the worker computes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Exchange = Callable[[], Any]
+
+
+class Meeting:
+    """A message that begins when both ends are ready."""
+
+    def __init__(self, begin: Exchange) -> None:
+        self._begin = begin
+        self._begun = threading.Event()
+        self._work: Any = None
+        self._error: Exception | None = None
+
+    def meet(self) -> None:
+        """Wait for the other end, and begin."""
+        try:
+            self._work = self._begin()
+        except Exception as error:
+            self._error = error
+        self._begun.set()
+
+    def wait(self) -> None:
+        """Wait until it has begun; the device's current stream waits until it is over.
+
+        Raises:
+            Exception: what went wrong; of torch.distributed's or gloo's if the other end is gone.
+        """
+        self._begun.wait()
+        if self._error is not None:
+            raise self._error
+        self._work.wait()
+
+
+class Line:
+    """One end of a channel between two processes, whose messages keep their order.
+
+    Args:
+        group: of the two, over NCCL.
+        place: of the other one in it.
+        notes: the group of all processes, over gloo.
+        process: the other one in that.
+        tag: of the notes; nothing else has this tag.
+    """
+
+    def __init__(self, group: Any, place: int, notes: Any, process: int, tag: int, device: torch.device) -> None:
+        self._group, self._place = group, place
+        self._notes, self._process, self._tag = notes, process, tag
+        self._device = device
+        self._meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._meetings, device), name="fxpipe line", daemon=True).start()
+        weakref.finalize(self, self._meetings.put, None)
+
+    def send(self, data: Tensor) -> Meeting:
+        """Send bytes; they must not change before the meeting is over."""
+        group, place, passed = self._group, self._place, self._mark()
+        hear, tell = self._note("recv"), self._note("send")
+
+        def begin() -> Any:
+            hear()
+            passed()
+            tell()
+            return group.send([data], place, 0)
+
+        return self._put(begin)
+
+    def receive(self, data: Tensor) -> Meeting:
+        """Receive into memory that is this message's alone."""
+        group, place, passed = self._group, self._place, self._mark()
+        hear, tell = self._note("recv"), self._note("send")
+
+        def begin() -> Any:
+            passed()
+            tell()
+            hear()
+            return group.recv([data], place, 0)
+
+        return self._put(begin)
+
+    def _put(self, begin: Exchange) -> Meeting:
+        meeting = Meeting(begin)
+        self._meetings.put(meeting)
+        return meeting
+
+    def _note(self, way: str) -> Callable[[], None]:
+        exchange, process, tag = getattr(self._notes, way), self._process, self._tag
+        return lambda: exchange([torch.zeros(1, dtype=torch.uint8)], process, tag).wait()
+
+    def _mark(self) -> Callable[[], None]:
+        """Waits until the device has done what the calling thread has asked of it so far."""
+        if self._device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return event.synchronize
+
+
+def _run(meetings: queue.SimpleQueue[Meeting | None], device: torch.device) -> None:
+    """Hold meetings, one after the other, until there is None. It knows no line, which ends with its last user."""
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(device)
+    # NCCL's kernels wait for the current stream: for one on which nothing is computed.
+    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
+        while (meeting := meetings.get()) is not None:
+            meeting.meet()
+            del meeting  # its memory is the worker's

@@ -1,0 +1,151 @@
+"""Runs over NCCL, of two processes on one device: NCCL_HOSTID has NCCL take them for two hosts, which it lets share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import finish, free_port, fxpipe, start_module
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiproc,
+    pytest.mark.skipif(not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs a CUDA device"),
+]
+
+MODEL = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxpipe import codecs
+from fxpipe.plan.spec import TensorSpec
+
+LENGTH, HEADS, WIDTH, BATCH = 16, 2, {width}, {batch}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).view(len(x), LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
+        return x + self.out(y.transpose(1, 2).reshape(len(x), LENGTH, WIDTH))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@codecs.register
+@dataclass(frozen=True)
+class Halves(codecs.Codec):  # of a type that NCCL does not know
+    name = "halves"
+
+    def refusal(self, tensor):
+        return "" if tensor.dtype == "float32" else f"float32, and this is {{tensor.dtype}}"
+
+    def packed(self, tensor):
+        return TensorSpec((tensor.bytes // 4,), (1,), "int16")
+
+    def encode(self, value, state):
+        return (value.reshape(-1).view(torch.int32) >> 16).to(torch.int16)
+
+    def decode(self, packed, shape, dtype):
+        return (packed.to(torch.int32) << 16).view(torch.float32).view(shape)
+
+
+def model():
+    return Net()
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.roll(1, 1).flatten())
+
+
+def train_data():
+    for _ in range(20):
+        yield torch.randint(50, (BATCH, LENGTH), device="cuda")  # from the device's own generator
+
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.01)
+
+
+def eval_data():
+    return list(torch.arange(2 * BATCH * LENGTH).remainder(50).view(2, BATCH, LENGTH))
+
+
+def metrics(model, batch):
+    return {{"nats": loss(model, batch)}}
+
+
+def on_step(step, loss, run):
+    torch.cuda.synchronize()  # waits for all that the device is to do, receives among it
+"""
+APART = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.1")
+MICROBATCHES = ("--schedule", "1f1b", "--microbatches", 4)
+
+
+def over_nccl(folder: Path, *run: object) -> dict[str, object]:
+    """The summary of a run of two processes."""
+    port = free_port()
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    wires = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
+    started = []
+    for rank in range(2):
+        own = {**place, **wires, "RANK": rank, "NCCL_HOSTID": f"host{rank}"}
+        environment = {name: str(value) for name, value in own.items()}
+        started.append(start_module("fxpipe", "run", folder / "build", *run, "--json", **environment))
+    try:
+        results = [finish(process, 120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [result.code for result in results] == [0, 0], results
+    summary: dict[str, object] = json.loads(results[0].out)
+    assert summary["transport"] == "nccl"
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("options", "wide"),
+    [
+        pytest.param((*MICROBATCHES, *APART), False, id="1f1b"),
+        pytest.param(("--schedule", "async", *APART), False, id="async"),
+        pytest.param((*MICROBATCHES, *APART, "--autocast", "bf16"), False, id="bf16"),
+        pytest.param((*MICROBATCHES, *APART, "--codec", "activation=halves"), False, id="codec"),
+        pytest.param(("-n", 1, "--dp", 2, *MICROBATCHES), False, id="replicas"),
+        pytest.param((*MICROBATCHES, *APART), True, id="wide"),
+    ],
+)
+def test_trains_the_bits_of_one_process(tmp_path: Path, options: tuple[object, ...], wide: bool) -> None:
+    """Wide: messages of 16 MB, which a send cannot put into NCCL's own memory, so it waits for the receiver."""
+    width, batch = (1024, 1024) if wide else (32, 8)
+    (tmp_path / "model.py").write_text(MODEL.format(width=width, batch=batch))
+    compiled = ("--device", "cuda", "--cost", "analytic", *options, "-o", tmp_path / "build")
+    assert fxpipe("compile", tmp_path / "model.py", *compiled).code == 0
+    run = ("--steps", 6, "--eval-every", 2)
+    local = fxpipe("run", tmp_path / "build", *run, "--local", "--out", tmp_path / "local", "--json")
+    assert local.code == 0, local.err
+    expected, found = json.loads(local.out), over_nccl(tmp_path, *run, "--out", tmp_path / "real")
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)  # atomics in embedding's backward
+    assert len(found["evaluations"]) == len(expected["evaluations"]) == 3  # type: ignore[arg-type]
