@@ -1,0 +1,46 @@
+"""NCCL where each process has a CUDA device of its own, whatever the environment says of ranks; else gloo."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxpipe.runtime.process.device import common_backend
+
+HERE = ("host", "GPU-0")
+
+
+@pytest.mark.parametrize(
+    ("others", "backend"),
+    [
+        pytest.param([("pod 1", "GPU-1"), ("pod 2", "GPU-2")], "nccl", id="one device a host"),
+        pytest.param([("host", "GPU-1"), ("host", "GPU-2")], "nccl", id="one host"),
+        pytest.param([("host", "GPU-1"), HERE], "gloo", id="two on one device"),
+        pytest.param([("host", "GPU-1"), None], "gloo", id="one without a device"),
+    ],
+)
+def test_by_the_devices_that_there_are(
+    others: list[Any], backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gather(answers: list[Any], own: Any) -> None:
+        assert own == HERE
+        answers[:] = [own, *others]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
+    monkeypatch.setenv("NCCL_HOSTID", "host")
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert common_backend(torch.device("cuda", 0), 0, 3) == backend
+    assert ("go through the CPU's memory" in capsys.readouterr().err) == (backend == "gloo")
+
+
+def test_gloo_on_cpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(dist, "all_gather_object", lambda answers, own: None)
+    assert common_backend(torch.device("cpu"), 0, 3) == "gloo"
+    assert capsys.readouterr().err == ""
