@@ -21,18 +21,34 @@ class RandomState(NamedTuple):
     numpy: Any
 
 
+class TorchState(NamedTuple):
+    """The states of torch's generators, as in `RandomState`."""
+
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+
+def torch_state() -> TorchState:
+    """The state now."""
+    return TorchState(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
+
+
+def set_torch_state(state: TorchState) -> None:
+    """Go on from there; a device that was not in use then goes on as it is."""
+    torch.set_rng_state(state.cpu)
+    if state.cuda is not None:
+        torch.cuda.set_rng_state(state.cuda)
+
+
 def random_state() -> RandomState:
     """The state now."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    return RandomState(torch.get_rng_state(), cuda, random.getstate(), numpy)
+    return RandomState(*torch_state(), random.getstate(), numpy)
 
 
 def set_random_state(state: RandomState) -> None:
     """Go on from there; what was not in use then goes on as it is."""
-    torch.set_rng_state(state.cpu)
-    if state.cuda is not None:
-        torch.cuda.set_rng_state(state.cuda)
+    set_torch_state(TorchState(state.cpu, state.cuda))
     random.setstate(state.python)
     if state.numpy is not None:
         sys.modules["numpy"].random.set_state(state.numpy)

@@ -51,6 +51,60 @@ def test_epochs_and_isolation() -> None:
     assert torch.equal(torch.get_rng_state(), outside)
 
 
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
+    """What draws on a CUDA device, as far as the feed looks at it."""
+    generator = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", generator.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", generator.set_state)
+    monkeypatch.setattr(torch.cuda, "manual_seed", generator.manual_seed)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", generator.manual_seed)
+    return generator
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_batches_that_are_drawn_on_a_device(device: torch.Generator, stateful: bool) -> None:
+    """Stages reseed its generator; batches came from theirs."""
+
+    class OnDevice(Counted):
+        def __iter__(self) -> Iterable[float]:
+            while self.at < 4:
+                self.at += 1
+                yield float(torch.rand((), generator=device))
+            self.at = 0
+
+    def drawn() -> Iterable[float]:
+        for _ in range(4):
+            yield float(torch.rand((), generator=device))
+
+    data = OnDevice if stateful else drawn
+    whole = Feed(Task(data), 5)
+    whole.marks = lambda batches: batches == 2
+    batches = [whole.next_batch() for _ in range(6)]
+    assert len(set(batches)) == 6
+    mark = whole.mark(2)
+    apart = Feed(Task(data), 5)
+    for batch in batches:
+        device.manual_seed(0)  # a stage
+        outside = device.get_state()
+        assert apart.next_batch() == batch
+        assert torch.equal(device.get_state(), outside)
+    again = Feed(Task(data), 5)
+    again.go_on(2, mark)
+    device.manual_seed(1)
+    assert [again.next_batch() for _ in range(4)] == batches[2:]
+
+
+def test_a_device_that_is_used_only_later(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Feed(Task(lambda: iter([float(torch.rand((), generator=device))])), 5).next_batch()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: False)
+        feed = Feed(Task(lambda: iter([float(torch.rand((), generator=device))])), 5)
+    device.manual_seed(1)
+    assert feed.next_batch() == expected
+
+
 @pytest.mark.parametrize(("steps", "epochs", "total"), [(7, None, 7), (None, None, 3), (None, 4, 12)])
 @pytest.mark.parametrize("data", [noise, lambda: [1, 2, 3]])
 def test_total(data: Callable[[], Any], steps: int | None, epochs: int | None, total: int) -> None:

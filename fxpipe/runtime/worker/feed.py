@@ -13,7 +13,15 @@ from torch.utils.data import SequentialSampler
 
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import say, warn
-from fxpipe.random_state import random_state, random_state_kept, seed_everything, set_random_state
+from fxpipe.random_state import (
+    TorchState,
+    random_state,
+    random_state_kept,
+    seed_everything,
+    set_random_state,
+    set_torch_state,
+    torch_state,
+)
 from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.model_file import hook_raised
 
@@ -33,11 +41,11 @@ class Feed:
     """
 
     def __init__(self, task: TrainingTask, seed: int) -> None:
-        self._task = task
-        outside = torch.get_rng_state()
+        self._task, self._seed = task, seed
+        outside = torch_state()
         seed_everything(seed)
-        self._state = torch.get_rng_state()
-        torch.set_rng_state(outside)
+        self._state = torch_state()
+        set_torch_state(outside)
         self._data: Any = None
         self._batches: Iterator[Any] | None = None
         self._given = 0
@@ -65,7 +73,7 @@ class Feed:
         """
         if self._length is None:
             with random_state_kept():
-                torch.set_rng_state(self._state)
+                set_torch_state(self._state)
                 data = self._task.train_data()
                 try:
                     self._length = len(data)  # type: ignore[arg-type]
@@ -129,7 +137,9 @@ class Feed:
             numpy = (kind, torch.from_numpy(keys.copy()), *rest)
         data, generator = copy.deepcopy(self._data.state_dict()), _generator(self._data)
         own = None if generator is None else generator.get_state()
-        mark = {"data": data, "torch": self._state, "python": state.python, "numpy": numpy, "generator": own}
+        mark = {"data": data, "torch": self._state.cpu, "python": state.python, "numpy": numpy, "generator": own}
+        if self._state.cuda is not None:
+            mark["cuda"] = self._state.cuda
         self._marks[self._given] = mark
 
     def _load(self, batches: int, mark: Mapping[str, Any]) -> None:
@@ -150,7 +160,7 @@ class Feed:
         if numpy is not None:
             numpy = (numpy[0], numpy[1].numpy(), *numpy[2:])
         set_random_state(random_state()._replace(python=mark["python"], numpy=numpy))
-        self._state = mark["torch"]
+        self._state = TorchState(mark["torch"], mark.get("cuda"))
 
     def _next(self) -> Any:
         if self._given > self._handed and self.marks(self._given):
@@ -192,13 +202,15 @@ class Feed:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self._state)
+        outside = torch_state()
+        set_torch_state(self._state)
+        if self._state.cuda is None and torch.cuda.is_initialized():  # since the latest batch
+            torch.cuda.manual_seed(self._seed)
         try:
             yield
         finally:
-            self._state = torch.get_rng_state()
-            torch.set_rng_state(outside)
+            self._state = torch_state()
+            set_torch_state(outside)
 
 
 class _Order:
