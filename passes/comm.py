@@ -37,7 +37,8 @@ class Comm(Pass):
     alone read, where they are apart, arrives in W, or in B for a reader beyond that wants it there.
 
     A value without a dense layout (sliced) is copied by its sender; of an expanded one only the memory travels, and
-    each receiver expands it again; a view of a weight is copied.
+    each receiver expands it again; a view of a weight is copied. What is in the CPU's memory though the program is for
+    another device (random seeds of attention) travels on the device, and is copied back.
 
     Neighbours that exchange no value in a phase get a token, one byte without meaning: without it the second would
     run ahead of the first without bound (`fxpipe/ir/pace.py`). It leaves as soon as the first is in step itself. An
@@ -64,7 +65,7 @@ class Comm(Pass):
             wiring.wire(node)
         program = replace(program, wires=wiring.edges)
         while gap := first_gap(program):
-            wiring.pace(gap, program.device)
+            wiring.pace(gap)
         return program
 
 
@@ -72,6 +73,7 @@ class _Wiring:
     def __init__(self, program: Program, prefix: str) -> None:
         self.graph = program.graph
         self.prefix = prefix
+        self.device = program.device
         self.edges: dict[str, EdgeSpec] = {}
         self.inputs = {b.node for b in program.batch if b.node}
         self.homes = {
@@ -117,7 +119,7 @@ class _Wiring:
         if not stops:
             return
         self._refuse_sparse(node, home[0], stops[0][0])
-        sent, place = self._dense(self._unexpanded(node, home), home), home
+        sent, place = self._dense(self._unexpanded(self._on_device(node, home), home), home), home
         for i, (worker, users) in enumerate(stops):
             waiting = [user for _, later in stops[i:] for user in later]
             first = min(waiting, key=self._when)
@@ -154,10 +156,30 @@ class _Wiring:
         recv.meta["val"] = send.meta["val"] = value(sent)
         recv.meta[INFO].bytes = size_of(value(sent))
         arrived = recv if value(sent).shape == value(node).shape else self._expand(recv, node)
+        if value(sent).device != value(node).device:
+            arrived = self._copied(arrived, value(node).device, f"{recv.name}_back", spec.dst_phase, spec.dst)
         for user in users:
             user.replace_input_with(node, arrived)
         self.edges[send.name] = self.edges[recv.name] = spec
         return recv
+
+    def _on_device(self, node: fx.Node, home: _Place) -> fx.Node:
+        """A value that a CUDA program has in the CPU's memory, on the device: NCCL sends nothing else; made once."""
+        if value(node).device.type != "cpu" or self.device == "cpu":
+            return node
+        for user in node.users:
+            if user.meta.get("made_on_device"):
+                return user
+        made = self._copied(node, torch.device(self.device), f"{node.name}_on_device", home[1], home[0])
+        made.meta["made_on_device"] = True
+        return made
+
+    def _copied(self, node: fx.Node, device: torch.device, name: str, phase: Phase, worker: int) -> fx.Node:
+        """A copy on another device."""
+        made = self._insert_after(node, torch.ops.aten._to_copy.default, (node,), name, device=device)
+        made.meta["val"] = torch.ops.aten._to_copy.default(value(node), device=device)
+        made.meta[INFO] = self._record(node, phase, worker)
+        return made
 
     def _refuse_sparse(self, node: fx.Node, src: int, dst: int) -> None:
         if is_sparse(node):
@@ -167,14 +189,14 @@ class _Wiring:
                 hint="make it dense where it is made (.to_dense()), or cut the model elsewhere",
             )
 
-    def pace(self, gap: Gap, device: str) -> None:
+    def pace(self, gap: Gap) -> None:
         """Fill a gap with a token that leaves as soon as it may; its receiver takes it before all later nodes."""
         after = gap.after
         if after is None:  # at the start of the phase
             calls = (n for n in self.graph.nodes if n.op == "call_function" and info(n).phase in (gap.phase, "B"))
             after = next(calls, self.graph.output_node()).prev
         name = f"pace_{gap.phase}_{gap.dst}"
-        options: dict[str, Any] = {"dtype": torch.uint8, "device": torch.device(device)}
+        options: dict[str, Any] = {"dtype": torch.uint8, "device": torch.device(self.device)}
         with self.graph.inserting_after(after):
             token = self.graph.create_node("call_function", torch.ops.aten.zeros.default, ([1],), options, name=name)
         with self.graph.inserting_after(token):

@@ -1,4 +1,4 @@
-"""Corrects the strides of torch's fake tensors for operators whose kernels use another memory layout.
+"""Corrects the strides, and once the device, of torch's fake tensors where kernels do otherwise.
 
 Fake tensors compute the results of these operators by Python decompositions, which combine the arguments in another
 order than the kernel does. If the arguments have different layouts, the fake result has the layout of one of them and
@@ -117,8 +117,12 @@ def is_corrected(operator: Any, device: str) -> bool:
     return operator in _LAYOUTS or (device == "cpu" and operator in _CPU_LAYOUTS)
 
 
+# Its seed and offset are in the CPU's memory, outside of a CUDA graph: its backward reads them there (torch 2.13).
+_SEEDED_ON_CPU = aten._scaled_dot_product_efficient_attention.default
+
+
 class KernelStrides(FakeTensorMode):
-    """Inside, fake tensors have the strides that the kernels give their results."""
+    """Inside, fake tensors have the strides, and the device, that the kernels give their results."""
 
     supports_higher_order_operators = True
 
@@ -127,6 +131,9 @@ class KernelStrides(FakeTensorMode):
             place = _LIKELIHOODS[func]
             args = (*args[:place], args[place].long(), *args[place + 1 :])
         made: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _SEEDED_ON_CPU:
+            with self:
+                return (*made[:2], *(torch.empty_like(seed, device="cpu") for seed in made[2:]))
         layout = _LAYOUTS.get(func) or _CPU_LAYOUTS.get(func)
         if layout is None or not is_corrected(func, args[0].device.type):
             return made

@@ -8,15 +8,20 @@ import pytest
 import torch
 from cached import captured, cuts, lowered
 from fxpipe.passes import default_passes
+from fxpipe.passes.comm import Comm
 from fxpipe.passes.fold import Fold
+from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.units import Units
+from program_text import placed
 from random_cuts import numbered, random_cuts
 from small_models import CASES
 from torch import Tensor, nn
 from torch.nn import functional as F
+from two_layers import two_layers
 
 import fxpipe
 from fxpipe.errors import VerifyError
+from fxpipe.ir import wire
 from fxpipe.ir.law import verify
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import compare_with_eager
@@ -157,3 +162,19 @@ def test_tokens_are_few_and_only_between_neighbours(seed: int) -> None:
             assert edge.src_phase == edge.dst_phase
             assert edge.dst - edge.src == (1 if edge.src_phase == "F" else -1)
     assert len(tokens(plan)) == len(set(tokens(plan))) <= 6
+
+
+def test_what_is_in_the_cpus_memory_crosses_on_the_programs_device() -> None:
+    """As the seeds of an attention's dropout are; here, with a program of a CPU, everything."""
+    program = dataclasses.replace(run_passes(placed(two_layers(), 2), [Rematerialize()]), device="cuda")
+    program = Comm()(program)
+    crossing = [node for node in program.graph.nodes if node.target in (wire.send, wire.recv)]
+    assert len(crossing) == 4
+    for node in crossing:
+        assert node.meta["val"].device.type == "cuda"
+        if node.target is wire.send:
+            assert node.args[0].meta["val"].device.type == "cuda"
+            assert len(node.users) == 1
+        else:
+            (back,) = node.users
+            assert back.meta["val"].device.type == "cpu"

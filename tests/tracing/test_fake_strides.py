@@ -123,3 +123,11 @@ def test_a_transposed_gradient_of_softplus_is_computed_as_in_eager() -> None:
 
     build = fxpipe.compile(model, loss, batch, cost="analytic", cuts="same")
     assert compare_with_eager(build, model, loss, batch).largest < 1e-6
+
+
+def test_seeds_of_an_attention_are_foretold_where_the_kernel_has_them() -> None:
+    """tests/gpu/test_nccl.py trains with such an attention whose forward and backward are on two workers."""
+    with KernelStrides():
+        q = torch.empty(2, 3, 8, 16, device="cuda")
+        made = aten._scaled_dot_product_efficient_attention.default(q, q, q, None, True, 0.1)
+    assert [value.device.type for value in made] == ["cuda", "cuda", "cpu", "cpu"]
