@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.aten import is_random, is_view, repeats
-from fxpipe.ir.program import Level, Program, value
+from fxpipe.ir.program import INFO, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
 
 aten = torch.ops.aten
@@ -17,6 +17,12 @@ aten = torch.ops.aten
 # A lazy conjugation or negation is a mark on a tensor, which gets lost where the tensor travels. Doing the same again
 # would then set the mark instead of taking it away, which some operators, such as view_as_real, do not take.
 _COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+
+_ATTENTIONS = {
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Fold(Pass):
                 _stride_over_base(node)
             elif node.target is aten.native_batch_norm_backward.default:
                 _forget_running_statistics(node)
+            elif node.target in _ATTENTIONS:
+                _forget_seeds(node)
             elif node.target in _COMPUTED and not _is_lazy(value(node)):
                 node.target = _COMPUTED[node.target]
         remove_dead(program.graph)
@@ -78,6 +86,23 @@ def _forget_running_statistics(node: fx.Node) -> None:
     train = node.args[7]
     if train:
         node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _forget_seeds(node: fx.Node) -> None:
+    """Without dropout the backward of attention takes the forward's random seed and does not read it."""
+    places = {argument.name: i for i, argument in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+    if node.args[places["dropout_p"]] != 0:
+        return
+    for name in ("philox_seed", "philox_offset"):
+        seed = node.args[places[name]]
+        assert isinstance(seed, fx.Node)
+        shown = value(seed)
+        options = {"dtype": shown.dtype, "device": torch.device(shown.device.type)}
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(aten.zeros.default, (list(shown.shape),), options)
+        made.meta = {**node.meta, "val": shown.new_zeros(shown.shape), INFO: info(node).copy()}
+        made.meta[INFO].bytes = size_of(shown)
+        node.update_arg(places[name], made)
 
 
 def remove_dead(graph: fx.Graph) -> None:

@@ -13,6 +13,7 @@ from engines import needs
 from random_cuts import legal_cuts, with_units
 from small_models import CASES
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import fxpipe
@@ -101,6 +102,30 @@ def test_distributed_equals_local_on_cuda(tmp_path: Path, schedule: str, microba
     case = CASES["gpt"]
     model, batch = on_cuda("gpt")
     build = fxpipe.compile(
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(len(x), 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize(("autocast", "limit"), [(None, 1e-4), ("bf16", 1e-2)])
+def test_no_seed_of_an_attention_without_dropout_crosses(autocast: str | None, limit: float) -> None:
+    """Its forward and backward are on two workers; fp32 and bf16 have kernels of their own."""
+    model, batch = nn.Sequential(*(Attention() for _ in range(3))).cuda(), torch.randn(2, 8, 16, device="cuda")
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    options: dict[str, Any] = {"workers": 2, "cost": "analytic", "autocast": autocast}
+    build = fxpipe.compile(model, loss, batch, **options, forward_at=["2"], backward_at=["1"])
+    assert {edge.tensor.dtype for edge in build.plan.edges if edge.kind == "saved"} <= {"float32", "bfloat16"}
+    assert compare_with_eager(build, model, loss, batch).largest < limit
+
+
         model, case.loss, batch, workers=2, schedule=schedule, microbatches=microbatches, **cuts(case, 2, 1)
     )
     build.save(tmp_path / "build", model_file=tmp_path / "model.py")
