@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +23,9 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.schedule.action import Action, Event
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from fxpipe.checkpoint.shard import Shard
     from fxpipe.runtime.worker.checkpoint import Checkpoint
     from fxpipe.runtime.worker.executor import Executor
@@ -278,7 +281,14 @@ def begin_or_go_on(executor: Executor, resumed: Resumed | None, shards: list[Sha
     if resumed is None or not resumed.exact:
         store.begin(store.version, stop)
     else:
-        store.go_on(resumed.manifest.start, shards[0].past, shards[0].sent, stop)
+        past = {version: _placed(held, executor.device) for version, held in shards[0].past.items()}
+        sent = {reader: _placed(held, executor.device) for reader, held in shards[0].sent.items()}
+        store.go_on(resumed.manifest.start, past, sent, stop)
+
+
+def _placed(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Weights that were read into the CPU's memory, on the worker's device."""
+    return {name: value.to(device) for name, value in held.items()}
 
 
 def restore(executors: Sequence[Executor], resumed: Resumed) -> list[list[Shard]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.checkpoint.tree import Encoder, Unwritable
 from fxpipe.errors import RunError
@@ -73,10 +74,24 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State
         for group in part.param_groups:
             for parameter in group["params"]:
                 if names[id(parameter)] in state:
-                    part.state[parameter] = state[names[id(parameter)]]
+                    part.state[parameter] = _placed(state[names[id(parameter)]], parameter.device, group)
         for each in own[:1]:
-            part.state.update(each["others"])
-            vars(part).update(each["attributes"])
+            group = part.param_groups[0]
+            device = next((p.device for p in group["params"]), torch.device("cpu"))
+            part.state.update(_placed(each["others"], device, group))
+            vars(part).update(_placed(each["attributes"], device, group))
+
+
+def _placed(held: Any, device: torch.device, group: Mapping[str, Any]) -> Any:
+    """State that was read, where an optimizer of parameters on a device keeps it: single numbers are the CPU's."""
+    if device.type == "cpu":
+        return held
+    numbers = group.get("capturable") or group.get("fused")  # as in torch's own load_state_dict
+
+    def place(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) and (value.dim() or numbers) else value
+
+    return pytree.tree_map(place, held)
 
 
 def scheduler_state(scheduler: Any) -> State | None:

@@ -294,7 +294,7 @@ class Updater:
             if self.predictor.keeps_gradients:
                 for name, gradient in by_name("gradients").items():
                     if name in own:
-                        own[name].grad = gradient
+                        own[name].grad = gradient.to(own[name].device)
         if self.feedback is not None:
             self.feedback.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
 
