@@ -8,6 +8,9 @@ All are defects of `torch._decomp.decompositions`; the first two do not show whe
   `mkldnn_rnn_layer` in inference mode, which has no backward (torch 2.11 to 2.15).
 - `one_layer_lstm` returns the last states with a dimension in front, which the states before have not (torch 2.11).
 
+On CUDA a layer whose parameters are replaced, as here by stand-ins, lays them out anew for cuDNN, by their addresses,
+which stand-ins have not (torch 2.11); a trace has no use for it.
+
 When torch has fixed them, these replacements compute the same and can go.
 """
 
@@ -18,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch._decomp import decompositions
 
 
@@ -26,6 +30,9 @@ def trainable() -> Iterator[None]:
     """Inside, recurrent layers are traced as they train."""
     helper: Any = getattr(decompositions, "_rnn_helper", None)
     select: Any = getattr(decompositions, "select_one_layer_lstm_function", None)
+    layers: Any = nn.RNNBase
+    lay_out = layers.flatten_parameters
+    layers.flatten_parameters = lambda layer: None
     if helper is not None:
         decompositions._rnn_helper = _layer_by_layer(helper)
     if select is not None:
@@ -33,6 +40,7 @@ def trainable() -> Iterator[None]:
     try:
         yield
     finally:
+        layers.flatten_parameters = lay_out
         if helper is not None:
             decompositions._rnn_helper = helper
         if select is not None:

@@ -172,6 +172,18 @@ def test_recurrent_layers_on_the_data_itself(kind: type[nn.RNNBase]) -> None:
     check(Feature("recurrent", lambda: Recurrent(kind), batch=lambda size: batch(size, 2, WIDTH), alone=True))
 
 
+def test_recurrent_layers_are_not_laid_out_for_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA that asks for the addresses of parameters, and a trace has none."""
+    model = made(lambda: Recurrent(nn.LSTM))
+
+    def lay_out(layer: nn.RNNBase) -> None:
+        raise RuntimeError("Cannot access data pointer of Tensor")
+
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lay_out)
+    fxpipe.capture(model, squared, batch(2, 8, WIDTH))
+    assert nn.RNNBase.flatten_parameters is lay_out
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_between_recurrent_layers_is_kept(kind: type[nn.RNNBase]) -> None:
     """It disappeared without a word."""
