@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @option_fields(RunOptions, "new_shapes")
 @option_fields(RunOptions, "model_file", "keep_going")
 @click.option("-n", "--workers", type=click.IntRange(1, MOST_WORKERS), help="Stages, for a model file. [default: 2]")
-@option_fields(RunOptions, "threads", "throttle", "stall_timeout", "max_restarts")
+@option_fields(RunOptions, "offload", "threads", "throttle", "stall_timeout", "max_restarts")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run_command(build: str, local: bool, workers: int | None, as_json: bool, **asked: Any) -> int:
     """Train a BUILD directory (or a model file, which is compiled first).

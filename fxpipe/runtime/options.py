@@ -56,6 +56,7 @@ class PipelineOptions:
         keep: how many checkpoints stay.
         resume: the checkpoint to go on from: its folder, or `newest` for the newest whole one of the output folder.
             Options that its numbers depend on are those of the checkpoint where they are not given.
+        offload: keep what forwards save in the CPU's memory until their backwards, where the build is for CUDA.
         throttle: the links between processes that messages are to take as long as (`100Mbit,20ms`; see
             `fxpipe.planner.throttle`); None does not slow them.
         seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
@@ -144,6 +145,9 @@ class PipelineOptions:
         path="any",
         metavar="CHECKPOINT",
         help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
+    )
+    offload: bool = option(
+        False, "--offload", help="Keep what forwards save in the CPU's memory until their backwards (CUDA builds)."
     )
     throttle: str | None = option(
         None,

@@ -195,6 +195,27 @@ def test_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, poli
     assert run("rest", steps=6, resume=path, weights=path)[-3:] == pytest.approx(whole[3:], rel=1e-5)
 
 
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 4), ("1f1b", 4), ("async", 1)])
+def test_offloaded_values_train_alike_and_leave_the_device(schedule: str, microbatches: int) -> None:
+    """Of wide layers, so that what is saved outweighs all else."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))).cuda()
+    batches = [torch.randn(8192, 256, device="cuda") for _ in range(4)]
+    options: dict[str, Any] = {"workers": 2, "schedule": schedule, "microbatches": microbatches, "cost": "analytic"}
+    build = fxpipe.compile(net, lambda model, x: model(x).square().mean(), batches[0], **options, forward_at=["4"])
+    found, peaks = [], []
+    for offload in (False, True):
+        pipeline = build.local(offload=offload)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        found.append(pipeline.run(batches))
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert found[1] == found[0]
+    if schedule == "gpipe":
+        assert peaks[1] < peaks[0]
+
+
 def test_a_span_is_what_the_device_does() -> None:
     """The code has asked for the work long before the device has done it."""
     x = torch.randn(8192, 8192, device="cuda")

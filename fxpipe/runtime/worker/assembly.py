@@ -23,6 +23,7 @@ from fxpipe.runtime.worker.clip import make_clip
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.initial_weights import initial_weights
 from fxpipe.runtime.worker.loss_scaler import make_scaler
+from fxpipe.runtime.worker.offload import Offload, check_offload
 from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
@@ -60,10 +61,13 @@ def open_worker(
         BuildError: the stage or the weights do not fit the plan.
         TaskError: the build has no values of the parameters, and the model does not initialise them.
         BackendError: the engine is not available, or cannot run the stage.
+        RunError: saved values are to be offloaded, and the device is none of CUDA's.
     """
     if plan.sharded:
         _check_shares(options, task)
     folder, recipe = Path(folder), recipe.of_worker(worker)
+    if options.offload:
+        check_offload(device)
     stages = []
     for of_shape in plan.of_shapes:
         spec = of_shape.stages[worker]
@@ -98,6 +102,7 @@ def open_worker(
         store.staleness = StalenessLog(recipe.demand, worker, store.trained, path, continue_after)
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device, collective)
     executor.scaler = scaler
+    executor.offload = Offload(device) if options.offload else None
     executor.resets = BuffersReset.of(plan, task, options.seed)
     return executor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
+from fxpipe.runtime.worker.offload import Away, Offload
 from fxpipe.runtime.worker.replicas_data import check_read_alike
 from fxpipe.runtime.worker.stage_code import explained, reseed
 from fxpipe.runtime.worker.stage_of_shape import StageOfShape
@@ -30,11 +32,11 @@ class _Left(NamedTuple):
     """What a part has left for the next one of the same microbatch.
 
     Attributes:
-        values: saved or deferred; the code that takes them empties the list.
+        values: saved or deferred; the code that takes them empties the list. Or where they are meanwhile.
         taken: the memory (storage addresses) that gradients among them must not be written into: weights, sent values.
     """
 
-    values: list[Any]
+    values: list[Any] | Away
     taken: set[int]
 
 
@@ -65,6 +67,7 @@ class Executor:
         ended: called with each minibatch after its last action here, before any update.
         scaler: gives the scale of the loss; None where it is not scaled.
         resets: the hook `reset(model)`; None without it.
+        offload: moves saved values away until their backward; None leaves them.
         replica: which replica of the worker this is.
         collective: its end of what the replicas exchange; None where there are no others.
     """
@@ -111,6 +114,8 @@ class Executor:
         self.beginning: Callable[[int], None] = lambda minibatch: None
         self.ended: Callable[[int], None] = lambda minibatch: None
         self.resets: BuffersReset | None = None
+        self.offload: Offload | None = None
+        self._coming: deque[Action] = deque()  # what was announced, in the order in which it will run
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._own_losses: dict[int, Tensor] = {}  # of minibatches whose sum over the replicas is under way
         self._whole_losses: dict[int, Tensor] = {}
@@ -145,6 +150,7 @@ class Executor:
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""
         stage = self._stage(action)
+        self._coming.append(action)
         for part in self._parts(action):
             for edge in stage.incoming[part.phase]:
                 self.transport.expect(edge, action.minibatch, action.microbatch)
@@ -163,6 +169,7 @@ class Executor:
 
     def leave_out(self, action: Action) -> None:
         """The action will not run: forget what only it would have read."""
+        self._leave(action)
         for part in self._parts(action):
             self.store.release(part)
 
@@ -181,6 +188,8 @@ class Executor:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
         """
         stage = self._stage(action)
+        self._leave(action)
+        self._bring_next()
         stage.comm.bind(action.minibatch, action.microbatch)
         self.watch.at(action)
         self._now = action
@@ -325,6 +334,7 @@ class Executor:
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""
         self._left.clear()
+        self._coming.clear()
         self._kept.clear()
         self._loss = None
         self._own_losses.clear()
@@ -367,7 +377,7 @@ class Executor:
             if self._apart is None:
                 self.take_buffers(action.minibatch + 1)
             self._kept[action.minibatch + 1] = dict(self.buffers)  # later forwards put others in their place
-        self._left[action.minibatch, action.microbatch] = _Left(saved, set())
+        self._left[action.minibatch, action.microbatch] = _Left(self._set_aside(saved, action), set())
         self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None
 
@@ -378,6 +388,9 @@ class Executor:
         weights = stage.weights(phase, self.store.read(action))
         buffers = tuple([self.buffers[name] for name in stage.buffers[phase]])
         values, taken = self._left.pop(key)
+        if isinstance(values, Away):
+            assert self.offload is not None
+            values = self.offload.back(values)
         if part.random:
             self._reseed(action)
         with self._explained(stage, action):
@@ -394,6 +407,28 @@ class Executor:
             self._left[key] = _Left(list(made), taken | self.store.storages(phase))
         del made
         self.store.release(action)
+
+    def _set_aside(self, saved: list[Any], action: Action) -> list[Any] | Away:
+        """What a forward has saved, moved away unless its backward is next."""
+        following = self._coming[0] if self._coming else None
+        if self.offload is None or following == replace(action, phase="B"):
+            return saved
+        return self.offload.away(saved)
+
+    def _bring_next(self) -> None:
+        """Begin to move back what the action after this one reads: it arrives while this one computes."""
+        if self.offload is None or not self._coming:
+            return
+        left = self._left.get((self._coming[0].minibatch, self._coming[0].microbatch))
+        if self._coming[0].phase == "B" and left is not None and isinstance(left.values, Away):
+            self.offload.bring(left.values)
+
+    def _leave(self, action: Action) -> None:
+        """An announced action runs now, or never."""
+        if self._coming and self._coming[0] == action:
+            self._coming.popleft()
+        elif action in self._coming:
+            self._coming.remove(action)
 
     def _add_loss(self, loss: Tensor, action: Action) -> Tensor | None:
         loss = loss.detach().float()

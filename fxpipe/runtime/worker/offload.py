@@ -1,0 +1,133 @@
+"""Saved values leave a CUDA device for the CPU's memory while they wait for their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+
+LEAST_BYTES = 1 << 16
+"""Smaller memory stays: a copy takes longer to start than to make."""
+
+
+def check_offload(device: torch.device | str) -> None:
+    """Refuse to offload from a device that is no CUDA device.
+
+    Raises:
+        RunError: its memory is the CPU's own.
+    """
+    if torch.device(device).type != "cuda":
+        raise RunError(
+            "--offload moves what forwards save from a CUDA device to the CPU's memory, where this build's values are",
+            where="--offload",
+            hint="leave it out; or compile with --device cuda; --memory makes a build that saves less",
+        )
+
+
+@dataclass(frozen=True)
+class _View:
+    """How a tensor lies in its memory."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Away:
+    """Saved values of one microbatch that are on their way to the CPU, there, or on their way back.
+
+    Attributes:
+        entries: the values in their order; of those that moved, how they lie in their memory.
+        kept: that memory, in the CPU's.
+        back: the same on the device again; empty until it is asked for.
+        ready: when that has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.kept: list[Tensor] = []
+        self.back: list[Tensor] = []
+        self.ready: torch.cuda.Event | None = None
+
+
+class Offload:
+    """Moves saved values away and back, on a stream of its own, beside what the device computes.
+
+    Views of one memory move once, and are views of one memory again. On the way back they are on the device from
+    `bring` on. Values that are not dense tensors of some size stay.
+
+    Args:
+        device: where the values are made. A CPU has no streams: its values are copied at once, for tests.
+    """
+
+    def __init__(self, device: torch.device | str, least: int = LEAST_BYTES) -> None:
+        self.device = torch.device(device)
+        self.least = least
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def away(self, values: Sequence[Any]) -> Away:
+        """Begin to move the values; their memory on the device is free once nothing else holds it."""
+        found = Away()
+        places: dict[int, int] = {}
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self._on_stream():
+            for value in values:
+                found.entries.append(self._entry(value, found, places))
+        return found
+
+    def bring(self, away: Away) -> None:
+        """Begin to move the values back."""
+        if away.back or not away.kept:
+            return
+        away.back = [torch.empty(kept.shape, dtype=kept.dtype, device=self.device) for kept in away.kept]
+        if self._stream is not None:  # the stream that computes may still read what was in that memory before
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self._on_stream():
+            for memory, kept in zip(away.back, away.kept, strict=True):
+                memory.copy_(kept, non_blocking=True)
+        if self._stream is not None:
+            away.ready = self._stream.record_event()
+
+    def back(self, away: Away) -> list[Any]:
+        """The values, for the stream that computes; `away` is empty after it."""
+        self.bring(away)
+        if away.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(away.ready)
+        values = [_shown(entry, away.back) if isinstance(entry, _View) else entry for entry in away.entries]
+        away.entries, away.kept, away.back = [], [], []
+        return values
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _entry(self, value: Any, found: Away, places: dict[int, int]) -> Any:
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != self.device.type:
+            return value
+        storage = value.untyped_storage()
+        if storage.nbytes() < self.least:
+            return value
+        memory = places.get(storage.data_ptr())
+        if memory is None:
+            memory = places[storage.data_ptr()] = len(found.kept)
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            kept = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=self._stream is not None)
+            found.kept.append(kept.copy_(whole, non_blocking=True))
+            if self._stream is not None:
+                whole.record_stream(self._stream)
+        return _View(memory, value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()))
+
+
+def _shown(view: _View, memories: Sequence[Tensor]) -> Tensor:
+    """A tensor that lies in its memory as the one that moved."""
+    empty = torch.empty(0, dtype=view.dtype, device=memories[view.memory].device)
+    storage = memories[view.memory].untyped_storage()
+    return empty.set_(storage, view.offset, view.shape, view.stride)
