@@ -34,7 +34,7 @@ from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
 from fxpipe.runtime.wires.group import group_among, peers
 from fxpipe.runtime.wires.loopback import Loopback, Passing
 from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
-from fxpipe.runtime.wires.rendezvous import Line
+from fxpipe.runtime.wires.rendezvous import NcclLine
 from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule.base import Schedule
@@ -74,7 +74,7 @@ class Wires:
         self.ordered = backend == "nccl"
         self.staged = backend == "gloo" and device.type != "cpu"
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
-        self._lines: dict[tuple[Channel, int], Line] = {}  # by the process at the other end, too
+        self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by the process at the other end, too
         self._outboxes: dict[int, Outbox] = {}
         if backend == "nccl":
             self._connect(channels)
@@ -216,7 +216,7 @@ class Wires:
                 dist.recv(probe, source, group=group)
             other = target if self.rank == source else source
             notes, tag = dist.group.WORLD, self._tags[channel]
-        self._lines[channel, other] = Line(group, both.index(other), notes, other, tag, self.device)
+        self._lines[channel, other] = NcclLine(group, both.index(other), notes, other, tag, self.device)
 
 
 class DistTransport(Transport):

@@ -56,7 +56,7 @@ class Meeting:
         self._work.wait()
 
 
-class Line:
+class NcclLine:
     """One end of a channel between two processes, whose messages keep their order.
 
     Args:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.wires.rendezvous import Line, Meeting
+from fxpipe.runtime.wires.rendezvous import NcclLine, Meeting
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ class Ends:
         notes: Any = defaultdict(queue.SimpleQueue)
         groups = [Group(own, letters, self.log) for own in range(2)]
         told = [Group(own, notes, []) for own in range(2)]
-        self.source, self.target = (Line(groups[own], 1 - own, told[own], 1 - own, 7, CPU) for own in range(2))
+        self.source, self.target = (NcclLine(groups[own], 1 - own, told[own], 1 - own, 7, CPU) for own in range(2))
 
 
 def settled(ends: Ends) -> list[tuple[str, int]]:
