@@ -106,9 +106,7 @@ def test_goes_on_in_another_folder_as_if_it_were_the_same(folder: Path, tmp_path
         assert found[name] == wanted[name], name
     for row in found["workers"]:
         rows = [json.loads(line) for line in (other / f"staleness_{row['worker']}.jsonl").open()]
-        earlier = [json.loads(line) for line in (first / f"staleness_{row['worker']}.jsonl").open()]
-        assert rows[: len(earlier)] == earlier
-        assert len(rows) > len(earlier)
+        assert rows[0]["step"] > 16, "the log of the first folder stays there"
         assert sum(mean["samples"] for mean in row["staleness"]) == len(rows)
     assert {path: path.read_bytes() for path in before} == before
 
