@@ -20,12 +20,23 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
-from case import AXES, SEVERAL, SLOW, Case, of_text
-from judge import references
+from case import AXES, SEVERAL, SLOW, WITHOUT_FLUSH, Case, of_text
+from judge import PINNED, references
 from refused import refusals
 
 QUICK = Path(__file__).parent / "quick.txt"
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
+BY_HAND: dict[str, tuple[Any, ...]] = {name: values[:1] for name, values in AXES.items()} | {
+    "workers": AXES["workers"],
+    "cuts": PINNED,
+    "schedule": WITHOUT_FLUSH,
+    "microbatches": AXES["microbatches"],
+    "policy": AXES["policy"],
+    "optimizer": AXES["optimizer"],
+    "rate": AXES["rate"],
+}
+"""Where `papers` knows the rules: here, too, every pair meets."""
+
 TRIES = 400
 """Draws after which a pair is taken to be impossible."""
 
@@ -76,19 +87,23 @@ def is_legal(case: Case | None) -> bool:
     return case is not None and not refusals(case) and bool(references(case))
 
 
-def covering(known: Iterable[Case]) -> list[Case]:
-    """Cases in which every pair of quick values meets that can meet at all; the known ones that are legal first."""
+def covering(axes: Mapping[str, tuple[Any, ...]], known: Iterable[Case], judge: str = "") -> list[Case]:
+    """Cases in which every pair of these values meets that can meet at all; the known ones first.
+
+    Args:
+        judge: by which all of them can be judged, if by one.
+    """
     draw = random.Random(0)
-    chosen = [case for case in known if exists(case) and is_legal(case)]
+    chosen = list(known)
     covered: set[Pair] = set().union(*map(pairs_of, chosen))
-    for pair in sorted(possible_pairs(AXES), key=lambda pair: draw.random()):
+    for pair in sorted(possible_pairs(axes), key=lambda pair: draw.random()):
         if pair in covered:
             continue
         best: Case | None = None
         most = found = 0
         for _ in range(TRIES):
-            case = drawn(draw, AXES, dict(pair))
-            if case is None or not is_legal(case):
+            case = drawn(draw, axes, dict(pair))
+            if case is None or not is_legal(case) or (judge and judge not in references(case)):
                 continue
             new = len(pairs_of(case) - covered)
             if new > most:
@@ -117,6 +132,8 @@ def quick() -> list[Case]:
 
 
 if __name__ == "__main__":
-    cases = covering(quick() if QUICK.is_file() else [])
+    known = [case for case in quick() if exists(case) and is_legal(case)] if QUICK.is_file() else []
+    by_hand = covering(BY_HAND, [case for case in known if "papers" in references(case)], "papers")
+    cases = set(covering(AXES, {*known, *by_hand}))
     QUICK.write_text("".join(f"{case}\n" for case in sorted(cases, key=str)))
     print(f"{len(cases)} cases in {QUICK.name}")
