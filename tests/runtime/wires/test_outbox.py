@@ -23,7 +23,7 @@ def test_the_pieces_are_the_message(size: int) -> None:
     assert all(0 < piece.stop - piece.start <= CHUNK for piece in found[1:])
 
 
-class NcclLine:
+class Line:
     """What a receiver would get; each send leaves when the receiver asks for it, at once where it has asked before."""
 
     def __init__(self) -> None:
@@ -53,19 +53,19 @@ class NcclLine:
 class Work:
     """Of one send."""
 
-    def __init__(self, line: NcclLine, name: str) -> None:
+    def __init__(self, line: Line, name: str) -> None:
         self.line, self.name = line, name
 
     def wait(self) -> None:
         self.line.until(lambda: self.name in self.line.asked)
 
 
-def letter(line: NcclLine, name: str, turn: int, chunks: int) -> Leaving:
+def letter(line: Line, name: str, turn: int, chunks: int) -> Leaving:
     return Leaving(turn, torch.zeros(OPENING + chunks * CHUNK, dtype=torch.uint8), line.sender(name))
 
 
 def test_what_is_not_asked_for_stops_nothing_else() -> None:
-    line, outbox = NcclLine(), Outbox()
+    line, outbox = Line(), Outbox()
     saved, weights = letter(line, "saved", SAVED, 2), letter(line, "weights", WEIGHTS, 2)
     outbox.put("a", saved)
     outbox.put("b", weights)
@@ -79,7 +79,7 @@ def test_what_is_not_asked_for_stops_nothing_else() -> None:
 
 
 def test_saved_values_pass_weights_and_a_channel_keeps_its_order() -> None:
-    line, outbox = NcclLine(), Outbox()
+    line, outbox = Line(), Outbox()
     gate, first = threading.Event(), threading.Event()
 
     def slow(data: Tensor) -> Any:
