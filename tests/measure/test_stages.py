@@ -72,8 +72,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def sleepers(clock: Clock) -> Callable[..., list[dict[str, float]]]:
     """Measures a build's stages by that clock: what is not zero, by worker."""
 
-    def measured(build: fxpipe.Build, name: str = "gpt", **options: Any) -> list[dict[str, float]]:
-        times = measure_stages(build, batch_of(name), threads=1, repeats=2, **options)
+    def measured(build: fxpipe.Build, name: str = "gpt", optimizer: Any = None, **plan: Any) -> list[dict[str, float]]:
+        build = dataclasses.replace(build, plan=dataclasses.replace(build.plan, **plan))
+        times = measure_stages(build, batch_of(name), optimizer=optimizer, threads=1, repeats=2)
         parts = [{"forward": t.forward, "backward": t.backward, "update": t.update} for t in times]
         return [{what: round(seconds, 9) for what, seconds in part.items() if seconds > 1e-9} for part in parts]
 
