@@ -30,7 +30,7 @@ from fxpipe.planner.costs_file import read_costs
 from fxpipe.planner.device import read_device_spec
 from fxpipe.planner.pipedream import read_profile
 
-ROUNDS = 150
+ROUNDS = 60
 PLAN = lowered("function", workers=2).plan
 NESTED = "[" * 100_000
 STRANGE: tuple[Any, ...] = (None, True, -1, 7, 1e308, float("nan"), "", "x", [], [[]], {}, {"x": 1}, 10**30)

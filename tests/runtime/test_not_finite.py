@@ -65,8 +65,7 @@ def run(folder: Path, local: bool, *more: object, out: str = "out") -> Result:
 
 
 @LOCALLY
-@pytest.mark.parametrize("schedule", ["async", "1f1b"])
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(("value", "schedule"), [("nan", "async"), ("inf", "1f1b")])
 def test_a_batch_that_is_not_finite(tmp_path: Path, local: bool, schedule: str, value: str) -> None:
     folder = build(tmp_path, BAD_BATCH.replace("VALUE", value))
     result = run(folder, local, "--schedule", schedule)
@@ -79,8 +78,9 @@ def test_a_batch_that_is_not_finite(tmp_path: Path, local: bool, schedule: str, 
 
 
 @LOCALLY
-@pytest.mark.parametrize("schedule", ["async", "1f1b"])
-@pytest.mark.parametrize(("where", "name", "worker"), [("first", "early", 0), ("head", "late", 1)])
+@pytest.mark.parametrize(
+    ("where", "name", "worker", "schedule"), [("first", "early", 0, "async"), ("head", "late", 1, "1f1b")]
+)
 def test_gradients_that_are_not_finite_while_the_loss_is(
     tmp_path: Path, local: bool, schedule: str, where: str, name: str, worker: int
 ) -> None:

@@ -285,6 +285,8 @@ def test_replicas_of_one_mind_train_as_one_without_a_flush(
         torch.testing.assert_close(results[1][1][name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
 def test_an_outer_step_sends_the_weights_once_and_nothing_comes_between(tmp_path: Path) -> None:
     """2(R − 1)/R of the weights leave each process in an outer step: counted where the process group is called."""
     dp, every, steps = 3, 2, 5
@@ -367,7 +369,8 @@ def test_a_plan_says_how_replicas_come_together(tmp_path: Path) -> None:
         check(replace(plan, outer=None))
 
 
-def test_a_loss_of_any_replica_that_is_not_finite_ends_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [run_local, pytest.param(launched, marks=[pytest.mark.slow, pytest.mark.multiproc])])
+def test_a_loss_of_any_replica_that_is_not_finite_ends_a_run(tmp_path: Path, run: Any) -> None:
     more = """
 def loss(net, batch):
     found = nn.functional.cross_entropy(net(batch[0]), batch[1])
@@ -380,9 +383,8 @@ def train_data():
 """
     compiled_file(tmp_path, "1f1b", 1, 2, 1, more, outer_every=4)
     asked = {"build": str(tmp_path / "build"), "steps": 5, "progress": False}
-    for run in (run_local, launched):
-        with pytest.raises(NotFiniteError, match="the loss of step 2 is inf"):
-            run(RunOptions(**asked, out=str(tmp_path / run.__name__)))
+    with pytest.raises(NotFiniteError, match="the loss of step 2 is inf"):
+        run(RunOptions(**asked, out=str(tmp_path / "out")))
 
 
 def test_the_processes_of_a_replica_are_next_to_each_other() -> None:
@@ -412,6 +414,8 @@ def test_in_one_process_nothing_else_is_exchanged(tmp_path: Path, monkeypatch: p
     assert sorted(began) == [("outer torch.float32", step) for step in (3, 3, 3, 3, 6, 6, 6, 6, 7, 7, 7, 7)]
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
 def test_replicas_that_read_other_batches_are_told_in_the_outer_step(tmp_path: Path) -> None:
     compiled_file(tmp_path, "1f1b", 1, 2, 1, "OWN_DATA = True\n", outer_every=2)
     with pytest.raises(RunError, match="worker 0 read different batches in steps 1 to 2: replica 1 others than"):
@@ -464,6 +468,8 @@ def test_what_replicas_would_decide_apart_is_refused(
         run_local(asked)
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
 def test_evaluations_right_after_outer_steps_decide_alike(tmp_path: Path) -> None:
     """All replicas have the same weights and statistics then."""
     compiled_file(tmp_path, "async", 1, 2, 1, outer_every=2)

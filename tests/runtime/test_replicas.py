@@ -101,6 +101,8 @@ def test_a_run_goes_on_with_other_replicas(tmp_path: Path, before: tuple[int, in
         assert found[3:] == pytest.approx(whole["losses"][3:], rel=0.15)
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
 def test_what_callbacks_decide_holds_for_every_replica(tmp_path: Path) -> None:
     """Rates that change from step to step, and a metric that a scheduler waits for: replicas stay equal."""
     more = """

@@ -35,11 +35,6 @@ def check(found: dict[str, Any], count: int) -> None:
     assert codes == {0, 1, 2}, "some cases are refused, some are wrong usage, some do no harm"
 
 
-@pytest.mark.multiproc
-def test_some_cases(tmp_path: Path) -> None:
-    check(fuzz(tmp_path, 0, 150), 150)
-
-
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_many_cases(tmp_path: Path) -> None:
