@@ -40,7 +40,7 @@ BY_HAND: dict[str, tuple[Any, ...]] = {name: values[:1] for name, values in AXES
 TRIES = 400
 """Draws after which a pair is taken to be impossible."""
 
-PLAIN = {"shapes": 0.5, "stop": 0.5, "processes": 0.7, "codec": 0.5, "precision": 0.4, "replicas": 0.4, "engine": 0.5}
+PLAIN = {"shapes": 0.5, "stop": 0.5, "processes": 0.7, "codec": 0.5, "precision": 0.4, "replicas": 0.4, "engine": 0.9}
 """How often an axis has its first value, where that is cheaper to try than the others; else as often as any."""
 
 
