@@ -8,11 +8,12 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from case import STEPS, Case
@@ -64,8 +65,10 @@ def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
     return captured
 
 
-minibatch_loss.capture = _once(minibatch_loss.capture)
-evaluation.capture_evaluation = _once(evaluation.capture_evaluation)
+CAPTURES = (
+    (minibatch_loss, "capture", _once(minibatch_loss.capture)),
+    (evaluation, "capture_evaluation", _once(evaluation.capture_evaluation)),
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,9 @@ def compiled(case: Case, folder: Path) -> None:
     path = folder / "model.py"
     path.write_text(MODEL_FILE.format(paths=[str(here), str(here.parent / "support")], case=str(case)))
     asked = compile_options(case)
-    with redirect_stderr(StringIO()):
+    with redirect_stderr(StringIO()), ExitStack() as stack:
+        for module, name, captured in CAPTURES:
+            stack.enter_context(patch.object(module, name, captured))
         build_model(str(path), ModelOptions(), asked, CostOptions()).build.save(folder / "build", model_file=path)
 
 
