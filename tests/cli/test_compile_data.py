@@ -148,15 +148,3 @@ def test_lengths_of_a_collator_are_seen(tmp_path: Path) -> None:
     assert "the first 8 batches of train_data() have 3 shapes" in " ".join(result.err.split())
     assert "gets its stages during the run (--new-shapes)" in " ".join(result.err.split())
     assert fxpipe("run", tmp_path / "build", "--local", "--out", tmp_path / "out", "--json").json["steps"] == 9
-
-
-def test_a_scheduler_for_epochs_is_warned_of(tmp_path: Path) -> None:
-    model = loading(tmp_path, 8 * 60)
-    hook = "\n\ndef lr_scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)"
-    model.write_text(model.read_text() + hook)
-    warned = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
-    assert "in the first 20 updates, of 60 in an epoch" in " ".join(warned.err.split())
-    model.write_text(model.read_text() + ', "epoch"\n')
-    silent = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
-    assert silent.code == 0, silent.err
-    assert "learning rate" not in silent.err
