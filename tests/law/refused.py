@@ -33,7 +33,7 @@ def _follows_the_optimizer(case: Case) -> bool:
 
 def _copies_without_a_flush(case: Case) -> bool:
     return case.schedule == "async" and (
-        case.cuts != "same" or case.model.startswith("gpt") or case.policy == "vertical"
+        case.cuts in ("later", "earlier") or case.model.startswith("gpt") or case.policy == "vertical"
     )
 
 

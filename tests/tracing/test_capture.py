@@ -180,7 +180,7 @@ def test_recurrent_layers_are_not_laid_out_for_cudnn(monkeypatch: pytest.MonkeyP
         raise RuntimeError("Cannot access data pointer of Tensor")
 
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lay_out)
-    fxpipe.capture(model, squared, batch(2, 8, WIDTH))
+    fxpipe.capture(model, squared, batch(8, 2, WIDTH))
     assert nn.RNNBase.flatten_parameters is lay_out
 
 
