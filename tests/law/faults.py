@@ -75,7 +75,18 @@ def finder(fault: Fault, first: str | None, more: Sequence[str]) -> str | None:
         planted(fault, tree)
         for only in ([first] if first else []), []:
             selected = [f"{HERE / 'test_law.py'}::test_the_law[{case}]" for case in only] or [str(HERE / "test_law.py")]
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *selected]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "--no-header",
+                "-p",
+                "no:cacheprovider",
+                *selected,
+            ]
             command += [] if only else ["-m", "not slow", "-n", "2", *more]
             run = subprocess.run(
                 command,
