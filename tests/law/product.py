@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -263,8 +263,3 @@ def outcome(summary: dict[str, Any], out: Path) -> Outcome:
         kept,
         summary.get("evaluation", {}),
     )
-
-
-def uninterrupted(case: Case) -> Case:
-    """The same training in one piece, in one process."""
-    return replace(case, stop=0, processes=False)
