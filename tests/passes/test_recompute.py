@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from cached import captured, cuts, lowered
+from covering import a_few_quick, covering
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.left_values import LeftValues, left_values
 from fxpipe.passes.analysis.levels import levels_of_units
@@ -36,8 +37,7 @@ def left(program: Program) -> list[LeftValues]:
     return left_values(run_passes(program, [Rematerialize()]))
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "apart"), covering(CASES, [False, True], strength=1))
 def test_the_least_saves_less_and_computes_the_same(name: str, apart: bool) -> None:
     program = cut(name, 3, apart=apart)
     least = run_passes(program, [Recompute((LEAST,) * 3)])
@@ -129,8 +129,7 @@ def test_the_same_names_are_computed_again_of_a_known_choice() -> None:
     assert left(known) == left(chosen)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "schedule"), covering(CASES, ["1f1b", "zb-h1"], strength=1))
 def test_the_summary_and_the_choice_count_alike(name: str, schedule: str) -> None:
     where = cuts(CASES[name], 3, 0)
     plain, full = (
@@ -143,7 +142,7 @@ def test_the_summary_and_the_choice_count_alike(name: str, schedule: str) -> Non
     assert [bool(stage.again) for stage in full.plan.stages] == [row.again > 0 for row in full.workers]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", a_few_quick(CASES, "gpt", "conv", "checkpoint"))
 def test_levels_of_units_add_up_to_what_a_single_worker_saves(name: str) -> None:
     """But for masks, which a planner counts as neither sent nor saved."""
     program = run_passes(captured(name)[2], [*front_passes(), Cost()])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cached import captured, lowered, passed
+from covering import covering
 from fxpipe.passes import emitting_passes
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.reduce import LAST_BYTES, Reduce
@@ -58,13 +59,18 @@ def test_without_replicas_the_files_and_the_plan_are_as_before() -> None:
     assert all(stage.buckets == () for stage in plain.plan.stages)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize(("most", "last"), [(4096, 1024), (9000, 9000), (1, 1), (2**20, 2000)])
-@pytest.mark.parametrize("name", ["gpt", "conv", "lstm"])
+BUCKETS = [(4096, 1024), (9000, 9000), (1, 1), (2**20, 2000)]
+"""Bytes of a bucket at most, and of the last."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "schedule"), covering(["gpt", "conv", "lstm"], BUCKETS, ["1f1b", "zb-h1"], strength=1)
+)
 def test_buckets_hold_all_gradients_in_their_order_and_are_as_full_as_they_can_be(
-    name: str, most: int, last: int, schedule: str
+    name: str, sizes: tuple[int, int], schedule: str
 ) -> None:
     """Of all gradients in the order of the code, runs are taken from the end: as long as the limit allows."""
+    most, last = sizes
     reduce = Reduce((2, 2), most, last)
     program = passed(captured(name)[2], workers=2, schedule=schedule, reduce=reduce)
     named = {p.names[0]: program.gradients().get(p.node) for p in program.parameters}

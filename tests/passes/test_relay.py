@@ -10,6 +10,7 @@ import torch
 from boundary_bytes import least, sent
 from by_path import module_at
 from cached import captured
+from covering import covering
 from fxpipe.passes import default_passes
 from fxpipe.passes.comm import Comm
 from random_cuts import random_cuts, with_units
@@ -27,8 +28,7 @@ def until_comm(passes: list[Pass]) -> list[Pass]:
     return passes[: [step.name for step in passes].index("comm")]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("name", "seed"), covering(CASES, range(4), strength=1))
 def test_with_any_cuts_each_boundary_carries_its_lower_bound(name: str, seed: int) -> None:
     cuts = random_cuts(name, 4, seed)
     before = run_passes(captured(name)[2], until_comm(default_passes(cuts)))

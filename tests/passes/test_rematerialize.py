@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cached import captured, cuts, lowered, passed
+from covering import covering
 from fxpipe.passes import default_passes
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
@@ -28,8 +29,7 @@ def depends_on_weights_alone(program: Program, node: fx.Node) -> bool:
     return bool(inputs) and all(depends_on_weights_alone(program, n) for n in inputs)
 
 
-@pytest.mark.parametrize("shift", [0, 1, -1])
-@pytest.mark.parametrize("name", ["gpt", "conv", "lstm"])
+@pytest.mark.parametrize(("name", "shift"), covering(["gpt", "conv", "lstm"], [0, 1, -1], strength=1))
 def test_backward_never_reads_a_forward_view_of_a_weight(name: str, shift: int) -> None:
     case, _, program = captured(name)
     program = passed(program, workers=3, **cuts(case, 3, shift))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cached import captured, cuts
+from covering import covering
 from fxpipe.passes.analysis.edge_timings import edge_timings
 from fxpipe.passes.analysis.liveness import part_memories
 from fxpipe.passes.comm import Comm
@@ -70,8 +71,7 @@ def test_one_more_would_take_more_memory() -> None:
     assert text(run_passes(program, [SendEarly()])) == text(program)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "schedule"), covering(CASES, ["1f1b", "zb-h1"], strength=1))
 def test_values_memory_and_random_numbers_stay(name: str, schedule: str) -> None:
     case, _, captured_program = captured(name)
     steps: list[Applied] = []

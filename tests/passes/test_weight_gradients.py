@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cached import captured
+from covering import covering
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.split_backward import SplitBackward
@@ -30,8 +31,7 @@ def calls(nodes: dict[fx.Node, None]) -> list[fx.Node]:
     return [n for n in nodes if n.op == "call_function"]
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "split"), covering(CASES, [False, True], strength=1))
 def test_nothing_but_weight_gradients_comes_of_them(name: str, split: bool) -> None:
     program = run_passes(captured(name)[2], [Fold(), *([SplitBackward()] if split else []), Units()])
     assert weight_nodes(program)

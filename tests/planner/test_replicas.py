@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from fxpipe.planner.forecast import minibatch_seconds, notation
 from fxpipe.planner.link_times import all_reduce
 from fxpipe.planner.links import Links
 from fxpipe.planner.machines import Machines
-from fxpipe.planner.partition import TooLittleMemory, of_cuts, of_rows
+from fxpipe.planner.partition import TooLittleMemory, of_cuts
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
 from fxpipe.planner.replicated import replicated_partitions
 from fxpipe.planner.setting import Setting
@@ -48,11 +49,12 @@ def brute_force(profile: Profile, setting: Setting, processes: int, mode: str) -
                 continue
             workers = setting.workers(len(replicas), replicas)
             costs = CostModel(profile, workers)
-            for plan in naive.every_plan(profile, workers, mode):
-                choices = naive.every_choice(workers) if mode != "same" else [(0,) * (workers.count + 1)]
-                for choice in choices:
-                    cuts = np.stack([np.array(column) for column in (*plan, choice)], axis=1)
-                    least = min(least, 1e3 * of_rows(costs, mode, cuts).bottleneck)
+            choices = naive.every_choice(workers) if mode != "same" else [(0,) * (workers.count + 1)]
+            columns = itertools.product(naive.every_plan(profile, workers, mode), choices)
+            plans = np.array([np.stack([*plan, choice], axis=1) for plan, choice in columns])
+            costs.remember(plans[:, :-1].reshape(-1, 4), plans[:, 1:].reshape(-1, 4))
+            slowest = [costs.price(k, plans[:, k], plans[:, k + 1]).cost for k in range(workers.count)]
+            least = min(least, float(np.max(slowest, axis=0).min()))
     return least
 
 

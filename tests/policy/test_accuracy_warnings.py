@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -20,14 +21,20 @@ ENOUGH = {"SGD": 6, "AdamW": 2, "Muon": 2}
 """Of how many workloads a mean is one to warn by."""
 
 
+@functools.cache
+def behind(workers: int, microbatches: int) -> int:
+    """How many updates the first worker's forward misses."""
+    return Versions(make("async", workers, microbatches)).lag("F", 0, 0)
+
+
 def measured() -> dict[tuple[str, str, int], float]:
     """The mean share lost, by policy, optimizer and how many updates the first worker's forward misses."""
     rows: list[dict[str, Any]] = json.loads(RESULT.read_text())["conditions"]
     shares: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for r in rows:
         if r["lost"] is not None and r["method"] not in ("synchronous", "1f1b"):
-            behind = Versions(make("async", r["workers"], r["microbatches"])).lag("F", 0, 0)
-            shares[r["method"], OPTIMIZERS[r["optimizer"]], behind].append(r["lost"])
+            missed = behind(r["workers"], r["microbatches"])
+            shares[r["method"], OPTIMIZERS[r["optimizer"]], missed].append(r["lost"])
     return {key: mean(found) for key, found in shares.items() if len(found) >= ENOUGH[key[1]]}
 
 

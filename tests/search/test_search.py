@@ -85,14 +85,14 @@ CASES = st.tuples(
 )
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2)
 @given(CASES)
 def test_never_worse_than_any_schedule_with_its_own_plan(case: tuple[Any, ...]) -> None:
     check_never_worse(*case)
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(CASES)
 def test_never_worse_in_many_cases(case: tuple[Any, ...]) -> None:
     check_never_worse(*case)
@@ -151,14 +151,15 @@ def test_several_stages_a_process_compete() -> None:
     """Where memory holds what 1F1B holds, a V has no bubble; where links are slow, it pays for its messages."""
     profile = chain([(1.0, 1.0, 1.0)] * 16, saved=1e6)
     sized = Sized(Setting(microbatches=8, memory=(24e6,) * 4), profile, profile, samples=64)
-    found = search([sized], Question(4, schedules_of(True)))
+    schedules = ("1f1b", "zb-h1", "interleaved", "zb-v")
+    found = search([sized], Question(4, schedules))
     assert found.best.setting.schedule == "zb-v"
     assert found.best.placement == (0, 1, 2, 3, 3, 2, 1, 0)
     assert found.best.simulation.bubble == pytest.approx(0, abs=1e-9)
     assert found.best.memory == 16e6
     slow = dataclasses.replace(sized, setting=dataclasses.replace(sized.setting, links=Links(latency=0.1)))
-    assert search([slow], Question(4, schedules_of(True))).best.placement == (0, 1, 2, 3)
-    two = search([sized], Question(4, schedules_of(True), virtual=2))
+    assert search([slow], Question(4, schedules)).best.placement == (0, 1, 2, 3)
+    two = search([sized], Question(4, schedules, virtual=2))
     assert len(two.best.placement) == 8
     assert "1f1b" in {row.schedule for row in two.rows}
 
