@@ -9,11 +9,11 @@ from typing import Any
 STEPS = 7
 """Minibatches of a run: more than an epoch, and enough for predictions on the first of four workers."""
 
-SEVERAL = {"interleaved": 2, "zb-v": 2, "v-half": 2, "v-min": 2, "dualpipev": 2}
+SEVERAL = dict.fromkeys(("1f1b*2", "zb-h1*2", "interleaved", "zb-v", "v-half", "v-min", "dualpipev", "csv"), 2)
 """Schedules with so many workers in each process."""
 
 WITHOUT_FLUSH = ("async", "async-late")
-APART = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipev")
+APART = ("zb-h1", "zb-h2", "zb-h1*2", "zb-v", "v-half", "v-min", "dualpipev", "csv")
 """Schedules with weight gradients as actions of their own."""
 
 
@@ -29,20 +29,22 @@ class Case:
     Attributes:
         cuts: 'same' for forward and backward, backward's 'later' or 'earlier', 'random' (F, B and W apart, empty parts,
             recomputed runs), or what the planner chooses: 'planned', 'three-way'.
-        replicas: 'two' of each worker, '2,1' (more of the first worker), 'shard' (two that share out the optimizer),
-            'outer' (two that train apart) and 'delayed' (with an outer step applied one later).
+        schedule: '*2' is with `virtual=2`; 'csv' a file, zb-v in which actions have changed places.
+        replicas: 'two' of each worker, '2,1' (more of the first worker), '1,2' (more of the last one), 'shard' (two
+            that share out the optimizer), 'outer' (two that train apart), 'delayed' (with an outer step one later).
         shapes: 'last' (an epoch's last batch is smaller), 'new' (its stages are made during the run), 'padded'.
         stop: the run saves checkpoints, and another goes on from the one after so many steps. 0: neither.
         processes: a worker in each, as torchrun starts them.
     """
 
-    model: str = axis("chain", "gpt", "gpt-dropout", "conv", "lstm", "function", "dict", "texts")
+    model: str = axis("chain", "gpt", "dropout", "conv", "lstm", "function", "dict", "texts",
+                      slow=("gpt-dropout",))  # fmt: skip
     workers: int = axis(2, 3, 4, 1)
     cuts: str = axis("same", "later", "earlier", "random", "planned", "three-way")
-    schedule: str = axis("1f1b", "gpipe", "async", "async-late", "zb-h1", "zb-h2", "interleaved", "zb-v", "v-min",
-                         slow=("v-half", "dualpipev"))  # fmt: skip
+    schedule: str = axis("1f1b", "gpipe", "async", "async-late", "zb-h1", "zb-h1*2", "interleaved", "zb-v", "csv",
+                         slow=("1f1b*2", "zb-h2", "v-min", "v-half", "dualpipev"))  # fmt: skip
     microbatches: int = axis(2, 1, 4)
-    replicas: str = axis("one", "two", "2,1", "shard", "outer", "delayed")
+    replicas: str = axis("one", "two", "2,1", "shard", "outer", "delayed", slow=("1,2",))
     policy: str = axis("default", "latest", "stash", "vertical", "2bw", "2bw+predict", "spectrain+decay", "pipeoptim",
                        "pipeoptim+keep", "xpipe", "lwp", "latest+ef")  # fmt: skip
     optimizer: str = axis("momentum", "nesterov", "sgd", "adamw", "own", "two")
@@ -65,7 +67,11 @@ class Case:
     @property
     def dp(self) -> int:
         """How many replicas share each minibatch out."""
-        return 1 if self.replicas in ("one", "2,1") else 2
+        return 1 if self.replicas == "one" or self.unequal else 2
+
+    @property
+    def unequal(self) -> bool:
+        return self.replicas in ("2,1", "1,2")
 
     @property
     def parts(self) -> int:
@@ -85,7 +91,7 @@ class Case:
     @property
     def total(self) -> int:
         """Processes in all."""
-        return self.ranks + 1 if self.replicas == "2,1" else self.ranks * self.dp
+        return self.ranks + 1 if self.unequal else self.ranks * self.dp
 
     def __str__(self) -> str:
         """Values that are not the plain ones; `of_text` is its inverse."""

@@ -66,17 +66,16 @@ def exists(case: Case) -> bool:
     several = SEVERAL.get(case.schedule, 1)
     padded = case.shapes == "padded" and case.model != "texts"
     smaller = case.shapes in ("last", "new") and case.batch // 2 % case.parts
-    unequal = case.replicas == "2,1" and case.ranks == 1
+    unequal = case.unequal and case.ranks == 1
     eager_fails = case.model == "lstm" and case.precision == "fp16"  # no such kernel
     too_many = case.model == "lstm" and case.workers > 3  # it has three places to cut before
     masks = case.model in ("gpt", "gpt-dropout", "texts") and case.codec == "int8"  # of infinities, which may cross
-    uneven = case.cuts == "random" and case.shapes != "one"  # such cuts may not fit another shape's units
+    uneven = case.cuts == "random" and (case.shapes != "one" or case.model == "function")  # other units than captured
+    many = case.cuts == "three-way" and case.workers > 3 and case.shapes in ("last", "new")  # the same
     double = case.engine != "eager" and case.precision != "float32"  # onnxruntime lacks operators for others
-    planned = (
-        case.replicas == "2,1" and case.schedule == "async" and case.cuts not in PINNED
-    )  # copies of weights or none
+    planned = case.unequal and case.schedule == "async" and case.cuts not in PINNED  # copies of weights or none
     impossible = case.workers % several or padded or smaller or unequal or eager_fails or too_many or case.total > 4
-    return not (impossible or masks or uneven or double or planned)
+    return not (impossible or masks or uneven or many or double or planned)
 
 
 def pairs_of(case: Case) -> set[Pair]:
@@ -94,8 +93,9 @@ def owed_by(case: Case) -> set[tuple[str, Pair]]:
 
 def seconds(case: Case) -> float:
     """About what a case takes."""
-    runs = 1 + (2 if case.stop else 0) + (2 + case.total if case.processes else 0)
-    return 0.3 * runs * (2 if case.model != "chain" else 1) + (3 if case.shapes == "new" else 0)
+    large, new = case.model.startswith("gpt"), case.shapes == "new"
+    more = 0.3 * sum((case.evaluation != "none", case.replicas != "one", case.shapes == "last", case.stop > 0))
+    return 0.5 + 2 * large + (2 + 4 * large) * new + (2 + case.total) * case.processes + more
 
 
 def possible_pairs(axes: Mapping[str, tuple[Any, ...]]) -> Iterator[Pair]:

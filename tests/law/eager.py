@@ -6,10 +6,11 @@ import contextlib
 import copy
 from typing import Any
 
+import padded_texts
 import torch
 from case import STEPS, Case
-from product import CLIP, DECAY, OUTER_EVERY, Outcome
-from task import RATES, Task, as_list, cycled
+from product import CLIP, DECAY, INTERVAL, OUTER_EVERY, SCALE, Outcome
+from task import RATES, Task, as_list, cycled, forget
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -29,26 +30,40 @@ class Trained:
         made = [RATES[case.rate](optimizer) for optimizer in self.optimizers] if case.rate != "constant" else []
         self.schedulers = [each[0] if isinstance(each, tuple) else each for each in made]
         self.epoch = len(self.task.train_data())
+        self.scale, self.good = SCALE if case.precision == "fp16" else 1.0, 0
+        self.metrics: list[dict[str, float]] = []
         self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) if case.average else None
 
     def step(self, parts: list[Any], number: int) -> float:
-        """One update by the mean of the losses of so many equal parts; that mean."""
-        losses = []
+        """One update by the mean of the losses of so many parts, unless it overflows; that mean."""
+        losses, metrics = [], []
+        if self.case.model == "lstm" and number % self.epoch == 0:
+            forget(self.model)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        for part in parts:
+        counts = [float(padded_texts.tokens(part)) if self.case.model == "texts" else 1.0 for part in parts]
+        for part, count in zip(parts, counts, strict=True):
+            share = count / sum(counts)
             with _cast(self.case):
-                loss = self.task.loss(self.model, part)
-            (loss / len(parts)).backward()
-            losses.append(float(loss.detach()))
+                found = self.task.loss(self.model, part)
+            loss, own = found if isinstance(found, tuple) else (found, {})
+            (self.scale * share * loss).backward()
+            losses.append(share * float(loss.detach()))
+            metrics.append({name: float(value) for name, value in own.items()})
+        self.metrics += [metrics[0]] if metrics[0] else []
+        gradients = [p.grad.div_(self.scale) for p in self.parameters if p.grad is not None]
+        finite = all(gradient.isfinite().all() for gradient in gradients)
         if self.case.clip:
             nn.utils.clip_grad_norm_(self.parameters, CLIP)
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers if finite else ():
             optimizer.step()
+        if self.case.precision == "fp16":  # as torch.amp.GradScaler does
+            self.good = self.good + 1 if finite else 0
+            self.scale *= 0.5 if not finite else 2.0 if self.good % INTERVAL == 0 else 1.0
         if self.case.rate == "falling" or (number + 1) % self.epoch == 0:
             for scheduler in self.schedulers:
                 scheduler.step()
-        return sum(losses) / len(losses)
+        return sum(losses)
 
     def average(self) -> None:
         """Take the weights after an update into their average."""
@@ -69,7 +84,12 @@ def trained(case: Case) -> Outcome:
 
 
 def _parts(case: Case, batch: Any) -> list[Any]:
-    return _split(batch, case.parts) if case.model == "conv" else [batch]
+    return _split(batch, case.parts) if _in_parts(case) else [batch]
+
+
+def _in_parts(case: Case) -> bool:
+    """Whether parts of a batch are other than the whole: each has statistics or a state, or may overflow alone."""
+    return case.model in ("conv", "lstm") or case.precision == "fp16"
 
 
 def _split(batch: Any, count: int) -> list[Any]:
@@ -105,13 +125,16 @@ def _apart(case: Case) -> Outcome:
             for place, parameter in enumerate(run.parameters):
                 done = 0 if since is None else parameter.detach() - since[r][place]
                 parameter.data.copy_(shared[place].detach() + done)
+        if since is None:
+            for buffers in zip(*(run.model.buffers() for run in runs), strict=True):
+                mean = torch.stack(buffers).mean(0) if buffers[0].is_floating_point() else buffers[0]
+                for buffer in buffers:
+                    buffer.copy_(mean)
 
     for m, batch in enumerate(cycled(runs[0].task.train_data(), STEPS)):
         parts = _split(batch, case.parts)
         shares = [parts[r :: case.dp] for r in range(case.dp)]
-        found = [
-            run.step(own if case.model == "conv" else [_joined(own)], m) for run, own in zip(runs, shares, strict=True)
-        ]
+        found = [run.step(own if _in_parts(case) else [_joined(own)], m) for run, own in zip(runs, shares, strict=True)]
         losses.append(found[0])
         if (m + 1) % OUTER_EVERY == 0:
             if case.replicas == "outer":
@@ -136,14 +159,17 @@ def _left(case: Case, run: Trained, losses: list[float]) -> Outcome:
     averages = dict(run.averaged.module.named_parameters()) if run.averaged is not None else {}
     found = {name: value.detach() for name, value in run.model.state_dict().items()}
     metrics = {} if case.evaluation == "none" else evaluated(case, run.model)
-    return Outcome(losses, found, {n: v.detach() for n, v in averages.items()}, [], metrics)
+    return Outcome(losses, found, {n: v.detach() for n, v in averages.items()}, [], metrics, run.metrics)
 
 
 def evaluated(case: Case, model: nn.Module) -> dict[str, float]:
-    """The mean over samples of each metric, without autocast."""
+    """The mean over samples of each metric, or over what `loss_weight` counts, without autocast."""
     task, model = Task(case), copy.deepcopy(model).eval()
+    if case.model == "lstm":
+        forget(model)
     with torch.no_grad():
-        rows = [(_samples(batch), task.metrics(model, batch)) for batch in task.eval_data()]
+        count = padded_texts.tokens if task.weighed else _samples
+        rows = [(count(batch), task.metrics(model, batch)) for batch in task.eval_data()]
     total = sum(count for count, _ in rows)
     return {name: sum(count * float(row[name]) for count, row in rows) / total for name in rows[0][1]}
 

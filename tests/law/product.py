@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import multiprocessing
 import os
+import random
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -27,17 +29,21 @@ from torch.distributed import TCPStore
 from torch.utils import _pytree as pytree
 
 import fxpipe
+from fxpipe.errors import ScheduleError
 from fxpipe.ir.program import Program
 from fxpipe.lowering import evaluation, minibatch_loss
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.local_run import run_local
+from fxpipe.schedule import from_csv, make, to_csv
 from fxpipe.task.batch import split
 from fxpipe.task.model_options import ModelOptions
 
 CLIP, DECAY = 0.5, 0.7
 OUTER_EVERY = 3
+SCALE, INTERVAL = 2.0**19, 2
+"""The first loss scale, so great that steps overflow, and after how many good ones it doubles."""
 FAST = Links(bandwidth=1e12)
 """Cuts that differ are worth their messages."""
 
@@ -73,13 +79,18 @@ CAPTURES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left: losses by step, the trained weights, its lines without times, metrics of the last weights."""
+    """What a run left: losses by step, the trained weights, its lines without times, metrics of the last weights.
+
+    Attributes:
+        metrics: of training, by step.
+    """
 
     losses: list[float]
     weights: dict[str, Tensor]
     averages: dict[str, Tensor]
     lines: list[dict[str, Any]]
     evaluation: dict[str, float]
+    metrics: list[dict[str, float]] = field(default_factory=list)
 
     def same_bits(self, other: Outcome) -> list[str]:
         """In words, what is not the other's."""
@@ -117,7 +128,8 @@ def compile_options(case: Case) -> CompileOptions:
     """What the case asks of a compile."""
     asked: dict[str, Any] = {
         "workers": case.ranks,
-        "schedule": case.schedule,
+        "schedule": _rows(case) if case.schedule == "csv" else case.schedule.removesuffix("*2"),
+        "virtual": 2 if case.schedule.endswith("*2") else None,
         "microbatches": case.microbatches,
         "cost": "analytic",
         "threads": 1,
@@ -128,10 +140,12 @@ def compile_options(case: Case) -> CompileOptions:
         "autocast": case.precision if case.precision in ("bf16", "fp16") else None,
         "scan": 2 if case.shapes == "new" else 8,
         "accept_optimizer_per_worker": True,
+        "accept_microbatch_loss": case.model == "lstm",
         **_cuts(case),
     }
-    if case.replicas == "2,1":
-        asked["replicas"] = (2, *[1] * (case.ranks - 1))
+    if case.unequal:
+        ones = [1] * (case.ranks - 1)
+        asked["replicas"] = (2, *ones) if case.replicas == "2,1" else (*ones, 2)
     elif case.replicas != "one":
         asked["dp"] = 2
     if case.replicas == "shard":
@@ -139,6 +153,26 @@ def compile_options(case: Case) -> CompileOptions:
     if case.replicas in ("outer", "delayed"):
         asked |= {"outer": "diloco", "outer_every": OUTER_EVERY, "outer_delay": int(case.replicas == "delayed")}
     return CompileOptions(**{name: value for name, value in asked.items() if value is not None})
+
+
+@functools.cache
+def _rows(case: Case) -> str:
+    """A table of one's own: zb-v with neighbours exchanged, as far as that is accepted."""
+    draw = random.Random(str(case))
+    rows = [line.split(",") for line in to_csv(make("zb-v", case.workers, case.microbatches)).splitlines()]
+    for _ in range(20):
+        number = draw.randrange(len(rows))
+        place = draw.randrange(len(rows[number]) - 1)
+        row = [*rows[number]]
+        row[place : place + 2] = reversed(row[place : place + 2])
+        with contextlib.suppress(ScheduleError):
+            from_csv(_text([*rows[:number], row, *rows[number + 1 :]]))
+            rows[number] = row
+    return _text(rows)
+
+
+def _text(rows: list[list[str]]) -> str:
+    return "\n".join(",".join(row) for row in rows)
 
 
 def _cuts(case: Case) -> dict[str, Any]:
@@ -183,7 +217,8 @@ def run_options(case: Case, folder: Path, out: str, **more: Any) -> RunOptions:
             "ema": DECAY if case.average else None,
             "eval_every": 2 if case.evaluation == "often" else None,
             "new_shapes": 8 if case.shapes == "new" else None,
-            "loss_scale": 1024.0,
+            "loss_scale": SCALE,
+            "loss_scale_interval": INTERVAL,
             **more,
         },
     )
@@ -262,4 +297,5 @@ def outcome(summary: dict[str, Any], out: Path) -> Outcome:
         load_file(averaged) if averaged.is_file() else {},
         kept,
         summary.get("evaluation", {}),
+        [line["metrics"] for line in lines if "metrics" in line],
     )

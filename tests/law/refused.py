@@ -39,7 +39,7 @@ def _copies_without_a_flush(case: Case) -> bool:
 
 def _of_first(case: Case) -> int:
     """Microbatches of a minibatch that one replica of the first worker has."""
-    return case.microbatches // 2 if case.replicas == "2,1" else case.microbatches
+    return case.microbatches // 2 if case.unequal else case.microbatches
 
 
 RULES = [
@@ -86,14 +86,12 @@ RULES = [
     Rule(
         "more replicas of one worker with weight gradients apart, several stages, late updates, or a single microbatch",
         "replicas",
-        lambda case: (
-            case.replicas == "2,1" and (case.schedule in (*APART, *SEVERAL, "async-late") or case.microbatches == 1)
-        ),
+        lambda case: case.unequal and (case.schedule in (*APART, *SEVERAL, "async-late") or case.microbatches == 1),
     ),
     Rule(
         "more replicas of one worker, and copies of weights without a flush",
         "replicas",
-        lambda case: case.replicas == "2,1" and _copies_without_a_flush(case),
+        lambda case: case.unequal and _copies_without_a_flush(case),
     ),
 ]
 

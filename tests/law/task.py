@@ -64,6 +64,22 @@ class Skips(nn.Module):
         return self.head(torch.cat([c, a], 1).mean((2, 3)))
 
 
+class Dropped(nn.Module):
+    """Random numbers in every part, some of them drawn again by backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.2)) for _ in range(3)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.first(x), 0.1, self.training)
+        for i, block in enumerate(self.blocks):
+            x = x + (checkpoint(block, x, use_reentrant=False) if i == 1 else block(x))
+        return self.head(x)
+
+
 class Functions(nn.Module):
     """Backwards of one's own, and blocks that backward computes again: reentrant ones and others."""
 
@@ -81,17 +97,39 @@ class Functions(nn.Module):
 
 
 class Recurrent(nn.Module):
+    """With a state that goes on from microbatch to microbatch, until `reset`."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("mood", torch.zeros(6))
         self.embed = nn.Embedding(17, 6)
         self.layers = nn.ModuleList([nn.LSTM(6, 6, batch_first=True)])
         self.head = nn.Linear(6, 5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+        x = self.embed(ids) + self.mood
+        self.mood = 0.5 * self.mood + x.detach().mean((0, 1))
         for layer in self.layers:
             x = x + layer(x)[0]
         return self.head(x[:, -1])
+
+
+def forget(model: Recurrent) -> None:
+    model.mood.zero_()
+
+
+def counted(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+    """A loss with metrics."""
+    scores, classes = model(batch[0]), batch[1]
+    right = (scores.argmax(1) == classes).double()
+    return F.cross_entropy(scores, classes), {"accuracy": right.mean(), "right": right.sum(), "half": 0.5}
+
+
+def opaque(model: nn.Module, batch: Any) -> Tensor:
+    """The mean over all labels that count, in a way that is not followed: it takes `loss_weight`."""
+    found = model(batch["ids"], batch["mask"]).flatten(0, 1)
+    each = F.cross_entropy(found, batch["labels"].flatten(), reduction="none")
+    return each.sort().values.sum() / padded_texts.tokens(batch)
 
 
 def _class_of(name: str) -> small_models.Case:
@@ -111,10 +149,11 @@ MODELS = {
     for case in (
         small_models.Case("chain", Chain, _squared, _pairs, tuple(f"layers.{i}" for i in range(LAYERS))),
         small_models.Case("gpt", lambda: small_models.GPT(depth=2), *STEP, GPT),
+        small_models.Case("dropout", Dropped, CLASSIFY, VECTORS, FUNCTIONS),
         small_models.Case("gpt-dropout", lambda: small_models.GPT(depth=2, dropout=0.2), *STEP, GPT),
         small_models.Case("conv", Skips, CLASSIFY, IMAGES, ("stem", "down", "middle", "up", "head")),
         small_models.Case("lstm", Recurrent, CLASSIFY, _words, ("embed", "layers.0", "head")),
-        small_models.Case("function", Functions, CLASSIFY, VECTORS, FUNCTIONS),
+        small_models.Case("function", Functions, counted, VECTORS, FUNCTIONS),
         _class_of("dict"),
         small_models.Case("texts", padded_texts.Reader, padded_texts.loss,
                           lambda size: padded_texts.batch_of(8, samples=size),
@@ -173,8 +212,12 @@ class Task:
         made = self.of.model()
         return made.double() if self.case.precision == "float64" else made
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.of.loss(model, batch)
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return (opaque if self.weighed else self.of.loss)(model, batch)
+
+    @property
+    def weighed(self) -> bool:
+        return self.case.model == "texts" and self.case.shapes != "padded"
 
     def train_data(self) -> list[Any]:
         if self.case.shapes == "padded":
@@ -190,7 +233,8 @@ class Task:
         return [self._typed(self.of.batch(n)) for n in (self.case.batch, self.case.batch // 2)]
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        return {"loss": self.of.loss(model, batch)}
+        found = self.loss(model, batch)
+        return {"loss": found[0], **found[1]} if isinstance(found, tuple) else {"loss": found}
 
     def optimizer(self, named: list[Any]) -> Any:
         return OPTIMIZERS[self.case.optimizer](named)
@@ -211,6 +255,10 @@ class Task:
             found |= {"eval_data": self.eval_data, "metrics": self.metrics}
         if self.case.shapes == "padded":
             found |= {"pad": padded_texts.PAD, "pad_to": 8}
+        if self.weighed:
+            found["loss_weight"] = padded_texts.tokens
+        if self.case.model == "lstm":
+            found["reset"] = forget
         return found
 
 
