@@ -27,6 +27,7 @@ aten = torch.ops.aten
 UNPROVED = "that the microbatches give the whole batch's loss is "
 CHECKED = "checked on the first batch, and not proved for others"
 UNCHECKED = "neither proved nor checked"
+OWN = "{} may do with a microbatch's gradients what it would not do with the whole batch's"
 UNTRIED = "loss_weight(batch) was not tried on microbatches that count differently"
 
 
@@ -83,15 +84,17 @@ class WholeLoss(Pass):
             program = replace(program, warnings=(*program.warnings, _often(changed, self.microbatches)))
         loss = found.loss
         program = replace(program, warnings=(*program.warnings, *self.unlike))
-        if isinstance(loss, Lost):
-            if self.weighted:
-                said = () if self.checked else (f"{UNPROVED}{UNCHECKED}: {UNTRIED}",)
-                return replace(_weighted(program), warnings=(*program.warnings, *said))
+        if isinstance(loss, Lost) and self.weighted:
+            said = () if self.checked else (f"{UNPROVED}{UNCHECKED}: {UNTRIED}",)
+            return replace(_weighted(program), warnings=(*program.warnings, *said))
+        why = OWN.format(program.own_backward) if program.own_backward else ""
+        if why := loss.why if isinstance(loss, Lost) else why:
             if self.accepted:
-                return replace(program, differs_from_whole=f"it was accepted that {loss.why}")
-            return replace(
-                program, warnings=(*program.warnings, f"{UNPROVED}{CHECKED if self.checked else UNCHECKED}: {loss.why}")
-            )
+                return replace(program, differs_from_whole=f"it was accepted that {why}")
+            said = (f"{UNPROVED}{CHECKED if self.checked else UNCHECKED}: {why}",)
+            program = replace(program, warnings=(*program.warnings, *said))
+        if isinstance(loss, Lost):
+            return program
         program = _with_whole_numbers(program, found.numbers)
         change = _Substitution(program, self.microbatches)
         for node in found.likelihoods:

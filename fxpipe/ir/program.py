@@ -24,7 +24,6 @@ from fxpipe.schedule.loss_scaling import FLOAT16
 INFO = "fxpipe"  # the key of a node's record in node.meta
 CORRECTS = "corrects"  # the key in node.meta of a call that a pass has put after its first input: no cut parts the two
 AGAIN = "again"  # the key in node.meta of a copy that `rematerialize` made: the name of the node that it copies
-WRITTEN = "written"  # the key in node.meta of the user's line, of a backward node that no formula of autograd made
 
 
 class Level(IntEnum):
@@ -148,6 +147,8 @@ class Program:
         replicas: WIRED: how many each worker has; empty where each has one.
         buckets: WIRED, where there are replicas: by worker, what its gradients are added up in over them.
         stages: SPLIT: what each worker executes; EMITTED: with its file.
+        own_backward: which code of the user's own makes gradients, no formula of autograd: hooks, and functions with a
+            backward; '' if none does.
         loss_of_microbatches: whether a minibatch's loss is the mean of its microbatches' losses, or their sum.
         differs_from_whole: why that is not meant to be the loss of the whole batch; '' if it is.
         whole_numbers: whether microbatches take the whole batch's numbers, such as how many samples it has.
@@ -179,6 +180,7 @@ class Program:
     buckets: tuple[tuple[BucketSpec, ...], ...] = ()
     stages: tuple[Stage, ...] = ()
     warnings: tuple[str, ...] = ()
+    own_backward: str = ""
     loss_of_microbatches: Literal["mean", "sum"] = "mean"
     differs_from_whole: str = ""
     whole_numbers: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules._functions import BackwardHookFunction
 
 
 def nodes(tensor: torch.Tensor) -> Iterator[Any]:
@@ -22,6 +23,7 @@ def nodes(tensor: torch.Tensor) -> Iterator[Any]:
         waiting.extend(found)
 
 
-def has_functions(tensor: torch.Tensor) -> bool:
-    """Whether there are functions written in Python among them, as those of full backward hooks are."""
-    return any(isinstance(node, BackwardCFunction) for node in nodes(tensor))
+def functions(tensor: torch.Tensor) -> list[str]:
+    """The names of the user's functions among them, which have a backward of their own: `Written`."""
+    kinds = dict.fromkeys(type(node) for node in nodes(tensor) if isinstance(node, BackwardCFunction))
+    return [kind._forward_cls.__qualname__ for kind in kinds if kind._forward_cls is not BackwardHookFunction]

@@ -35,7 +35,7 @@ from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
 from fxpipe.task.metrics import loss_and_metrics
-from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines, written_backward
+from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
 from fxpipe.tracing.eval_mode import eval_mode
@@ -236,6 +236,7 @@ def _trace(
     replaced: list[int] = []
     lost: list[int] = []
     named: dict[str, torch.Tensor] = {}
+    functions: list[str] = []
     place = user_lines.definition(loss)
     watch = origin.TracedStep()
 
@@ -250,6 +251,7 @@ def _trace(
                 named.clear()
                 named.update(metric_tensors(metrics, device, place))
             own_gradients(value, watch, tensors)
+            functions[:] = autograd_graph.functions(value)
             new = tensors.rebound()
         fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
         lost[:] = [row for row in new if row not in fits]
@@ -266,7 +268,11 @@ def _trace(
         notes.append(f"gradient hooks see one microbatch's gradient at a time: those of {', '.join(tensors.hooked)}")
     if named:
         forget_numbers(graph_module.graph, len(named))
-    return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), step_metrics=tuple(named))
+    own = [f"the backward of {name}" for name in functions]
+    if (line := watch.operators.get("register_hook")) is not None:
+        own.append(f"a gradient hook ({watch.where(line)})")
+    said = listed(own, 4) if own else ""
+    return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), None, tuple(named), said)
 
 
 def _state_notes(
@@ -292,7 +298,7 @@ def _state_notes(
             with autocasting(device, autocast):
                 value, _ = loss_and_metrics(loss(model, batch))
             calls.backward()
-            hooked = calls.hooks or tensors.hooked or autograd_graph.has_functions(value)
+            hooked = calls.hooks or tensors.hooked or autograd_graph.functions(value)
             gradients = _gradients(value, trained) if hooked else ()
             calls.returned([value, *tensors.rebound().values()], gradients)
         tensors.put_back()
@@ -342,7 +348,6 @@ def _export(
             warnings.catch_warnings(),
             _tracing() as drew,
             checks.left_out() as unchecked,
-            written_backward.marked(watch),
         ):
             warnings.simplefilter("ignore")  # of the tracer; the user's appeared when the model was made
             warnings.filterwarnings("error", message=".*autograd kernel was not registered")  # a gradient would be lost

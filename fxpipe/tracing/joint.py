@@ -29,7 +29,7 @@ from fxpipe.ir.program import (
     value,
 )
 from fxpipe.plan.spec import Phase
-from fxpipe.tracing import origin, user_lines, written_backward
+from fxpipe.tracing import origin, user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.refusals import within_backward
 
@@ -43,7 +43,7 @@ class Traced(NamedTuple):
     `replaced`: their rows, in the order of the outputs after the loss, or after the metrics of an evaluation; `lost`:
     rows whose new value has another shape or dtype, or is not a tensor. `metrics`: the names of an evaluation's first
     outputs; it has no loss. `step_metrics`: the names of the outputs after those, which the step returned next to the
-    loss.
+    loss. `own_backward`: as in `Program`.
     """
 
     graph_module: fx.GraphModule
@@ -52,6 +52,7 @@ class Traced(NamedTuple):
     warnings: tuple[str, ...]
     metrics: tuple[str, ...] | None = None
     step_metrics: tuple[str, ...] = ()
+    own_backward: str = ""
 
 
 class Reader:
@@ -65,6 +66,7 @@ class Reader:
         self.lost = traced.lost
         self.metrics = traced.metrics
         self.step_metrics = traced.step_metrics
+        self.own_backward = traced.own_backward
         self.tensors = tensors
         self.leaves = leaves
         self.inputs = inputs
@@ -135,6 +137,7 @@ class Reader:
             device=device,
             autocast=autocast,
             warnings=tuple(self.warnings),
+            own_backward=self.own_backward,
         )
 
     def _placeholders(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -237,7 +240,6 @@ class Reader:
         )
         if node.meta.get("is_gradient_acc"):
             made.meta["accumulates"] = True
-        written_backward.mark(node, made)
         self.mapped[node] = made
 
     def _rename(self, node: fx.Node, phase: Phase, module: str) -> None:

@@ -60,7 +60,6 @@ class TracedStep:
         operators: by name of a torch function or operator, the line that last called it.
         higher: the line that last called a higher-order operator.
         failed: the error of the last torch call that raised one, and the function's name.
-        runs: whether it runs now; its backward does when it is over.
         unknown: the error of the last torch call that asked for a value. It fails the trace even if the step caught it,
             because with values the step would take another path.
     """
@@ -72,7 +71,6 @@ class TracedStep:
         self.higher: tuple[str, int] = ("", 0)
         self.failed: tuple[Exception | None, str] = (None, "")
         self.unknown: Exception | None = None
-        self.runs = False
 
     def where(self, line: tuple[str, int]) -> str | None:
         return self.lines.get(line)
@@ -110,7 +108,6 @@ def recording(
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
-    recorder.watch.runs = True
     try:
         with recorder, recorder.checkpoints(), recorder.known.lists(), unseen.refused():
             yield
@@ -123,7 +120,6 @@ def recording(
         calls.repeat(recorder.watch.where, failed=True)  # a difference comes before what it causes
         raise
     finally:
-        recorder.watch.runs = False
         for hook in hooks:
             hook.remove()
         fx_traceback.current_meta.pop("custom", None)

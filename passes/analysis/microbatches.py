@@ -25,7 +25,6 @@ from fxpipe.passes.analysis.share_rules import (
     same_of,
 )
 from fxpipe.passes.analysis.whole_call import whole_shape
-from fxpipe.passes.analysis.written_backward import of_written_backward
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random
@@ -84,12 +83,7 @@ def microbatches_of(
                 _derive(found, node)
                 found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
         if found.totals == before:
-            break
-    loss = program.loss_node
-    assert loss is not None
-    if not isinstance(found.known[loss], Lost) and (lost := of_written_backward(found)) is not None:
-        found.known[loss] = lost
-    return found
+            return found
 
 
 def _parts(node: fx.Node, dim: int | None, size: int) -> int:

@@ -15,6 +15,7 @@ from fxpipe.passes.analysis.whole_call import beside
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.whole_loss import BY_ITSELF, WholeLoss
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional as F
 
 import fxpipe
@@ -415,6 +416,41 @@ def test_samples_in_another_dimension() -> None:
     assert isinstance(microbatches_of(program).loss, Lost)
     assert microbatches_of(program, {"batch[0]": 1, "batch[1]": 1}).loss is Share.MEAN
     assert isinstance(microbatches_of(program, {"batch[0]": 1, "batch[1]": 0}).loss, Lost)
+
+
+class Doubled(Function):
+    """Its backward is no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 2 * gradient
+
+
+def hooked(m: nn.Module, b: Batch) -> Tensor:
+    made = logits(m, b)
+    made.register_hook(lambda gradient: gradient * 2)
+    return masked(torch.sum)(lambda x: made, b)
+
+
+def through(m: nn.Module, b: Batch) -> Tensor:
+    return masked(torch.sum)(lambda x: Doubled.apply(m(x)), b)
+
+
+@pytest.mark.parametrize(
+    ("step", "why"), [(through, "the backward of Doubled"), (hooked, r"a gradient hook \(.*: made.register_hook.*\)")]
+)
+def test_own_code_that_makes_gradients_is_said(step: Step, why: str) -> None:
+    """What the loss takes of the whole batch is right all the same."""
+    made, whole = model(), batch()
+    program = lowered(made, step, whole, 3)
+    (warning,) = program.warnings
+    assert re.search(f"neither proved nor checked: {why} may do with a microbatch's gradients", warning), warning
+    assert distance(minibatch(program, whole, 3), whole_batch(made, step, whole)) < 1e-6
+    assert lowered(made, step, whole, 3, accepted=True).differs_from_whole
 
 
 def test_weighted_microbatches() -> None:
