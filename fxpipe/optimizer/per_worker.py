@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, TaskError
-from fxpipe.optimizer.equal_draws import TooLong
-from fxpipe.optimizer.play import Copies, Played
+from fxpipe.optimizer.play import Copies, Played, TooLong
 from fxpipe.optimizer.small_copies import users
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
@@ -45,10 +44,6 @@ COARSE = 0.05
 UNUSUAL = {1e9: "far larger", math.nan: "not a number", math.inf: "infinite"}
 """What gradients are multiplied by, and what they are then: for what waits for a large norm, or skips such steps."""
 
-SHARED = (
-    "the step() of {kind} draws from one torch.Generator for all workers: a run over processes has one in each, and "
-    "draws otherwise than a local run; leave generator= out, or make one in each optimizer"
-)
 UNKNOWN = (
     "{kind} may train otherwise with one for each worker, over its own parameters, than with one over all: a trial on "
     "small copies found no difference, but it is not known to look at each parameter alone; if it does, "
@@ -125,8 +120,6 @@ def check_per_worker(
         if found is None and not together.known:
             found = _unusual_difference(copies)
         kind = together.kinds[0]
-        if found is None and divided.share_generator:
-            return SHARED.format(kind=kind)
         if found is None:
             return None if together.known or accepted else UNKNOWN.format(kind=kind)
         if accepted:

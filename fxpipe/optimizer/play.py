@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.optimizer.equal_draws import EqualDraws
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.known import looks_at_each_alone
 from fxpipe.optimizer.small_copies import shrunk
 from fxpipe.plan.spec import ParameterSpec
-from fxpipe.random_state import drew_without_torch, random_state, seed_generators
+from fxpipe.random_state import drew_without_torch, random_state, seed_generators, seed_torch
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.task.paced_scheduler import paced
@@ -44,7 +46,6 @@ class Played:
         known: all of them are known to look at each parameter alone.
         drew_without_torch: a step used the generators of `random` or numpy.
         eps: of the coarsest dtype that was computed in, counts and rates apart.
-        share_generator: several optimizers drew from one torch.Generator.
     """
 
     kinds: tuple[str, ...]
@@ -53,7 +54,6 @@ class Played:
     known: bool = True
     drew_without_torch: bool = False
     eps: float = 0.0
-    share_generator: bool = False
 
 
 class Copies:
@@ -107,7 +107,7 @@ class Copies:
             TooLong: with these gradients it makes far more operators than with the usual ones.
         """
         copies = [nn.Parameter(weight) for weight in self._own(self._weights)]
-        draws = EqualDraws(self.device, math.inf if gradients is None else 2 * self._operators)
+        draws = _EqualDraws(self.device, math.inf if gradients is None else 2 * self._operators)
         made: list[torch.optim.Optimizer] = []
         for part in parts:
             seed_generators(0, self.device)
@@ -124,7 +124,6 @@ class Copies:
                 parameter.grad = gradient
             for optimizer, scheduler in zip(made, schedulers, strict=True):
                 seed_generators(len(weights), self.device)
-                draws.drawer = optimizer
                 state = random_state()
                 with draws:
                     with torch.no_grad():
@@ -138,8 +137,7 @@ class Copies:
         if gradients is None:
             self._operators = draws.operators
             self._check_zero_grad(copies, made)
-        share = any(len(drawers.intersection(made)) > 1 for drawers in draws.drawers.values())
-        return Played(kinds, weights, options, known, drew, draws.eps, share)
+        return Played(kinds, weights, options, known, drew, draws.eps)
 
     def _check_zero_grad(self, copies: Sequence[nn.Parameter], made: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse optimizers that carry gradients over: a run gives every step those of its minibatch alone."""
@@ -191,6 +189,56 @@ class Copies:
             rows = zip(ways, louder, self._random(), strict=True)
             found.append([much * (way + 0.3 * scale * noise) for way, scale, noise in rows])
         return found
+
+
+class TooLong(BaseException):
+    """A loop that does not end, as it seems: the optimizer's except clauses let it pass."""
+
+
+class _EqualDraws(TorchDispatchMode):
+    """Every operator that draws random numbers gives the same ones for the same shape, in whatever order it is called.
+
+    Args:
+        device: what draws them, if not the CPU.
+        most: operators before `TooLong`.
+
+    Attributes:
+        operators: how many were called.
+        eps: of the coarsest dtype that was computed in, counts and rates apart.
+    """
+
+    def __init__(self, device: str, most: float) -> None:
+        super().__init__()
+        self.operators = 0
+        self.eps = 0.0
+        self._device = device
+        self._most = most
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled meanwhile: torch need not keep its compiler from every call, which takes long."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        if self.operators > self._most:
+            raise TooLong
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            seed_torch(0, self._device)
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Generator):
+                    value.manual_seed(0)
+        result = func(*args, **kwargs)
+        for tensor in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.numel() > 1:
+                self.eps = max(self.eps, _eps(tensor.dtype))
+        return result
+
+
+@functools.cache
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def _values(copies: Sequence[nn.Parameter]) -> list[Tensor]:

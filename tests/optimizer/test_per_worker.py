@@ -282,21 +282,6 @@ def test_random_numbers_of_other_generators_are_in_doubt() -> None:
     assert found.endswith("it draws random numbers from `random` or numpy, and these may be the only reason")
 
 
-def test_a_generator_of_all_workers_is_told() -> None:
-    """Those of a local run draw from it in turn; processes have one each."""
-    shared = torch.Generator().manual_seed(7)
-
-    def make(named: Named) -> Optimizer:
-        made = OwnGenerator(weights(named))
-        made.generator = shared
-        return made
-
-    found = check_per_worker(plan(), make)
-    assert found is not None
-    assert found.startswith("the step() of OwnGenerator draws from one torch.Generator for all workers")
-    assert check_per_worker(plan(1), make) is None
-
-
 def test_what_cannot_be_tried_is_in_doubt() -> None:
     found = check_per_worker(plan(), lambda n: torch.optim.SparseAdam(weights(n)))
     assert found is not None
