@@ -46,7 +46,7 @@ class Case:
     microbatches: int = axis(2, 1, 4)
     replicas: str = axis("one", "two", "2,1", "shard", "outer", "delayed", slow=("1,2",))
     policy: str = axis("default", "latest", "stash", "vertical", "2bw", "2bw+predict", "spectrain+decay", "pipeoptim",
-                       "pipeoptim+keep", "xpipe", "lwp", "latest+ef")  # fmt: skip
+                       "pipeoptim+keep", "xpipe", "lwp", "latest+ef", slow=("spectrain+ef",))  # fmt: skip
     optimizer: str = axis("momentum", "nesterov", "sgd", "adamw", "own", "two")
     rate: str = axis("constant", "falling", "epoch")
     clip: bool = axis(False, True)
