@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpipe.ir.program import Buffer, Level, Parameter, Program
+from fxpipe.ir.program import Level, Program
 from fxpipe.ir.transform import Pass
 
 
@@ -17,7 +17,8 @@ class OrderEvaluation(Pass):
     """Put the calls of an evaluation in the order of the workers, which cuts can then follow.
 
     A call belongs to the first worker that has all it needs: not before its inputs, nor before the owners of the
-    weights it reads. What is made of the batch alone belongs to its first reader. Within a worker the order stays.
+    weights it reads, or of the buffers if it reads no weights. What is made of the batch alone belongs to its first
+    reader. Within a worker the order stays.
 
     Fields:
         owners: the worker that holds a parameter or an updated buffer, by its first name; others are everywhere.
@@ -37,22 +38,25 @@ class OrderEvaluation(Pass):
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()
-        workers = self._workers(program)
+        workers = workers_of(program, self.owners)
         output = program.graph.output_node()
         for node in sorted(program, key=workers.__getitem__):
             output.prepend(node)
         return program
 
-    def _workers(self, program: Program) -> dict[fx.Node, int]:
-        placeholders = program.placeholders
-        rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
-        found = {placeholders[r.node]: self.owners[r.names[0]] for r in rows if r.names[0] in self.owners}
-        nodes = list(program)
-        for node in nodes:
-            inputs = [found[n] for n in node.all_input_nodes if n in found]
-            if inputs:
-                found[node] = max(inputs)
-        for node in reversed(nodes):
-            if node not in found:
-                found[node] = min((found[n] for n in node.users if n.op == "call_function"), default=0)
-        return found
+
+def workers_of(program: Program, owners: Mapping[str, int]) -> dict[fx.Node, int]:
+    """The first worker that has all that a call of an evaluation needs; of what it reads itself, parameters decide."""
+    placeholders, held = program.placeholders, []
+    for rows in (program.parameters, program.buffers):
+        held.append({placeholders[r.node]: owners[r.names[0]] for r in rows if r.names[0] in owners})
+    found: dict[fx.Node, int] = {}
+    for node in program:
+        read = next((own for owned in held if (own := [owned[n] for n in node.all_input_nodes if n in owned])), [])
+        inputs = [found[n] for n in node.all_input_nodes if n in found]
+        if inputs or read:
+            found[node] = max(inputs + read)
+    for node in reversed(list(program)):
+        if node not in found:
+            found[node] = min((found[n] for n in node.users if n.op == "call_function"), default=0)
+    return found
