@@ -18,7 +18,7 @@ from fxpipe.optimizer.small_copies import hold_still, shrunk, users
 from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes, StepMemory
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback, has_momentum
 from fxpipe.policy.optimizers.predict import Predictor
-from fxpipe.policy.optimizers.rules import rule_of
+from fxpipe.policy.optimizers.rules import LAST_UPDATE, rule_of
 from fxpipe.task.model_file import MakeOptimizer
 from fxpipe.task.one_optimizer import OptimizerRefused
 
@@ -90,7 +90,7 @@ def _state(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, bool, St
             state += found.nbytes * (whole.numel() / small.numel() if found.dim() and small.numel() else 1.0)
     step = replace(
         _step_memory(made, [p for _, p in sample]),
-        keeps_gradients=any(rule_of(made, group).gradient for group in made.param_groups),
+        keeps_update=any(rule_of(made, group) is LAST_UPDATE for group in made.param_groups),
     )
     return state / total, all(map(has_momentum, made.param_groups)), step
 

@@ -138,12 +138,12 @@ class StepMemory:
     Attributes:
         of_largest: bytes for each byte of the largest parameter, of an optimizer that goes from parameter to parameter.
         of_all: bytes for each byte of all that it trains, of one that takes them together.
-        keeps_gradients: a policy that predicts by this optimizer's rule reads the last gradients after the step.
+        keeps_update: a policy that predicts by this optimizer's rule remembers the last update.
     """
 
     of_largest: float = 0.0
     of_all: float = 0.0
-    keeps_gradients: bool = False
+    keeps_update: bool = False
 
 
 @dataclass(frozen=True)

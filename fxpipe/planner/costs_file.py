@@ -26,9 +26,9 @@ from fxpipe.planner.profile import MOST
 from fxpipe.planner.setting import MOMENTUM
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
-FORMAT = 5
+FORMAT = 6
 """The first had milliseconds, and no `format`; the second no `places` of timings; the third no memory of functions; the
-fourth said replicas for copies of weights."""
+fourth said replicas for copies of weights; the fifth that predictions keep gradients."""
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,8 @@ class _RowWalk:
         if plan.outer is not None:
             self._fixed += plan.outer.kept * self.gradients
             self._step = max(self._step, 3 * self.gradients)  # what is sent, what comes, the sum
-        # A policy that predicts by the last gradients keeps them until the next ones take their place.
-        self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form
+        if step.keeps_update and demand.policy.predicts and not demand.policy.weight_form:
+            self._fixed += sum(updated)
         leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]
         self._microbatch = float(sum(leaves)) if plan.stages[worker].forward.batch else 0.0
         self._parts: dict[Phase, list[PartMemory]] = {
@@ -183,7 +183,7 @@ class _RowWalk:
         if updates:
             most = max(most, self._now() + weights.after + posted + self._step)
             self._closed -= self.gradients
-            self._sums = self.gradients if self._keeps else 0.0
+            self._sums = 0.0
             if weights.sent:
                 self._sent_blocks.append((self._forwards, weights.sent))
             most = max(most, self._now() + weights.after + posted)

@@ -66,7 +66,7 @@ def test_what_a_step_holds(optimizer: Any, largest: float, every: float) -> None
     parameters = [("weight", torch.zeros(256, 256)), ("more", torch.zeros(128, 256)), ("bias", torch.zeros(256))]
     found = optimizer_costs(parameters, optimizer, timed=False, bandwidth=1e9).step
     assert (found.of_largest, found.of_all) == pytest.approx((largest, every), abs=0.02)
-    assert found.keeps_gradients is (optimizer is sgd)
+    assert found.keeps_update is (optimizer is sgd)
 
 
 def test_a_step_that_cannot_be_looked_into_holds_nothing() -> None:
@@ -80,7 +80,7 @@ def test_a_step_that_cannot_be_looked_into_holds_nothing() -> None:
             return super().step(closure)
 
     found = optimizer_costs(SMALL, lambda named: Once([p for _, p in named], lr=0.1), timed=False, bandwidth=1e9)
-    assert found.step == StepMemory()
+    assert found.step == StepMemory(keeps_update=True)
     assert found.doubt is None
 
 

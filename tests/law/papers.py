@@ -72,19 +72,19 @@ class Momentum:
 
 @dataclass
 class Plain:
-    """torch.optim.SGD without momentum."""
+    """torch.optim.SGD without momentum: it goes on as it last went, at the coming rates."""
 
     rate: Rate
     weight_decay: float = 0.0
-    gradient: Tensor | None = None
+    last: float = 0.0
+    moved: Tensor | float = 0.0
 
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
-        self.gradient = g
-        return w - rate * (g + self.weight_decay * w)
+        self.last, self.moved = rate, -rate * (g + self.weight_decay * w)
+        return w + self.moved
 
     def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
-        assert self.gradient is not None
-        return w - sum(rates) * (self.gradient + self.weight_decay * w)
+        return w + (sum(rates) / self.last) * self.moved
 
 
 @dataclass

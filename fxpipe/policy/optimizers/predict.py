@@ -19,7 +19,7 @@ class Predictor:
     """Predicts a worker's weights `steps` updates ahead: Ŵ = W − (the sum of future rates)·(the direction).
 
     The direction depends on the optimizer (`fxpipe.policy.optimizers.rules` has the table): momentum, Adam's quotient,
-    the last gradient, or, for an unknown optimizer, the last update itself. Each parameter group has its own rule,
+    or, for any other optimizer, the last update itself. Each parameter group has its own rule,
     chosen once; the options that the rule needs, such as `lr`, are read for every prediction, so that a scheduler may
     change them.
 
@@ -27,8 +27,8 @@ class Predictor:
     reused from what `give_back` has returned: new memory in every step would cost more (page faults) than the
     prediction itself.
 
-    Memory in addition to the predictions: none if the optimizer holds momentum or moments; the last gradient with
-    `keeps_gradients`; one copy of the weights for the last-update rule.
+    Memory in addition to the predictions: none if the optimizer holds momentum or moments; one copy of the weights for
+    the last-update rule.
 
     Args:
         optimizer: holds the state that is read; it may load another state at any time.
@@ -39,7 +39,6 @@ class Predictor:
 
     Attributes:
         rules: the name of each parameter group's rule.
-        keeps_gradients: some rule needs `parameter.grad` after the step, unchanged until the next step.
 
     Raises:
         PolicyError: `decay` without momentum that could decay.
@@ -62,7 +61,6 @@ class Predictor:
         groups = optimizer.param_groups
         self._rules = [LAST_UPDATE if weight_form else rule_of(optimizer, group) for group in groups]
         self.rules = tuple(rule.name for rule in self._rules)
-        self.keeps_gradients = any(rule.gradient for rule in self._rules)
         if decay:
             self._refuse_decay()
         # By number, because loading a state replaces the groups themselves.
@@ -144,7 +142,7 @@ class Predictor:
         rule = self._rule(parameter)
         if rule is LAST_UPDATE:
             return id(parameter) in self._update
-        return rule.has_direction(parameter, self.optimizer.state.get(parameter, {}))
+        return self.optimizer.state.get(parameter, {}).get(rule.state) is not None
 
     def _ahead(self, steps: int, number: int, weights: list[Tensor]) -> list[Tensor]:
         out = [self._memory(weight) for weight in weights]
@@ -169,20 +167,14 @@ class Predictor:
         return math.fsum(rate / used for rate in self._to_come(steps, number, present))
 
     def _refuse_decay(self) -> None:
-        groups = self.optimizer.param_groups
+        if self.weight_form:
+            raise PolicyError("the weight form of prediction has no momentum to decay", hint="leave out +decay")
         for number, rule in enumerate(self._rules):
-            if rule.momentum:
-                continue
-            kind, where = (
-                stepped_by(self.optimizer, groups[number]).__name__,
-                f" in parameter group {number}" if len(self._rules) > 1 else "",
-            )
-            if self.weight_form:
-                what, hint = "the weight form of prediction has no momentum to decay", "leave out +decay"
-            elif rule is LAST_UPDATE:
-                what = f"decay needs momentum, and fxpipe does not know that of {kind}{where}"
-                hint = "use SGD or RMSprop with momentum, Adam, AdamW or NAdam (not a subclass), or leave out +decay"
-            else:
-                what = f"decay needs momentum, and {kind}{where} has none"
-                hint = "use SGD or RMSprop with momentum > 0, Adam, AdamW or NAdam, or leave out +decay"
-            raise PolicyError(what, hint=hint)
+            if rule is LAST_UPDATE:
+                kind = stepped_by(self.optimizer, self.optimizer.param_groups[number]).__name__
+                where = f" in parameter group {number}" if len(self._rules) > 1 else ""
+                raise PolicyError(
+                    f"decay needs momentum, and fxpipe knows none of {kind}{where}",
+                    hint="use SGD or RMSprop with momentum > 0, Adam, AdamW or NAdam (not a subclass), or leave out "
+                    "+decay",
+                )

@@ -2,24 +2,21 @@
 
 Words: W are the current weights, after t updates; s is the number of updates to look ahead; lr_i is the learning rate
 of update i, counted from 0, so lr_t is that of the next one; reach = lr_t + … + lr_{t+s−1}, which is s·lr while lr is
-constant. g is the gradient of the last update, negated under `maximize`, as torch does before it enters any state.
+constant.
 
 | rule        | for                                 | Ŵ, the weights s updates ahead                               |
 |-------------|-------------------------------------|--------------------------------------------------------------|
 | momentum    | SGD and RMSprop with momentum       | W − reach·buf                                                |
 | adam        | Adam, AdamW                         | W·(1 − reach·decay) − reach·m̂/(√v̂+ε)                         |
 | nadam       | NAdam                               | W·(1 − reach·decay) − (Σ lr_i·c_i)·m/(√v̂+ε)                  |
-| gradient    | SGD without momentum                | W − reach·(g + weight_decay·W)                               |
-| rmsprop     | RMSprop without momentum            | W − reach·(g + weight_decay·W)/(√avg+ε)                      |
-| adagrad     | Adagrad                             | W − (Σ lr_i/(1 + i·lr_decay))·(g + weight_decay·W)/(√sum+ε)  |
 | last-update | any other, and for all: weight form | W + (reach/the last update's lr)·(W_t − W_{t−1}), or s·(…)   |
 
 m̂ = m/(1−β₁ᵗ) and v̂ = v/(1−β₂ᵗ), or the greatest v with amsgrad; decay is AdamW's, zero for Adam, whose own weight
-decay is in its moments. With `centered`, avg is avg − ḡ². With nesterov, the applied direction also contains the
-gradient: the buffer approximates it. NAdam steps along the gradient and m, weighted by its schedule of momentum,
-μ_t = β₁·(1 − 0.96^(t·momentum_decay)/2). The gradient to come is not known, and m stands for it, so that
-c = (1 − μ_t)/(1 − μ₁⋯μ_t) + μ_{t+1}/(1 − μ₁⋯μ_{t+1}). Half of its last update is the last gradient, noise that would
-be repeated s times: in a small GPT that is 1.5 to 2.3 times as far off as stale weights, this rule 0.6 to 1.02 times.
+decay is in its moments. With nesterov, the applied direction also contains the gradient: the buffer approximates it.
+NAdam steps along the gradient and m, weighted by its schedule of momentum, μ_t = β₁·(1 − 0.96^(t·momentum_decay)/2).
+The gradient to come is not known, and m stands for it, so that c = (1 − μ_t)/(1 − μ₁⋯μ_t) + μ_{t+1}/(1 − μ₁⋯μ_{t+1}).
+Half of its last update is the last gradient, noise that would be repeated s times: in a small GPT that is 1.5 to 2.3
+times as far off as stale weights, this rule 0.6 to 1.02 times.
 
 All rules but the last one repeat the optimizer's own update with its current state; that one repeats the last update as
 it was: s times in the weight form, or if the rate is not known.
@@ -32,8 +29,8 @@ With decay, future gradients count as zero, so that only what momentum carries i
     nadam:     m·Σ lr_{t+i−1}·β₁^i·μ_{t+i+1}/(1−μ₁⋯μ_{t+i+1}) replaces (Σ lr_i·c_i)·m
 
 From: SpecTrain (Chen, Yang, Cheng 2018, arXiv 1809.02839) for momentum, PipeOptim (Guan et al. 2023, arXiv
-2312.00839) for Adam, AdamW and RMSprop, Kosson et al. 2020 (arXiv 2003.11666) for the weight form, FTPipe (Eliad et
-al. 2021) for decay, Dozat 2016 (Nesterov in Adam) for μ; the rest, and the details of all, follow `torch.optim` itself.
+2312.00839) for Adam and AdamW, Kosson et al. 2020 (arXiv 2003.11666) for the weight form, FTPipe (Eliad et al. 2021)
+for decay, Dozat 2016 (Nesterov in Adam) for μ; the rest, and the details of all, follow `torch.optim` itself.
 """
 
 from __future__ import annotations
@@ -83,36 +80,25 @@ class Rule:
     Attributes:
         write: writes the predictions; None for the last update, which only `Predictor` holds.
         state: an entry of a parameter's state; without it there is no direction yet.
-        gradient: reads `parameter.grad` of the last update, which must be kept after it.
-        momentum: can say what is left if future gradients are zero.
     """
 
     name: str
     write: Callable[[Look], None] | None = None
     state: str | None = None
-    gradient: bool = False
-    momentum: bool = False
-
-    def has_direction(self, parameter: Tensor, state: Group) -> bool:
-        """Whether the parameter has been updated and what the rule reads exists."""
-        if self.gradient and parameter.grad is None:
-            return False
-        return self.state is None or state.get(self.state) is not None
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
     """The rule of a parameter group: by the exact type of what steps it and the group's options as they are now.
 
-    A subclass may do anything, so its last update is repeated; so is that of complex parameters if the rule divides.
+    A subclass may do anything, so its last update is repeated; so is that of complex parameters if the rule divides,
+    and of what has no momentum, whose next step would be its last one again.
     """
     kind = stepped_by(optimizer, group)
     if kind in (torch.optim.SGD, torch.optim.RMSprop) and group["momentum"] != 0:
         return MOMENTUM
-    if kind is torch.optim.SGD:
-        return GRADIENT
     if any(parameter.is_complex() for parameter in group["params"]):
         return LAST_UPDATE
-    return _DIVIDING.get(kind, LAST_UPDATE)
+    return _WITH_MOMENTS.get(kind, LAST_UPDATE)
 
 
 def _momentum(look: Look) -> None:
@@ -174,50 +160,6 @@ def _along_moments(look: Look, made: list[float], factors: list[float]) -> None:
         _add_in_place(look.out, look.weights, -look.reach * float(group["weight_decay"]))
 
 
-def _gradient(look: Look) -> None:
-    reach, sign = look.reach, _sign(look.group)
-    add(look.out, look.weights, _gradients(look.weights), -reach * sign)
-    _add_in_place(look.out, look.weights, -reach * float(look.group["weight_decay"]))
-
-
-def _rmsprop(look: Look) -> None:
-    squares = [state["square_avg"] for state in look.states]
-    if look.group["centered"]:
-        means = [state["grad_avg"] for state in look.states]
-        for out, square, mean in zip(look.out, squares, means, strict=True):
-            torch.addcmul(square, mean, mean, value=-1, out=out).clamp_(min=0)  # rounding can pass zero
-        squares = look.out
-    _along_gradient(look, squares, [-look.reach] * len(squares))
-
-
-def _adagrad(look: Look) -> None:
-    slowing = float(look.group["lr_decay"])
-    made = _numbers(look.states, "step") if slowing else [0.0] * len(look.states)
-    factors = {
-        t: -math.fsum(rate / (1 + (t + i) * slowing) for i, rate in enumerate(look.rates)) for t in dict.fromkeys(made)
-    }
-    _along_gradient(look, [state["sum"] for state in look.states], [factors[t] for t in made])
-
-
-def _along_gradient(look: Look, squares: list[Tensor], factors: list[float]) -> None:
-    """out = W + factor·(g + weight_decay·W)/(√square+ε)."""
-    sign, decay = _sign(look.group), float(look.group["weight_decay"])
-    tops = _gradients(look.weights)
-    if decay:  # a sum that is not stored: one more copy of these weights, freed at once, as in torch's own step
-        tops = [torch.add(top, weight, alpha=sign * decay) for top, weight in zip(tops, look.weights, strict=True)]
-    eps = [float(look.group["eps"])] * len(squares)
-    _add_quotient(look.out, look.weights, tops, squares, [sign * factor for factor in factors], eps)
-
-
-def _gradients(weights: list[Tensor]) -> list[Tensor]:
-    gradients = [weight.grad for weight in weights]
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def _sign(group: Group) -> float:
-    return -1.0 if group["maximize"] else 1.0
-
-
 def _numbers(states: list[dict[str, Any]], name: str) -> list[float]:
     """An entry of each parameter's state, such as how many updates it has had: a number, or a tensor on any device.
 
@@ -253,7 +195,7 @@ def _add_quotient(
     factors: list[float],
     eps: list[float],
 ) -> None:
-    """out = weights + factor·top/(√square+ε). The squares may be `out` itself.
+    """out = weights + factor·top/(√square+ε).
 
     On a CPU it reads memory three times and writes only `out`. On a GPU it uses four fused kernels and, meanwhile, one
     more copy of these weights: torch's own Adam takes as much, and a kernel for each tensor would cost more.
@@ -273,18 +215,13 @@ def _on_cpu(weights: list[Tensor]) -> bool:
     return weights[0].device.type == "cpu"
 
 
-MOMENTUM = Rule("momentum", _momentum, state="momentum_buffer", momentum=True)
-ADAM = Rule("adam", _adam, state="exp_avg", momentum=True)
-NADAM = Rule("nadam", _nadam, state="exp_avg", momentum=True)
-GRADIENT = Rule("gradient", _gradient, gradient=True)
-RMSPROP = Rule("rmsprop", _rmsprop, state="square_avg", gradient=True)
-ADAGRAD = Rule("adagrad", _adagrad, gradient=True, state="sum")
+MOMENTUM = Rule("momentum", _momentum, "momentum_buffer")
+ADAM = Rule("adam", _adam, "exp_avg")
+NADAM = Rule("nadam", _nadam, "exp_avg")
 LAST_UPDATE = Rule("last-update")
 
-_DIVIDING: dict[type[torch.optim.Optimizer], Rule] = {
+_WITH_MOMENTS: dict[type[torch.optim.Optimizer], Rule] = {
     torch.optim.Adam: ADAM,
     torch.optim.AdamW: ADAM,
     torch.optim.NAdam: NADAM,
-    torch.optim.RMSprop: RMSPROP,
-    torch.optim.Adagrad: ADAGRAD,
 }

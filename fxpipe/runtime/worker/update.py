@@ -109,7 +109,6 @@ class Updater:
             )
         if policy.ef:
             self.feedback = ErrorFeedback(self.optimizer, delays)
-        self._keeps = keep_gradients or (self.predictor is not None and self.predictor.keeps_gradients)
 
     def compare_replicas(self, collective: Collective | None, device: torch.device) -> None:
         """Compare the optimizer with those of the worker's other replicas, if there are any: they make one update.
@@ -248,8 +247,6 @@ class Updater:
                 found["heard"] = self._heard
         if self.predictor is not None:
             found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
-            if self.predictor.keeps_gradients:
-                found["gradients"] = {name[id(p)]: p.grad for p in self.parameters}
         if self.feedback is not None:
             found["last_steps"] = {name[id(p)]: (delay, steps) for p, delay, steps in self.feedback.state()}
         if self._rates is not None:
@@ -291,10 +288,6 @@ class Updater:
         if self.predictor is not None:
             self.predictor.rates = self._rates
             self.predictor.load([(own[n], *row) for n, row in by_name("last_updates").items() if n in own])
-            if self.predictor.keeps_gradients:
-                for name, gradient in by_name("gradients").items():
-                    if name in own:
-                        own[name].grad = gradient.to(own[name].device)
         if self.feedback is not None:
             self.feedback.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
 
