@@ -128,7 +128,11 @@ MODELS: dict[str, tuple[Callable[[bool], nn.Module], Callable[[int], Any]]] = {
     "conv": (ConvNet, _images),
     "mlp": (MLP, _vectors),
 }
-OPTIMIZERS = {"momentum": _momentum, "adam": _adam}
+def _sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.01)
+
+
+OPTIMIZERS = {"momentum": _momentum, "adam": _adam, "sgd": _sgd}
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ SLOW = [
         ("2bw", 4, "momentum"),
         ("lwp", 1, "adam"),
         ("pipeoptim+keep", 1, "adam"),
+        ("pipeoptim", 1, "sgd"),
         ("xpipe", 2, "momentum"),
     )
 ]
