@@ -128,6 +128,8 @@ MODELS: dict[str, tuple[Callable[[bool], nn.Module], Callable[[int], Any]]] = {
     "conv": (ConvNet, _images),
     "mlp": (MLP, _vectors),
 }
+
+
 def _sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.01)
 

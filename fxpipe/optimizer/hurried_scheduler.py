@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-
-from fxpipe.policy.optimizers.learning_rates import LearningRates
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 FALL = 1000
 """How many times smaller a rate must become."""
@@ -40,12 +40,8 @@ def hurried(optimizer: torch.optim.Optimizer, scheduler: Any, updates: int, of: 
             f"lr_scheduler() ends after {end} steps, and makes one after every update, of which there are {updates} in "
             f"{of}; {cure}"
         )
-    rates = LearningRates(optimizer, scheduler)
-    found = rates.reach(0, half) if half > 1 else None
-    if found is None:
-        return None
     highest = 0.0
-    for update, rate in enumerate(found):
+    for update, rate in enumerate(_rates(optimizer, scheduler, half)):
         highest = max(highest, rate)
         if rate < highest / FALL:
             return (
@@ -53,6 +49,29 @@ def hurried(optimizer: torch.optim.Optimizer, scheduler: Any, updates: int, of: 
                 f"{updates} in {of}: lr_scheduler() makes a step after every update; {cure}"
             )
     return None
+
+
+def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list[float]:
+    """The first group's rates in so many updates, by a copy of the scheduler; fewer if it cannot be copied, or ends.
+
+    The copy acts on a shell of the optimizer: the same type and options, but no parameters and no state.
+    """
+    found: list[float] = []
+    foretells = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+    if not foretells or hasattr(type(optimizer), "param_groups"):  # a property: setting it might reach the real groups
+        return found
+    shell = object.__new__(type(optimizer))
+    shell.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults), state={}, _opt_called=True)
+    shell.param_groups = [copy.deepcopy({**group, "params": []}) for group in optimizer.param_groups]
+    try:
+        scout = copy.deepcopy(scheduler, {id(optimizer): shell})
+        with torch.random.fork_rng(devices=[]):
+            for _ in range(count):
+                found.append(float(shell.param_groups[0]["lr"]))
+                scout.step()
+    except Exception:  # it works for the real optimizer
+        return found
+    return found
 
 
 def _end(scheduler: Any) -> int | None:

@@ -38,8 +38,8 @@ class Rule(Protocol):
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
         """The weights after an update."""
 
-    def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
-        """The weights as many updates later as there are rates, as the optimizer's own direction has them."""
+    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
+        """The weights so many updates later, as the optimizer's own direction has them."""
 
 
 @dataclass
@@ -59,12 +59,12 @@ class Momentum:
             return w - rate * (g + self.gamma * self.buffer)
         return w - rate * self.buffer
 
-    def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
+    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
         assert self.buffer is not None
         if not decay:
-            return w - sum(rates) * self.buffer
+            return w - steps * rate * self.buffer
         carried = self.gamma * self.gamma if self.nesterov else self.gamma
-        for rate in rates:
+        for _ in range(steps):
             w = w - rate * carried * self.buffer
             carried *= self.gamma
         return w
@@ -72,7 +72,7 @@ class Momentum:
 
 @dataclass
 class Plain:
-    """torch.optim.SGD without momentum: it goes on as it last went, at the coming rates."""
+    """torch.optim.SGD without momentum: it goes on as it last went, at the present rate."""
 
     rate: Rate
     weight_decay: float = 0.0
@@ -83,8 +83,8 @@ class Plain:
         self.last, self.moved = rate, -rate * (g + self.weight_decay * w)
         return w + self.moved
 
-    def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
-        return w + (sum(rates) / self.last) * self.moved
+    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
+        return w + (steps * rate / self.last) * self.moved
 
 
 @dataclass
@@ -107,18 +107,18 @@ class AdamW:
     def scale(self) -> Tensor:
         return (torch.as_tensor(self.v) / (1 - self.betas[1] ** self.updates)).sqrt() + self.eps
 
-    def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
+    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
         beta, moment, moved = self.betas[0], self.m, torch.zeros_like(w)
-        for i, rate in enumerate(rates, 1):
+        for i in range(1, steps + 1):
             if decay:
                 moment = beta * moment
             moved = moved + rate * moment / (1 - beta ** (self.updates + (i if decay else 0)))
-        return w - sum(rates) * self.weight_decay * w - moved / self.scale()
+        return w - steps * rate * self.weight_decay * w - moved / self.scale()
 
 
 @dataclass
 class Softsign:
-    """An optimizer that fxpipe does not know: it goes on as it last went, at the coming rates."""
+    """An optimizer that fxpipe does not know: it goes on as it last went, at the present rate."""
 
     rate: Rate
     last: float = 0.0
@@ -128,8 +128,8 @@ class Softsign:
         self.last, self.moved = rate, -rate * g / (0.1 + g.abs())
         return w + self.moved
 
-    def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
-        return w + (sum(rates) / self.last) * self.moved
+    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
+        return w + (steps * rate / self.last) * self.moved
 
 
 # ── A layer, and what a policy lets an action read of it ────────────────────────────────────────────────────────────
@@ -177,9 +177,7 @@ class Trained:
         live, rules = self.history[version], self.rules[version]
         if not version or target <= version:
             return live
-        return Layer(
-            *(r.ahead(w, [r.rate(t) for t in range(version, target)], decay) for r, w in zip(rules, live, strict=True))
-        )
+        return Layer(*(r.ahead(w, r.rate(version), target - version, decay) for r, w in zip(rules, live, strict=True)))
 
     def line(self, version: int, target: int) -> Layer:
         """The same on the line through the last update."""

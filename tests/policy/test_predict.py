@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.testing import assert_close
 
 from fxpipe.errors import PolicyError
 from fxpipe.policy.optimizers import rules
-from fxpipe.policy.optimizers.learning_rates import LearningRates
 from fxpipe.policy.optimizers.predict import Predictor
 
 Make = Callable[[list[Tensor]], Optimizer]
@@ -325,30 +324,6 @@ def test_the_weight_form_repeats_the_last_update_of_every_optimizer(name: str) -
         assert_close(ahead, live + 3 * (live - w))
 
 
-@pytest.mark.parametrize("name", [name for name, (_, rule) in OPTIMIZERS.items() if name != "tensor-lr"])
-def test_rates_known_ahead_are_summed(name: str) -> None:
-    """As if the rate stood still at the mean of those to come."""
-    make, rule = EVERY[name]
-    parameters = weights((3, 2), (4,))
-    optimizer = make(parameters)
-    base = float(optimizer.param_groups[0]["lr"])
-    scheduler = LambdaLR(optimizer, [1.0, 0.5, 2.0, 0.2, 0.4, 0.6].__getitem__)
-    rates = LearningRates(optimizer, scheduler)
-    predictor, blind = Predictor(optimizer, parameters, rates=rates), Predictor(optimizer, parameters)
-    for _ in range(3):
-        train(optimizer, predictor, updates=1)
-        blind._update, blind._used = predictor._update, predictor._used
-        scheduler.step()
-        rates.stepped()
-    ahead = predictor.predict(3)
-    assert_close(blind.predict(3)[0] - parameters[0].detach(), (ahead[0] - parameters[0].detach()) * 0.5)
-    optimizer.param_groups[0]["lr"] = base * 0.4  # the mean of 0.2, 0.4 and 0.6: noticed, and so taken three times
-    assert_close(predictor.predict(3), ahead)
-    if rule == "last-update":
-        update = predictor._update[id(parameters[0])]
-        assert_close(ahead[0], parameters[0].detach() + (0.2 + 0.4 + 0.6) / 2.0 * update)
-
-
 def test_a_rate_that_was_zero_cannot_be_scaled() -> None:
     [parameter] = parameters = weights((3,))
     optimizer = Lion(parameters, lr=0.1)
@@ -405,15 +380,8 @@ def test_decayed_momentum(nesterov: bool) -> None:
 def test_decay_is_what_comes_when_the_gradients_are_zero(make: Callable[..., Optimizer]) -> None:
     parameters = weights((3, 2), (4,))
     optimizer = make(parameters, lr=0.1)
-    scheduler = LambdaLR(optimizer, lambda update: 1 / (1 + update))
-    rates = LearningRates(optimizer, scheduler)
-    predictor = Predictor(optimizer, parameters, decay=True, rates=rates)
-    for update in range(3):
-        for parameter in parameters:
-            parameter.grad = torch.cos(parameter.detach() + update)
-        optimizer.step()
-        scheduler.step()
-        rates.stepped()
+    predictor = Predictor(optimizer, parameters, decay=True)
+    train(optimizer, predictor)
     if isinstance(optimizer, Adam):  # v̂ = v/(1−β₂ᵗ) as it is, for every t
         for state in optimizer.state.values():
             state["exp_avg_sq"].fill_(2.0 * (1 - (1 - 1e-12) ** 3))
@@ -425,7 +393,6 @@ def test_decay_is_what_comes_when_the_gradients_are_zero(make: Callable[..., Opt
             for state in optimizer.state.values():
                 state["exp_avg_sq"].fill_(2.0 * (1 - (1 - 1e-12) ** (float(state["step"]) + 1)))
         optimizer.step()
-        scheduler.step()
     assert_close(ahead, [p.detach() for p in parameters])
 
 

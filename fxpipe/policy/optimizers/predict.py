@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import PolicyError
-from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
-from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rule_of
+from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rate_of, rule_of
 from fxpipe.task.several_optimizers import stepped_by
 
 
 class Predictor:
-    """Predicts a worker's weights `steps` updates ahead: Ŵ = W − (the sum of future rates)·(the direction).
+    """Predicts a worker's weights `steps` updates ahead: Ŵ = W − steps·(the learning rate)·(the direction).
 
     The direction depends on the optimizer (`fxpipe.policy.optimizers.rules` has the table): momentum, Adam's quotient,
     or, for any other optimizer, the last update itself. Each parameter group has its own rule,
@@ -35,7 +33,6 @@ class Predictor:
         parameters: what can be predicted, in the caller's order. A parameter in no group is frozen.
         weight_form: for every optimizer, Ŵ = W + steps·(W_t − W_{t−1}), no matter what the learning rate does.
         decay: predict only what momentum still carries if all future gradients are zero.
-        rates: the future learning rates, if they are known; else the current rate is used for all of them.
 
     Attributes:
         rules: the name of each parameter group's rule.
@@ -51,13 +48,11 @@ class Predictor:
         *,
         weight_form: bool = False,
         decay: bool = False,
-        rates: LearningRates | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = tuple(parameters)
         self.weight_form = weight_form
         self.decay = decay
-        self.rates = rates
         groups = optimizer.param_groups
         self._rules = [LAST_UPDATE if weight_form else rule_of(optimizer, group) for group in groups]
         self.rules = tuple(rule.name for rule in self._rules)
@@ -151,20 +146,13 @@ class Predictor:
             add(out, weights, self._last_updates(weights), self._repeats(steps, number))
         else:
             states = [self.optimizer.state.get(weight, {}) for weight in weights]
-            write(Look(out, weights, states, group, self._to_come(steps, number, float(group["lr"])), self.decay))
+            write(Look(out, weights, states, group, steps, self.decay))
         return out
-
-    def _to_come(self, steps: int, number: int, present: float) -> Sequence[float]:
-        """The rates of the next updates; the current rate for all of them if no more is known."""
-        known = self.rates.reach(number, steps) if self.rates else None
-        return [present] * steps if known is None else known
 
     def _repeats(self, steps: int, number: int) -> float:
         """How many times the last update fits into the next ones: more than `steps` if the rate grows."""
         present, used = rate_of(self.optimizer.param_groups[number]), self._used[number]
-        if self.weight_form or not present or not used:
-            return steps
-        return math.fsum(rate / used for rate in self._to_come(steps, number, present))
+        return steps if self.weight_form or not present or not used else steps * present / used
 
     def _refuse_decay(self) -> None:
         if self.weight_form:

@@ -1,14 +1,13 @@
 """Where an optimizer will take the weights next: one rule for each family of optimizers.
 
-Words: W are the current weights, after t updates; s is the number of updates to look ahead; lr_i is the learning rate
-of update i, counted from 0, so lr_t is that of the next one; reach = lr_t + … + lr_{t+s−1}, which is s·lr while lr is
-constant.
+Words: W are the current weights, after t updates; s is the number of updates to look ahead; lr is the learning rate of
+the next update, which stands for those after it, too; reach = s·lr.
 
 | rule        | for                                 | Ŵ, the weights s updates ahead                               |
 |-------------|-------------------------------------|--------------------------------------------------------------|
 | momentum    | SGD and RMSprop with momentum       | W − reach·buf                                                |
 | adam        | Adam, AdamW                         | W·(1 − reach·decay) − reach·m̂/(√v̂+ε)                         |
-| nadam       | NAdam                               | W·(1 − reach·decay) − (Σ lr_i·c_i)·m/(√v̂+ε)                  |
+| nadam       | NAdam                               | W·(1 − reach·decay) − lr·(Σ c_i)·m/(√v̂+ε)                    |
 | last-update | any other, and for all: weight form | W + (reach/the last update's lr)·(W_t − W_{t−1}), or s·(…)   |
 
 m̂ = m/(1−β₁ᵗ) and v̂ = v/(1−β₂ᵗ), or the greatest v with amsgrad; decay is AdamW's, zero for Adam, whose own weight
@@ -19,14 +18,13 @@ Half of its last update is the last gradient, noise that would be repeated s tim
 times as far off as stale weights, this rule 0.6 to 1.02 times.
 
 All rules but the last one repeat the optimizer's own update with its current state; that one repeats the last update as
-it was: s times in the weight form, or if the rate is not known.
+it was: s times in the weight form, or if there is no rate.
 
 With decay, future gradients count as zero, so that only what momentum carries is left (FTPipe):
 
-    momentum:  Ŵ = W − buf·Σ lr_{t+i−1}·γ^i, i = 1 … s, which is lr·(γ−γ^{s+1})/(1−γ)·buf while lr is constant;
-               with nesterov one more γ
-    adam:      m·Σ lr_{t+i−1}·β₁^i/(1−β₁^{t+i}) replaces reach·m̂; v̂ and AdamW's decay as above
-    nadam:     m·Σ lr_{t+i−1}·β₁^i·μ_{t+i+1}/(1−μ₁⋯μ_{t+i+1}) replaces (Σ lr_i·c_i)·m
+    momentum:  Ŵ = W − lr·buf·Σ γ^i, i = 1 … s, which is lr·(γ−γ^{s+1})/(1−γ)·buf; with nesterov one more γ
+    adam:      lr·m·Σ β₁^i/(1−β₁^{t+i}) replaces reach·m̂; v̂ and AdamW's decay as above
+    nadam:     lr·m·Σ β₁^i·μ_{t+i+1}/(1−μ₁⋯μ_{t+i+1}) replaces lr·(Σ c_i)·m
 
 From: SpecTrain (Chen, Yang, Cheng 2018, arXiv 1809.02839) for momentum, PipeOptim (Guan et al. 2023, arXiv
 2312.00839) for Adam and AdamW, Kosson et al. 2020 (arXiv 2003.11666) for the weight form, FTPipe (Eliad et al. 2021)
@@ -35,8 +33,7 @@ for decay, Dozat 2016 (Nesterov in Adam) for μ; the rest, and the details of al
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +53,7 @@ class Look:
         out: memory for the predictions, laid out like `weights`; its contents are lost.
         states: the optimizer's state of each parameter.
         group: the parameter group's options, as they are now.
-        rates: the learning rates of the future updates: lr_t, lr_{t+1}, …
+        steps: how many updates ahead.
         decay: count future gradients as zero.
     """
 
@@ -64,13 +61,16 @@ class Look:
     weights: list[Tensor]
     states: list[dict[str, Any]]
     group: Group
-    rates: Sequence[float]
+    steps: int
     decay: bool = False
 
     @property
+    def rate(self) -> float:
+        return float(self.group["lr"])
+
+    @property
     def reach(self) -> float:
-        """The sum of the rates, rounded once: exactly steps·lr if they are all the same."""
-        return math.fsum(self.rates)
+        return self.steps * self.rate
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,12 @@ class Rule:
     name: str
     write: Callable[[Look], None] | None = None
     state: str | None = None
+
+
+def rate_of(group: Mapping[str, Any]) -> float | None:
+    """The learning rate of a parameter group; None where it has none, or the optimizer finds its own at every step."""
+    rate = group.get("lr")
+    return None if rate is None else float(rate)
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
@@ -105,7 +111,7 @@ def _momentum(look: Look) -> None:
     factor = look.reach
     if look.decay:
         gamma, further = float(look.group["momentum"]), int(look.group.get("nesterov", False))
-        factor = math.fsum(rate * gamma ** (i + further) for i, rate in enumerate(look.rates, 1))
+        factor = look.rate * sum(gamma ** (i + further) for i in range(1, look.steps + 1))
     add(look.out, look.weights, [state["momentum_buffer"] for state in look.states], -factor)
 
 
@@ -117,7 +123,7 @@ def _adam(look: Look) -> None:
     for t in factors:
         factors[t] = reach / (1 - beta1**t)
         if look.decay:
-            factors[t] = math.fsum(rate * beta1**i / (1 - beta1 ** (t + i)) for i, rate in enumerate(look.rates, 1))
+            factors[t] = look.rate * sum(beta1**i / (1 - beta1 ** (t + i)) for i in range(1, look.steps + 1))
     _along_moments(look, made, [factors[t] for t in made])
 
 
@@ -132,14 +138,14 @@ def _nadam(look: Look) -> None:
     kept = list(zip(made, _numbers(look.states, "mu_product"), strict=True))
     factors = dict.fromkeys(kept, 0.0)
     for t, product in factors:
-        moved, present = [], product * mu(t + 1)
-        for i, rate in enumerate(look.rates, 1):
+        moved, present = 0.0, product * mu(t + 1)
+        for i in range(1, look.steps + 1):
             following = present * mu(t + i + 1)
             momentum = mu(t + i + 1) / (1 - following)
             expected = (1 - mu(t + i)) / (1 - present)
-            moved.append(rate * (momentum * beta1**i if look.decay else momentum + expected))
+            moved += momentum * beta1**i if look.decay else momentum + expected
             present = following
-        factors[t, product] = math.fsum(moved)
+        factors[t, product] = look.rate * moved
     _along_moments(look, made, [factors[each] for each in kept])
 
 

@@ -14,8 +14,8 @@ from fxpipe.errors import RunError, TaskError, near
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.policy.base import Policy
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
-from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
 from fxpipe.policy.optimizers.predict import Predictor
+from fxpipe.policy.optimizers.rules import rate_of
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.clip import Clip
@@ -84,7 +84,6 @@ class Updater:
         self._used: float | None = None
         self.predictor: Predictor | None = None
         self.feedback: ErrorFeedback | None = None
-        self._rates: LearningRates | None = None
         self._seed = seed
         self._set: list[tuple[int, list[float]]] = []  # learning rates, and the update they are for
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
@@ -99,13 +98,8 @@ class Updater:
             if made is not None:
                 self.scheduler, self.per_epoch, self.metric = made.scheduler, made.per_epoch, made.metric
         if policy.predicts:
-            self._rates = LearningRates(self.optimizer, self.scheduler, due=self.scheduler_due)
             self.predictor = Predictor(
-                self.optimizer,
-                self.parameters,
-                weight_form=policy.weight_form,
-                decay=policy.decay,
-                rates=self._rates,
+                self.optimizer, self.parameters, weight_form=policy.weight_form, decay=policy.decay
             )
         if policy.ef:
             self.feedback = ErrorFeedback(self.optimizer, delays)
@@ -249,8 +243,6 @@ class Updater:
             found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
         if self.feedback is not None:
             found["last_steps"] = {name[id(p)]: (delay, steps) for p, delay, steps in self.feedback.state()}
-        if self._rates is not None:
-            found["rates_known"] = self._rates.known
         if self._set:
             found["set_rates"] = list(self._set)
         return found
@@ -276,9 +268,6 @@ class Updater:
             self.scheduler.load_state_dict(known[0]["scheduler"])
             self._evaluated = int(known[0].get("evaluated", 0))
             self._heard = known[0].get("heard")
-        if self._rates is not None:
-            self._rates = LearningRates(self.optimizer, self.scheduler, updates, self.scheduler_due)
-            self._rates.known &= all(each.get("rates_known", True) for each in known)
         self._set = list(known[0].get("set_rates", []))
 
         def by_name(what: str) -> dict[str, Any]:
@@ -286,7 +275,6 @@ class Updater:
 
         own = {self._names[id(p)]: p for p in self.parameters}
         if self.predictor is not None:
-            self.predictor.rates = self._rates
             self.predictor.load([(own[n], *row) for n, row in by_name("last_updates").items() if n in own])
         if self.feedback is not None:
             self.feedback.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
@@ -323,8 +311,6 @@ class Updater:
                     self.scheduler.step()
         except Exception as error:
             raise self._failed(error, minibatch, self.scheduler) from error
-        if self._rates is not None:
-            self._rates.stepped()
 
     def _step_optimizer(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
         try:
