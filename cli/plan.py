@@ -11,8 +11,6 @@ from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_table, working
 from fxpipe.cli.partition_tables import best_possible, described_links, partition_json, print_partition
-from fxpipe.cli.plan_comparison import COMPARED, comparison_json, print_comparison
-from fxpipe.cli.plan_comparison import compare as compare_counts
 from fxpipe.cli.planned import PlanInput, Planned, of_model, of_profile, planned
 from fxpipe.cli.replica_options import ReplicaOptions, replica_options
 from fxpipe.cli.replica_plan import plan_replicas, print_replicas, replicas_json
@@ -68,7 +66,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     "--save-schedule",
     type=click.Path(dir_okay=False),
     metavar="FILE.csv",
-    help="Write the order of actions in torch's format, for --schedule and to edit; with --compare, the best one's.",
+    help="Write the order of actions in torch's format, for --schedule and to edit; of several, the best one's.",
 )
 @click.option("--no-communication", is_flag=True, help="Balance computation alone: messages cost nothing.")
 @click.option(
@@ -107,7 +105,7 @@ def plan_command(
     ideal time (all work divided by the workers' speeds) over the slowest worker's.
 
     --compare has a row for every schedule and number of microbatches: its time, its bubble, the memory it needs, and
-    what it loses against the best and why.
+    what it loses against the best and why; several --microbatches alone have one for each number of them.
 
     --gpus N chooses the replicas of every worker, too: processes that have the same stage and do its microbatches in
     turn. The plan says how many each has, as PipeDream writes it (15-1: fifteen processes of the first stage, one of
@@ -136,15 +134,15 @@ def plan_command(
         raise click.UsageError("--meta is for models; a profile has no parameters")
     if weight_fraction and is_model:
         raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
-    compare = asked_schedule(asked, compare) or compare
-    if save_schedule is not None and len(counts) > 1 and not compare:
-        raise click.UsageError("--save-schedule writes one schedule: name one number of microbatches")
+    compare = asked_schedule(asked, compare) or compare or len(counts) > 1
     if wanted.any:
-        if compare or len(counts) > 1 or save_schedule is not None:
+        if compare or save_schedule is not None:
             raise click.UsageError("replicas are planned for one schedule and one number of microbatches")
         asked["workers"] = wanted.workers(asked["workers"])
     options = CompileOptions(**asked, microbatches=counts[0] if len(counts) == 1 else None)
     if (given := options.from_file) is not None:
+        if compare:
+            raise click.UsageError(f"--schedule {options.schedule} has one number of microbatches: name no others")
         options = options.of_microbatches(given.microbatches)
     if not is_model:
         _refuse_model_options(options, costs)
@@ -159,8 +157,6 @@ def plan_command(
             replicated = plan_replicas(source, options, wanted, modes or MODES, is_model, say)
         elif compare:
             schedules = compare_schedules(source, options, counts, modes, say)
-        elif len(counts) > 1:
-            rows = compare_counts(source.read, options, counts, modes or COMPARED, say)
         else:
             subject = source.read(options.microbatches, not modes or "three-way" in modes, say)
             found = planned(subject, options, modes or MODES, say)
@@ -174,11 +170,6 @@ def plan_command(
             emit_json(schedules.as_json())
         else:
             print_schedules(schedules.rows, schedules.samples)
-    elif len(counts) > 1:
-        if as_json:
-            emit_json(comparison_json(rows))
-        else:
-            print_comparison(rows)
     elif as_json:
         emit_json(_as_json(found, modes or MODES))
     else:

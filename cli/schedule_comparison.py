@@ -1,4 +1,4 @@
-"""Schedules against each other: what `--schedule auto` and `fxpipe plan --compare` print."""
+"""Schedules and numbers of microbatches against each other: what `--schedule auto` and `fxpipe plan` print."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Schedules:
 def compare_schedules(
     source: Source, options: CompileOptions, counts: Sequence[int], modes: Sequence[str], say: Say
 ) -> Schedules:
-    """Capture and cost with each number of microbatches, plan and simulate every schedule.
+    """Capture and cost with each number of microbatches, plan and simulate every schedule, or the one that is named.
 
     Args:
         counts: of microbatches; none: some that suit the schedules.
@@ -106,7 +106,10 @@ def compare_schedules(
     sizes = [found for found in map(read, wanted.first) if found is not None]
     if not sizes:
         raise failures[0]
-    ranking = search(sizes, replace(question(options, momentum), modes=tuple(modes)), say, larger)
+    asked = replace(question(options, momentum), modes=tuple(modes))
+    if options.schedule != AUTO:
+        asked = replace(asked, schedules=(options.schedule,))
+    ranking = search(sizes, asked, say, larger)
     return Schedules((*ranking.rows, *refused), sizes[0].samples, ranking.best.schedule)
 
 

@@ -118,25 +118,25 @@ def test_a_policy_that_makes_no_sense_is_refused(profile: Path) -> None:
 
 def test_numbers_of_microbatches_are_compared(digits: Path) -> None:
     arguments = ("plan", digits, "-n", "3", "--microbatches", "1,3,4", "--cost", "analytic")
-    rows = fxpipe(*arguments, "--json").json["microbatches"]
-    assert [row["microbatches"] for row in rows] == [1, 3, 4]
-    assert "do not divide a batch of" in rows[1]["refused"]
-    assert [rows[i]["staleness"]["updates"] for i in (0, 2)] == [2, 1]
+    rows = {row["microbatches"]: row for row in fxpipe(*arguments, "--json").json["schedules"]}
+    assert "do not divide a batch of" in rows[3]["why"]
+    assert {rows[i]["schedule"] for i in (1, 4)} == {"async"}
+    assert [rows[i]["staleness"] for i in (1, 4)] == [2, 1]
     alone = fxpipe("plan", digits, "-n", "3", "--microbatches", "4", "--cost", "analytic", "--json").json
-    chosen = alone[rows[2]["cuts"]]
-    assert rows[2]["samples_per_second"] == pytest.approx(chosen["samples_per_second"])
-    assert rows[2]["memory_bytes"] == pytest.approx(chosen["memory_bytes"])
+    chosen = alone[rows[4]["cuts"]]
+    assert 1e3 * rows[4]["seconds"] / 4 == pytest.approx(chosen["simulated_ms"])
+    assert rows[4]["memory_bytes"] == pytest.approx(max(chosen["memory_bytes"]))
     table = fxpipe(*arguments)
     assert table.code == 0
-    assert "2 updates" in table.out
-    assert "3: 3 microbatches do not divide a batch of" in table.out
+    assert "every schedule, 3 microbatches: 3 microbatches do not divide a batch of" in table.out
 
 
 def test_profiles_are_compared_by_time(profile: Path) -> None:
-    rows = fxpipe("plan", profile, "-n", "3", "--microbatches", "1,2", "--policy", "2bw", "--json").json["microbatches"]
-    assert "needs 2 microbatches on 3 workers" in rows[0]["refused"]
-    assert rows[1]["samples_per_second"] is None
-    assert rows[1]["milliseconds"] > 0
+    found = fxpipe("plan", profile, "-n", "3", "--microbatches", "1,2", "--policy", "2bw", "--json").json
+    best, refused = found["schedules"]
+    assert found["samples"] is None
+    assert (best["microbatches"], best["policy"]) == (2, "2bw")
+    assert "needs 2 microbatches on 3 workers" in refused["why"]
     nothing = fxpipe("plan", profile, "-n", "4", "--microbatches", "1,2", "--policy", "2bw")
     assert nothing.code == 1
     assert "needs 3 microbatches" in nothing.err
