@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import platform
+from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,8 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
     The self-test compiles a small model for two workers, compares its stages with eager PyTorch, and trains a few
     steps with prediction. Exit code 1 if it fails.
 
-    With --links, processes send messages to each other as workers would: over gloo, and over NCCL if every process has
-    a CUDA device. Under torchrun these are the processes that it started, on one machine or on several.
+    With --links, processes send messages to each other as workers would: over NCCL if every process has a CUDA device,
+    else over gloo. Under torchrun these are the processes that it started, on one machine or on several.
 
     \b
     fxpipe doctor
@@ -63,6 +64,7 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
 
 
 def _links(asked: int | None, out: str | None, as_json: bool) -> int:
+    from fxpipe.measure.links import measure_group, measure_links
     from fxpipe.plan.build_folder import check_output
     from fxpipe.planner.device import links_toml
     from fxpipe.runtime.process.launch import running_under_torchrun
@@ -73,48 +75,27 @@ def _links(asked: int | None, out: str | None, as_json: bool) -> int:
         raise click.UsageError("-n is how many processes are started: under torchrun, torchrun says it")
     if out is not None and first:
         check_output(Path(out).resolve().parent)  # before any work is done
-    reports = _of_group() if together else _of_this_machine(asked or 2)
+    with working("measuring the links") if first else nullcontext(lambda text: None) as say:
+        report = measure_group(say=say) if together else measure_links(asked or 2, say=say)
     if not first:
         return 0
-    chosen = reports[-1]  # what workers would use here
-    workers = chosen.workers
     if out is not None:
         where = "under torchrun" if together else "of one machine"
-        comment = f"{chosen.transport} between {workers} processes {where}, measured by `fxpipe doctor --links`"
-        if chosen.coverage is not None:
-            comment += f"\n{chosen.coverage}: these are medians"
+        comment = f"{report.transport} between {report.workers} processes {where}, measured by `fxpipe doctor --links`"
+        if report.coverage is not None:
+            comment += f"\n{report.coverage}: these are medians"
         try:
             Path(out).resolve().parent.mkdir(parents=True, exist_ok=True)
-            Path(out).write_text(links_toml(chosen.links, comment), encoding="utf-8")
+            Path(out).write_text(links_toml(report.links, comment), encoding="utf-8")
         except OSError as error:
             raise BuildError(f"{out} cannot be written: {error.strerror}", hint="choose another -o") from error
     if as_json:
-        emit_json({"workers": workers, "transports": [_links_row(report) for report in reports], "out": out})
+        emit_json({"workers": report.workers, **_links_row(report), "out": out})
         return 0
-    for report in reports:
-        _print_links(report)
+    _print_links(report)
     if out is not None:
-        note(f"wrote {out}: the links of {chosen.transport}")
+        note(f"wrote {out}: the links of {report.transport}")
     return 0
-
-
-def _of_this_machine(workers: int) -> list[LinkReport]:
-    from fxpipe.measure.links import measure_links, transports
-
-    reports = []
-    for transport in transports(workers):
-        with working(f"measuring {transport}") as say:
-            reports.append(measure_links(workers, transport, say=say))
-    return reports
-
-
-def _of_group() -> list[LinkReport]:
-    from fxpipe.measure.links_of_group import measure_group
-
-    if os.environ["RANK"] != "0":
-        return [measure_group()]
-    with working("measuring the links") as say:
-        return [measure_group(say)]
 
 
 def _links_row(report: LinkReport) -> dict[str, Any]:

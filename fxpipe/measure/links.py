@@ -1,7 +1,8 @@
-"""What messages between processes of this machine cost, measured over the runtime's own wires.
+"""What messages between processes cost, measured over the runtime's own wires: those that torchrun started, on one
+machine or on several, or new ones on this machine.
 
-`python -m fxpipe.measure.links REQUEST` is one of the processes. They are started in sessions of their own, so that
-Ctrl-C reaches only their parent. They end when their standard input closes, so none outlives it.
+`python -m fxpipe.measure.links FOLDER BYTES` is one of the new ones. They are in sessions of their own, so that Ctrl-C
+reaches only their launcher, and end with it.
 """
 
 from __future__ import annotations
@@ -9,28 +10,36 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from datetime import timedelta
+from itertools import permutations, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
 
 from fxpipe.costs.timer import Rounds
 from fxpipe.errors import RunError
+from fxpipe.observe.pulse import Signs, no_numbers
 from fxpipe.planner.links import Links, matrix
+from fxpipe.runtime.process.allocator import reuse_freed_memory
+from fxpipe.runtime.process.child import only_here
+from fxpipe.runtime.process.device import common_backend, own_device
+from fxpipe.runtime.process.end_process import end_process
+from fxpipe.runtime.process.first_cause import first_cause, leave_error
+from fxpipe.runtime.process.guardian import Guardian
+from fxpipe.runtime.wires.distributed import Wires
+from fxpipe.runtime.wires.doors import make_secret
+from fxpipe.runtime.wires.group import close_group, leave_after, open_group, peers, place_of_process
 from fxpipe.typed_json import read
-
-if TYPE_CHECKING:
-    from fxpipe.runtime.wires.distributed import Wires
 
 Transport = Literal["gloo", "gloo-cuda", "nccl"]
 
@@ -46,11 +55,17 @@ ROUNDS = Rounds.exactly(200, warm=20)
 AHEAD = 4
 """Receives that are posted ahead, and sends under way, as in the runtime."""
 
-PATIENCE = 180.0
-"""The test is given up if no pair is measured in this many seconds; the first ones include starting the processes."""
+TOTAL = 16 << 20
+"""Bytes that each pair sends of each size: 10 seconds at 100 Mbit."""
 
-ALIKE = 6
-"""Pairs that are measured over gloo, at most: on one machine all are alike, and only their medians matter."""
+NEAR = 128 << 20
+"""The same on one machine."""
+
+ALL = 8
+"""So many processes, and no more, measure all pairs; more of them measure neighbours, which is what pipelines are."""
+
+PATIENCE = timedelta(minutes=10)
+"""How long a process waits for another."""
 
 
 @dataclass(frozen=True)
@@ -115,151 +130,125 @@ def _overall(pair: PairTimes) -> float:
     return len(pair.bandwidth) / sum(1 / rate for rate in pair.bandwidth)
 
 
-def transports(workers: int) -> tuple[Transport, ...]:
-    """What can be measured here: gloo, and what CUDA workers would use if there are devices."""
-    import torch
-    import torch.distributed as dist
-
-    devices = torch.cuda.device_count()
-    if not devices:
-        return ("gloo",)
-    return ("gloo", "nccl" if devices >= workers and dist.is_nccl_available() else "gloo-cuda")
-
-
-def pairs_to_measure(workers: int, transport: Transport) -> list[tuple[int, int]]:
-    """All (source, target), or over gloo up to `ALIKE` of them, spread over the processes."""
-    pairs = list(permutations(range(workers), 2))
-    return pairs if transport == "nccl" else pairs[:: -(-len(pairs) // ALIKE)]
-
-
-def measure_links(
-    workers: int = 2,
-    transport: Transport = "gloo",
-    total: int = 128 << 20,
-    say: Callable[[str], None] = lambda text: None,
-) -> LinkReport:
-    """Latency, bandwidth and processor time between `workers` new processes, one pair after the other.
+def measure_links(workers: int = 2, total: int = NEAR, say: Callable[[str], None] = lambda text: None) -> LinkReport:
+    """What `measure_group` finds between `workers` new processes on this machine.
 
     Args:
-        total: bytes sent for each size, three times.
+        total: as for `measure_group`.
         say: is called with how many pairs are measured.
 
     Raises:
-        RunError: a process failed or did not come back; the others were ended.
+        RunError, PeerLost, WorkerLost: what the first process that failed said; the others were ended.
     """
-    with tempfile.TemporaryDirectory(prefix="fxpipe_links_") as exchange:
+    with (
+        tempfile.TemporaryDirectory(prefix="fxpipe_links_", ignore_cleanup_errors=True) as folder,
+        Guardian(Path(folder)) as guardian,
+    ):
+        exchange = Path(folder)
+        make_secret(exchange)
+        command = [sys.executable, "-P", "-m", "fxpipe.measure.links", folder, str(total)]
         processes: list[subprocess.Popen[bytes]] = []
+        codes: list[int | None] = [None]
+        said, progress = "", exchange / "said"
         try:
             for rank in range(workers):
-                processes.append(_start(exchange, rank, workers, transport, total))
-            _wait(processes, Path(exchange), len(pairs_to_measure(workers, transport)), say)
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
+                own: dict[str, Any] = {"env": {**os.environ, **place}, "start_new_session": True}
+                processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, **own))
+                guardian.guard(processes[-1].pid)
+            while None in codes and not any(codes):
+                time.sleep(0.05)
+                codes = [process.poll() for process in processes]
+                before, said = said, progress.read_text() if progress.exists() else ""
+                if said != before:
+                    say(said)
         finally:
             for process in processes:
                 process.kill()
-                process.communicate()
+                process.wait()
+        if failed := {rank: code for rank, code in enumerate(codes) if code}:
+            raise first_cause(exchange, failed, [Signs.of(no_numbers())] * workers)
         hint = "the machine may be out of disk space: try again"
-        pairs = read(Path(exchange) / "pairs.json", tuple[PairTimes, ...], error=RunError, hint=hint)
-    return LinkReport(transport, workers, pairs)
+        return read(exchange / "report", LinkReport, error=RunError, hint=hint)
 
 
-def _start(exchange: str, rank: int, workers: int, transport: str, total: int) -> subprocess.Popen[bytes]:
-    request = {"exchange": exchange, "rank": rank, "workers": workers, "transport": transport, "total": total}
-    command = [sys.executable, "-P", "-m", "fxpipe.measure.links", json.dumps(request)]
-    with open(Path(exchange) / f"{rank}.err", "wb") as errors:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors, start_new_session=True)
+def main(folder: Path, total: int) -> None:
+    """One of the processes of `measure_links`; the first writes what all have measured."""
+    only_here()
+    rank = int(os.environ["RANK"])
 
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], exchange: Path, pairs: int, say: Callable[[str], None]) -> None:
-    """Return when all have ended well; raise when one has not, without waiting for the others."""
-    measured, deadline = 0, time.monotonic() + PATIENCE
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            break
-        if (exchange / f"measured_{measured}").exists():
-            measured, deadline = measured + 1, time.monotonic() + PATIENCE
-            say(f"measured {measured} of {pairs} pairs")
-            continue
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"the link test got stuck: {measured} of {pairs} pairs measured, and none in the last {PATIENCE:.0f} s",
-                hint="the machine may be too busy: try again when it is not, or with fewer processes (-n)",
-            )
-        time.sleep(0.05)
-    failed = {rank: process.poll() for rank, process in enumerate(processes) if process.poll()}
-    if failed:
-        said = {rank: _last_line(exchange / f"{rank}.err") or f"exit code {code}" for rank, code in failed.items()}
-        first = min(said, key=lambda rank: ("PeerLost" in said[rank], rank))  # PeerLost is a consequence
-        raise RunError(
-            f"process {first} of the link test failed: {said[first]}",
-            hint="`fxpipe doctor` shows which transports are here; the processes talk over the loopback interface",
-        )
-
-
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line and not line[0].isspace()]
-    return lines[-1] if lines else ""
-
-
-def main(request: dict[str, Any]) -> None:
-    """One process of the test; the first writes what all have measured."""
-    threading.Thread(target=_end_with_parent, args=(request["exchange"],), daemon=True).start()
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    import torch
-    import torch.distributed as dist
-
-    from fxpipe.runtime.process.allocator import reuse_freed_memory
-    from fxpipe.runtime.process.end_process import end_process
-    from fxpipe.runtime.wires.distributed import Wires
-
-    reuse_freed_memory()
-    torch.set_num_threads(1)
-    rank, workers, transport = request["rank"], request["workers"], request["transport"]
-    device = torch.device("cpu")
-    if transport != "gloo":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    store = Path(request["exchange"]) / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers)
-    channels = [("link", *pair) for pair in permutations(range(workers), 2)]
-    wires = Wires(rank, transport.removesuffix("-cuda"), channels, device)
-    rows: list[PairTimes] = []
-    for row in measured(wires, workers, pairs_to_measure(workers, transport), request["total"], rounds=3):
+    def say(text: str) -> None:
         if rank == 0:
-            (Path(request["exchange"]) / f"measured_{len(rows)}").touch()
-        rows.append(row)
-    if rank == 0:
-        text = json.dumps([dataclasses.asdict(row) for row in rows])
-        (Path(request["exchange"]) / "pairs.json").write_text(text)
-    dist.barrier()
+            (folder / "said").write_text(text)
+
+    try:
+        report = measure_group(total, say, folder)
+        if rank == 0:
+            (folder / "report").write_text(json.dumps(dataclasses.asdict(report)))
+    except BaseException as error:
+        leave_error(folder, rank, error)
+        end_process(1)
     end_process(0)
 
 
-def measured(
-    wires: Wires, workers: int, pairs: Sequence[tuple[int, int]], total: int, rounds: int
-) -> Iterator[PairTimes]:
-    """Measure pairs of the processes of the default group, one after the other; all of them do it.
+def measure_group(
+    total: int = TOTAL, say: Callable[[str], None] = lambda text: None, exchange: Path | None = None
+) -> LinkReport:
+    """Latency, bandwidth and processor time between the processes of the group that the environment describes.
+
+    Every process calls it, and gets the same. They talk as workers of a run would: over NCCL where each has a CUDA
+    device of its own, else over gloo.
 
     Args:
-        total: bytes sent for each size, so many `rounds`.
-    """
-    import torch.distributed as dist
+        total: bytes that each pair sends of each size.
+        say: is called with how many pairs are measured.
+        exchange: the folder in which processes of one machine meet (see `open_group`).
 
+    Raises:
+        RunError: there is one process alone, or none was started by torchrun.
+        PeerLost: another process is gone.
+    """
+    place = place_of_process()
+    if place is None or place[1] < 2:
+        raise RunError("links are between two processes at least", hint="torchrun --nproc-per-node 2 …, or --nnodes 2")
+    rank, workers = place
+    reuse_freed_memory()
+    torch.set_num_threads(1)
+    device = own_device("cuda" if torch.cuda.is_available() else "cpu")
+    open_group(rank, workers, PATIENCE, None if exchange is None else str(exchange))
+    try:
+        backend = common_backend(device, rank, workers)
+        pairs = pairs_of_group(workers)
+        wires = Wires(rank, backend, [("link", *pair) for pair in permutations(range(workers), 2)], device)
+        rows = []
+        with peers(rank):
+            for row in _measured(wires, workers, pairs, total):
+                rows.append(row)
+                say(f"measured {len(rows)} of {len(pairs)} pairs")
+    except BaseException as error:
+        leave_after(error)
+        raise
+    close_group()
+    transport: Transport = "nccl" if backend == "nccl" else "gloo" if device.type == "cpu" else "gloo-cuda"
+    return LinkReport(transport, workers, tuple(rows), alike=exchange is not None)
+
+
+def pairs_of_group(workers: int) -> list[tuple[int, int]]:
+    """All (source, target) of a few processes, the neighbours of many."""
+    near = workers if workers <= ALL else 1
+    return [(i, j) for i, j in product(range(workers), repeat=2) if 0 < abs(i - j) <= near]
+
+
+def _measured(wires: Wires, workers: int, pairs: Sequence[tuple[int, int]], total: int) -> Iterator[PairTimes]:
+    """Measure pairs of the processes of the default group, one after the other; all of them do it."""
     for source, target in pairs:
         dist.barrier()
-        mine = _End(wires, source, target).measure(total, rounds) if wires.rank in (source, target) else None
+        mine = _End(wires, source, target).measure(total) if wires.rank in (source, target) else None
         ends: list[Any] = [None] * workers
         dist.all_gather_object(ends, mine)
         sent, received = ends[source], ends[target]
         copy = (sent["copy"] + received["copy"]) / 2
         yield PairTimes(source, target, sent["latency"], tuple(received["bandwidth"]), copy)
-
-
-def _end_with_parent(exchange: str) -> None:
-    sys.stdin.buffer.read()  # ends when the parent does
-    shutil.rmtree(exchange, ignore_errors=True)  # no one else is left to do it
-    os._exit(1)
 
 
 class _End:
@@ -271,25 +260,20 @@ class _End:
         self.peer = target if self.sends else source
         self.there, self.back = ("link", source, target), ("link", target, source)
 
-    def measure(self, total: int, rounds: int) -> dict[str, Any]:
+    def measure(self, total: int) -> dict[str, Any]:
         """What this end sees: each end measures everything, but some figures are taken from one end only."""
         latency = self._latency()
-        rates: list[list[float]] = []
+        bandwidth: list[float] = []
         moved, busy = 0, 0.0
-        for _ in range(rounds):
-            rates.append([])
-            for size in SIZES:
-                count = max(total // size, 2 * AHEAD)
-                rate, processor = self._stream(size, count)
-                rates[-1].append(rate)
-                moved, busy = moved + count * size, busy + processor
-        bandwidth = [statistics.median(column) for column in zip(*rates, strict=True)]
+        for size in SIZES:
+            count = max(total // size, 2 * AHEAD)
+            rate, processor = self._stream(size, count)
+            bandwidth.append(rate)
+            moved, busy = moved + count * size, busy + processor
         return {"latency": latency, "bandwidth": bandwidth, "copy": busy / moved}
 
     def _latency(self) -> float:
         """Seconds one way: half of there and back, the receive posted before."""
-        import torch
-
         message = torch.zeros(SMALL, dtype=torch.uint8, device=self.wires.device)
         outward, inward = (self.there, self.back) if self.sends else (self.back, self.there)
         taken = []
@@ -311,8 +295,6 @@ class _End:
 
     def _stream(self, size: int, count: int) -> tuple[float, float]:
         """Messages one after the other: bytes a second as they arrive, and this process's processor seconds."""
-        import torch
-
         message = torch.zeros(size if self.sends else 0, dtype=torch.uint8, device=self.wires.device)
         pending: deque[Any] = deque()
         begin, first, processor = 0.0, AHEAD, time.process_time()
@@ -333,8 +315,6 @@ class _End:
         return rate, time.process_time() - processor
 
     def _take(self, pending: Any) -> None:
-        import torch
-
         self.wires.finished(pending)
         self.wires.received(pending)
         if self.wires.device.type == "cuda":
@@ -342,8 +322,4 @@ class _End:
 
 
 if __name__ == "__main__":
-    try:
-        main(json.loads(sys.argv[1]))
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)  # a normal exit would wait for the threads of a broken process group
+    main(Path(sys.argv[1]), int(sys.argv[2]))
