@@ -69,7 +69,6 @@ def describe(found: Json, console: Console) -> None:
     _print_speed(found, console)
     _print_losses(found, console)
     _print_workers(found, console)
-    _print_staleness(found, console)
     for number, rows in enumerate(found["time_losses"], start=1):
         if rows:
             echo(f"\nwhere run {number} lost time")
@@ -129,21 +128,6 @@ def _print_workers(found: Json, console: Console) -> None:
         shares = (row["busy"][i], *((row["spent"][i] or {}).get(kind) for kind in kinds))
         cells.append([str(row["worker"]), str(i + 1), *(_cell(share, lambda v: f"{100 * v:.0f}") for share in shares)])
     print_columns(columns, cells, console)
-
-
-def _print_staleness(found: Json, console: Console) -> None:
-    if not found["staleness"]:
-        return
-    echo("\nstaleness: updates behind and predicted ahead, relative error of the weights")
-    names = ["worker", "group", *(f"{name} {i}" for name in ("behind", "predicted", "error") for i in (1, 2))]
-    rows = []
-    for row in found["staleness"]:
-        cells = [str(row["worker"]), str(row["group"])]
-        cells += [_cell(value, lambda v: f"{v:.3g}") for name in ("stale", "ahead") for value in row[name]]
-        errors = [e / r if e is not None and r else None for e, r in zip(row["rmse"], row["rms"], strict=True)]
-        cells += [_cell(value, lambda v: f"{v:.2e}") for value in errors]
-        rows.append(cells)
-    print_columns([TextColumn(name, right=True) for name in names], rows, console)
 
 
 def _side_by_side(

@@ -67,7 +67,7 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     A batch of a shape that the build has no stages for is refused, or, with --new-shapes N, gets some during the run:
     for at most N shapes, while all workers wait, as `fxpipe compile --scan` makes them beforehand. Where the build has
     stages for several shapes, N is 8 if nothing is said.
-    --log-staleness writes OUT/staleness_0.jsonl and so on, one file per worker.
+    --log-staleness compares the weights of forwards with those that their updates meet: means over the run.
 
     \b
     fxpipe run build/ --steps 500
@@ -253,7 +253,6 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
 def _print(summary: dict[str, Any]) -> None:
     from fxpipe.observe.progress import held_out
     from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_WEIGHTS
-    from fxpipe.observe.run_folder import staleness_file
 
     losses = summary["losses"]
     tail = losses[-min(max(len(losses) // 4, 1), 20) :]
@@ -298,8 +297,6 @@ def _print(summary: dict[str, Any]) -> None:
         echo(held_out(summary["evaluation"]))
     if "averaged_evaluation" in summary:
         echo(f"average  {held_out(summary['averaged_evaluation'])}")
-    if stale:
-        echo(f"stale    {Path(summary['out']) / staleness_file('*')}")
     for restart in summary["restarts"]:
         echo(f"restart  after step {restart['step']}: {restart['cause']}")
     if summary["trace"] is not None:

@@ -214,7 +214,7 @@ def test_a_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     write_trace(folder / "trace.json", [events, events])
     whole = read_run(folder)
     assert whole["timeline"]
-    for name in ("run.json", "metrics.jsonl", "staleness_0.jsonl", "trace.json"):
+    for name in ("run.json", "metrics.jsonl", "trace.json"):
         text = (folder / name).read_text()
         lines = text.encode().splitlines(keepends=True)
         last = max(i for i, line in enumerate(lines) if b'"F"' in line or name != "trace.json")

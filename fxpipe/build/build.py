@@ -182,7 +182,7 @@ class Build:
             loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
             reset: sets buffers where an evaluation begins, and in `train` an epoch (`fxpipe.task.reset_buffers`).
-            out: the folder for checkpoints and the staleness log; with `resume`, feed the batches from the step
+            out: the folder for checkpoints; with `resume`, feed the batches from the step
                 `LocalPipeline.fed` on.
             options: schedule, policy, clip_norm, ema, log_staleness, backend, weights, seed: see
                 `fxpipe.runtime.options.PipelineOptions`; accept_optimizer_per_worker.
@@ -333,7 +333,7 @@ def join(
         folder: of the build; each process has one with the same content.
         optimizer, lr_scheduler, model, loss, loss_weight, averaged, reset, options: as those of `Build.local`, and
             threads and stall_timeout: see `fxpipe.runtime.options.RunOptions`.
-        out: the folder for the staleness log.
+        out: the folder with the checkpoints of which `resume="newest"` takes the newest.
 
     Raises:
         FxpipeError: there is no option of such a name, or it belongs to a loop of fxpipe's own; or a mistake that

@@ -17,7 +17,7 @@ from fxpipe.messages import warn
 from fxpipe.observe.line_file import LineFile
 from fxpipe.observe.live import Board, Looker
 from fxpipe.observe.progress import Progress
-from fxpipe.observe.run_folder import METRICS, RUN, staleness_file
+from fxpipe.observe.run_folder import METRICS, RUN
 from fxpipe.observe.scaled_step import ScaledStep
 from fxpipe.observe.tensorboard import TensorboardLog
 from fxpipe.plan.spec import Plan
@@ -207,20 +207,18 @@ class Record:
     def take_place(self, written: set[str]) -> None:
         """The trained weights are written: this run's metrics take the place of an earlier run's.
 
-        Weights and logs of that run that this one did not write anew are removed: the folder never holds two runs'
-        files as if they were one's.
+        Weights of that run that this one did not write anew are removed: the folder never holds two runs' files as if
+        they were one's.
 
         Args:
-            written: the names of this run's weights and logs.
+            written: the names of this run's weights.
         """
         if self.out is None or self._file is None:
             return
         self._file.take_place()
-        weights = [self.out / name for name in (FINAL_WEIGHTS, AVERAGED_WEIGHTS, BEST_WEIGHTS, BEST_NOTE)]
-        for old in (*weights, *self.out.glob(staleness_file("*"))):
-            if old.name not in written and not old.stem.endswith(".partial"):
-                with suppress(OSError):
-                    old.unlink()
+        for old in {FINAL_WEIGHTS, AVERAGED_WEIGHTS, BEST_WEIGHTS, BEST_NOTE} - written:
+            with suppress(OSError):
+                (self.out / old).unlink()
 
     def end(self, summary: dict[str, Any] | None) -> None:
         """The run has ended well; TensorBoard's file gets its summary."""

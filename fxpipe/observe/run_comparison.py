@@ -38,7 +38,6 @@ def compare(first: Json, second: Json) -> Json:
                  both are None if the loss is not finite
     evaluation   {metric: [·, ·]}
     workers      [{worker, busy, seconds, spent: {kind: shares of the worker's time}}]
-    staleness    [{worker, group, stale, ahead, rmse, rms}]: means over the run
     time_losses  the rows of both
     faster       0 or 1, None if they are alike or it is not known; `ratio` is the second's throughput to the first's
     verdict      sentences
@@ -60,7 +59,6 @@ def compare(first: Json, second: Json) -> Json:
         "loss": _losses(runs),
         "evaluation": _evaluations(runs),
         "workers": _workers(runs),
-        "staleness": _staleness(runs),
         "time_losses": [run.get("time_losses") or [] for run in runs],
         "faster": None if ratio is None or abs(ratio - 1) < ALIKE else int(ratio > 1),
         "ratio": ratio,
@@ -177,19 +175,6 @@ def _workers(runs: Sequence[Json]) -> list[Json]:
 def _shares(row: Json) -> dict[str, float] | None:
     spent, seconds = row.get("spent"), row.get("seconds")
     return {kind: value / seconds for kind, value in spent.items()} if spent and seconds else None
-
-
-def _staleness(runs: Sequence[Json]) -> list[Json]:
-    found: dict[tuple[int, int], Json] = {}
-    names = ("stale", "ahead", "rmse", "rms")
-    for i, run in enumerate(runs):
-        for series in run["staleness"]:
-            key = series["worker"], series["group"]
-            row = found.setdefault(key, {"worker": key[0], "group": key[1]} | {name: [None, None] for name in names})
-            for name in names:
-                known = [value for value in series[name] if value is not None]
-                row[name][i] = sum(known) / len(known) if known else None
-    return [row for _, row in sorted(found.items())]
 
 
 def _verdict(runs: Sequence[Json], found: Json) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +20,6 @@ SPANS = 6000
 """The measured timeline is cut to its first minibatches, so that it has at most this many spans."""
 
 _METRICS = ("step", "loss", "lr", "grad_norm", "loss_scale", "seconds", "samples_per_second")
-_STALENESS = ("step", "stale", "ahead", "rmse", "rms")
-_STALENESS_FILE = re.compile(r"staleness_(\d+)\.jsonl")
 
 
 _WaitJson = TypedDict("_WaitJson", {"what": str, "from": int | None, "seconds": float | None}, total=False)
@@ -108,7 +105,6 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
                     where absent
         step_metrics  the same for each metric that the losses came with, by its name
         evaluations {step, metrics: {name: number or null}} each: of run.json, or of metrics.jsonl as far as that goes
-        staleness   for each worker and group of its optimizer: {worker, group, step, stale, ahead, rmse, rms}: columns
         timeline    {seconds, minibatches, of, spans: [[worker, kind, minibatch, microbatch, start, end]]} or null:
                     of the first minibatches, at least of one; spans of a worker do not overlap, times are seconds
 
@@ -128,10 +124,8 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
         _check_build(folder, run, digest, problems)
     metrics, named, evaluations = _metrics(folder, run, problems)
     evaluations = run.get("evaluations") or evaluations
-    staleness = _staleness(folder, run, problems)
     timeline = _timeline(folder, run, problems)
-    found = {"metrics": metrics, "step_metrics": named, "evaluations": evaluations}
-    found |= {"staleness": staleness, "timeline": timeline}
+    found = {"metrics": metrics, "step_metrics": named, "evaluations": evaluations, "timeline": timeline}
     return {**run, "folder": str(folder), "problems": problems, **found}
 
 
@@ -200,21 +194,6 @@ def _metrics(
     for column in named.values():
         column += [None] * (shown - len(column))
     return columns, named, evaluations
-
-
-def _staleness(folder: Path, run: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
-    files = {int(m[1]): path for path in folder.iterdir() if (m := _STALENESS_FILE.fullmatch(path.name))}
-    logged = {row["worker"] for row in run.get("workers") or () if row.get("staleness")}
-    found: dict[tuple[int, int], dict[str, Any]] = {}
-    for worker in sorted(files.keys() | logged):
-        path = folder / f"staleness_{worker}.jsonl"
-        needed = ("step", "group", "stale", "rmse")
-        for row in _rows(path, needed, "sample", f"how stale worker {worker}'s weights were is missing", problems):
-            group = int(row["group"])
-            series = found.setdefault((worker, group), {"worker": worker, "group": group} | {n: [] for n in _STALENESS})
-            for name in _STALENESS:
-                series[name].append(_number(row.get(name)))
-    return [series for _, series in sorted(found.items())]
 
 
 def _rows(
@@ -322,8 +301,3 @@ def _first(counts: Counter[int]) -> int:
             break
         shown = minibatch + 1
     return shown
-
-
-def staleness_file(worker: int | str) -> str:
-    """The name of a worker's file; with `*`, the pattern of all."""
-    return f"staleness_{worker}.jsonl"

@@ -111,7 +111,7 @@ class PipelineOptions:
     log_staleness: bool = option(
         False,
         "--log-staleness",
-        help="Write how far the weights that forwards use are from those that their updates change.",
+        help="Say how far the weights that forwards use are from those that their updates change.",
     )
     steps_per_epoch: int | None = option(
         None,

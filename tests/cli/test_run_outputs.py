@@ -44,11 +44,10 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def earlier(build: Path) -> Path:
     """The folder of a run, with all that a run may write."""
     out = build.with_name("earlier")
-    more = ("--ema", 0.9, "--log-staleness", "--trace", out / "trace.json")
+    more = ("--ema", 0.9, "--trace", out / "trace.json")
     result = fxpipe("run", build, "--local", "--steps", 6, "--out", out, *more)
     assert result.code == 0, result.err
-    names = {"model.safetensors", "ema.safetensors", "metrics.jsonl", "run.json", "trace.json"}
-    assert set(files(out)) == names | {"staleness_0.jsonl", "staleness_1.jsonl"}
+    assert set(files(out)) == {"model.safetensors", "ema.safetensors", "metrics.jsonl", "run.json", "trace.json"}
     return out
 
 
@@ -68,7 +67,7 @@ def test_a_refused_run_changes_nothing(build: Path, out: Path, local: tuple[str,
 def test_a_run_that_fails_changes_no_earlier_file(build: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL", "here")
     before = files(out)
-    more = ("--ema", 0.9, "--log-staleness", "--trace", out / "trace.json")
+    more = ("--ema", 0.9, "--trace", out / "trace.json")
     result = fxpipe("run", build, "--local", "--steps", 9, "--out", out, *more)
     assert result.code == 1
     assert "the data end here" in result.err
@@ -104,7 +103,7 @@ def test_a_run_that_ends_replaces_all_of_an_earlier_one(build: Path, out: Path) 
 @pytest.mark.multiproc
 def test_a_run_in_processes_replaces_all_of_an_earlier_one(build: Path, out: Path) -> None:
     before = files(out)
-    assert fxpipe("run", build, "--steps", 9, "--out", out, "--log-staleness").code == 0
+    assert fxpipe("run", build, "--steps", 9, "--out", out).code == 0
     after = files(out)
     assert set(after) == before.keys() - {"ema.safetensors"}
     assert [name for name in after if after[name] == before[name]] == ["trace.json"]

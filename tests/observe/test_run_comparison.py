@@ -35,9 +35,6 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert found["evaluation"] == {"accuracy": [0.5, 0.5]}
     assert found["workers"][1]["busy"] == pytest.approx([0.9, 0.45])
     assert found["workers"][0]["spent"][1]["wait"] == pytest.approx(0.55)
-    assert found["staleness"] == [
-        {"worker": 0, "group": 0, "stale": [1, 1], "ahead": [1, 1], "rmse": [0.01, 0.01], "rms": [0.5, 0.5]}
-    ]
     assert found["verdict"] == [
         "Run 1 is 2.00 times as fast (320.0 samples/s against 160.0): "
         "its workers wait 10 % of their time, the other's 55 %.",

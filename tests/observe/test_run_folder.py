@@ -42,7 +42,7 @@ def write_run(folder: Path, steps: int = 5, workers: int = 2) -> Path:
         "microbatches": 1,
         "steps": steps,
         "seconds": 2.5,
-        "workers": [{"rank": k, "busy": 0.9, "staleness": [{"group": 0}]} for k in range(workers)],
+        "workers": [{"rank": k, "busy": 0.9} for k in range(workers)],
         "time_losses": [{"worker": 1, "share": 0.1, "cause": "wait", "text": "worker 1 waits"}],
         "trace": "../trace.json",
     }
@@ -52,13 +52,6 @@ def write_run(folder: Path, steps: int = 5, workers: int = 2) -> Path:
         for i in range(steps)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for k in range(workers):
-        rows = [
-            {"step": i + 1, "worker": k, "group": g, "stale": 1 - k, "ahead": 0, "rmse": 0.01 * i, "rms": 1.0}
-            for i in range(steps)
-            for g in range(2 - k)
-        ]
-        (folder / f"staleness_{k}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -81,8 +74,6 @@ def test_a_whole_run(run: Path) -> None:
         "seconds": [0.5, 1.0, 1.5, 2.0, 2.5],
         "samples_per_second": [64.0] * 5,
     }
-    assert [(s["worker"], s["group"], len(s["step"])) for s in found["staleness"]] == [(0, 0, 5), (0, 1, 5), (1, 0, 5)]
-    assert found["staleness"][2]["rmse"] == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.04])
     timeline = found["timeline"]
     assert (timeline["minibatches"], timeline["of"], timeline["seconds"]) == (5, 5, pytest.approx(4.9e-6))
     assert timeline["spans"][:4] == [
@@ -195,16 +186,13 @@ def test_a_loss_that_is_not_finite_is_null(run: Path) -> None:
 
 def test_files_that_are_missing(run: Path) -> None:
     (run / "metrics.jsonl").unlink()
-    (run / "staleness_1.jsonl").unlink()
     (run.parent / "trace.json").unlink()
     found = read_run(run)
     assert found["problems"] == [
         "metrics.jsonl is missing: loss and throughput over time are missing",
-        "staleness_1.jsonl is missing: how stale worker 1's weights were is missing",
         "trace.json is missing where run.json says it is (../trace.json): there is no timeline",
     ]
     assert found["metrics"]["step"] == []
-    assert [s["worker"] for s in found["staleness"]] == [0, 0]
     assert found["timeline"] is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ from model_files import write_model
 from pipelines import pipeline_of
 from torch import Tensor
 
-from fxpipe.observe.run_folder import staleness_file
 from fxpipe.policy import make
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.local import LocalPipeline
@@ -80,16 +78,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return found
 
 
-def logged(folder: Path, out: Path, optimizer: Any = sgd, **options: Any) -> LocalPipeline:
-    """A pipeline whose workers write their rows to `out`."""
-    out.mkdir(exist_ok=True)
-    chosen = PipelineOptions(log_staleness=True, **options)
-    return LocalPipeline(folder, ObjectTask(optimizer), chosen, out=str(out))
-
-
-def rows_of(out: Path, worker: int) -> list[Row]:
-    path = out / staleness_file(worker)
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+def logged(folder: Path, optimizer: Any = sgd) -> LocalPipeline:
+    return LocalPipeline(folder, ObjectTask(optimizer), PipelineOptions(log_staleness=True))
 
 
 def reader_of(built: Any, name: str) -> int:
@@ -129,9 +119,7 @@ def expected_rows(built: Any, recorded: Recorded, policy: str, worker: int, star
                 used, met = (torch.cat([pair[i].flatten() for pair in pairs]) for i in range(2))
                 rmse = float(((used - met) ** 2).mean().sqrt())
                 rms = float((met**2).mean().sqrt())
-                found.append({"step": m + 1, "worker": worker, "group": 0, "stale": stale, "ahead": ahead}
-                             | {"rmse": pytest.approx(rmse, rel=1e-9, abs=1e-15)}
-                             | {"rms": pytest.approx(rms, rel=1e-9)})  # fmt: skip
+                found.append({"worker": worker, "stale": stale, "ahead": ahead, "rmse": rmse, "rms": rms})
     return found
 
 
@@ -149,30 +137,28 @@ def test_rows_are_what_the_weights_say(
     recorded: Recorded,
 ) -> None:
     built = toy(**shape, policy=policy, microbatches=microbatches)
-    pipeline = logged(built.save(tmp_path / "build"), tmp_path / "out")
+    pipeline = logged(built.save(tmp_path / "build"))
     for m, batch in enumerate((batches * 2)[:STEPS]):
         if m == flush_at:
             pipeline.flush()
         pipeline.step(batch)
     pipeline.flush()
-    several = []
-    for worker in range(built.workers):
-        found = rows_of(tmp_path / "out", worker)
-        assert found == expected_rows(built, recorded, policy, worker, [0, *([flush_at] if flush_at else [])])
-        several += found
-        assert any(row["rmse"] > 0 for row in found) == any(row["stale"] or row["ahead"] for row in found)
-        if shape is LINE and not flush_at:
-            assert {row["stale"] for row in found} == {-(-lag // microbatches) for lag in (2 - worker,)} or (
-                policy == "vertical"
-            )
     means = defaultdict(list)
-    for row in several:
-        means[row["worker"], row["group"], row["stale"], row["ahead"]].append(row)
-    assert pipeline.staleness() == [
-        {"worker": w, "group": g, "stale": s, "ahead": a, "samples": len(rows)}
-        | {key: pytest.approx(sum(row[key] for row in rows) / len(rows)) for key in ("rmse", "rms")}
-        for (w, g, s, a), rows in sorted(means.items())
+    for worker in range(built.workers):
+        for row in expected_rows(built, recorded, policy, worker, [0, *([flush_at] if flush_at else [])]):
+            means[row["worker"], row["stale"], row["ahead"]].append(row)
+    found = pipeline.staleness()
+    assert found == [
+        {"worker": w, "group": 0, "stale": s, "ahead": a, "samples": len(rows)}
+        | {
+            key: pytest.approx(sum(row[key] for row in rows) / len(rows), rel=1e-9, abs=1e-15)
+            for key in ("rmse", "rms")
+        }
+        for (w, s, a), rows in sorted(means.items())
     ]
+    assert any(row["rmse"] > 0 for row in found) == any(row["stale"] or row["ahead"] for row in found)
+    if shape is LINE and not flush_at and policy != "vertical":
+        assert [row["stale"] for row in found] == [-(-(2 - worker) // microbatches) for worker in range(3)]
 
 
 @pytest.mark.parametrize("policy", ["latest", "stash", "spectrain", "pipeoptim"])
@@ -192,12 +178,11 @@ def test_weights_that_stand_still_are_never_stale(toy: Any, batches: Any, tmp_pa
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_with_a_flush_nothing_is_stale(toy: Any, batches: Any, tmp_path: Path, schedule: str) -> None:
     folder = toy(**MIXED, schedule=schedule, microbatches=2).save(tmp_path / "build")
-    pipeline = logged(folder, tmp_path / "out")
+    pipeline = logged(folder)
     pipeline.run(batches)
-    for worker in range(2):  # worker 2 owns nothing
-        found = rows_of(tmp_path / "out", worker)
-        assert [row["step"] for row in found] == list(range(1, 1 + len(batches)))
-        assert {(row["stale"], row["ahead"], row["rmse"]) for row in found} == {(0, 0, 0.0)}
+    names = ("worker", "samples", "stale", "ahead", "rmse")
+    found = [tuple(row[name] for name in names) for row in pipeline.staleness()]
+    assert found == [(worker, len(batches), 0, 0, 0.0) for worker in range(2)]  # worker 2 owns nothing
 
 
 def test_groups_are_apart_and_frozen_parameters_are_not_there(tmp_path: Path, recorded: Recorded) -> None:
@@ -213,22 +198,26 @@ def test_groups_are_apart_and_frozen_parameters_are_not_there(tmp_path: Path, re
     case, _, _ = captured("dict")
     build = lowered("dict", workers=3, schedule="async", policy="latest", **cuts(case, 3, 0))
     build.save(tmp_path / "build")
-    pipeline = logged(tmp_path / "build", tmp_path / "out", grouped)
+    pipeline = logged(tmp_path / "build", grouped)
     pipeline.run(case.batches(STEPS))
     for worker, executor in enumerate(pipeline.executors):
-        found = rows_of(tmp_path / "out", worker)
-        stale = 2 - worker
-        assert [(row["step"], row["group"], row["stale"]) for row in found] == [
-            (m + 1, group, stale) for m in range(stale, STEPS, stale + 1) for group in (0, 1)
+        found, stale = [row for row in pipeline.staleness() if row["worker"] == worker], 2 - worker
+        sampled = range(stale, STEPS, stale + 1)
+        assert [(row["group"], row["stale"], row["samples"]) for row in found] == [
+            (group, stale, len(sampled)) for group in (0, 1)
         ]
         trained = executor.store.trained
         assert not {"scale", "unused"} & set(trained)
         for row in found:
             members = [name for name, p in trained.items() if (p.dim() > 1) == (row["group"] == 0)]
-            met = torch.cat([recorded.met[row["step"] - 1, name].double().flatten() for name in members])
-            used = torch.cat([recorded.read[worker, row["step"] - 1, n].double().flatten() for n in members])
-            assert row["rms"] == pytest.approx(float((met**2).mean().sqrt()), rel=1e-6)
-            assert row["rmse"] == pytest.approx(float(((used - met) ** 2).mean().sqrt()), rel=1e-4, abs=1e-12)
+            rms = rmse = 0.0
+            for m in sampled:
+                met = torch.cat([recorded.met[m, name].double().flatten() for name in members])
+                used = torch.cat([recorded.read[worker, m, name].double().flatten() for name in members])
+                rms += float((met**2).mean().sqrt()) / len(sampled)
+                rmse += float(((used - met) ** 2).mean().sqrt()) / len(sampled)
+            assert row["rms"] == pytest.approx(rms, rel=1e-6)
+            assert row["rmse"] == pytest.approx(rmse, rel=1e-4, abs=1e-12)
             assert (row["rmse"] == 0) == (stale == 0 or row["group"] == 1)
 
 
@@ -253,7 +242,7 @@ def test_it_changes_no_bit_of_the_training(
 def test_it_costs_one_copy_at_most(
     toy: Any, batches: Any, tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most: dict[int, int] = {}
+    most: dict[int, int] = defaultdict(int)
 
     def watch(name: str) -> None:
         inner = getattr(StalenessLog, name)
@@ -262,7 +251,7 @@ def test_it_costs_one_copy_at_most(
             inner(self, *arguments)
             held = {} if self._sample is None else self._sample.used
             numbers = sum(used.untyped_storage().nbytes() // used.itemsize for used, _, _ in held.values())
-            most[self.worker] = max(most.get(self.worker, 0), numbers)
+            most[id(self)] = max(most[id(self)], numbers)
 
         monkeypatch.setattr(StalenessLog, name, watching)
 
@@ -279,31 +268,21 @@ def test_it_costs_one_copy_at_most(
             assert set(sample.used) <= set(store.trained)
             assert all(version <= store.version for _, version, _ in sample.used.values())
     owned = [sum(p.numel() for p in executor.store.trained.values()) for executor in pipeline.executors]
-    assert most == {0: owned[0], 1: owned[1], 2: 0}
+    assert [most[id(executor.store.staleness)] for executor in pipeline.executors] == [owned[0], owned[1], 0]
     assert owned[2] == 0
 
 
-def test_files_and_summary_of_the_command(tmp_path: Path) -> None:
+def test_the_command_says_the_means(tmp_path: Path) -> None:
     built = fxpipe("compile", write_model(tmp_path), "-o", tmp_path / "build", "--fp-cut", "blocks.2", *QUICK)
     assert built.code == 0, built.err
-    out = tmp_path / "out"
-    arguments = ("run", tmp_path / "build", "--local", "--steps", 9, "--out", out)
+    arguments = ("run", tmp_path / "build", "--local", "--steps", 9, "--out", tmp_path / "out")
     said = fxpipe(*arguments, "--policy", "latest", "--log-staleness", "--json").json
-    assert {p.name for p in out.iterdir()} >= {"staleness_0.jsonl", "staleness_1.jsonl"}
     for row in said["workers"]:
-        lines = rows_of(out, row["rank"])
-        keys = ["step", "worker", "group", "stale", "ahead", "rmse", "rms"]
-        assert [list(line) for line in lines] == [keys] * len(lines)
+        (means,) = row["staleness"]
         stale = 1 - row["rank"]
-        assert [line["step"] for line in lines] == list(range(1 + stale, 10, 1 + stale))
-        assert row["staleness"] == [
-            {"group": 0, "stale": stale, "ahead": 0, "samples": len(lines)}
-            | {key: pytest.approx(sum(line[key] for line in lines) / len(lines)) for key in ("rmse", "rms")}
-        ]
+        assert (means["stale"], means["ahead"], means["samples"]) == (stale, 0, len(range(1 + stale, 10, 1 + stale)))
     text = fxpipe(*arguments, "--policy", "pipeoptim", "--log-staleness")
     assert text.code == 0, text.err
     assert "RMSE" in text.out
-    # Without the option there is nothing of it, and an earlier run's files are gone.
     said = fxpipe(*arguments, "--json").json
     assert not any("staleness" in row for row in said["workers"])
-    assert {p.name for p in out.iterdir()} == {"metrics.jsonl", "model.safetensors", "run.json"}

@@ -216,7 +216,6 @@ KINDS = (
     Kind("build/weights.safetensors", _tensors, (*RUN, EXPORT), 0.7),
     Kind("run/run.json", _json, OLD_RUN, 2),
     Kind("run/metrics.jsonl", _lines, OLD_RUN, 1),
-    Kind("run/staleness_0.jsonl", _lines, OLD_RUN, 0.5),
     Kind("run/trace.json", _lines, OLD_RUN, 2),
     Kind("run/model.safetensors", _tensors, (EXPORT,), 0.3),
     Kind("weights/model-1.safetensors", _tensors, WEIGHTS, 1),

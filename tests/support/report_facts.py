@@ -252,6 +252,9 @@ def _run(workers: int, steps: int, cost: list[Facts]) -> Facts:
                 {"what": what, "from": max(w - 1, 0), "seconds": 0.41 / 3**place}
                 for place, what in enumerate(("activation", "gradient", "weights", "loss"))
             ],
+            "staleness": [
+                {"group": 0, "stale": workers - w, "ahead": 1, "samples": 9, "rmse": 2e-4 * (workers - w), "rms": 0.05}
+            ],
         }
         for w in range(workers)
     ]  # fmt: skip
@@ -270,11 +273,5 @@ def _run(workers: int, steps: int, cost: list[Facts]) -> Facts:
             "lr": [1e-3] * steps, "grad_norm": [None] * steps, "seconds": [0.08 * s for s in step],
             "samples_per_second": [380 + 9 * math.cos(s) for s in step],
         },
-        "staleness": [
-            {"worker": w, "group": 0, "step": step[::5], "stale": [workers - w] * len(step[::5]),
-             "ahead": [workers - w] * len(step[::5]), "rms": [0.05] * len(step[::5]),
-             "rmse": [(workers - w) * 2e-4 * math.exp(-s / steps) for s in step[::5]]}
-            for w in range(workers)
-        ],
         "timeline": {"seconds": measured["seconds"], "minibatches": 20, "of": 40, "spans": spans},
     }  # fmt: skip

@@ -47,8 +47,4 @@ def write_run(folder: Path, step_ms: float = 100.0, steps: int = 40, **changes: 
             for i in range(steps)
         )
     )
-    rows = [
-        {"step": i + 1, "worker": 0, "group": 0, "stale": 1, "ahead": 1, "rmse": 0.01, "rms": 0.5} for i in range(9)
-    ]
-    (folder / "staleness_0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

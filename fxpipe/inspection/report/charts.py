@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fxpipe.inspection.report.drawing import tag, ticks
-from fxpipe.inspection.report.formats import digits, ms, number, share
+from fxpipe.inspection.report.formats import ms, number, share
 from fxpipe.inspection.report.marks import MARKS, look, stroke
 from fxpipe.inspection.report.tables import PARTS
 
@@ -204,55 +203,6 @@ def spent_kinds(workers: Sequence[Json]) -> list[str]:
 
 def _of(worker: Json, kind: str) -> float:
     return (worker.get("spent") or {}).get(kind) or 0
-
-
-@dataclass(frozen=True)
-class StalenessLine:
-    """How far the weights of the forwards of one kind were from those that their updates met, over the steps."""
-
-    name: str
-    looks: dict[str, str]
-    points: list[tuple[float, float | None]]
-
-
-def staleness_lines(logs: Sequence[Json]) -> list[StalenessLine]:
-    """A line for each worker and each pair (updates behind, updates predicted ahead) of its forwards.
-
-    Lines of one colour differ in name and stroke.
-    """
-    groups = len({log["group"] for log in logs}) > 1
-    drawn: Counter[int] = Counter()
-    lines = []
-    for log in logs:
-        points: dict[tuple[int, int], list[tuple[float, float | None]]] = {}
-        for step, stale, ahead, rmse in zip(log["step"], log["stale"], log["ahead"], log["rmse"], strict=True):
-            known = rmse is not None and math.isfinite(rmse)
-            points.setdefault((stale, ahead), []).append((step, rmse if known else None))
-        for (stale, ahead), found in points.items():
-            worker = log["worker"]
-            group = f"group {log['group']} · " if groups else ""
-            name = f"worker {worker} · {group}{stale:g} behind, predicted {ahead or 0:g}"
-            lines.append(StalenessLine(name, stroke(worker, drawn[worker % 8]), found))
-            drawn[worker % 8] += 1
-    return lines
-
-
-def staleness(lines: Sequence[StalenessLine]) -> Markup:
-    """The lines, and a dot for each of few points."""
-    every = [(x, y) for line in lines for x, y in line.points if y is not None]
-    most = max((y for _, y in every), default=0) or 1
-    first, last = min((x for x, _ in every), default=0), max((x for x, _ in every), default=1)
-    plane = Plane((first - 0.5, last + 0.5), (0, 1.05 * most), "step", "root mean square of the difference (RMSE)")
-    dots = [
-        plane.dot(x, y, f"{line.name}\nstep {x:g}: {digits(y)}", line.looks["stroke"])
-        for line in lines
-        if len(line.points) <= 60
-        for x, y in line.points
-        if y is not None
-    ]
-    drawn = [plane.line(line.points, stroke_width=1.8, **line.looks) for line in lines]
-    label = "Root mean square of the difference, over steps. The table below has the numbers."
-    return plane.drawn(label, 340, dots, drawn)
 
 
 def _each(workers: int) -> list[float]:

@@ -76,9 +76,9 @@ def text_on(worker: int) -> str:
     return "#111111" if worker % 8 in _DARK_TEXT else "#ffffff"
 
 
-def stroke(worker: int, nth: int | None = None) -> dict[str, Any]:
-    """A line of a worker's colour: dashed differently for workers of one colour, or for the nth line of a worker."""
-    return {"stroke": colour(worker), "stroke_dasharray": _STROKES[(worker // 8 if nth is None else nth) % 8]}
+def stroke(worker: int) -> dict[str, Any]:
+    """A line of a worker's colour: dashed differently for workers of one colour."""
+    return {"stroke": colour(worker), "stroke_dasharray": _STROKES[worker // 8 % 8]}
 
 
 def chip(worker: int | None, title: str | None = None) -> Markup | str:

@@ -76,11 +76,10 @@ def page(facts: Json) -> str:
             raise AssertionError(f"the page's {name} would end its element")
     panels = _panels(facts)
     memory = facts["timeline"] and facts["timeline"]["memory"]
-    logs = [log for log in (run or {}).get("staleness") or () if log["step"]]
     edge_kinds: dict[str, list[Json]] = {}
     for edge in facts["edges"]:
         edge_kinds.setdefault(edge["kind"], []).append(edge)
-    workers, lines = (run or {}).get("workers") or (), charts.staleness_lines(logs)
+    workers = (run or {}).get("workers") or ()
     waits = [wait | {"worker": w["worker"]} for w in workers for wait in w.get("waits") or ()]
     return (
         _templates()
@@ -100,7 +99,7 @@ def page(facts: Json) -> str:
             timeline_kinds=[kind for kind in _TIMES if any(span[1] == kind for p in panels for span in p["spans"])],
             memory=memory,
             example=explained(facts["grid"]["rows"]) if facts["grid"]["rows"] else None,
-            logs=logs,
+            stale=[row | {"worker": w["worker"]} for w in workers for row in w.get("staleness") or ()],
             waits=sorted(waits, key=lambda wait: -(wait.get("seconds") or 0)),
             elsewhere=overview.elsewhere(facts),
             map=ModelMap(facts).drawn() if facts["units"] else None,
@@ -109,8 +108,6 @@ def page(facts: Json) -> str:
             balance=charts.balance(facts["partitions"]),
             held=charts.memory(facts["timeline"]) if memory else None,
             spent=charts.spent(workers) if workers else None,
-            lines=[(line.name, line.looks) for line in lines],
-            staleness=charts.staleness(lines) if lines else None,
         )
     )
 

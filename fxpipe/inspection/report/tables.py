@@ -187,14 +187,12 @@ def waits(rows: Sequence[Json]) -> Markup:
     return table("What the workers waited for", columns, rows)
 
 
-def staleness(logs: Sequence[Json]) -> Markup:
+def staleness(rows: Sequence[Json]) -> Markup:
     columns = [
         WORKER, Column("parameter group", "group", form.count, title="of the optimizer, counted from 0"),
-        counted("step", "step"), counted("updates behind", "stale"), counted("predicted", "ahead"),
+        counted("updates behind", "stale"), counted("predicted", "ahead"), counted("minibatches", "samples"),
         Column("RMSE", "rmse", title="root mean square of the difference"), Column("RMS of the weights", "rms"),
     ]  # fmt: skip
-    names = ("step", "stale", "ahead", "rmse", "rms")
-    rows = [row | {"worker": log["worker"], "group": log["group"]} for log in logs for row in _rows(log, names)]
     return table("Staleness", columns, rows)
 
 

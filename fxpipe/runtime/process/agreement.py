@@ -100,7 +100,7 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
             options = dataclasses.replace(options, resume=str(path), weights=str(path))
         options = resumed_options(options, options.out)
         files = files_read(options)
-        plan, checkpoint = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
+        plan, checkpoint = check_run(options, from_file=task is None, writes=rank == 0)
         if world != plan.processes:
             raise _other_number(plan, world, options.build)
         task = task or task_of_build(plan, options.build, options.model_file)

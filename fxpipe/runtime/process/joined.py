@@ -124,7 +124,6 @@ class JoinedPipeline(OwnLoop):
             self._task,
             self.options,
             self.device,
-            out=self.options.out,
             continue_after=self.fed or None,
             checkpoint=checkpoint,
         )

@@ -68,7 +68,7 @@ class LocalPipeline(OwnLoop):
     Args:
         folder: a build directory.
         task: its `optimizer` is called once for each worker that trains.
-        out: the folder for the files of the staleness log, if the options ask for one; None writes no file.
+        out: the folder for checkpoints, if the options ask for some.
         report: called when worker 0 ends a minibatch (see `fxpipe.observe.record.OnStep`).
         keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
         epoch: how many steps an epoch has; asked if a scheduler must know, and the options do not say.
@@ -138,7 +138,6 @@ class LocalPipeline(OwnLoop):
                     options,
                     self.device,
                     self._keep_gradients,
-                    self._out,
                     self.fed or None,
                     checkpoint,
                     LocalCollective(self._boards[worker], replica) if plan.replicas_of(worker) > 1 else None,

@@ -161,7 +161,6 @@ class RankRun:
                 task,
                 options,
                 device,
-                out=options.out,
                 continue_after=self.step or None,
                 checkpoint=agreed.checkpoint,
                 collective=None if self.others is None else self.others.of_worker(transport.worker),

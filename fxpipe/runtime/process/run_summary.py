@@ -16,7 +16,7 @@ from fxpipe.files import replaced
 from fxpipe.messages import warn
 from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_NOTE, BEST_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
 from fxpipe.observe.rows_of_ranks import plans_of_ranks, rows_of_ranks, share_ranks
-from fxpipe.observe.run_folder import FORMAT, RUN, staleness_file
+from fxpipe.observe.run_folder import FORMAT, RUN
 from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.plan.spec import Plan
@@ -76,7 +76,7 @@ def worker_row(executor: Executor, rank: int, replica: int = 0) -> dict[str, Any
     }
     if executor.collective is not None:
         row["sent"] = executor.collective.sent
-    return row if log is None else row | {"staleness": log.summary(), "log_problems": log.problems}
+    return row if log is None else row | {"staleness": log.summary()}
 
 
 def watch_peak(device: torch.device) -> None:
@@ -101,12 +101,8 @@ def take_place(
         averages: those of the weights are written, too.
     """
     if record is not None:
-        logs = {staleness_file(worker) for worker in range(plan.workers)} if options.log_staleness else set[str]()
         best = {BEST_WEIGHTS, BEST_NOTE} if options.save_best is not None or options.resume is not None else set[str]()
-        record.take_place({FINAL_WEIGHTS, *logs} | best | ({AVERAGED_WEIGHTS} if averages else set()))
-    for executor in executors:
-        if executor.store.staleness is not None:
-            executor.store.staleness.take_place()
+        record.take_place({FINAL_WEIGHTS} | best | ({AVERAGED_WEIGHTS} if averages else set()))
 
 
 def summarize_run(
@@ -151,7 +147,6 @@ def summarize_run(
     """
     steps = record.steps
     rows, others = [row for row in rows if not row["replica"]], [row for row in rows if row["replica"]]
-    problems = [*record.problems, *(problem for row in rows for problem in row.get("log_problems", ()))]
     together = transport != "local"
     seconds = max(row["seconds"] for row in rows)
     rows = [{**row, "busy": row["busy"] * row["seconds"] / max(seconds, 1e-9)} for row in rows]
@@ -160,8 +155,6 @@ def summarize_run(
     for row in others:
         row.pop("not_finite")
         row.pop("loss_scale")
-    for row in rows:
-        row.pop("log_problems", None)
     forecast = _forecast(options.build, plan, recipe, options.throttle) if together else None
     steady = record.steady_samples_per_second
     share_ranks(rows)
@@ -197,7 +190,7 @@ def summarize_run(
         "out": None if record.out is None else str(record.out),
         "evaluations": [],
         "not_finite": {"losses": sum(not math.isfinite(loss) for loss in record.losses), "weights": weights},
-        "log_problems": problems,
+        "log_problems": record.problems,
         "losses": record.losses.tolist(),
     }
     if record.metrics:

@@ -9,7 +9,6 @@ import torch
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.engines.attach import engines_of, equip
 from fxpipe.errors import RunError
-from fxpipe.observe.run_folder import staleness_file
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
@@ -41,7 +40,6 @@ def open_worker(
     options: PipelineOptions,
     device: torch.device | str = "cpu",
     keep_gradients: bool = False,
-    out: str | None = None,
     continue_after: int | None = None,
     checkpoint: Checkpoint | None = None,
     collective: Collective | None = None,
@@ -52,7 +50,6 @@ def open_worker(
         folder: of the build.
         recipe: of the run, or of this worker (`Recipe.of_worker`).
         keep_gradients: keep the gradients of the last update.
-        out: the folder for the file of the staleness log, if the options ask for one; None writes no file.
         continue_after: the step after which an interrupted run goes on; None begins anew.
         checkpoint: the weights to start from; None takes the build's, or the model's own.
         collective: this replica's end of what the worker's replicas exchange; None where it has no others.
@@ -98,8 +95,7 @@ def open_worker(
     store.updater.steps_per_epoch = options.steps_per_epoch
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
     if options.log_staleness and (collective is None or collective.replica == 0):  # one tells enough
-        path = None if out is None else Path(out) / staleness_file(worker)
-        store.staleness = StalenessLog(recipe.demand, worker, store.trained, path, continue_after)
+        store.staleness = StalenessLog(recipe.demand, worker, store.trained)
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device, collective)
     executor.scaler = scaler
     executor.offload = Offload(device) if options.offload else None

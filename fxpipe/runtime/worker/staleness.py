@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import RunError
-from fxpipe.observe.line_file import LineFile
 from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.schedule.action import Action
 
@@ -43,42 +40,15 @@ class StalenessLog:
     minibatch's update, and then takes the next minibatch. So it costs one copy of the weights, and a worker with s
     updates between forward and update reports every (s+1)-th minibatch. If several workers' forwards read a parameter,
     it compares what the owner reads, or what the first of them reads if the owner does not.
-
-    A row is `{"step", "worker", "group", "stale", "ahead", "rmse", "rms"}`: the optimizer's parameter group, how many
-    updates old the forward's version was, how many updates ahead it was predicted, the root mean square of the
-    difference, and that of the weights themselves. A run that goes on after a checkpoint goes on with the file, and
-    takes a new sample.
-
-    Args:
-        path: the file that gets a JSON line for every row (see `LineFile`); None keeps only the means.
-        continue_after: the step of an interrupted run after which this one goes on, with its file; None begins anew.
-
-    Raises:
-        RunError: the file cannot be read or written.
     """
 
-    def __init__(
-        self,
-        demand: Demand,
-        worker: int,
-        trained: Mapping[str, nn.Parameter],
-        path: Path | None = None,
-        continue_after: int | None = None,
-    ) -> None:
-        self.demand = demand
-        self.worker = worker
+    def __init__(self, demand: Demand, worker: int, trained: Mapping[str, nn.Parameter]) -> None:
+        self.demand, self.worker = demand, worker
         self.trained = trained
         self._reads = list(_forwards(demand, worker, trained))
         self._reach = max((read.reading.lags[0] for read in self._reads), default=0)
         self._sample: _Sample | None = None
         self._sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        self._file: LineFile | None = None
-        if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = LineFile(path, continue_after=continue_after, kept=self._count)
-            except OSError as error:
-                raise RunError(f"{path} cannot be written: {error.strerror}", hint="choose another --out") from error
 
     def begin(self) -> None:
         """The pipeline is empty, or was when it began: drop the sample that was begun."""
@@ -114,37 +84,23 @@ class StalenessLog:
             row[0] += _square(used - live.detach())
             row[1] += _square(live.detach())
             row[2] += live.numel()
-        for (group, stale, ahead), (difference, weights, count) in sorted(rows.items()):
-            rmse, rms = (difference / max(count, 1)) ** 0.5, (weights / max(count, 1)) ** 0.5
-            line = {"step": minibatch + 1, "worker": self.worker, "group": group, "stale": stale, "ahead": ahead}
-            line |= {"rmse": rmse, "rms": rms}
-            self._count(line)
-            if self._file is not None:
-                self._file.write(line)
+        for key, (difference, weights, count) in rows.items():
+            total = self._sums[key]
+            total[0] += 1
+            total[1] += (difference / max(count, 1)) ** 0.5
+            total[2] += (weights / max(count, 1)) ** 0.5
 
     def summary(self) -> list[dict[str, Any]]:
-        """The means over the run, a row for each group, staleness and distance of prediction."""
+        """The means since the run began or went on: a row for each group, staleness and distance of prediction.
+
+        A row is `{"group", "stale", "ahead", "samples", "rmse", "rms"}`: the optimizer's parameter group, how many
+        updates old the forward's version was, how many updates ahead it was predicted, how many minibatches were
+        compared, the root mean square of the difference, and that of the weights themselves.
+        """
         return [
             {"group": group, "stale": stale, "ahead": ahead, "samples": int(n), "rmse": rmse / n, "rms": rms / n}
             for (group, stale, ahead), (n, rmse, rms) in sorted(self._sums.items())
         ]
-
-    def take_place(self) -> None:
-        """The trained weights are written: the file takes the place of an earlier run's."""
-        if self._file is not None:
-            self._file.take_place()
-            self._file.close()
-
-    @property
-    def problems(self) -> list[dict[str, Any]]:
-        """Lines that could not be written at first, or never (see `LineFile.problems`)."""
-        return [] if self._file is None else self._file.problems
-
-    def _count(self, row: Mapping[str, Any]) -> None:
-        """Add a row to the sums."""
-        total = self._sums[row["group"], row["stale"], row["ahead"]]
-        for place, value in enumerate((1.0, row["rmse"], row["rms"])):
-            total[place] += value
 
 
 def _forwards(demand: Demand, owner: int, trained: Mapping[str, nn.Parameter]) -> list[_Read]:

@@ -66,7 +66,7 @@ def test_memory(page: Any) -> None:
 
 
 def test_a_run(page: Any) -> None:
-    loss, rate, spent, staleness = charts_of(page, "run")
+    loss, rate, spent = charts_of(page, "run")
     run = FACTS["run"]
     for chart, name in ((loss, "loss"), (rate, "samples_per_second")):
         (line,) = chart.iter("path")
@@ -79,8 +79,6 @@ def test_a_run(page: Any) -> None:
         widths[box.attrib["class"].split()[0]] += placed(box)["width"]
     scale = widths["k-F"] / sum(w["spent"]["F"] for w in run["workers"])
     assert sum(widths.values()) / scale == pytest.approx(sum(w["seconds"] for w in run["workers"]), rel=1e-3)
-    assert len(list(staleness.iter("path"))) == len(run["staleness"])
-    assert len(named(staleness, "dot")) == sum(len(log["rmse"]) for log in run["staleness"])
 
 
 def test_many_steps_have_a_trailing_mean() -> None:
@@ -95,23 +93,6 @@ def test_what_is_no_number_is_not_drawn() -> None:
     assert charts.curve([1, 2], [float("nan"), None], "Loss", False) == ""
     (d,) = re.findall(r' d="([^"]*)"', charts.curve(range(5), [1.0, 2.0, float("nan"), 2.0, 1.0], "Loss", False))
     assert re.sub(r"[^ML]", "", d) == "MLML"
-
-
-def test_lines_of_staleness_differ_and_are_named(written: Any) -> None:
-    facts = made_facts(workers=2, blocks=1)
-    for log in facts["run"]["staleness"]:
-        log["stale"] = log["ahead"] = [i % 3 for i in range(len(log["step"]))]
-    facts["run"]["staleness"] += [log | {"group": 1} for log in facts["run"]["staleness"]]
-    page = written(facts)
-    drawn = charts.staleness_lines(facts["run"]["staleness"])
-    expected = {
-        f"worker {w} · group {k} · {n} behind, predicted {n}" for w in range(2) for k in range(2) for n in range(3)
-    }
-    assert {line.name for line in drawn} == expected
-    assert len({tuple(line.looks.values()) for line in drawn}) == len(expected)
-    for name in expected:
-        assert name in page.text(".//ul[@aria-label='Lines']")
-    assert "optimizer's parameter groups" in page.text("#run")
 
 
 def test_colours_repeat_from_the_ninth_worker_on() -> None:

@@ -117,9 +117,8 @@ def test_what_is_missing_is_said(written: Any) -> None:
 def test_a_run_that_did_not_end(written: Any) -> None:
     facts = made_facts(workers=2, blocks=1)
     problem = "run.json is missing: the run did not end"
-    facts["run"] = {
-        "folder": "run", "metrics": facts["run"]["metrics"], "problems": [problem], "timeline": None, "staleness": [],
-    }  # fmt: skip
+    metrics = facts["run"]["metrics"]
+    facts["run"] = {"folder": "run", "metrics": metrics, "problems": [problem], "timeline": None}
     page = written(facts)
     assert f"Run: {problem}" in page.text("#top")
     assert "run.json is missing or says nothing" in page.text("#run")

@@ -58,8 +58,8 @@ def test_every_number_is_a_fact(page: Any) -> None:
         "Seconds of the workers": [[w["seconds"], *w["spent"].values()] for w in run["workers"]],
         "Minibatches of the workers": [[w["busy"], w["forward_ms"]] for w in run["workers"]],
         "Staleness": [
-            [log["group"], *(log[name][i] for name in ("step", "stale", "ahead", "rmse", "rms"))]
-            for log in run["staleness"] for i in range(len(log["step"]))
+            [row[name] for name in ("group", "stale", "ahead", "samples", "rmse", "rms")]
+            for w in run["workers"] for row in w["staleness"]
         ],
         "Work of the workers": [[w["forward_ms"], w["backward_ms"], w["update_ms"]] for w in FACTS["workers"]],
         "Parameters, messages and memory of the workers": [
