@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.output import echo, emit_json, print_table, size, warn, working
-
-from fxpipe.plan.limits import MOST_WORKERS
 
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
@@ -42,10 +37,6 @@ if TYPE_CHECKING:
     help="Export for inference instead: forward in eval mode, without the loss, for any batch size.",
 )
 @click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
-@click.option("-n", "--workers", type=click.IntRange(1, MOST_WORKERS), help="Stages, for a model file. [default: 2]")
-@click.option("--fp-cut", multiple=True, metavar="PATH", help="For a model file: as for `fxpipe compile`.")
-@click.option("--bp-cut", multiple=True, metavar="PATH", help="For a model file: as for `fxpipe compile`.")
-@click.option("--cost", type=click.Choice(["measured", "analytic"]), help="For a model file: as for `fxpipe compile`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export_command(
     build: str,
@@ -55,13 +46,9 @@ def export_command(
     opset: int,
     inference: bool,
     model: str | None,
-    workers: int | None,
-    fp_cut: tuple[str, ...],
-    bp_cut: tuple[str, ...],
-    cost: str | None,
     as_json: bool,
 ) -> int:
-    """Write the stages of a BUILD directory (or of a model file, which is compiled first) as ONNX models.
+    """Write the stages of a BUILD directory as ONNX models.
 
     Writes stage_0.forward.onnx, stage_0.backward.onnx and so on: what each worker computes for one microbatch, with
     what it receives, sends and saves as inputs and outputs, named as in the build; and stage_0.weights.onnx, where the
@@ -79,18 +66,10 @@ def export_command(
     \b
     fxpipe export build/ -o onnx/
     fxpipe export build/ -o onnx/ --weights external --json
-    fxpipe export model.py -n 3 -o onnx/
     fxpipe export build/ -o serve/ --inference --trained out/model.safetensors
     """
     from fxpipe.export.target import check_export_target, check_opset, check_packages
 
-    from_file = Path(build).suffix == ".py"
-    given = {"-n": workers, "--fp-cut": fp_cut, "--bp-cut": bp_cut, "--cost": cost}
-    if not from_file and any(given.values()):
-        first = next(name for name, value in given.items() if value)
-        raise click.UsageError(f"{first} goes with a model file; a build has been cut already")
-    if from_file and model is not None:
-        raise click.UsageError("--model goes with a build; the model file has been given already")
     if inference and weights == "inputs":
         raise click.UsageError("--weights inputs is for training; an inference model has its weights: use initializers")
     form = weights or ("initializers" if inference else "inputs")
@@ -99,12 +78,7 @@ def export_command(
     check_packages()
     check_opset(opset)
     check_export_target(out, inference=inference)
-    with ExitStack() as stack:
-        if from_file:
-            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="fxpipe_build_"))
-            model, build = build, str(Path(temporary) / "build")
-            _compile(model, build, given | {"-n": workers or 2})
-        say = stack.enter_context(working("exporting"))
+    with working("exporting") as say:
         source = _read(build, model, trained, say)
         found = (_export_inference if inference else _export)(*source, out, form, opset, say)
     if as_json:
@@ -112,17 +86,6 @@ def export_command(
     else:
         _print(found, out)
     return 0
-
-
-def _compile(model: str, folder: str, wanted: dict[str, Any]) -> None:
-    from fxpipe.cli.compile import compile_command
-
-    options = []
-    for name, value in wanted.items():
-        for one in value if isinstance(value, tuple) else [value]:
-            options += [] if one is None else [name, str(one)]
-    with redirect_stdout(io.StringIO()):  # it reports on a build that is deleted again
-        compile_command.main([model, "-o", folder, *options], standalone_mode=False)
 
 
 def _export(

@@ -7,25 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
-from fxpipe.cli.cost_options import CostOptions
-from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, stdout_console, warn, working
 
 from fxpipe.errors import BuildError
-from fxpipe.lowering.options import CompileOptions, CostMode
+from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.build_folder import PLAN
 from fxpipe.policy.option import policy_help
 from fxpipe.schedule.option import schedule_text
-from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.inspection.subject import Subject
 
 
 @click.command("inspect")
-@click.argument("target", metavar="BUILD|MODEL.py", type=click.Path())
+@click.argument("build", type=click.Path())
 @click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
 @click.option("--node", metavar="NAME", help="Say where a value, a parameter or a module comes from and goes to.")
 @click.option(
@@ -40,15 +36,8 @@ if TYPE_CHECKING:
 @click.option("--run", type=click.Path(), metavar="DIR", help="Also show what a run of the build wrote to its --out.")
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write everything to one HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all facts, or what was asked for.")
-@option_fields(
-    CompileOptions,
-    workers="For a model: processes.",
-    cost="For a model: measure the times of operators, or compute them.",
-)
-@click.pass_context
 def inspect_command(
-    context: click.Context,
-    target: str,
+    build: str,
     stage: int | None,
     node: str | None,
     schedule: str | None,
@@ -58,18 +47,15 @@ def inspect_command(
     run: str | None,
     html: str | None,
     as_json: bool,
-    workers: int,
-    cost: CostMode | None,
 ) -> int:
     """Show what runs where, what crosses between workers, what waits and what every action sees.
 
     Without options: the module tree with the workers of each module's forward and backward (≠ where they differ), what
     every worker computes, owns and holds, and every edge. Nothing is run, no code of the build or of its model file is
-    imported, and no weights are loaded. A model file is compiled first, in memory, which runs it; nothing is written.
+    imported, and no weights are loaded.
 
     --schedule and --policy show the order of actions and the version of the weights that each sees: F3@1+2 is the
-    forward of minibatch 3 with the weights after 1 update, predicted 2 further. A model file is compiled for them, and
-    this comes after everything else.
+    forward of minibatch 3 with the weights after 1 update, predicted 2 further.
 
     \b
     fxpipe inspect build/
@@ -77,7 +63,6 @@ def inspect_command(
     fxpipe inspect build/ --node blocks.3.qkv.weight
     fxpipe inspect build/ --schedule async --policy stash
     fxpipe inspect build/ --run run/ --html report.html
-    fxpipe inspect examples/gpt.py -n 4 --cost analytic
     """
     from fxpipe.inspection.facts import facts, value_facts
 
@@ -87,16 +72,9 @@ def inspect_command(
         raise click.UsageError(f"{' and '.join(given)} show different things: give one of them")
     if run is not None and stage is not None:
         raise click.UsageError("a run has nothing to do with --stage: leave --run out")
-    is_model = target.endswith(".py")
-    for name in ("workers", "cost"):
-        if not is_model and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name} is for a model file: {target} was compiled with its own")
-    if is_model and run is not None:
-        raise click.UsageError("--run shows a run of a build: give the build's folder instead of a model file")
     if html is not None:
         _check_page(Path(html))
-    options = CompileOptions(workers=workers, schedule=schedule or "async", policy=policy, cost=cost)
-    subject = _of_model(target, options) if is_model else _of_folder(target)
+    subject = _read(build)
     if stage is not None:
         _print_stage(subject, stage, as_json)
         return 0
@@ -120,8 +98,7 @@ def inspect_command(
     if as_json:
         emit_json(found)
     elif html is None:
-        grid = schedule is not None or policy is not None
-        _print(found, is_model or not grid, grid, depth, edges)
+        _print(found, schedule is not None or policy is not None, depth, edges)
     return 0
 
 
@@ -138,19 +115,10 @@ def _check_page(path: Path) -> None:
         raise BuildError(f"--html {path} is in a build folder", hint="choose a place outside it")
 
 
-def _of_model(path: str, options: CompileOptions) -> Subject:
-    from fxpipe.inspection.subject import subject_of
-
-    build = build_model(path, ModelOptions(), options, CostOptions()).build
-    for warning in build.warnings:
-        warn(warning)
-    return subject_of(build, Path(path))
-
-
-def _of_folder(target: str) -> Subject:
+def _read(build: str) -> Subject:
     from fxpipe.inspection.subject import read_subject
 
-    subject = read_subject(target)
+    subject = read_subject(build)
     for file in subject.edited:
         warn(f"{file} was edited since it was compiled: nodes, times and edges are those of the compile")
     if subject.stale:
@@ -165,18 +133,14 @@ def _read_run(folder: Path, subject: Subject) -> dict[str, Any]:
     return found
 
 
-def _print(found: dict[str, Any], overview: bool, grid: bool, depth: int | None, edges: bool) -> None:
-    console = stdout_console()
-    if overview:
-        from fxpipe.cli.terminal.overview import print_overview
+def _print(found: dict[str, Any], grid: bool, depth: int | None, edges: bool) -> None:
+    from fxpipe.cli.terminal.overview import print_overview
+    from fxpipe.cli.terminal.version_grid import print_grid
 
-        print_overview(found, console, depth, edges)
-    if overview and grid:
-        console.print()
     if grid:
-        from fxpipe.cli.terminal.version_grid import print_grid
-
-        print_grid(found["grid"], console)
+        print_grid(found["grid"], stdout_console())
+    else:
+        print_overview(found, stdout_console(), depth, edges)
 
 
 def _print_node(found: dict[str, Any], name: str, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""A build of a model file, in memory: what `compile` writes and what `inspect MODEL.py` shows."""
+"""A build of a model file, in memory: what `compile` writes."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,6 @@ from fxpipe.cli.output import echo, emit_json, note, print_table, show_error, wa
 from fxpipe.cli.signals import end_at_once
 
 from fxpipe.checkpoint.interval import Interval
-from fxpipe.options import flags
-from fxpipe.plan.limits import MOST_WORKERS
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
 from fxpipe.schedule import of_plan
@@ -37,11 +35,10 @@ if TYPE_CHECKING:
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
 @option_fields(RunOptions, "new_shapes")
 @option_fields(RunOptions, "model_file", "keep_going")
-@click.option("-n", "--workers", type=click.IntRange(1, MOST_WORKERS), help="Stages, for a model file. [default: 2]")
 @option_fields(RunOptions, "offload", "threads", "throttle", "stall_timeout", "max_restarts")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def run_command(build: str, local: bool, workers: int | None, as_json: bool, **asked: Any) -> int:
-    """Train a BUILD directory (or a model file, which is compiled first).
+def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
+    """Train a BUILD directory.
 
     Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line, the
     final weights as OUT/model.safetensors, under the model's own names, and OUT/run.json: what the run was and where
@@ -91,12 +88,6 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     joined = running_under_torchrun()
     if joined:
         end_at_once()
-    if Path(build).suffix == ".py":
-        if joined:
-            raise click.UsageError("under torchrun, compile first and give the build directory")
-        options = replace(options, build=_compiled(options, workers or 2), model_file=build)
-    elif workers is not None:
-        raise click.UsageError("-n goes with a model file; a build has as many workers as it was compiled for")
     with ExitStack() as held:
         try:
             summary = _train(options, local, joined, held)
@@ -132,22 +123,6 @@ def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) 
             emit_json(summary)
         else:
             _print(summary)
-
-
-def _compiled(options: RunOptions, workers: int) -> str:
-    """Compile the model file that the options name as their build; the build's folder."""
-    from fxpipe.cli.compile import compile_command
-
-    from fxpipe.lowering.options import CompileOptions
-
-    folder = str(Path(options.out or "") / "build")
-    arguments = ["-n", str(workers)]
-    for name, flag in flags(CompileOptions).items():
-        if name in flags(RunOptions) and (value := getattr(options, name)) is not None:
-            arguments += [flag.names[-1], str(value)]
-    with redirect_stdout(sys.stderr):  # stdout is for the run's own output
-        compile_command.main([options.build, "-o", folder, *arguments], standalone_mode=False)
-    return folder
 
 
 def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> dict[str, Any] | None:

@@ -3,7 +3,8 @@
 Weights of two dimensions decay and others do not, the rate warms up and falls along a cosine, and the held-out loss is
 evaluated. Plain PyTorch: no download, nothing of fxpipe. From the repository's root:
 
-    fxpipe run examples/nanogpt.py -n 2 --steps 600 --eval-every 200
+    fxpipe compile examples/nanogpt.py -n 2 -o build/
+    fxpipe run build/ --steps 600 --eval-every 200
 
 After 600 updates it predicts held-out bytes with 2.38 nats each; a uniform guess has 5.55.
 """

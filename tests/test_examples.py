@@ -84,8 +84,9 @@ def test_unet_finds_the_discs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_nanogpt_learns_by_its_recipe(tmp_path: Path) -> None:
-    run = ("run", EXAMPLES / "nanogpt.py", "-n", "2", "--steps", "100", "--eval-every", "50", "--json")
-    evaluations = fxpipe(*run, "--out", tmp_path).json["evaluations"]
+    compiled("nanogpt.py", tmp_path / "build", "-n", "2")
+    run = ("run", tmp_path / "build", "--steps", "100", "--eval-every", "50", "--json")
+    evaluations = fxpipe(*run, "--out", tmp_path / "out").json["evaluations"]
     assert [e["step"] for e in evaluations] == [50, 100]
     assert evaluations[1]["metrics"]["loss"] < min(3.0, evaluations[0]["metrics"]["loss"])
 

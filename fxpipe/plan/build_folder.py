@@ -33,10 +33,9 @@ def read_plan(folder: str | Path) -> Plan:
     if not folder.exists():
         raise BuildError(f"{folder} does not exist", hint=f"make the build: fxpipe compile MODEL -o {folder}")
     if not (folder / PLAN).is_file():
-        raise BuildError(
-            f"{folder} is not an fxpipe build: it has no {PLAN}",
-            hint="give the folder that `fxpipe compile` wrote, its -o",
-        )
+        made = f"make the build: fxpipe compile {folder} -o build/"
+        hint = made if folder.suffix == ".py" else "give the folder that `fxpipe compile` wrote, its -o"
+        raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=hint)
     where, again = str(folder / PLAN), _again(folder)
     with explained(where, error=BuildError, hint=again):
         finite = False  # the user's constants may be anything

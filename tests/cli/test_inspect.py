@@ -14,7 +14,7 @@ from typing import Any
 import golden_model
 import pytest
 import torch
-from commands import QUICK, fxpipe, unchanged
+from commands import QUICK, fxpipe
 from fxpipe.cli.output import size
 from fxpipe.cli.terminal.overview import MANY, print_edges, print_overview
 from fxpipe.cli.terminal.version_grid import print_grid
@@ -248,17 +248,10 @@ def test_names_are_neither_markup_nor_control_characters(tmp_path: Path, monkeyp
 def test_one_worker_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path)
-    out = fxpipe("inspect", "model.py", "-n", 1, "--cost", "analytic").out
+    assert fxpipe("compile", "model.py", *QUICK, "-n", 1).code == 0
+    out = fxpipe("inspect", "build").out
     assert "bubble 0 %" in out
     assert "--node first.weight " in out
-
-
-def test_a_model_is_shown_whole_and_then_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path)
-    out = fxpipe("inspect", "model.py", "--cost", "analytic", "--schedule", "1f1b").out
-    assert out.startswith("model.py · 2 workers · cpu\n1f1b · latest · ")
-    assert "\n1f1b · latest\nF" in out.split("more: fxpipe inspect model.py")[1]
 
 
 def test_the_grid(build: Path) -> None:
@@ -306,33 +299,15 @@ def test_an_older_build_shows_the_rest(build: Path) -> None:
     assert fxpipe("inspect", build, "--schedule", "async").code == 0
 
 
-def test_a_model_is_compiled_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path)
-    options = ("--cost", "analytic", "-n", 3)
-    with unchanged(tmp_path):
-        found = fxpipe("inspect", "model.py", *options, "--json").json
-        stage = fxpipe("inspect", "model.py", *options, "--stage", 2)
-    assert (found["build"]["folder"], found["build"]["model"], found["build"]["workers"]) == (None, "model.py", 3)
-    assert stage.out.startswith('"""Stage 2 of 3, made by: fxpipe compile model.py -n 3 --schedule async')
-    assert fxpipe("compile", "model.py", *options).code == 0
-    written = fxpipe("inspect", "build", "--json").json
-    for key in ("modules", "nodes", "units", "workers", "edges", "partitions", "forecast", "timeline", "grid"):
-        assert found[key] == written[key], key
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("build", "-n", "3"), 2, "--workers is for a model file"),
-        (("build", "--cost", "analytic"), 2, "--cost is for a model file"),
         (("build", "--stage", "0", "--node", "x"), 2, "--stage and --node show different things"),
         (("build", "--stage", "0", "--html", "page.html"), 2, "--stage and --html show different things"),
         (("build", "--node", "x", "--html", "page.html"), 2, "--node and --html show different things"),
         (("build", "--stage", "0", "--run", "run"), 2, "a run has nothing to do with --stage"),
-        (("model.py", "--run", "run"), 2, "give the build's folder"),
         (("nothing",), 1, "there is no nothing"),
-        (("nothing.py",), 1, "nothing.py"),
+        (("model.py",), 1, "model.py is not an fxpipe build"),
         (("build", "--run", "nothing"), 1, "nothing is not a run"),
         (("build", "--html", "build/report.html"), 1, "is in a build folder"),
         (("build", "--html", "nowhere/report.html"), 1, "cannot be written"),

@@ -215,15 +215,11 @@ def test_an_edited_stage_that_no_longer_fits_is_refused(stage: Path, tmp_path: P
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_model_file_is_compiled_first(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    arguments = ("run", tmp_path / "model.py", "-n", 2, "--steps", 2, "--local", "--threads", 1)
-    said = fxpipe(*arguments, "--out", tmp_path / "out", "--schedule", "1f1b", "--json").json
-    assert said["steps"] == 2
-    assert len(said["workers"]) == 2
-    plan = read_plan(tmp_path / "out" / "build")
-    assert (plan.workers, plan.schedule, plan.policy, plan.microbatches) == (2, "1f1b", "latest", 2)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"build", "metrics.jsonl", "model.safetensors", "run.json"}
+def test_a_model_file_is_no_build(tmp_path: Path) -> None:
+    refused = fxpipe("run", write_model(tmp_path))
+    assert refused.code == 1
+    assert "model.py is not an fxpipe build" in refused.err
+    assert "hint: make the build: fxpipe compile " in refused.err
 
 
 def test_a_policy_with_options(folder: Path, tmp_path: Path) -> None:
