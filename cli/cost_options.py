@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -68,21 +68,19 @@ class CostOptions:
             )
         if spec.device is not None and spec.device.name != CPU.name:
             default_links = NCCL_NODE
-        other = DeviceSpec() if self.links is None else read_device_spec(self.links)
         device_memory = INFINITE if spec.device is None else spec.device.memory
         return replace(
             options,
             cost=cost or ("measured" if spec.device is None and not meta else "analytic"),
             device=spec.device,
-            links=self._links(spec, other, workers, default_links) or (None if spec.device is None else default_links),
-            speeds=_each(self.speed, "--speed", _speed, spec.speeds or other.speeds, 1.0, workers),
-            memory=_each(self.memory, "--memory", quantity.memory, spec.memory or other.memory, device_memory, workers),
+            links=self._links(spec.links, workers, default_links) or (None if spec.device is None else default_links),
+            speeds=_each(self.speed, "--speed", _speed, 1.0, workers),
+            memory=_each(self.memory, "--memory", quantity.memory, device_memory, workers),
         )
 
-    def _links(self, spec: DeviceSpec, other: DeviceSpec, workers: int, default: Links) -> Links | None:
-        found = spec.links
+    def _links(self, found: Links | None, workers: int, default: Links) -> Links | None:
         if self.links is not None:
-            found = other.links
+            found = read_device_spec(self.links).links
             if found is None:
                 raise ProfileError(
                     f"{self.links} says nothing about links: it has no [links]",
@@ -116,21 +114,18 @@ def _each(
     text: str | None,
     option: str,
     read: Callable[[str], float],
-    given: Sequence[float],
     default: float,
     workers: int,
 ) -> tuple[float, ...]:
-    """A value for each worker: the option's, else the file's, else the default; one value of memory applies to all."""
-    what = "speeds" if option == "--speed" else "sizes"
-    values, source = tuple(given), f"[workers] of the file, for {option},"
-    if text is not None:
-        values, source = tuple(typed_quantity(part, option, read) for part in text.split(",")), option
-    if not values:
+    """A value for each worker: the option's, else the default; one value of memory applies to all."""
+    if text is None:
         return (default,) * workers
+    values = tuple(typed_quantity(part, option, read) for part in text.split(","))
     if len(values) == 1 and option == "--memory":
         return values * workers
     if len(values) != workers:
-        raise click.UsageError(f"{source} gives {len(values)} {what} for {workers} workers")
+        what = "speeds" if option == "--speed" else "sizes"
+        raise click.UsageError(f"{option} gives {len(values)} {what} for {workers} workers")
     return values
 
 

@@ -194,7 +194,6 @@ def test_a_device_file(tmp_path: Path) -> None:
     tables = {
         "device": {"flops": ["1T", 1, -1, True, [], {}, {"float32": "1T"}, {"float32": []}, {"x": 1}, "x"]},
         "links": {"bandwidth": ["1GB/s", [[1, 2]], [[1, 2], [3, "x"]], [[]], {}, True, "-1", "nan"]},
-        "workers": {"speed": [1, [1, "x"], [0], [[1]], {}, "x"], "memory": [[1, True], ["x"], "1GB"]},
         "unheard_of": {"a": [1]},
     }
     contents = [

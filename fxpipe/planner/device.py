@@ -12,10 +12,6 @@
     latency = "50us"                                # or a matrix likewise
     copy = "0.3ns"                                  # per byte, processor time at each end
 
-    [workers]
-    speed = [1, 1, 0.5]                             # relative to the device
-    memory = ["80GiB", "80GiB", "40GiB"]
-
 Every table may be left out.
 """
 
@@ -75,12 +71,10 @@ class Device:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The contents of a device file: device and links, or None; each worker's speed and memory, or nothing."""
+    """The contents of a device file; None for what it does not say."""
 
     device: Device | None = None
     links: Links | None = None
-    speeds: tuple[float, ...] = ()
-    memory: tuple[float, ...] = ()
 
 
 def _gpu(name: str, half: float, brain: float, single: float, double: float, bandwidth: float, memory: float) -> Device:
@@ -169,33 +163,20 @@ class _LinksTable:
 
 
 @dataclass(frozen=True)
-class _WorkersTable:
-    speed: tuple[float, ...] = ()
-    memory: tuple[_Quantity, ...] = ()
-
-
-@dataclass(frozen=True)
 class _DeviceToml:
     device: _DeviceTable | None = None
     links: _LinksTable | None = None
-    workers: _WorkersTable = _WorkersTable()
 
 
-_HINT = "it has tables [device], [links] and [workers], each of which may be left out; docs/planner.md shows one"
+_HINT = "it has tables [device] and [links], each of which may be left out; docs/planner.md shows one"
 
 
 def _read(path: Path) -> DeviceSpec:
     with explained(path, error=ProfileError, hint=_HINT):
         file = convert(parse_toml(path), _DeviceToml)
-    for speed in file.workers.speed:
-        if not 0 < speed < INFINITE:
-            hint = "1 is the device itself, 0.5 half as fast"
-            raise ProfileError(f"{speed:g} is not a speed", where=f"{path}, [workers] speed", hint=hint)
     return DeviceSpec(
         None if file.device is None else _device(file.device, path),
         None if file.links is None else _links(file.links, f"{path}, [links]"),
-        file.workers.speed,
-        tuple(_number(value, quantity.memory, f"{path}, [workers] memory") for value in file.workers.memory),
     )
 
 

@@ -29,8 +29,6 @@ memory = "8GB"
 bandwidth = 1e9
 latency = 1e-4
 copy = 1e-9
-[workers]
-speed = [1, 0.5]
 """
 
 
@@ -84,14 +82,14 @@ def test_a_file_says_what_options_do_not(tmp_path: Path) -> None:
     found = parsed("--device-spec", path)
     assert found.device is not None
     assert found.device.name == "spec"
-    assert (found.cost, found.links, found.speeds, found.memory) == ("analytic", LINKS, (1.0, 0.5), (8e9, 8e9))
+    assert (found.cost, found.links, found.speeds, found.memory) == ("analytic", LINKS, (1.0, 1.0), (8e9, 8e9))
     found = parsed("--device-spec", path, "--speed", "2,2", "--memory", "4GB", "--latency", "0s")
     assert (found.links, found.speeds, found.memory) == (Links(1e9, 0.0, 1e-9), (2.0, 2.0), (4e9, 4e9))
 
 
 def test_a_file_without_a_device_leaves_costs_measured(tmp_path: Path) -> None:
-    found = parsed("--device-spec", write(tmp_path, "[workers]\nmemory = ['1GB']"))
-    assert (found.cost, found.device, found.memory) == ("measured", None, (1e9, 1e9))
+    found = parsed("--device-spec", write(tmp_path, "[links]\nbandwidth = 1e9"))
+    assert (found.cost, found.device, found.links) == ("measured", None, Links(1e9))
 
 
 def test_links_come_from_their_own_file_first(tmp_path: Path) -> None:
@@ -99,7 +97,7 @@ def test_links_come_from_their_own_file_first(tmp_path: Path) -> None:
     assert parsed("--links", links, "--device-spec", write(tmp_path, FILE)).links == Links(2e9)
     assert parsed("--links", links, "--bandwidth", "3GB/s").links == Links(3e9)
     with pytest.raises(ProfileError, match=r"has no \[links\]"):
-        parsed("--links", write(tmp_path, "[workers]\nspeed = [1]", "other.toml"))
+        parsed("--links", write(tmp_path, "[device]\nname = 'h100'", "other.toml"))
 
 
 def test_one_part_of_the_links_changes_the_default() -> None:
@@ -133,11 +131,6 @@ def test_wrong_options_are_wrong_commands(options: tuple[str, ...], message: str
     assert message in str(caught.value)
 
 
-def test_a_file_for_another_number_of_workers(tmp_path: Path) -> None:
-    with pytest.raises(click.UsageError, match=r"\[workers\] of the file, for --speed, gives 2 speeds for 3 workers"):
-        parsed("--device-spec", write(tmp_path, FILE), workers=3)
-
-
 def test_they_import_nothing_heavy() -> None:
     script = "import sys, fxpipe.cli.cost_options; sys.exit(not {'torch', 'numpy', 'rich'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -148,9 +141,3 @@ def test_a_number_without_its_unit_is_refused(option: str, text: str) -> None:
     with pytest.raises(click.UsageError, match="has no unit"):
         parsed(option, text)
     assert parsed("--latency", "0").links is not None
-
-
-def test_a_links_file_may_say_what_the_workers_are(tmp_path: Path) -> None:
-    path = write(tmp_path, FILE)
-    assert parsed("--links", path).speeds == (1.0, 0.5)
-    assert parsed("--links", path, "--speed", "3,4").speeds == (3.0, 4.0)

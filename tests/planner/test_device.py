@@ -23,10 +23,6 @@ launch = "3us"
 bandwidth = "10Gbit"
 latency = [[0, "50us"], [0.001, 0]]
 copy = "0.3ns"
-
-[workers]
-speed = [1, 0.5]
-memory = ["80GiB", 40e9]
 """
 
 
@@ -65,15 +61,12 @@ def test_a_file_says_it_all(tmp_path: Path) -> None:
     assert read_device_spec(write(tmp_path, FULL)) == DeviceSpec(
         Device("mine", {"bfloat16": 400e12, "float32": 6e13}, 2e12, 80 * 2.0**30, pytest.approx(3e-6)),
         Links(1.25e9, ((0.0, pytest.approx(50e-6)), (0.001, 0.0)), pytest.approx(0.3e-9)),
-        (1.0, 0.5),
-        (80 * 2.0**30, 40e9),
     )
 
 
 def test_a_file_may_leave_out_what_it_does_not_know(tmp_path: Path) -> None:
     assert read_device_spec(write(tmp_path, "")) == DeviceSpec()
     assert read_device_spec(write(tmp_path, "[links]\nlatency = '1ms'")) == DeviceSpec(links=Links(latency=1e-3))
-    assert read_device_spec(write(tmp_path, "[workers]\nspeed = [1, 2]")) == DeviceSpec(speeds=(1.0, 2.0))
     found = read_device_spec(write(tmp_path, "[device]\nflops = '400T'\nbandwidth = '2TB/s'")).device
     assert found == Device("spec", 400e12, 2e12, INFINITE, LAUNCH), "named by its file"
     found = read_device_spec(write(tmp_path, "[device]\nname = 'h200'\nmemory = '96GB'")).device
@@ -103,10 +96,6 @@ def test_a_file_may_leave_out_what_it_does_not_know(tmp_path: Path) -> None:
         ("[links]\nbandwidth = [[1, 2], [3]]", "spec.toml, [links] bandwidth", "the matrix is not square"),
         ("[links]\nlatency = [[0, 'x'], [1, 0]]", "spec.toml, [links] latency", "'x' is not a time"),
         ("[links]\ncopy = [1]", "spec.toml, $.links.copy", "got array"),
-        ("[workers]\nspeed = 1", "spec.toml, $.workers.speed", "expected array, got int"),
-        ("[workers]\nspeed = [0]", "spec.toml, [workers] speed", "0 is not a speed"),
-        ("[workers]\nspeed = ['fast']", "spec.toml, $.workers.speed[0]", "expected float, got str"),
-        ("[workers]\nmemory = ['80Gbit']", "spec.toml, [workers] memory", "'80Gbit' is not a size of memory"),
     ],
 )
 def test_mistakes_are_named_with_their_place(tmp_path: Path, text: str, where: str, what: str) -> None:

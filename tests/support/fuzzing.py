@@ -249,7 +249,7 @@ def prepare(folder: Path) -> None:
     (folder / "weights" / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "machine.toml").write_text(
         '[device]\nflops = {float32 = "10T", bfloat16 = "100T"}\nbandwidth = "1TB/s"\n\n'
-        '[links]\nbandwidth = "10GB/s"\nlatency = "10us"\n\n[workers]\nspeed = [1, 0.5]\nmemory = ["10GB", "10GB"]\n'
+        '[links]\nbandwidth = "10GB/s"\nlatency = "10us"\n'
     )
     (folder / "links.toml").write_text('[links]\nbandwidth = [[0, "1GB/s"], ["2GB/s", 0]]\nlatency = "10us"\n')
     (folder / "vgg.txt").write_text(
