@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from traces import busy
 
 from fxpipe.errors import RunError
 from fxpipe.observe.trace import Event
-from fxpipe.observe.trace.nesting import busy
 from fxpipe.observe.trace.reader import Trace, read_trace
 from fxpipe.observe.trace.writer import partial
 from fxpipe.observe.watch import Spans, _OpenSpan

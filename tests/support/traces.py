@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fxpipe.observe.trace import KINDS
+from fxpipe.observe.trace.nesting import flatten
+from fxpipe.observe.trace.reader import Trace
 from fxpipe.observe.trace.writer import TraceWriter
 
 Row = tuple[str, str, int, int, int, int]  # kind, name, minibatch, microbatch, begin, end
@@ -39,3 +42,12 @@ def written(path: Path, workers: list[list[Row]] = TWO, microbatches: int = 1, *
             writer.add(worker, *columns(rows))
         writer.close({"workers": len(workers), **other})
     return path
+
+
+def busy(trace: Trace) -> dict[int, dict[str, float]]:
+    """Seconds by worker and kind: an event inside another counts only as its own kind."""
+    found: dict[int, dict[str, float]] = {}
+    for piece in flatten(trace.events):
+        row = found.setdefault(piece.worker, dict.fromkeys(KINDS, 0.0))
+        row[piece.kind] += (piece.end - piece.begin) / 1e9
+    return found

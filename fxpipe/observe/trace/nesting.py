@@ -1,14 +1,11 @@
-"""Flattens nested events: what a worker does at every moment, and how long it does each kind of thing."""
+"""Flattens nested events: what a worker does at every moment."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import attrgetter
 
-from fxpipe.observe.trace import ACTIONS, KINDS, Event
-from fxpipe.observe.trace.reader import Trace
+from fxpipe.observe.trace import ACTIONS, Event
 
 
 def flatten(events: Iterable[Event]) -> list[Event]:
@@ -24,16 +21,6 @@ def flatten(events: Iterable[Event]) -> list[Event]:
         own.sort(key=lambda e: (e.begin, -e.end, e.kind not in ACTIONS))
         found += _pieces(own)
     return found
-
-
-def busy(trace: Trace) -> dict[int, dict[str, float]]:
-    """Seconds by worker and kind, exclusive: an event inside another counts only as its own kind."""
-    nanoseconds: dict[int, dict[str, int]] = {}
-    for worker, own in groupby(flatten(trace.events), key=attrgetter("worker")):
-        row = nanoseconds.setdefault(worker, dict.fromkeys(KINDS, 0))
-        for piece in own:
-            row[piece.kind] = row.get(piece.kind, 0) + piece.end - piece.begin
-    return {worker: {kind: value / 1e9 for kind, value in row.items()} for worker, row in nanoseconds.items()}
 
 
 def _pieces(events: Sequence[Event]) -> Iterator[Event]:

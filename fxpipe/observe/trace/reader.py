@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxpipe.observe.trace import HEAD, KINDS, TAIL, Event
-from fxpipe.observe.trace.rows import REPLICA, worker_of
+from fxpipe.observe.trace import HEAD, KINDS, REPLICA, TAIL, Event, worker_of
 from fxpipe.typed_json import Malformed, convert, parse
 
 
@@ -43,25 +42,9 @@ def read_trace(path: str | Path, minibatches: int | None = None) -> Trace:
     """
     path = Path(path)
     with path.open(encoding="utf-8", errors="replace") as file:
-        if file.readline().strip() == HEAD:
-            return _read_lines(path.name, file, minibatches)
-        file.seek(0)
-        try:  # written in another program's form
-            body = parse(file.read(), finite=False)
-        except Malformed:
+        if file.readline().strip() != HEAD:
             return Trace((), 0, 0, problems=(f"{path.name} is not a trace of fxpipe: its timeline is missing",))
-    found = body.get("traceEvents") if isinstance(body, dict) else body
-    if not isinstance(found, list):
-        return Trace((), 0, 0, problems=(f"{path.name} holds no traceEvents: its timeline is missing",))
-    reading, wrong = _TraceEvents(minibatches), 0
-    for event in found:
-        try:
-            reading.take(event)
-        except Malformed:
-            wrong += 1
-    other = body.get("otherData") if isinstance(body, dict) else None
-    problems = [f"{path.name}: {wrong} of its entries are not events: left out"] if wrong else []
-    return reading.trace(other if isinstance(other, dict) else {}, problems)
+        return _read_lines(path.name, file, minibatches)
 
 
 def trace_workers(path: str | Path) -> int:

@@ -1,4 +1,4 @@
-"""Writes a trace file, worker after worker, with an arrow along every microbatch."""
+"""Writes a trace file, worker after worker; the actions of a microbatch are linked, which viewers draw as arrows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from typing import Any, TextIO
 
 from fxpipe.errors import RunError
 from fxpipe.files import check_creatable
-from fxpipe.observe.trace import ACTIONS, HEAD, TAIL
-from fxpipe.observe.trace.rows import row_of
-
-_ARRIVALS = ("wait", "receive")
-_MARK = 1000
-"""An arrow ends this many nanoseconds after the point that it shows, if there is room: a viewer that rounds times to
-another nanosecond still binds it to the action."""
+from fxpipe.observe.trace import ACTIONS, HEAD, TAIL, row_of
 
 
 def check_trace(path: str | Path) -> None:
@@ -50,8 +44,7 @@ class TraceWriter:
     The file appears only when it is closed: leaving the block without `close` leaves no file.
 
     Arrows follow every microbatch through all of its forwards and backwards, from the forward on worker 0 to the
-    backward on worker 0. In an action they touch the moment at which it has received what it waited for, before it
-    sends.
+    backward on worker 0.
 
     Each worker is a process, to a viewer; where ranks have several workers, each rank is one, with a row for each of
     its workers.
@@ -155,7 +148,6 @@ class TraceWriter:
         order.sort(key=ends.__getitem__, reverse=True)
         order.sort(key=begins.__getitem__)
         open_ends: list[int] = []
-        flow: _Flow | None = None
         place = f'{self._place(worker, replica)},"ts":'
         for i in order:
             kind, begin, end = kinds[i], begins[i], ends[i]
@@ -163,30 +155,17 @@ class TraceWriter:
                 open_ends.pop()
             if open_ends:
                 end = min(end, open_ends[-1])
-            if not open_ends:
-                if flow is not None:
-                    yield self._arrow(worker, replica, flow)
-                action = kind in ACTIONS
-                flow = _Flow(kind, minibatches[i], microbatches[i], begin, end) if action else None
-            elif flow is not None:
-                flow.inside(kind, begin, end, outermost=len(open_ends) == 1)
             open_ends.append(end)
+            link = ""
+            if kind in ACTIONS:
+                number = (minibatches[i] * self.microbatches + microbatches[i]) * self._replicas + replica
+                ways = [way for way, not_on_first in (("in", "F"), ("out", "BW")) if worker or kind not in not_on_first]
+                link = f'"bind_id":{number},' + "".join(f'"flow_{way}":true,' for way in ways)
             yield (
                 f'{{"ph":"X","cat":"{kind}","name":{json.dumps(names[i])},{place}{begin / 1e3:.3f},'
-                f'"dur":{(end - begin) / 1e3:.3f},'
+                f'"dur":{(end - begin) / 1e3:.3f},{link}'
                 f'"args":{{"minibatch":{minibatches[i]},"microbatch":{microbatches[i]}}}}}'
             )
-        if flow is not None:
-            yield self._arrow(worker, replica, flow)
-
-    def _arrow(self, worker: int, replica: int, flow: _Flow) -> str:
-        number = (flow.minibatch * self.microbatches + flow.microbatch) * self._replicas + replica
-        phase = "t" if worker else "s" if flow.kind == "F" else "f"
-        bound = ',"bp":"e"' if phase == "f" else ""  # else it would bind to the next event, not to the one around it
-        return (
-            f'{{"ph":"{phase}","cat":"minibatch","name":"minibatch {flow.minibatch}","id":{number},'
-            f'{self._place(worker, replica)},"ts":{flow.point / 1e3:.3f}{bound}}}'
-        )
 
     def _place(self, worker: int, replica: int) -> str:
         process, row = row_of(worker, self._placement, replica)
@@ -223,28 +202,3 @@ def worker_metadata(worker: int, placement: Sequence[int] = (), replica: int | N
         "thread_name": {"name": lane},
     }
     return [{"ph": "M", "name": name, "pid": process, "tid": row, "args": args} for name, args in given.items()]
-
-
-class _Flow:
-    """Where in an action an arrow touches it: after what it waits for, before it first sends, outside inner events."""
-
-    def __init__(self, kind: str, minibatch: int, microbatch: int, begin: int, end: int) -> None:
-        self.kind, self.minibatch, self.microbatch = kind, minibatch, microbatch
-        self._from, self._to = begin, end  # of the stretch; `_to` moves to the next inner event
-        self._end = self._until = end  # `_until` is where the outermost inner event ends
-        self._met = self._sent = False
-
-    def inside(self, kind: str, begin: int, end: int, outermost: bool) -> None:
-        """Called with each inner event, in the order of their beginnings."""
-        if outermost and not self._met:
-            self._to, self._met = max(begin, self._from), True
-        if kind == "send":
-            self._sent = True
-        if outermost:
-            self._until = end
-        if kind in _ARRIVALS and not self._sent:  # after the outermost event that it is in
-            self._from, self._to, self._met = max(self._until, self._from), self._end, False
-
-    @property
-    def point(self) -> int:
-        return self._from + min((self._to - self._from) // 2, _MARK)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import written
+from traces import busy, written
 
 from fxpipe.observe.trace import Event
-from fxpipe.observe.trace.nesting import busy, flatten
-from fxpipe.observe.trace.reader import Trace, read_trace
+from fxpipe.observe.trace.nesting import flatten
+from fxpipe.observe.trace.reader import read_trace
 
 
 def test_the_innermost_counts(tmp_path: Path) -> None:
@@ -73,7 +73,3 @@ def test_flattening_against_brute_force(spans: list[tuple[int, int, str]]) -> No
         found.update(dict.fromkeys(range(piece.begin, piece.end), piece.name))
     assert found == owner
     assert pieces == sorted(pieces, key=lambda p: p.begin)
-
-
-def test_an_empty_trace_is_busy_with_nothing() -> None:
-    assert busy(Trace((), 0, 0)) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from traces import TWO, Row, written
@@ -57,16 +56,6 @@ def test_what_is_no_trace_says_so(tmp_path: Path) -> None:
         assert trace.events == ()
         assert len(trace.problems) == 1
         assert trace.problems[0].startswith("trace.json")
-
-
-def test_other_forms_of_the_same_json_are_read(tmp_path: Path) -> None:
-    path = written(tmp_path / "trace.json")
-    events = read_trace(path).events
-    body = json.loads(path.read_text())
-    path.write_text(json.dumps(body, indent=2))
-    assert read_trace(path).events == events
-    path.write_text(json.dumps([{"ph": "X", "cat": "gc", "pid": 0, "ts": 1, "dur": 2}, *body["traceEvents"]]))
-    assert read_trace(path).events == events
 
 
 def test_only_the_wanted_minibatches_are_kept(tmp_path: Path) -> None:
