@@ -13,9 +13,7 @@ from fxpipe.cli.cost_options import typed_quantity
 from fxpipe.plan.limits import MOST_WORKERS, replicas_of_text
 from fxpipe.planner import quantity
 from fxpipe.planner.links import NCCL_NODE, Links
-from fxpipe.planner.machines import Machines
-
-AUTO = "auto"
+from fxpipe.planner.workers import Machines
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,7 @@ def replica_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--machine", type=count, metavar="N", help="N processes share a machine; --bandwidth is between machines."
         ),
         click.option("--dp", type=count, metavar="R", help="Replicas of every worker: data parallelism."),
-        click.option(
-            "--replicas", metavar="auto|LIST", help="Replicas of each worker, such as 2,1,1. [auto with --gpus]"
-        ),
+        click.option("--replicas", metavar="LIST", help="Replicas of each worker, such as 2,1,1."),
         click.option("--gpus", type=count, metavar="N", help="Choose workers and their replicas for N processes."),
     ):
         with_replicas = add(with_replicas)
@@ -103,21 +99,19 @@ def _checked(
     inner_bandwidth: str | None,
 ) -> ReplicaOptions:
     """Refuses what contradicts itself."""
-    listed = () if replicas is None or replicas == AUTO else replicas_of_text(replicas)
+    listed = () if replicas is None else replicas_of_text(replicas)
     if listed is None:
-        raise click.UsageError(f"--replicas {replicas}: give 'auto', or a number of processes for each worker: 2,1,1")
-    if replicas == AUTO and gpus is None:
-        raise click.UsageError("--replicas auto shares out processes: say how many with --gpus")
-    if dp is not None and replicas is not None:
-        raise click.UsageError("--dp gives all workers as many replicas, --replicas each its own: give one of them")
+        raise click.UsageError(f"--replicas {replicas}: give a number of processes for each worker: 2,1,1")
+    if sum(given is not None for given in (gpus, replicas, dp)) > 1:
+        raise click.UsageError(
+            "--gpus chooses replicas, --replicas gives each worker its own, --dp all: give one of them"
+        )
+    if n is not None and gpus is not None:
+        raise click.UsageError("--gpus chooses the number of workers: leave out -n")
     if listed and n is not None and n != len(listed):
         raise click.UsageError(f"--replicas {replicas} is for {len(listed)} workers, -n says {n}")
-    if gpus is not None and not listed and (n is not None or dp is not None):
-        raise click.UsageError("--gpus chooses the number of workers and their replicas: leave out -n and --dp")
-    if gpus is not None and listed and sum(listed) != gpus:
-        raise click.UsageError(f"--replicas {replicas} are {sum(listed)} processes, --gpus says {gpus}")
     if inner_bandwidth is not None and machine is None:
         raise click.UsageError("--inner-bandwidth is within machines: say how many processes each has with --machine")
     if machine is not None and not (gpus or listed or dp):
         raise click.UsageError("--machine is for plans with replicas: give --gpus, --replicas or --dp")
-    return ReplicaOptions(None if listed else gpus, listed, dp, n, machine, inner_bandwidth)
+    return ReplicaOptions(gpus, listed, dp, n, machine, inner_bandwidth)

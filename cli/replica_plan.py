@@ -116,7 +116,7 @@ def _microbatches(source: Source, options: CompileOptions, processes: int) -> in
 
 
 def _timed(partition: Partition, setting: Setting) -> TimedPartition:
-    from fxpipe.planner.forecast import minibatch_seconds
+    from fxpipe.planner.replicated import minibatch_seconds
 
     count = len(partition.replicas)
     flush = setting.schedule_of(count).synchronous
@@ -140,7 +140,7 @@ def replicas_json(plan: ReplicaPlan) -> dict[str, Any]:
 
 
 def _timed_json(timed: TimedPartition | None, subject: PlanInput) -> dict[str, Any] | None:
-    from fxpipe.planner.forecast import notation
+    from fxpipe.planner.replicated import notation
 
     if timed is None:
         return None
@@ -159,7 +159,7 @@ def _timed_json(timed: TimedPartition | None, subject: PlanInput) -> dict[str, A
 
 def print_replicas(plan: ReplicaPlan) -> None:
     """A table a kind of cuts, with a row a worker; then what minibatches take."""
-    from fxpipe.planner.forecast import notation
+    from fxpipe.planner.replicated import notation
 
     subject, shown = plan.subject, dict[tuple[tuple[int, ...], ...], str]()
     for mode, timed in plan.found.items():
@@ -193,7 +193,7 @@ def print_replicas(plan: ReplicaPlan) -> None:
 
 
 def _row(name: str, timed: TimedPartition | None, subject: PlanInput) -> list[str]:
-    from fxpipe.planner.forecast import notation
+    from fxpipe.planner.replicated import notation
 
     if timed is None:
         return [name, "does not fit", *[""] * 7]

@@ -10,12 +10,11 @@ from typing import Any
 
 from pipedream_model import Chain, best
 
-from fxpipe.planner.forecast import notation
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import partitions
 from fxpipe.planner.pipedream import read_profile
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
-from fxpipe.planner.replicated import replicated_partitions
+from fxpipe.planner.replicated import notation, replicated_partitions
 from fxpipe.planner.setting import Setting
 
 PAPER: dict[tuple[str, int], tuple[int, ...]] = {

@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,7 +19,6 @@ from fxpipe.observe.line_file import LineFile
 from fxpipe.observe.live import Board, Looker
 from fxpipe.observe.progress import Progress
 from fxpipe.observe.run_folder import METRICS, RUN
-from fxpipe.observe.scaled_step import ScaledStep
 from fxpipe.observe.tensorboard import TensorboardLog
 from fxpipe.plan.spec import Plan
 from fxpipe.task.metrics import NO_METRICS
@@ -37,6 +37,19 @@ LOOK = 5.0
 
 STEADY = 4
 """The fewest steps that can have a steady state."""
+
+
+@dataclass(frozen=True)
+class ScaledStep:
+    """A step under a loss scale.
+
+    Attributes:
+        scale: what its loss was multiplied by.
+        skipped: whether it made no update, because gradients overflowed.
+    """
+
+    scale: float
+    skipped: bool
 
 
 class Record:

@@ -18,8 +18,7 @@ import numpy as np
 
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.search import EPSILON
-from fxpipe.planner.setting import Setting
-from fxpipe.planner.stages import StageDemands
+from fxpipe.planner.setting import Setting, StageDemands
 from fxpipe.planner.sums_over_runs import Floats, Places
 from fxpipe.planner.workers import Workers
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
 from fxpipe.planner.candidates import MODES, Positions, positions, window, with_choices, within
 from fxpipe.planner.cost_model import CostModel
-from fxpipe.planner.forecast import minibatch_seconds
 from fxpipe.planner.partition import Partition, TooLittleMemory, of_rows, partitions
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.replica_search import ReplicaSearch, ReplicatedPath, TooManyPairs
 from fxpipe.planner.search import EPSILON
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.sums_over_runs import Places
+from fxpipe.planner.workers import Workers
 
 BUDGET = 30_000_000  # pairs of boundaries that may be priced in one search
 _MOST_ROWS = 6_000
@@ -81,6 +82,36 @@ def totals_of(processes: int, setting: Setting) -> tuple[int, ...]:
         return tuple(range(1, processes + 1))
     step = max(setting.machines.size if setting.machines else 1, processes // 8)
     return tuple(sorted({1, *range(step, processes + 1, step), processes}))
+
+
+def minibatch_seconds(partition: Partition, workers: Workers, flush: bool) -> float:
+    """Seconds of a minibatch: the slowest worker's, and with a flush also what filling and draining the pipeline takes.
+
+    That is one microbatch on every other worker: what a process does of it, without its share of the update.
+    """
+    steady = workers.microbatches * partition.bottleneck
+    if not flush:
+        return steady
+    alone = [
+        (load.total - load.update) * workers.microbatches / workers.own_microbatches(k)
+        for k, load in enumerate(partition.loads)
+    ]
+    slowest = max(range(workers.count), key=lambda k: partition.loads[k].total)
+    return steady + sum(alone) - alone[slowest]
+
+
+def notation(replicas: Sequence[int]) -> str:
+    """PipeDream's: `15-1`; `16` for data parallelism; `straight` if every worker has one process.
+
+    Runs of equal numbers are written once, where there are more than three: `4×2-8`.
+    """
+    if len(replicas) > 1 and set(replicas) == {1}:
+        return f"straight ({len(replicas)})"
+    parts = []
+    for count, run in groupby(replicas):
+        length = len(list(run))
+        parts += [f"{length}×{count}"] if length > 3 else [str(count)] * length
+    return "-".join(parts)
 
 
 @dataclass(frozen=True)

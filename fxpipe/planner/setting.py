@@ -10,9 +10,7 @@ from functools import lru_cache
 from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.planner.links import Links
-from fxpipe.planner.machines import Machines
-from fxpipe.planner.stages import StageDemands, held
-from fxpipe.planner.workers import Ratios, Recomputation, Workers
+from fxpipe.planner.workers import Machines, Ratios, Recomputation, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.work import seconds_per_owned_byte
@@ -21,6 +19,26 @@ from fxpipe.schedule.check import held_together, moments
 
 MOMENTUM = 1.0
 """The default bytes of optimizer state for each byte of weights: SGD with momentum."""
+
+
+@dataclass(frozen=True)
+class StageDemands:
+    """What is asked of a worker that has one process.
+
+    Attributes:
+        owned_factor, owned_ms: as in `Workers`.
+        depth: workers from this one to the last.
+        held: the most microbatches that it holds.
+        deferred: of these, the most between B and W, where W is apart.
+        flush: whether it holds none from one minibatch to the next.
+    """
+
+    owned_factor: float
+    owned_ms: float
+    depth: int
+    held: int
+    deferred: int
+    flush: bool
 
 
 @dataclass(frozen=True)
@@ -187,9 +205,9 @@ class Setting:
         each = list(zip(stages, replicas, after, own, strict=True))
         return replace(
             found,
-            in_flight=tuple(held(s, s.held, left, r, most) for s, r, left, most in each),
-            deferred=tuple(held(s, s.deferred, left, r, most) for s, r, left, most in each),
-            in_flight_before=tuple(held(s, s.held, processes, r, most) for s, r, _, most in each),
+            in_flight=tuple(_held(s, s.held, left, r, most) for s, r, left, most in each),
+            deferred=tuple(_held(s, s.deferred, left, r, most) for s, r, left, most in each),
+            in_flight_before=tuple(_held(s, s.held, processes, r, most) for s, r, _, most in each),
         )
 
 
@@ -213,3 +231,19 @@ def _shares(placement: Sequence[int], in_flight: Sequence[int]) -> list[float]:
 def _for(count: int, values: tuple[float, ...]) -> tuple[float, ...]:
     """The values themselves if there are that many; else that many copies of the one value they all have."""
     return values[:1] * count if len(set(values)) == 1 else values
+
+
+def _held(stage: StageDemands, alone: int, after: int, replicas: int, own: int) -> int:
+    """The most microbatches that one replica holds, if the worker holds `alone` where each worker has one process.
+
+    A worker k of N holds N − k microbatches in 1F1B so that all workers from it on have one each. So where these have
+    more processes, it holds as many more, and its replicas share them; with a flush no more than its own of a
+    minibatch.
+
+    Args:
+        after: processes from the worker's first one to the last worker's last.
+        replicas: of them, the worker's own.
+        own: microbatches of a minibatch that a replica does.
+    """
+    found = math.ceil(alone * after / (stage.depth * replicas))
+    return min(found, own) if stage.flush else found

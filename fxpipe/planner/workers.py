@@ -1,4 +1,4 @@
-"""The workers that a profile is planned for."""
+"""The workers that a profile is planned for, and the machines that they are on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Literal
 
 from fxpipe.errors import CutError
 from fxpipe.planner.links import Links
-from fxpipe.planner.machines import Machines
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,31 @@ class Ratios:
 
 Recomputation = Literal["none", "auto", "full"]
 """Whether backwards compute forward values again to save memory: never, where it is short, or all they can."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines of equal size. Processes are numbered, and fill one after another.
+
+    Attributes:
+        size: the processes of a machine.
+        inner: links between them. What leaves a machine goes over one link that they share.
+    """
+
+    size: int
+    inner: Links
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise CutError("a machine has at least one process")
+        if isinstance(self.inner.bandwidth, tuple) or isinstance(self.inner.latency, tuple):
+            raise CutError("the links within a machine have one bandwidth and one latency")
+
+    def counts(self, first: int, count: int) -> tuple[int, ...]:
+        """How many of the processes [first, first + count) each machine has, of those that have any."""
+        end = first + count
+        machines = range(first // self.size, (end - 1) // self.size + 1)
+        return tuple(min(end, (m + 1) * self.size) - max(first, m * self.size) for m in machines)
 
 
 @dataclass(frozen=True)

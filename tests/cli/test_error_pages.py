@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import QUICK, fxpipe
-from fxpipe.cli import explanations
+from fxpipe.cli import explain
 
 import fxpipe as api
 from fxpipe.lowering.compare_with_eager import compare_with_eager
@@ -107,4 +107,4 @@ def test_explain_shows_the_pages() -> None:
     wrong = fxpipe("explain", "itme")
     assert wrong.code == 1
     assert "there is no page 'itme', did you mean 'item'?" in wrong.err
-    assert explanations.FOLDER == ROOT / "docs" / "errors"
+    assert explain.FOLDER == ROOT / "docs" / "errors"

@@ -177,7 +177,7 @@ def test_replicas_are_chosen(heavy_end: Path) -> None:
     assert found["pipeline"]["replicas"] == [1] * 8
     assert same["minibatch_ms"] < 0.5 * found["data_parallel"]["minibatch_ms"]
     assert found["three-way"]["minibatch_ms"] <= found["pipeline"]["minibatch_ms"]
-    shown = fxpipe(*asked, "--replicas", "auto").out
+    shown = fxpipe(*asked).out
     assert "same, 7-1: " in shown
     assert "×7" in shown
     assert "--microbatches 7" in shown
@@ -214,13 +214,12 @@ def test_a_models_batch_is_cut_for_all_processes(digits: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("--replicas auto", "say how many with --gpus"),
         ("--replicas 2,0", "a number of processes for each worker"),
         ("--replicas /dev/null", "a number of processes for each worker"),
         ("--replicas 2,1 --dp 2", "give one of them"),
         ("--replicas 2,1 -n 3", "is for 2 workers, -n says 3"),
-        ("--gpus 4 -n 2", "leave out -n and --dp"),
-        ("--gpus 4 --replicas 2,1", "are 3 processes, --gpus says 4"),
+        ("--gpus 4 -n 2", "leave out -n"),
+        ("--gpus 4 --replicas 2,1", "give one of them"),
         ("--gpus 4 --inner-bandwidth 1GB/s", "--machine"),
         ("--machine 4", "give --gpus, --replicas or --dp"),
         ("--gpus 4 --compare", "one schedule and one number of microbatches"),

@@ -16,15 +16,13 @@ from judged_plans import partition, profiles, ratios
 
 from fxpipe.errors import CutError
 from fxpipe.planner.cost_model import CostModel
-from fxpipe.planner.forecast import minibatch_seconds, notation
 from fxpipe.planner.link_times import all_reduce
 from fxpipe.planner.links import Links
-from fxpipe.planner.machines import Machines
 from fxpipe.planner.partition import TooLittleMemory, of_cuts
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
-from fxpipe.planner.replicated import replicated_partitions
+from fxpipe.planner.replicated import minibatch_seconds, notation, replicated_partitions
 from fxpipe.planner.setting import Setting
-from fxpipe.planner.workers import Workers
+from fxpipe.planner.workers import Machines, Workers
 from fxpipe.schedule import make
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
-from fxpipe.observe.scaled_step import ScaledStep
+from fxpipe.observe.record import ScaledStep
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import FUNCTIONS, EdgeSpec, Plan
 from fxpipe.runtime.wires.collective import Collective

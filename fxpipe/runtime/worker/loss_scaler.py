@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import NotFiniteError, RunError
-from fxpipe.observe.scaled_step import ScaledStep
+from fxpipe.observe.record import ScaledStep
 from fxpipe.plan.spec import LOSS_SCALE, Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
