@@ -87,16 +87,14 @@ class TimedWorker:
     spent: Mapping[str, float]
     fill: float
     waits: tuple[Wait, ...]
-    took: Times | None = None
-    """None if the row does not say."""
+    took: Times
 
     @staticmethod
     def of(row: Mapping[str, Any], seconds: float) -> TimedWorker:
         spent = {kind: float(value) for kind, value in (row.get("spent") or {}).items()}
         fill = min(float(row.get("fill") or 0.0), spent.get("wait", 0.0))
         waits = _grouped(row.get("waits") or (), fill)
-        whole = row.get("took") or {}
-        took = Times(*(float(whole[kind]) for kind in WHOLES)) if all(kind in whole for kind in WHOLES) else None
+        took = Times(*(float((row.get("took") or {}).get(kind) or 0.0) for kind in WHOLES))
         return TimedWorker(row["worker"], float(row.get("seconds") or seconds), spent, fill, waits, took)
 
     def of_all(self, *kinds: str) -> float:
@@ -117,10 +115,8 @@ class TimedRun:
     """The workers of a run, and what the plan says about them.
 
     Attributes:
-        whole: whether there is a plan, and the run says what forwards, backwards and updates took with all that is
-            inside them. Else `took` is without predictions, sends and receives, and nothing is planned for those.
         took: by worker. What the plan counts as copying messages, and the run did in sends, is subtracted from what a
-            worker does beyond its plan.
+            worker does beyond its plan. Without a plan it has no predictions, sends and receives in it.
         besides: the kinds of time that workers spend outside forwards, backwards and updates.
         way: of one microbatch through all workers, there and back.
         planned_seconds: of the whole run, if all of it were as steady as the plan.
@@ -142,9 +138,8 @@ class TimedRun:
         self.plans = None if plans is None else dict(zip(self.workers, plans, strict=True))
         self.seconds = seconds
         self.flushes = schedule == NAME or (schedule in SCHEDULES and SCHEDULES[schedule].synchronous)
-        self.whole = self.plans is not None and all(worker.took is not None for worker in workers)
         self.took = {worker.rank: self._took(worker) for worker in workers}
-        apart = () if self.whole else ("predict", "send", *(() if self.plans else ("update",)))
+        apart = () if self.plans else ("predict", "send", "update")
         self.besides: tuple[str, ...] = ("data", "receive", "save", "other", *apart)
         self.way = sum(took.compute for took in self.took.values()) / (steps * microbatches)
         self.planned_idle = self.planned_seconds = 0.0
@@ -192,7 +187,7 @@ class TimedRun:
         A plan does not say how much of a forward is prediction. So prediction is to blame only if the rest of forwards
         and backwards takes no longer than the whole was planned to take: a slow machine would show there.
         """
-        if self.plans is None or not self.whole:
+        if self.plans is None:
             return None
         worker, plan, took = self.workers[rank], self.plans[rank], self.took[rank]
         if worker.of_all("F") > CLEARLY * plan.forward or worker.of_all("B", "W") > CLEARLY * plan.backward:
@@ -204,10 +199,9 @@ class TimedRun:
         return most if sum(parts.values()) >= 0.9 * excess and parts[most] >= excess / 2 > 0 else None
 
     def _took(self, worker: TimedWorker) -> Times:
-        took = worker.took
-        if self.plans is None or took is None or not self.whole:
+        if self.plans is None:
             return Times(*(worker.of_all(*_SPENT[kind]) for kind in WHOLES))
-        plan = self.plans[worker.rank]
+        took, plan = worker.took, self.plans[worker.rank]
         pairs = ((took.forward, plan.forward), (took.backward, plan.backward), (took.update, plan.update))
         beyond = [max(measured - planned, 0.0) for measured, planned in pairs]
         copied = min(worker.of_all("send"), max(plan.copy - worker.of_all("receive"), 0.0), sum(beyond))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from played_runs import EVEN, FOUR, Played, losses, planned, play, row, texts
+from played_runs import EVEN, FOUR, Played, losses, row, texts
 
 from fxpipe.observe.time_losses import time_losses
 
@@ -80,19 +80,6 @@ def test_a_machine_that_is_twice_as_slow() -> None:
     assert first["cause"] == "compute"
     first = losses(replace(slow, update=0.0), replace(plan, update=0.0))[0]
     assert first["text"] == "forwards and backwards take 2.1 times what was planned, on all workers"
-
-
-def test_rows_that_do_not_say_what_forwards_took() -> None:
-    case = replace(EVEN, predict=(0.5, 0.5), steps=1000)
-    rows, seconds = play(case)
-    old = [{name: value for name, value in row.items() if name != "took"} for row in rows]
-    assert texts(time_losses(old, planned(EVEN), seconds, case.steps, 1)) == [
-        "worker 0 spends 8% predicting weights, the other 8%"
-    ]
-    linked = replace(EVEN, link=(3.0,))
-    bare = {name: planned(linked)[name] for name in ("bubble", "workers")}
-    rows, seconds = play(linked)
-    assert time_losses(rows, bare, seconds, linked.steps, 1) == losses(linked, linked)
 
 
 def test_what_is_received_beyond_the_plan() -> None:

@@ -158,7 +158,7 @@ def test_a_wait_beyond_the_plan_whose_cause_cannot_be_told() -> None:
     assert texts(found) == [
         "worker 0 waits 30% for gradients of worker 1, 20% planned: it computes 12% faster than planned"
     ]
-    first["spent"] |= {"B": 5.0}
+    first["spent"], first["took"] = first["spent"] | {"B": 5.0}, first["took"] | {"B": 5.0}
     found = time_losses([first, row(1, F=3.0, B=5.0)], plan, 10.0, 1000, 1)
     assert texts(found) == ["worker 0 waits 30% for gradients of worker 1, 20% planned"]
     assert found[0]["cause"] == "wait"

@@ -138,4 +138,5 @@ def texts(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def row(rank: int, **spent: float) -> dict[str, Any]:
-    return {"worker": rank, "rank": rank, "seconds": 10.0, "spent": spent, "waits": [], "fill": 0.0}
+    took = {kind: spent.get(kind, 0.0) for kind in ("F", "B", "update")}
+    return {"worker": rank, "rank": rank, "seconds": 10.0, "spent": spent, "took": took, "waits": [], "fill": 0.0}
