@@ -46,22 +46,6 @@ def test_what_has_no_manifest_does_not_count(tmp_path: Path) -> None:
     assert not shelf.partial(6).exists()
 
 
-def test_every_byte_counts(tmp_path: Path) -> None:
-    """Whichever byte of the newest is flipped, the one before is taken, and the damage said."""
-    shelf = Shelf.of(tmp_path)
-    put(shelf, 1)
-    newest = put(shelf, 2)
-    for file in sorted(newest.iterdir()):
-        whole = file.read_bytes()
-        for place in range(len(whole)):
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            path, _, damaged = shelf.newest()
-            assert path == shelf.path(1), (file.name, place)
-            assert len(damaged) == 1
-        file.write_bytes(whole)
-    assert shelf.newest()[0] == newest
-
-
 def test_files_that_are_missing_cut_off_or_changed_are_all_named(tmp_path: Path) -> None:
     shelf = Shelf.of(tmp_path)
     path = put(shelf, 3)

@@ -63,7 +63,8 @@ def loss(model, batch):
 
 def drawn(count, seed):
     draw = torch.Generator().manual_seed(seed)
-    return [(torch.randn(8, 6, generator=draw), torch.randint(0, 3, (8,), generator=draw)) for _ in range(count)]
+    sizes = [{sizes}[k % len({sizes})] for k in range(count)]
+    return [(torch.randn(n, 6, generator=draw), torch.randint(0, 3, (n,), generator=draw)) for n in sizes]
 
 class Shuffled:
     """In a new order every time round."""
@@ -227,6 +228,7 @@ def drawn_case(seed: int) -> Case:
         dropout=draw.choice([0.0, 0.1, 0.4]),
         activation=draw.choice(["relu", "tanh", "sigmoid"]),
         epoch=draw.choice([7, 15, STEPS]),
+        sizes=draw.choice(["(8,)", "(16, 8)"]),
         data=draw.choice(["Shuffled()", f"drawn({draw.choice([9, STEPS])}, 1)"]),
         optimizer=OPTIMIZERS[optimizer],
         scheduler=SCHEDULERS[draw.choice(list(SCHEDULERS))],

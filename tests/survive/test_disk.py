@@ -10,7 +10,6 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import nn
 
 import fxpipe
 from fxpipe import Build
-from fxpipe.checkpoint import manifest as manifests
 from fxpipe.checkpoint.manifest import MANIFEST, read_manifest
 from fxpipe.checkpoint.shard import read_shard
 from fxpipe.checkpoint.shelf import Shelf
@@ -255,24 +253,6 @@ def test_every_byte_of_a_real_checkpoint_counts(part: int, saved: Path, fast: Pa
     assert shelf.newest()[0] == shelf.path(4)
 
 
-@pytest.mark.parametrize("part", [401, pytest.param(29, marks=pytest.mark.slow)])
-def test_no_flipped_byte_is_resumed_from(part: int, saved: Path, fast: Path) -> None:
-    """The same of a whole pipeline, with seldomer bytes: it takes longer."""
-    path = fast / "step-4"
-    shutil.copytree(Shelf.of(saved).path(4), path)
-    accepted = []
-    for file in sorted(path.iterdir()):
-        whole = file.read_bytes()
-        for place in range(0, len(whole), part):
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
-            with suppress(FxpipeError):
-                pipeline(resume=path)
-                accepted.append((file.name, place))
-        file.write_bytes(whole)
-    assert not accepted
-    assert pipeline(resume=path).fed == 4
-
-
 KINDS = ("model", "optimizer", "pipeline", "worker")
 
 
@@ -303,20 +283,6 @@ def test_wrong_files_are_refused_by_name(kind: str, harm: str, saved: Path, tmp_
     with pytest.raises(FxpipeError) as refused:
         pipeline(resume=path)
     assert first.name in str(refused.value)
-
-
-def test_going_on_hashes_each_file_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's files were hashed as weights and as shards, and whoever asked read the manifest."""
-    hashed, read_signed, problem = [], manifests.read_signed, manifests._problem
-    signed = []
-    monkeypatch.setattr(manifests, "_problem", lambda path, entry: hashed.append(path.name) or problem(path, entry))
-    monkeypatch.setattr(
-        manifests, "read_signed", lambda path, *rest, **more: signed.append(path) or read_signed(path, *rest, **more)
-    )
-    path = Shelf.of(saved).path(4)
-    pipeline(resume=path)
-    assert sorted(hashed) == sorted(file.name for file in path.iterdir() if file.name != MANIFEST)
-    assert len(signed) == 2, "once for the options, once with the files"
 
 
 @pytest.mark.parametrize("harm", ["swapped", "missing"])
