@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from commands import QUICK, Result, finish, fxpipe, processes, start_module, unchanged, wait_for_steps
+from commands import QUICK, Result, fxpipe, unchanged
 from model_files import STEPS, line_of, write_model
 from safetensors.torch import load_file
 
@@ -21,7 +18,6 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import FORMAT, Plan
 
 TRAIN_DATA = "for _ in range(5)]"
-ENDLESS = ("--steps", 10**7, "--threads", 1)
 
 
 @pytest.fixture
@@ -202,21 +198,6 @@ def test_a_batch_unlike_the_captured_one(home: Path, wrong: str, message: str) -
     explained(result.err)
     assert f"the batch of step {STEPS + 1} " in result.err
     assert message in result.err
-    only_metrics(home / "out")
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_a_batch_unlike_the_captured_one_in_a_run_of_processes(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    short = '{"x": torch.randn(3, 6), "y": torch.randint(0, 3, (3,))}'
-    write_model(home, (TRAIN_DATA, f"{TRAIN_DATA} + [{short}]"))
-    assert fxpipe("compile", "model.py", *QUICK, "--scan", 1).code == 0
-    result = fxpipe("run", "build", "--json", "--threads", 1)
-    assert (result.code, result.out) == (1, "")
-    explained(result.err)
-    assert f"error: the batch of step {STEPS + 1} does not fit the captured program: batch['x'] is fl" in result.err
-    assert capfd.readouterr() == ("", ""), "the other worker stops quietly"
-    assert not processes(str(home))
     only_metrics(home / "out")
 
 
@@ -428,44 +409,6 @@ def test_a_metrics_file_that_cannot_be_written(home: Path, build: Path) -> None:
 
 
 # Workers
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_worker(home: Path, build: Path, victim: int) -> None:
-    process = start_module("fxpipe", "run", "build", *ENDLESS, "--json", "--out", home / "out")
-    try:
-        wait_for_steps(process, home / "out")
-        workers = {name: pid for pid, name in processes(str(home / "out")).items() if "rank" in name}
-        assert set(workers) == {"fxpipe rank 0", "fxpipe rank 1"}
-        os.kill(workers[f"fxpipe rank {victim}"], signal.SIGKILL)
-        begin = time.monotonic()
-        result = finish(process, 30)
-    finally:
-        process.kill()
-    assert time.monotonic() - begin < 15
-    assert (result.code, result.out) == (1, "")
-    explained(result.err)
-    assert f"error: worker {victim} was killed by signal 9 (SIGKILL)\n  at: training step " in result.err
-    assert "\n  hint: the system's out-of-memory" in result.err
-    assert not processes(str(home / "out"))
-    assert [p.name for p in (home / "out").iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_ctrl_c(home: Path, build: Path) -> None:
-    process = start_module("fxpipe", "run", "build", *ENDLESS, "--json", "--out", home / "out")
-    try:
-        wait_for_steps(process, home / "out")
-        os.killpg(process.pid, signal.SIGINT)
-        result = finish(process, 30)
-    finally:
-        process.kill()
-    assert (result.code, result.out, result.err.strip()) == (130, "", "interrupted")
-    assert not processes(str(home / "out"))
-    assert [p.name for p in (home / "out").iterdir()] == ["metrics.jsonl"]
 
 
 def test_ctrl_c_in_one_process(home: Path) -> None:

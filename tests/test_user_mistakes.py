@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,27 +63,6 @@ def test_a_batch_that_eager_would_refuse_is_explained(model: Path, tmp_path: Pat
     assert "Traceback" not in result.err
 
 
-def test_another_model_file_is_stale(model: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.py"
-    other.write_text(MODEL.replace("RATE = 0.1", "RATE = 5.0"))
-    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
-    result = fxpipe("run", tmp_path / "build", "--local", "--steps", "2", "--model", other, "--out", tmp_path / "out")
-    assert result.code == 1
-    assert "the build is stale" in result.err
-
-
-def test_a_run_that_fails_leaves_the_weights_of_the_run_before(model: Path, tmp_path: Path) -> None:
-    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "model.safetensors").write_text("old")
-    (tmp_path / "build" / "stage_1.py").write_text(
-        (tmp_path / "build" / "stage_1.py").read_text().replace("aten.t.default(", "aten.nothing.default(", 1)
-    )
-    assert fxpipe("run", tmp_path / "build", "--local", "--steps", "2", "--out", out).code == 1
-    assert (out / "model.safetensors").read_text() == "old"
-
-
 def test_an_optimizer_over_other_parameters_is_refused() -> None:
     case = CASES["function"]
     other = case.make()
@@ -105,14 +83,6 @@ def test_a_scheduler_that_fails_is_named(model: Path, tmp_path: Path) -> None:
     assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
     result = fxpipe("run", tmp_path / "build", "--local", "--steps", "4", "--out", tmp_path / "out")
     assert "lr_scheduler() returned float, which has no step()" in result.err
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(model: Path, tmp_path: Path) -> None:
-    model.write_text(MODEL.replace("model(x), y)", "model(x) * float('inf'), y)"))
-    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
-    result = fxpipe("run", tmp_path / "build", "--local", "--steps", "2", "--out", tmp_path / "out")
-    assert result.code == 1
-    assert "the loss of step 1 is nan" in result.err
 
 
 def test_workers_of_a_build_cannot_be_chosen_again(model: Path, tmp_path: Path) -> None:
@@ -168,25 +138,6 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(model: Path, tmp_p
     assert "warning: Clipping trains otherwise" in result.err
     assert "this was accepted" in result.err
     assert fxpipe("run", build, "--local", "--steps", "2", "--out", tmp_path / "out").code == 0
-
-
-def test_so_is_one_that_a_pipeline_is_given() -> None:
-    class Clipping(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
-            return super().step(closure)
-
-    def make(named: Any) -> torch.optim.Optimizer:
-        return Clipping([p for _, p in named], lr=0.1)
-
-    case = CASES["function"]
-    build = api.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic")
-    with pytest.raises(TaskError, match="Clipping trains otherwise with one for each worker"):
-        build.local(optimizer=make)
-    with pytest.warns(UserWarning, match="this was accepted"):
-        build.local(optimizer=make, accept_optimizer_per_worker=True).run(case.batches(2))
-    with pytest.raises(TaskError, match="Clipping trains otherwise with one for each worker"):
-        api.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic", optimizer=make)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused(model: Path, tmp_path: Path) -> None:

@@ -157,30 +157,6 @@ def shuffled(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_three_epochs_of_a_shuffling_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses of each step, the metrics that it logs, and the same from a checkpoint within the third epoch."""
-    from safetensors.torch import load_file
-
-    monkeypatch.chdir(tmp_path)
-    path = shuffled(tmp_path)
-    made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
-    assert made.code == 0, made.err
-    run = ("run", "build", "--epochs", 3, "--threads", 1, "--json", "--checkpoint-every", 12)
-    losses = fxpipe(*run, "--out", "out").json["losses"]
-    trainer = by_lightning(runpy.run_path(str(path)), load_file("build/weights.safetensors"), tmp_path, 3)
-    assert losses == pytest.approx([float(loss) for loss in trainer.model.seen], abs=1e-5)
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert {tuple(row["metrics"]) for row in rows if "loss" in row} == {("accuracy",)}
-    last = [row["metrics"]["accuracy"] for row in rows if "loss" in row][-10:]
-    assert sum(last) / 10 == pytest.approx(float(trainer.callback_metrics["accuracy"]), abs=1e-5)
-    assert fxpipe(*run, "--out", "later", "--resume", "out/checkpoints/step-24").json["losses"] == losses
-    for said in ("'size': a Python number", "'lr': a run has a number", "'worst': metrics.jsonl has each step's"):
-        assert made.err.count(f"Classifier.training_step logs {said}") == 1
-    assert "'train_loss'" not in made.err
-
-
 @pytest.mark.parametrize("every", [0, 1, 2])
 def test_the_loader_is_asked_for_as_often_as_by_lightning(every: int, tmp_path: Path) -> None:
     import lightning

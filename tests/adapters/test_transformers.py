@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from dataclasses import replace
@@ -107,29 +106,6 @@ def test_a_pipeline_trains_as_trainer_does(tmp_path: Path, monkeypatch: pytest.M
     save_pretrained(path, "out/model.safetensors", "trained")
     again = BertForSequenceClassification.from_pretrained("trained")
     torch.testing.assert_close(again.classifier.weight.data, trained["classifier.weight"])
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_epochs_have_trainers_order_and_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shuffled, two epochs whose last batch is smaller; and from a checkpoint within the second one."""
-    from safetensors.torch import load_file
-
-    monkeypatch.chdir(tmp_path)
-    path = written(tmp_path, "seed=5")
-    source = path.read_text().replace("max_steps=8", "num_train_epochs=2").replace("samples(64, 0)", "samples(60, 0)")
-    path.write_text(source.replace('train_sampling_strategy="sequential",', ""))
-    made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
-    assert made.code == 0, made.err
-    assert "fxpipe run --epochs 2 --seed 5 --clip-norm 1.0\n" in made.err
-    run = ("run", "build", "--epochs", 2, "--clip-norm", 1.0, "--threads", 1, "--json", "--checkpoint-every", 10)
-    losses = fxpipe(*run, "--out", "out").json["losses"]
-    trainer = by_trainer(runpy.run_path(str(path)), load_file("build/weights.safetensors"))
-    theirs = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
-    assert len(theirs) == 16
-    assert losses == pytest.approx(theirs, abs=1e-4)
-    later = fxpipe(*run, "--out", "later", "--resume", "out/checkpoints/step-10").json
-    assert later["losses"] == losses  # those before the checkpoint are its own
 
 
 class Streamed(torch.utils.data.IterableDataset[Any]):
@@ -261,31 +237,6 @@ def test_what_a_pipeline_does_not_do_is_refused(more: str, said: list[str], tmp_
         runpy.run_path(str(written(tmp_path, more)))
     for text in said:
         assert text in str(refused.value)
-
-
-PLATEAU = (
-    'lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"factor": 0.1, "patience": 0, "mode": "max"}, '
-    'eval_strategy="steps", eval_steps=2'
-)
-
-
-@pytest.mark.slow
-def test_rates_that_wait_for_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss falls, and the greater is better here: the rate falls after the second evaluation, as Trainer's."""
-    from safetensors.torch import load_file
-
-    monkeypatch.chdir(tmp_path)
-    path = written(tmp_path, PLATEAU)
-    made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
-    assert made.code == 0, made.err
-    run = ("run", "build", "--local", "--steps", 8, "--eval-every", 2, "--clip-norm", 1.0, "--json")
-    summary = fxpipe(*run, "--out", tmp_path / "out").json
-    trainer = by_trainer(runpy.run_path(str(path)), load_file("build/weights.safetensors"))
-    losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
-    assert summary["losses"] == pytest.approx(losses, abs=2e-3)
-    rows = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
-    rates = [row["lr"] for row in rows if "lr" in row]
-    assert rates[-1] < rates[0]
 
 
 def test_the_best_model_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,26 +227,6 @@ def test_verify_says_of_what_it_knows_little(model: Path, monkeypatch: pytest.Mo
     assert "zero for the example batch in eager PyTorch: the gradients of head.weight" in result.err
 
 
-def test_a_stage_says_what_it_is(model: Path) -> None:
-    fxpipe("compile", model, *QUICK, *DISTINCT)
-    text = (model.parent / "build" / "stage_1.py").read_text()
-    header = text.split('"""')[1].splitlines()
-    assert header[0] == (
-        "Stage 1 of 2, made by: fxpipe compile model.py -n 2 --fp-cut blocks.2 --bp-cut blocks.1 "
-        "--schedule async --microbatches 1"
-    )
-    fields = {line.split()[0]: line.split(maxsplit=1)[1] for line in header[2:8] if line}
-    assert fields["forward"].endswith(", blocks.2 to (no module)")
-    assert fields["backward"].endswith(", blocks.1 to (no module)")
-    assert fields["owns"].startswith("10 parameters, ")
-    assert fields["receives"].endswith(" bytes a microbatch")
-    assert fields["sends"].endswith(" bytes a microbatch")
-    header = (model.parent / "build" / "stage_0.py").read_text().split('"""')[1]
-    assert "copies    blocks.1.weight, blocks.1.bias: 288 bytes" in header
-    assert "# blocks.2 · model.py:17: x = F.dropout(" in text
-    assert str(model.parent) not in text
-
-
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -318,11 +298,6 @@ def test_what_is_not_a_build_is_left_alone(model: Path, kind: str) -> None:
     assert "hint: choose another -o" in result.err
 
 
-def test_an_empty_folder_is_taken(model: Path) -> None:
-    (model.parent / "build").mkdir()
-    assert fxpipe("compile", "model.py", *QUICK).code == 0
-
-
 @pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize(
     ("place", "error", "code", "message"),
@@ -390,16 +365,6 @@ def test_the_files_a_build_depends_on(model: Path, monkeypatch: pytest.MonkeyPat
     body = json.loads((model.parent / "build" / "plan.json").read_text())
     assert sorted(body["sources"]) == ["model.py", "width_of_the_net.py"]
     assert body["model_file"] == "../model.py"
-
-
-def test_schedules_are_not_compared_where_workers_have_different_numbers_of_replicas(model: Path) -> None:
-    """Asked for by name, that is refused; --synchronous is one of the few that there are."""
-    model.write_text(model.read_text().replace("torch.randn(4,", "torch.randn(8,").replace("0, 3, (4,)", "0, 3, (8,)"))
-    refused = fxpipe("compile", model, "-n", 2, "--replicas", "2,1", "--schedule", "auto", *QUICK)
-    assert refused.code == 1
-    assert "schedule 'auto' is for workers with equally many replicas, not 2, 1" in refused.err
-    result = fxpipe("compile", model, "-n", 2, "--replicas", "2,1", "--synchronous", "--json", *QUICK)
-    assert result.json["schedule"] == "1f1b"
 
 
 def test_statistics_over_replicas_are_refused(tmp_path: Path) -> None:

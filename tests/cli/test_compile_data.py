@@ -33,13 +33,6 @@ def test_a_smaller_last_batch_has_stages_of_its_own(tmp_path: Path, local: tuple
     assert run.json["steps"] == 26
 
 
-def test_a_build_with_several_shapes_is_replaced(tmp_path: Path) -> None:
-    model = loading(tmp_path, 8 * 12 + 4)
-    for _ in range(2):
-        result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
-        assert result.code == 0, result.err
-
-
 def test_a_last_batch_that_cannot_be_cut_is_warned_of(tmp_path: Path) -> None:
     asked = ("-n", 4, "--microbatches", 4)
     result = fxpipe("compile", loading(tmp_path, 99), *asked, "-o", tmp_path / "build", *QUICK)
@@ -77,33 +70,6 @@ def test_a_run_does_not_offer_stages_where_the_microbatches_do_not_divide(tmp_pa
         assert "makes stages for it" not in said
 
 
-def test_samples_that_are_not_divided_are_said_before_losses_are_compared(tmp_path: Path) -> None:
-    """Where dimension 0 of the last batch cannot be cut, the other dimension, of 6, is not tried in its place."""
-    model = write_model(
-        tmp_path,
-        ('model(batch["x"])', 'model(batch["x"].flatten(0, 1))'),
-        ('batch["y"])', 'batch["y"].flatten())'),
-    )
-    hook = LOADER.format(samples=99, more="").replace(
-        "torch.randn(6), torch.randint(0, 3, ())", "torch.randn(4, 6), torch.randint(0, 3, (4,))"
-    )
-    model.write_text(model.read_text() + hook)
-    asked = ("--schedule", "1f1b", "--microbatches", 2)
-    result = fxpipe("compile", model, *asked, "-o", tmp_path / "build", *QUICK)
-    assert result.code == 0, result.err
-    assert "cannot be compiled: 2 microbatches do not divide a batch of 3" in " ".join(result.err.split())
-
-
-def test_a_last_batch_among_the_first_is_treated_alike(tmp_path: Path) -> None:
-    """Of seven batches all are read: the last does not refuse the number of microbatches that is asked for."""
-    asked = ("-n", 2, "--schedule", "1f1b", "--microbatches", 4)
-    result = fxpipe("compile", loading(tmp_path, 51), *asked, "-o", tmp_path / "build", *QUICK)
-    assert result.code == 0, result.err
-    assert "4 microbatches do not divide a batch of 3; a run ends there" in " ".join(result.err.split())
-    chosen = fxpipe("compile", loading(tmp_path, 51), "-n", 4, "-o", tmp_path / "build", *QUICK)
-    assert "so that forwards miss 3 updates: not 4, which do not divide the last" in " ".join(chosen.err.split())
-
-
 def test_samples_that_are_not_first_are_not_guessed(tmp_path: Path) -> None:
     """The first dimension, 35, is not the DataLoader's 8: what its last batch looks like is not known."""
     model = write_model(
@@ -119,14 +85,6 @@ def test_samples_that_are_not_first_are_not_guessed(tmp_path: Path) -> None:
     result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
     assert result.code == 0, result.err
     assert "shape 1" not in result.out
-
-
-def test_a_last_batch_that_eager_pytorch_refuses_is_warned_of(tmp_path: Path) -> None:
-    """The model's batch norm wants more than one sample."""
-    result = fxpipe("compile", loading(tmp_path, 97), "-o", tmp_path / "build", *QUICK, "--verify")
-    assert result.code == 0, result.err
-    assert "Expected more than 1 value per channel" in result.err
-    assert "drop_last=True" in result.err
 
 
 @pytest.mark.parametrize(("samples", "more"), [(96, ""), (99, ", drop_last=True"), (5, "")])

@@ -19,7 +19,6 @@ from torch import nn
 
 import fxpipe as library
 from fxpipe.export import stages
-from fxpipe.onnx import model_file
 
 NAMES = [
     "stage_0.forward.onnx",
@@ -138,38 +137,6 @@ def test_a_build_from_objects(tmp_path: Path) -> None:
     assert "--model" in result.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--opset", 17], "opset 17 is too old"),
-        (["--opset", 99], "opset 99 is too new"),
-    ],
-)
-def test_an_opset_that_cannot_be(arguments: list[Any], message: str, folder: Path, tmp_path: Path) -> None:
-    result = fxpipe("export", folder / "build", "-o", tmp_path / "onnx", *arguments)
-    assert result.code == 1
-    assert result.err.startswith(f"error: {message}")
-    assert "\n  hint: choose --opset from 18 to 25" in result.err
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_onnxruntime(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.export.target.PACKAGES", ("onnx", "no_such_runtime"))
-    result = fxpipe("export", folder / "build", "-o", tmp_path / "onnx")
-    assert result.code == 1
-    assert "the export needs no_such_runtime" in result.err
-    assert "hint: pip install no_such_runtime" in result.err
-
-
-def test_too_large_for_one_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_file, "LIMIT", 100)
-    result = fxpipe("export", folder / "build", "-o", tmp_path / "onnx", "--weights", "initializers")
-    assert result.code == 1
-    assert "at most 100 B" in result.err
-    assert "--weights external" in result.err
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_stale_build(folder: Path, tmp_path: Path) -> None:
     model = write_model(tmp_path, ("0.1, self.training", "0.2, self.training"))
     result = fxpipe("export", folder / "build", "--model", model, "-o", tmp_path / "onnx")
@@ -189,15 +156,6 @@ def test_wrong_usage(arguments: list[str], message: str) -> None:
     result = fxpipe("export", *arguments)
     assert result.code == 2
     assert message in result.err
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    for name in ("nothing", "nothing.py"):
-        result = fxpipe("export", tmp_path / name, "-o", tmp_path / "onnx")
-        assert result.code == 1
-        assert result.err.startswith("error: ")
-        assert "\n  hint: " in result.err
-    assert not list(tmp_path.iterdir())
 
 
 # ---- trained weights ----
@@ -224,18 +182,6 @@ def test_trained_weights_for_inference(folder: Path, trained: Path, tmp_path: Pa
         session = onnxruntime.InferenceSession(out / f"stage_{k}.inference.onnx", providers=["CPUExecutionProvider"])
         values = session.run(None, dict(zip([i.name for i in session.get_inputs()], values, strict=True)))
     torch.testing.assert_close(torch.from_numpy(values[0]), net.eval()(x).detach(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_trained_weights_in_the_training_step(folder: Path, trained: Path, tmp_path: Path) -> None:
-    out = tmp_path / "onnx"
-    result = fxpipe("export", folder / "build", "-o", out, "--weights", "initializers", "--trained", trained)
-    assert result.code == 0, result.err
-    graph = onnx.load(out / "pipeline.onnx").graph
-    held = {t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in graph.initializer}
-    right = load_file(trained)
-    assert held.keys() >= PARAMETERS
-    assert all(torch.equal(held[name], right[name]) for name in PARAMETERS)
 
 
 def test_trained_weights_of_another_model(folder: Path, trained: Path, tmp_path: Path) -> None:

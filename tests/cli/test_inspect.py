@@ -34,7 +34,6 @@ from fxpipe.schedule import make as make_schedule
 from fxpipe.tracing.torch_versions import standing
 
 GOLDEN = Path(__file__).parent / "golden"
-ESCAPE = "\x1b["
 
 
 @functools.cache
@@ -78,13 +77,6 @@ def test_nothing_is_wider_than_the_terminal_nor_ends_in_blanks(width: int) -> No
     assert [line for line in text.splitlines() if line != line.rstrip()] == []
 
 
-def test_the_room_of_a_wide_terminal_is_used() -> None:
-    narrow, wide = (printed(lambda c: print_overview(golden_facts(), c), width) for width in (80, 200))
-    assert "forward from" not in narrow
-    for header in ("forward from", "backward from", "owned by", "saved × in flight"):
-        assert header in wide
-
-
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A build of the model file, in the working directory, with distinct cuts."""
@@ -107,23 +99,6 @@ def rows(text: str, header: str) -> list[list[str]]:
     return found
 
 
-def test_the_tree_shows_the_distinct_cuts(build: Path) -> None:
-    result = fxpipe("inspect", build)
-    assert result.code == 0
-    assert ESCAPE not in result.out
-    first, second, *_ = result.out.splitlines()
-    assert first == "build · model.py · 2 workers · cpu"
-    assert second == "async · spectrain+ef · 4 samples in 1 microbatch"
-    assert "cuts pinned, 0." in result.out
-    tree = {row[0].lstrip("├└│ "): row[1:4] for row in rows(result.out, "module")}
-    assert tree["(model)"][:2] == ["0→1", "0←1"]
-    assert tree["blocks.0"][:2] == ["0", "0"]
-    assert tree["blocks.1"] == ["0", "1", "≠"]
-    assert tree["blocks.2 … blocks.3"][:2] == ["1", "1"]
-    assert tree["(loss)"][:2] == ["1", "1"]
-    assert "\n≠ cut apart" in result.out
-
-
 def test_every_edge_is_there(build: Path) -> None:
     found = rows(fxpipe("inspect", build).out, "edge")
     edges = read_subject(build).plan.edges
@@ -141,17 +116,6 @@ def test_depth_shows_every_module_down_to_there(build: Path) -> None:
     assert names("--depth", 0) == ["(model)"]
     assert names("--depth", 1) == ["(model)", "first", "blocks", "norm", "head", "(own code)", "(loss)"]
     assert {f"blocks.{i}" for i in range(4)} <= set(names("--depth", 2))
-
-
-def test_the_workers_table(build: Path) -> None:
-    first, second = rows(fxpipe("inspect", build).out, "F µs")
-    costs = read_subject(build).known.workers
-    assert first[0] == "0"
-    assert first[4].startswith(f"{costs[0].owned}·")
-    assert second[4].startswith(f"{costs[1].owned}·")
-    assert first[5].startswith("2·")
-    assert first[-2].endswith("×2")
-    assert second[5] == "–"
 
 
 def test_times_that_were_measured(build: Path) -> None:
@@ -195,63 +159,10 @@ def test_a_node(build: Path) -> None:
     assert (found["kind"], found["owner"], found["copies"]) == ("parameter", 1, [0])
 
 
-def test_a_node_needs_no_simulation(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("fxpipe.inspection.facts.outlook", refuse)
-    monkeypatch.setattr("fxpipe.inspection.facts.balance_of", refuse)
-    for options in ((), ("--json",), ("--policy", "stash")):
-        assert fxpipe("inspect", build, "--node", "blocks.1.weight", *options).code == 0
-
-
 def test_a_node_says_what_all_facts_say(build: Path) -> None:
     whole = facts(read_subject(build), compare=False)
     found = fxpipe("inspect", build, "--node", "weights of worker 1", "--json").json
     assert found["edges"] == [edge for edge in whole["edges"] if edge["name"] == "weights of worker 1"] != []
-
-
-def test_names_are_neither_markup_nor_control_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    named = 'nn.ModuleDict({"[bold]": nn.Linear(6, 8), "[/red]": nn.Linear(8, 8), ":smile:\\x1b[31m": nn.Linear(8, 8)})'
-    write_model(
-        tmp_path,
-        ("self.first = nn.Linear(6, 8)", f"self.first = {named}"),
-        ("x = torch.tanh(self.first(x))", "for part in self.first.values():\n            x = torch.tanh(part(x))"),
-    )
-    made = fxpipe("compile", "model.py", *QUICK, "-n", 3, "--fp-cut", "first.[/red]", "--fp-cut", "norm", "--verify")
-    assert made.code == 0, made.err
-    assert "first.[/red] (" in made.out
-    for options in (
-        ("--depth", 3),
-        ("--schedule", "async"),
-        ("--node", "first.[bold]"),
-        ("--node", "first.[/red].weight"),
-    ):
-        result = fxpipe("inspect", "build", *options)
-        assert result.code == 0, result.err
-        assert ESCAPE[0] not in result.out + result.err
-    tree = fxpipe("inspect", "build", "--depth", 3).out
-    for name in ("├ [bold]", "├ [/red]", ":smile:[31m"):
-        assert name in tree
-    other = fxpipe(
-        "compile", "model.py", *QUICK, "-n", 3, "--fp-cut", "first.:smile:\x1b[31m", "--fp-cut", "norm", "-o", "two"
-    )
-    assert other.code == 0, other.err
-    assert ESCAPE[0] not in other.out
-    difference = fxpipe("diff", "build", "two")
-    assert "first.[/red]" in difference.out
-    assert ESCAPE[0] not in difference.out
-
-
-def test_one_worker_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path)
-    assert fxpipe("compile", "model.py", *QUICK, "-n", 1).code == 0
-    out = fxpipe("inspect", "build").out
-    assert "bubble 0 %" in out
-    assert "--node first.weight " in out
 
 
 def test_the_grid(build: Path) -> None:

@@ -70,28 +70,6 @@ def test_json(real: Result, folder: Path) -> None:
     assert said["out"] == str(folder / "real")
 
 
-@pytest.mark.multiproc
-def test_processes_and_one_process_agree_to_the_last_bit(real: Result, local: Result, folder: Path) -> None:
-    assert local.json["losses"] == real.json["losses"]
-    assert set(local.json) == set(real.json)
-    weights = [(folder / out / "model.safetensors").read_bytes() for out in ("real", "local")]
-    assert weights[0] == weights[1]
-    lines = [[json.loads(s) for s in (folder / out / "metrics.jsonl").open()] for out in ("real", "local")]
-    for one, other in zip(*lines, strict=True):
-        assert {k: one[k] for k in ("step", "loss", "lr")} == {k: other[k] for k in ("step", "loss", "lr")}
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_torchrun_starts_the_same_command(local: Result, folder: Path, tmp_path: Path) -> None:
-    arguments = ("--steps", TRAINED, "--seed", 3, "--threads", 1, "--out", tmp_path / "out", "--json")
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python", sys.executable)
-    result = finish(start_module(*torchrun, "-m", "fxpipe", "run", folder / "build", *arguments), 120)
-    assert result.json["losses"] == local.json["losses"]
-    weights = [out / "model.safetensors" for out in (tmp_path / "out", folder / "local")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_each_machine_says_that_it_works(local: Result, folder: Path, tmp_path: Path) -> None:
@@ -220,54 +198,6 @@ def test_a_model_file_is_no_build(tmp_path: Path) -> None:
     assert refused.code == 1
     assert "model.py is not an fxpipe build" in refused.err
     assert "hint: make the build: fxpipe compile " in refused.err
-
-
-def test_a_policy_with_options(folder: Path, tmp_path: Path) -> None:
-    def run(policy: str) -> Result:
-        return fxpipe("run", folder / "build", "--local", "--steps", 5, "--policy", policy, "--out", tmp_path, "--json")
-
-    losses = {
-        policy: run(policy).json["losses"] for policy in ("pipeoptim", "pipeoptim+keep", "stash", "pipeoptim+decay")
-    }
-    assert len({tuple(found) for found in losses.values()}) == 4
-    refused = run("spectrain+keep")
-    assert refused.code == 1
-    assert "policy 'spectrain' has no option 'keep'" in refused.err
-    assert "keep goes with: pipeoptim" in refused.err
-    unknown = run("spektrain")
-    assert unknown.code == 1
-    assert "did you mean 'spectrain'" in unknown.err
-
-
-@pytest.mark.slow  # tests/test_examples_own_policy.py trains with one in every run of the suite
-def test_a_policy_of_the_model_file(tmp_path: Path) -> None:
-    """Every worker imports the model file, and so knows what it registers."""
-    model = write_model(tmp_path)
-    model.write_text(
-        model.read_text()
-        + """
-
-from dataclasses import dataclass
-from fxpipe.policy import Policy, register
-
-@register
-@dataclass(frozen=True)
-class Older(Policy):
-    name = "older"
-
-    def lag(self, newest, phase, microbatch, reader, owner):
-        return 1 + newest.lag(phase, reader, owner, microbatch)
-"""
-    )
-    build = tmp_path / "build"
-    assert fxpipe("compile", model, "-o", build, "--policy", "older", *QUICK).code == 0
-    assert read_plan(build).policy == "older"
-    arguments = ("--steps", 5, "--threads", 1, "--out", tmp_path / "out", "--json")
-    older = fxpipe_process("run", build, *arguments)
-    latest = fxpipe_process("run", build, *arguments, "--policy", "latest")
-    assert older.code == latest.code == 0, older.err
-    assert older.json["losses"][0] == latest.json["losses"][0]
-    assert older.json["losses"] != latest.json["losses"]
 
 
 HOOKS = """

@@ -186,24 +186,6 @@ def rates(out: Path) -> list[float]:
     return [row["lr"] for row in lines(out) if "lr" in row]
 
 
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_a_plateau_in_processes_and_resumed(plateau: Path, tmp_path: Path) -> None:
-    run = ("run", plateau, "--policy", "spectrain", "--eval-every", 4, "--out")
-    for name, how in (("local", ("--local",)), ("many", ())):
-        assert fxpipe(*run, tmp_path / name, *how).code == 0
-    assert rates(tmp_path / "local") == rates(tmp_path / "many")
-    assert len(set(rates(tmp_path / "local"))) > 2
-    for steps in (16, 18):
-        out = tmp_path / f"part{steps}"
-        assert fxpipe(*run, out, "--steps", steps, "--checkpoint-every", steps).code == 0
-        more = fxpipe(*run, out, "--checkpoint-every", steps, "--resume")
-        assert more.code == 0, more.err
-        assert rates(out) == rates(tmp_path / "local")
-        assert weights(out, "model.safetensors") == weights(tmp_path / "local", "model.safetensors")
-    assert weights(tmp_path / "many", "model.safetensors") == weights(tmp_path / "local", "model.safetensors")
-
-
 def test_a_plateau_follows_the_metric(plateau: Path, tmp_path: Path) -> None:
     """As in a loop: the rate of a step is what all evaluations before it have made of it."""
     import torch

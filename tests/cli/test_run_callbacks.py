@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import QUICK, fxpipe
 from model_files import write_model
-from safetensors.torch import load_file
-
-import fxpipe as package
 
 HOOKS = """
 import json
@@ -65,7 +60,6 @@ def on_epoch(epoch, run):
     if epoch == 2:
         run.set_lr(0.03)
 """
-TEN = ("--steps", 10, "--checkpoint-every", "asked")
 PLAIN = (("dropout(torch.tanh(block(x)), 0.1, self.training)", "tanh(block(x))"), ("self.norm(x)", "x"))
 
 
@@ -130,42 +124,6 @@ def test_what_they_are_called_with_and_what_they_decide(
         step: 0.05 if step <= 7 else 0.02 if step <= 12 else 0.1 if step <= 20 else 0.03 for step in range(1, 51)
     }
     assert rates(tmp_path / "out") == {step: by_step[step] for step in range(1, end + 1)}
-
-
-def test_a_synchronous_run_is_the_plain_loop_with_the_same_rates(build: Path, tmp_path: Path, called: Path) -> None:
-    result = fxpipe("run", build, "--local", "--schedule", "1f1b", *TEN, "--out", tmp_path / "out", "--json")
-    task = runpy.run_path(str(build.parent / "model.py"))
-    initial = load_file(build / "weights.safetensors")
-    model = task["model"]()
-    model.load_state_dict({name: initial[name] for name in model.state_dict()})
-    optimizer = task["optimizer"](list(model.named_parameters()))
-    for step, batch in enumerate(task["train_data"](), start=1):
-        loss, _ = task["loss"](model, batch)
-        assert loss.item() == pytest.approx(result.json["losses"][step - 1], rel=1e-5)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step == 7:
-            optimizer.param_groups[0]["lr"] = 0.02
-    trained = load_file(tmp_path / "out" / "model.safetensors")
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(trained[name], value)
-
-
-@pytest.mark.parametrize("schedule", ["async", "1f1b"])
-def test_a_loop_of_ones_own_sets_the_same_rates(build: Path, tmp_path: Path, schedule: str) -> None:
-    how = ("--schedule", schedule, *(("--policy", "stash") if schedule == "async" else ()))
-    assert fxpipe("run", build, "--local", *how, *TEN, "--out", tmp_path / "out").code == 0
-    task = runpy.run_path(str(build.parent / "model.py"))
-    policy = {"policy": "stash"} if schedule == "async" else {}
-    pipeline = package.load(build).local(optimizer=task["optimizer"], schedule=schedule, **policy)
-    for step, batch in enumerate(task["train_data"](), 1):
-        pipeline.step(batch)
-        if step == 7:
-            pipeline.set_lr(0.02)
-    pipeline.flush()
-    trained = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(trained[name].equal(value) for name, value in pipeline.state_dict().items())
 
 
 @pytest.mark.parametrize(("policy", "cuts"), [("stash", (7, 9, 26)), ("pipeoptim", (12, 20, 27))])

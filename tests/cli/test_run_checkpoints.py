@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import QUICK, finish, fxpipe, processes, start_module
+from commands import QUICK, finish, fxpipe, start_module
 from model_files import write_model
 
 HOOKS = """
@@ -194,19 +193,4 @@ def test_a_signal_saves_first(
     monkeypatch.delenv("SLOW")
     result = fxpipe(*run(folder, out, "--checkpoint-every", "1h", "--resume", *local))
     assert result.code == 0, result.err
-    assert same(folder, out)
-
-
-@pytest.mark.slow
-def test_lost_workers_go_on_from_the_newest(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    monkeypatch.setenv("SLOW", "0.1")
-    process = start_module("fxpipe", *run(folder, out, "--checkpoint-every", 5, "--max-restarts", 1, "--json"))
-    wait_for((out / "checkpoints" / "step-5").is_dir)
-    workers = [process for process, name in processes(str(out)).items() if name.startswith("fxpipe rank")]
-    os.kill(max(workers), signal.SIGKILL)
-    result = finish(process, 120)
-    assert result.code == 0, result.err
-    (restart,) = json.loads(result.out)["restarts"]
-    assert restart["from"] >= 5
     assert same(folder, out)

@@ -10,8 +10,6 @@ import pytest
 import torch
 from commands import QUICK, fxpipe
 from model_files import write_model
-from safetensors.torch import load_file
-from torch import nn
 
 import fxpipe as api
 from fxpipe.errors import TaskError
@@ -69,52 +67,6 @@ def epochs(out: Path) -> list[int]:
 
 
 BY_EPOCH = [0.5 * 0.5 ** (step // EPOCH) for step in range(3 * EPOCH)]
-
-
-def test_an_epochs_scheduler_makes_a_step_an_epoch(folder: Path, tmp_path: Path) -> None:
-    """Weights are those of a plain loop, with scheduler.step() where every script has it."""
-    out = tmp_path / "out"
-    result = fxpipe("run", folder / "build", "--schedule", "1f1b", "--epochs", 3, "--local", "--out", out)
-    assert result.code == 0, result.err
-    assert "learning rate" not in result.err
-    assert rates(out) == BY_EPOCH
-
-    scope: dict[str, Any] = {}
-    exec((folder / "model.py").read_text(), scope)
-    torch.manual_seed(0)
-    model: nn.Module = scope["model"]()
-    model.load_state_dict(load_file(folder / "build" / "weights.safetensors"))
-    optimizer = scope["optimizer"](list(model.named_parameters()))
-    scheduler, _ = scope["lr_scheduler"](optimizer)
-    for _ in range(3):
-        for batch in scope["train_data"]():
-            optimizer.zero_grad()
-            scope["loss"](model, batch).backward()
-            optimizer.step()
-        scheduler.step()
-    found = load_file(out / "model.safetensors")
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_processes_and_a_resumed_run_give_the_same(folder: Path, tmp_path: Path) -> None:
-    whole = ("--eval-every", "epoch", "--epochs", 3)
-    result = fxpipe("run", folder / "build", *whole, "--local", "--out", tmp_path / "local", "--json")
-    assert [row["step"] for row in result.json["evaluations"]] == [6, 12, 18]
-    many = fxpipe("run", folder / "build", *whole, "--out", tmp_path / "many", "--json")
-    assert many.json["evaluations"] == result.json["evaluations"]
-    assert rates(tmp_path / "many") == rates(tmp_path / "local") == BY_EPOCH
-    assert epochs(tmp_path / "many") == epochs(tmp_path / "local") == [step // EPOCH + 1 for step in range(3 * EPOCH)]
-    part = ("--steps", 14, "--checkpoint-every", "epoch", "--out", tmp_path / "part")
-    assert fxpipe("run", folder / "build", "--eval-every", "epoch", *part).code == 0
-    kept = sorted(path.name for path in (tmp_path / "part" / "checkpoints").iterdir())
-    assert kept == ["step-12", "step-14", "step-6"] or kept == ["step-12", "step-6"]
-    more = fxpipe(
-        "run", folder / "build", *whole, "--out", tmp_path / "part", "--checkpoint-every", "epoch", "--resume"
-    )
-    assert more.code == 0, more.err
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("local", "many", "part")]
-    assert files[0] == files[1] == files[2]
 
 
 def test_a_resumed_run_counts_the_epochs_of_the_first(folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import QUICK, files, finish, fxpipe, fxpipe_process, start_module, unchanged
+from commands import QUICK, files, finish, fxpipe, start_module, unchanged
 from model_files import write_model
 from safetensors.torch import load_file
 
@@ -100,15 +100,6 @@ def test_a_run_that_ends_replaces_all_of_an_earlier_one(build: Path, out: Path) 
     assert all(after[name] != before[name] for name in ("model.safetensors", "metrics.jsonl", "run.json"))
 
 
-@pytest.mark.multiproc
-def test_a_run_in_processes_replaces_all_of_an_earlier_one(build: Path, out: Path) -> None:
-    before = files(out)
-    assert fxpipe("run", build, "--steps", 9, "--out", out).code == 0
-    after = files(out)
-    assert set(after) == before.keys() - {"ema.safetensors"}
-    assert [name for name in after if after[name] == before[name]] == ["trace.json"]
-
-
 def test_a_run_may_start_from_the_weights_that_it_replaces(build: Path, out: Path) -> None:
     before = load_file(out / "model.safetensors")
     weights = out / "model.safetensors"
@@ -179,48 +170,6 @@ def test_weights_that_can_be_written_nowhere_are_named(
     result = fxpipe("run", build, "--local", "--steps", 6, "--out", out)
     assert result.code == 1
     assert "model.safetensors could be written nowhere" in result.err
-
-
-@pytest.mark.multiproc
-def test_in_processes_weights_are_written_again_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model file, which every worker imports, makes their disk full."""
-    model = write_model(tmp_path)
-    model.write_text(
-        model.read_text()
-        + """
-
-import errno, os
-from pathlib import Path
-from fxpipe.checkpoint import safetensors_writer
-from fxpipe.files import temporary
-from fxpipe.runtime.worker import final_weights
-
-final_weights.PAUSES = (0.01, 0.01)
-written, left = safetensors_writer.SafetensorsWriter.write, [int(os.environ.get("REFUSALS", "0"))]
-
-def write(writer, tensor):
-    if writer.path.parent == Path(os.environ["OUT"]) and left[0]:
-        left[0] -= 1
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    written(writer, tensor)
-
-safetensors_writer.SafetensorsWriter.write = write
-"""
-    )
-    assert fxpipe_process("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "elsewhere"))
-    arguments = ("fxpipe", "run", tmp_path / "build", "--steps", 4, "--threads", 1, "--out", tmp_path / "out")
-    environment = {"OUT": str(tmp_path / "out")}
-    again = finish(start_module(*arguments, REFUSALS="2", **environment), 120)
-    assert again.code == 0, again.err
-    assert again.err.count("are kept, and tried again") == 2
-    expected = (tmp_path / "out" / "model.safetensors").read_bytes()
-    never = finish(start_module(*arguments, REFUSALS="1000", **environment), 120)
-    assert never.code == 1
-    (elsewhere,) = (tmp_path / "elsewhere").glob("fxpipe-weights-*")
-    assert f"hint: the trained weights are in {elsewhere}" in never.err
-    assert (elsewhere / "model.safetensors").read_bytes() == expected
 
 
 def test_too_little_room_is_said_before_training(build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

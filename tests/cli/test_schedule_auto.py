@@ -62,13 +62,6 @@ def test_a_run_needs_no_option(model: Path) -> None:
     assert found["schedules"] == said["schedules"]
 
 
-def test_async_competes_without_synchronous(model: Path) -> None:
-    said = fxpipe("compile", "model.py", *QUICK, "--schedule", "auto", "--microbatches", "2", "--json").json
-    rows = {row["schedule"]: row for row in said["schedules"]}
-    assert rows.keys() == set(schedules_of(False))
-    assert rows["async"]["staleness"] == 1
-
-
 def test_contradictions_are_refused(model: Path) -> None:
     result = fxpipe("compile", "model.py", "--synchronous", "--schedule", "async")
     assert result.code == 1

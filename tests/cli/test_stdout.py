@@ -75,15 +75,6 @@ def test_a_run_prints_one_object(build: Path, tmp_path: Path, local: tuple[str, 
         assert f"by C {what}" in result.err
 
 
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_under_torchrun_too(build: Path, tmp_path: Path) -> None:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "fxpipe")
-    result = finish(start_module(*torchrun, "run", build, "--steps", 2, "--out", tmp_path, "--json"), 120)
-    told(result)
-    assert result.json["steps"] == 2
-
-
 def test_an_error_leaves_stdout_empty(build: Path, tmp_path: Path) -> None:
     result = finish(start_module("fxpipe", "run", build, "--out", tmp_path, "--local", "--policy", "x", "--json"), 60)
     assert (result.code, result.out) == (1, "")
