@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import QUICK
-from commands import fxpipe as command
-from several_runs import one_after_the_other
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,33 +14,9 @@ import fxpipe
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.observe.progress import LineProgress
-from fxpipe.observe.run_folder import read_run
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.local_run import run_local
 
 Batch = tuple[Tensor, Tensor]
 STEPS = 3
-
-MODEL = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
-def model():
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 5))
-
-
-def loss(model, batch):
-    x, target = batch
-    scores = model(x)
-    right = (scores.argmax(1) == target).float()
-    return F.cross_entropy(scores, target), {"accuracy": right.mean(), "right": right.sum(), "half": 0.5}
-
-
-def train_data():
-    return [(torch.randn(8, 6), torch.randint(0, 5, (8,))) for _ in range(3)]
-"""
 
 
 def net() -> nn.Module:
@@ -102,20 +73,6 @@ def test_metrics_are_the_whole_batchs(loss: Any, schedule: str) -> None:
     assert found.largest < 1e-5
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_nothing_else_changes(microbatches: int) -> None:
-    data = batches()
-    options: dict[str, Any] = {"workers": 2, "microbatches": microbatches, "schedule": "async", "cost": "analytic"}
-    without, build = (fxpipe.compile(net(), loss, data[0], **options) for loss in (plain, mean))
-    units = [(s.forward_units, s.backward_units, s.weight_units) for s in build.plan.stages]
-    assert units == [(s.forward_units, s.backward_units, s.weight_units) for s in without.plan.stages]
-    assert build.plan.units == without.plan.units
-    assert [p.readers for p in build.plan.parameters] == [p.readers for p in without.plan.parameters]
-    first, second = without.local(optimizer=sgd), build.local(optimizer=sgd)
-    assert first.run(data) == second.run(data)
-    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
-
-
 def test_what_cannot_be_derived_is_the_mean_of_the_microbatches() -> None:
     def largest(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
         loss, _ = masked(model, batch)
@@ -131,25 +88,6 @@ def test_what_cannot_be_derived_is_the_mean_of_the_microbatches() -> None:
         {n: float((parts[0][n] + parts[1][n]).detach() / 2) for n in parts[0]}, rel=1e-5
     )
     assert compare_with_eager(build, net(), largest, batch).largest < 1e-5
-
-
-def test_loss_weight_weighs_metrics() -> None:
-    def count(batch: Batch) -> Tensor:
-        return (batch[1] != 0).sum()
-
-    def hidden(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
-        _, metrics = masked(model, batch)
-        errors = F.cross_entropy(model(batch[0]), batch[1], reduction="none") * (batch[1] != 0)
-        return errors.sort()[0].sum() / count(batch), {"accuracy": metrics["accuracy"]}
-
-    (batch,) = batches(1, 16)
-    build = fxpipe.compile(
-        net(), hidden, batch, workers=2, microbatches=4, schedule="1f1b", cost="analytic", loss_weight=count
-    )
-    assert build.plan.loss_weight
-    pipeline = build.local(optimizer=sgd, loss_weight=count)
-    pipeline.step(batch)
-    assert pipeline.metrics["accuracy"] == pytest.approx(float(hidden(net(), batch)[1]["accuracy"]), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -175,32 +113,6 @@ def test_all_shapes_have_the_same_metrics() -> None:
         fxpipe.compile(
             net(), loss, batches(1)[0], shapes=shapes, workers=2, microbatches=1, schedule="1f1b", cost="analytic"
         )
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("metrics")
-    (folder / "model.py").write_text(MODEL)
-    said = command("compile", folder / "model.py", "-n", 2, "--microbatches", 2, "--verify", "-o", folder / "b", *QUICK)
-    assert said.code == 0, said
-    assert "largest metric error" in said.out
-    return folder / "b"
-
-
-@pytest.mark.multiproc
-def test_processes_write_what_one_process_writes(built: Path, tmp_path: Path) -> None:
-    local, processes = (RunOptions(build=str(built), out=str(tmp_path / name), steps=STEPS, threads=1) for name in "lp")
-    summaries = [run_local(local), *one_after_the_other([processes], 2, tmp_path)]
-    lines = [[json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()] for name in "lp"]
-    assert [row["metrics"] for row in lines[0]] == [row["metrics"] for row in lines[1]]
-    assert [row["loss"] for row in lines[0]] == [row["loss"] for row in lines[1]]
-    assert len(lines[0]) == STEPS
-    assert all(row["metrics"]["half"] == 0.5 for row in lines[0])
-    assert all(row["metrics"]["right"] == pytest.approx(8 * row["metrics"]["accuracy"]) for row in lines[0])
-    for name, summary in zip("lp", summaries, strict=True):
-        read = read_run(tmp_path / name)
-        assert read["step_metrics"]["accuracy"] == [row["metrics"]["accuracy"] for row in lines[0]]
-        assert read["last_metrics"] == summary["last_metrics"] == lines[0][-1]["metrics"]
 
 
 def test_the_progress_line_has_metrics() -> None:

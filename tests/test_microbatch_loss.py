@@ -85,25 +85,6 @@ def trained(folder: Path, *options: object) -> tuple[list[float], bytes]:
     return json.loads(result.out)["losses"], (folder / "out" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("text", [MODEL, HOOKED], ids=["found", "hooked"])
-def test_losses_are_those_of_whole_batches(text: str, tmp_path: Path) -> None:
-    """The scale of each feature is as long as the batch: each microbatch gets all of it."""
-    verified = compiled(tmp_path, text, "--verify")["verify"]
-    assert isinstance(verified, dict)
-    assert max(v for v in verified.values() if isinstance(v, float)) < 1e-5
-    plan = json.loads((tmp_path / "build" / "plan.json").read_text())
-    assert {leaf["name"]: leaf["dim"] for leaf in plan["batch"]} == {
-        "batch['x']": 0,
-        "batch['y']": 0,
-        "batch['scale']": None,
-        "loss_weight" if text is HOOKED else "total.0": None,
-    }
-    losses = trained(tmp_path, "--local")[0]
-    assert losses == pytest.approx(trained(tmp_path, "--local", "--schedule", "gpipe")[0], rel=1e-5)
-    compiled(tmp_path, text, "--microbatches", 1)
-    assert losses == pytest.approx(trained(tmp_path, "--local")[0], rel=1e-4)
-
-
 @pytest.mark.parametrize("captured", [True, False])
 def test_metrics_are_means_over_all_that_counts(captured: bool, tmp_path: Path) -> None:
     """In the pipeline or in one process: batches with many tokens count more, the last one is smaller."""

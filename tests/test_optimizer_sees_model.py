@@ -17,9 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fxpipe
 from fxpipe.errors import TaskError
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
 
 STEPS = 5
 Hook = Callable[..., Any]
@@ -210,33 +207,3 @@ def test_a_run_goes_on_with_other_cuts_and_other_empty_groups(tmp_path: Path) ->
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     assert all(each == pytest.approx(rates[0]) for each in rates)
     assert any(not group["params"] for optimizer in optimizers[3:] for group in optimizer.param_groups)
-
-
-FILE = """
-import sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/support"]
-from test_optimizer_sees_model import {hook}, batches, loss, model, warm
-train_data = batches
-lr_scheduler = warm
-def {said}: return {hook}(None, model)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize(
-    ("hook", "said", "schedule", "policy"),
-    [
-        ("by_dimension", "optimizer(named, model)", "async", "spectrain"),
-        ("by_type", "configure_optimizers(model)", "1f1b", "latest"),
-    ],
-)
-def test_distributed_equals_local(tmp_path: Path, hook: str, said: str, schedule: str, policy: str) -> None:
-    (tmp_path / "model.py").write_text(FILE.format(tests=str(Path(__file__).parent), hook=hook, said=said))
-    folder = str(tmp_path / "build")
-    built(None, schedule=schedule, policy=policy).save(folder, model_file=tmp_path / "model.py")
-    options = [RunOptions(folder, steps=STEPS, threads=1, out=str(tmp_path / out)) for out in ("local", "real")]
-    local, real = run_local(options[0]), launch(options[1], 3)
-    assert local["losses"] == real["losses"]
-    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("local", "real")]
-    assert weights[0] == weights[1]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import padded_texts
 import pytest
 import torch
-from commands import QUICK
-from commands import fxpipe as fxpipe_command
-from padded_texts import PAD, Reader, batch_of, data, loss, metrics, model_of, sgd, tokens
+from padded_texts import PAD, Reader, batch_of, data, loss, metrics, model_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,28 +25,6 @@ def built(loss: Any = loss, first: Any = None, model: nn.Module | None = None, *
 @pytest.fixture(scope="module")
 def whole() -> Build:
     return built(evaluation=(metrics, data()))
-
-
-def trained_eagerly(batches: Any) -> tuple[list[Tensor], nn.Module]:
-    model = model_of()
-    optimizer, losses = sgd(model.named_parameters()), []
-    for batch in batches:
-        value = loss(model, batch)
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        losses.append(value.detach())
-    return losses, model
-
-
-def test_microbatches_are_weighed_by_what_is_not_appended() -> None:
-    build = built(loss_weight=tokens)
-    assert not build.warnings
-    pipeline = build.local(optimizer=sgd, loss_weight=tokens)
-    losses, model = trained_eagerly(data())
-    for batch, expected in zip(data(), losses, strict=True):
-        torch.testing.assert_close(pipeline.step(batch).double(), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(pipeline.state_dict(), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
 
 
 def test_a_padded_batch_is_compared_with_eager_as_it_enters(whole: Build) -> None:
@@ -131,23 +105,3 @@ def test_values_without_a_length_and_captured_programs_are_refused() -> None:
     program = fxpipe.capture(model_of(), loss, batch_of(8))
     with pytest.raises(BatchError, match="there is nothing to pad"):
         fxpipe.lower(program, workers=2, pad=PAD, pad_to=8)
-
-
-MODEL = (
-    Path(padded_texts.__file__).read_text()
-    + """
-model, optimizer, pad = model_of, sgd, PAD
-train_data = eval_data = data
-"""
-)
-
-
-def test_what_a_compile_says_and_keeps(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    options = [*QUICK, "--schedule", "1f1b", "--microbatches", 2, "--pad-to", 8]
-    compiled = fxpipe_command("compile", tmp_path / "model.py", "-o", tmp_path / "build", *options)
-    assert compiled.code == 0, compiled.err
-    assert "padding: to multiples of 8: ids with 0, mask with 0, labels with -100" in compiled.out
-    assert "--pad-to 8" in (tmp_path / "build" / "stage_0_1.py").read_text().splitlines()[0]
-    found = fxpipe_command("inspect", tmp_path / "build", "--json").json["build"]["padding"]
-    assert found[2] == {"leaf": "labels", "value": -100, "dims": [1], "multiple": 8}

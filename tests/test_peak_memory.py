@@ -262,17 +262,6 @@ def test_the_peak_of_what_is_computed_again(model: str, schedule: str, tmp_path:
     assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_checkpointing_lowers_the_forecast() -> None:
-    peaks = []
-    for again in (False, True):
-        torch.manual_seed(0)
-        build = fxpipe.compile(
-            GPT(again), _loss, _texts(0), workers=2, microbatches=4, schedule="1f1b", cost="analytic"
-        )
-        peaks.append([worker.memory_bytes for worker in build.workers])
-    assert all(less < 0.85 * more for more, less in zip(*peaks, strict=True))
-
-
 def test_a_forecast_above_the_memory_is_a_warning() -> None:
     def compiled(memory: float) -> fxpipe.Build:
         torch.manual_seed(0)

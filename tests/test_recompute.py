@@ -16,56 +16,16 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import CutError
-from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.shapes import again_like
-from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.plan.spec import PHASES
-from fxpipe.planner.cuts import Cuts
-from fxpipe.planner.partition import TooLittleMemory, of_cuts
+from fxpipe.planner.partition import TooLittleMemory
 from fxpipe.policy.recipe import choose
 from fxpipe.task.step_hooks import StepHooks
-
-
-def trained(build: Build, name: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of some steps, and the state after them."""
-    batches = captured(name, build.plan.microbatches)[0].batches(4)
-    pipeline = build.local(optimizer=optimizer, **options)
-    losses = [float(loss) for loss in pipeline.run(batches)]
-    return losses, pipeline.state_dict()
-
-
-def are_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
-    assert found[0] == expected[0]
-    assert len(set(found[0])) == 4
-    assert found[1].keys() == expected[1].keys()
-    for name, tensor in expected[1].items():
-        assert torch.equal(found[1][name], tensor), name
 
 
 def again(build: Build) -> int:
     """How many values are computed again."""
     return sum(len(stage.again) for stage in build.plan.stages)
-
-
-def short(name: str, share: float, workers: int, microbatches: int, **options: Any) -> Build:
-    """The build for workers whose memory leaves a share of the room that saved values would take."""
-    plain = lowered(name, microbatches, workers=workers, **options)
-    assert plain.profile is not None
-    asked = CompileOptions(workers=workers, microbatches=microbatches, schedule=plain.plan.schedule)
-    setting = asked.setting("cpu", OptimizerCosts(plain.costs.optimizer_bytes, 0.0))
-    where = Cuts.of(plain.plan)
-    loads = of_cuts(plain.profile, setting.workers(workers), where.forward, where.backward, where.weights).loads
-    memory = [load.memory - (1 - share) * load.values for load in loads]
-    return lowered(name, microbatches, workers=workers, memory=memory, **options)
-
-
-def test_part_of_it_has_the_same_bits() -> None:
-    schedule, name, where = "zb-h2", "gpt-dropout", cuts(CASES["gpt-dropout"], 3, 0)
-    plain = lowered(name, 4, workers=3, schedule=schedule, **where)
-    full = lowered(name, 4, workers=3, schedule=schedule, recompute="full", **where)
-    part = short(name, 0.3, 3, 4, schedule=schedule, **where)
-    assert 0 < again(part) < again(full)
-    are_equal(trained(part, name), trained(plain, name))
 
 
 @pytest.mark.parametrize(
@@ -83,14 +43,6 @@ def test_under_async_backward_reads_what_its_policy_gives_it(name: str, policy: 
                 for parameter in reading.names:
                     lags.setdefault((worker, parameter), set()).add(tuple(reading.lags))
     assert all(len(found) == 1 for found in lags.values())
-
-
-def test_where_backward_has_its_forwards_weights_async_has_the_same_bits() -> None:
-    policy, where = "stash", cuts(CASES["gpt-dropout"], 3, 0)
-    plain, full = (
-        lowered("gpt-dropout", 2, workers=3, policy=policy, recompute=level, **where) for level in ("none", "full")
-    )
-    are_equal(trained(full, "gpt-dropout"), trained(plain, "gpt-dropout"))
 
 
 def left_bytes(build: Build, name: str) -> list[int]:
@@ -137,13 +89,6 @@ def test_a_plan_fits_because_of_it() -> None:
     for row, load in zip(build.workers, loads, strict=True):
         assert 8 * row.saved_bytes <= memory[0] - (load.memory - load.values)
         assert row.again <= 1.2 * load.recompute + 1e-9
-
-
-def test_enough_memory_computes_nothing_again() -> None:
-    where = cuts(CASES["gpt"], 2, 0)
-    plain = lowered("gpt", 4, schedule="1f1b", **where)
-    roomy = lowered("gpt", 4, schedule="1f1b", memory=[1e9, 1e9], **where)
-    assert roomy.files == plain.files
 
 
 def test_it_is_in_the_code_once_and_said() -> None:

@@ -14,7 +14,7 @@ from small_models import CASES
 import fxpipe
 from fxpipe.errors import ScheduleError
 from fxpipe.plan import consistency
-from fxpipe.schedule import from_csv, make, to_csv
+from fxpipe.schedule import make, to_csv
 from fxpipe.schedule.option import schedule_text
 from fxpipe.typed_json import Malformed
 
@@ -25,24 +25,6 @@ def trained(build: fxpipe.Build, **options: Any) -> tuple[list[float], dict[str,
     losses = [float(pipeline.step(batch)) for batch in captured("gpt-dropout", 4)[0].batches(3)]
     pipeline.flush()
     return losses, {name: tensor.tolist() for name, tensor in pipeline.state_dict().items()}
-
-
-def test_schedules_of_one_worker_a_process_have_the_bits_of_1f1b() -> None:
-    """With two in each, they take turns."""
-    options = {"clip_norm": 0.1}
-    where = cuts(CASES["gpt-dropout"], 4, 1)
-    expected = trained(lowered("gpt-dropout", 4, workers=4, schedule="1f1b", **where), **options)
-    for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
-        build = lowered("gpt-dropout", 4, workers=2, virtual=2, schedule=schedule, **where)
-        assert (build.plan.ranks, build.plan.placement) == (2, (0, 1, 0, 1))
-        assert trained(build, **options) == expected, schedule
-
-
-def test_three_workers_on_each_of_two_processes() -> None:
-    where = cuts(CASES["gpt-dropout"], 6, 0)
-    build = lowered("gpt-dropout", 4, workers=2, virtual=3, schedule="interleaved", **where)
-    assert build.plan.placement == (0, 1) * 3
-    assert trained(build) == trained(lowered("gpt-dropout", 4, workers=6, schedule="gpipe", **where))
 
 
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
@@ -135,26 +117,3 @@ def test_the_planner_shares_what_a_process_has() -> None:
         *(1, float("inf"), 2, 1, 2)
     ]
     assert [workers.links.latency_of(a, b) for a, b in ((0, 1), (1, 2), (0, 3))] == [0.25, 0, 0]
-
-
-def test_random_tables_train_alike() -> None:
-    """Rows in which actions have changed places, as far as they are accepted."""
-    import random
-
-    where = cuts(CASES["gpt-dropout"], 4, 1)
-    build = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **where)
-    expected, chance, tried = trained(build), random.Random(0), 0
-    while tried < 3:
-        rows = [line.split(",") for line in to_csv(make("zb-v", 4, 4)).splitlines()]
-        for _ in range(20):
-            row = chance.choice(rows)
-            place = chance.randrange(len(row) - 1)
-            changed = [*row[:place], row[place + 1], row[place], *row[place + 2 :]]
-            other = [changed if found is row else found for found in rows]
-            try:
-                from_csv("\n".join(map(",".join, other)))
-            except ScheduleError:
-                continue
-            rows = other
-        assert trained(build, schedule="\n".join(map(",".join, rows))) == expected
-        tried += 1

@@ -5,48 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from cached import captured, cuts, lowered
+from cached import cuts, lowered
 from pipelines import optimizer
 from random_cuts import random_cuts
 from small_models import CASES
 
-from fxpipe.build.build import Build
 from fxpipe.errors import BuildError, ScheduleError
 from fxpipe.plan import consistency
 from fxpipe.plan.spec import PHASES
 from fxpipe.policy.recipe import choose
 from fxpipe.stages.loaded import load_stage_text
 from fxpipe.typed_json import Malformed
-
-
-def trained(build: Build, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of some steps, and the state after them."""
-    batches = captured("gpt-dropout", build.plan.microbatches)[0].batches(4)
-    pipeline = build.local(optimizer=optimizer, **options)
-    losses = [float(pipeline.step(batch)) for batch in batches]
-    pipeline.flush()
-    return losses, pipeline.state_dict()
-
-
-def are_equal(found: tuple[list[float], dict[str, Any]], expected: tuple[list[float], dict[str, Any]]) -> None:
-    assert found[0] == expected[0]
-    assert len(set(found[0])) == 4
-    assert found[1].keys() == expected[1].keys()
-    for name, tensor in expected[1].items():
-        assert torch.equal(found[1][name], tensor), name
-
-
-@pytest.mark.parametrize(("schedule", "policy"), [("1f1b", "latest"), ("async", "spectrain")])
-def test_a_schedule_without_them_makes_them_in_its_backwards(schedule: str, policy: str) -> None:
-    where = random_cuts("gpt-dropout", 3, 3)
-    apart = lowered("gpt-dropout", 4, workers=3, schedule="zb-h1", cuts=where)
-    plain = lowered("gpt-dropout", 4, workers=3, schedule="1f1b", cuts=where, split_backward=True)
-    options = {"schedule": schedule, "policy": policy}
-    are_equal(trained(apart, **options), trained(plain, **options))
 
 
 @pytest.mark.parametrize("policy", ["stash", "spectrain", "vertical"])

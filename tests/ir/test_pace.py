@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.build.build import Build
-from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.planner.cuts import Cuts
 
 
@@ -101,25 +99,3 @@ def test_threads_are_the_local_run(name: str, by_channel: bool, tmp_path: Path) 
     run = run_in_threads(tmp_path / "build", data, optimizer, by_channel)
     pipeline = pipeline_of(tmp_path / "build", optimizer)
     run.check(pipeline.run(data), pipeline.state_dict())
-
-
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("1f1b", 4), ("gpipe", 2)])
-def test_a_frozen_first_half_trains_as_in_eager(schedule: str, microbatches: int) -> None:
-    model, build = half_frozen(schedule, microbatches)
-    torch.manual_seed(1)
-    batches = [torch.randn(8, 6) for _ in range(4)]
-    assert compare_with_eager(build, model, square, batches[0]).largest < 1e-6
-    owners = {p.name: p.owner for p in build.plan.parameters}
-    assert all(owners[name] < 2 for name in owners if name.startswith("frozen"))
-    pipeline = build.local(optimizer=optimizer)
-    losses = pipeline.run(batches)
-    eager = copy.deepcopy(model)
-    update = torch.optim.SGD([p for p in eager.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
-    for batch, found in zip(batches, losses, strict=True):
-        update.zero_grad()
-        loss = square(eager, batch)
-        loss.backward()
-        update.step()
-        assert found == pytest.approx(loss.item(), rel=1e-6)
-    for name, value in eager.state_dict().items():
-        torch.testing.assert_close(pipeline.state_dict()[name], value)

@@ -173,48 +173,6 @@ def test_what_differs_is_said_by_all(folder: Path, tmp_path: Path) -> None:
         assert not (tmp_path / f"out{number}").exists(), name
 
 
-# What is done to the folder of one replica alone, which process has it, and the words for it.
-OF_REPLICAS = {
-    "equal": (None, 1, None),
-    "another model file": (append(Path("model.py")), 3, r"worker 1, replica 1 on .*it was compiled, model\.py changed"),
-    "an edited stage": (append(Path("build/stage_0.py")), 1, r"worker 0, replica 1 on .*: stage_0\.py is [0-9a-f]{16}"),
-    "another build": (None, 2, r"worker 1, replica 0 on .*: plan\.json: weights_digest is"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_a_replica_that_was_given_other_files_is_named(tmp_path: Path) -> None:
-    first = tmp_path / "0"
-    first.mkdir()
-    model = write_model(first)
-    for name, more in {"build": (), "another build": ("--seed", 7)}.items():
-        assert fxpipe("compile", model, "-n", 2, "--dp", 2, "-o", first / name, *more, *QUICK).code == 0
-    listed, stores = [], []
-    for number, (name, (change, victim, _)) in enumerate(OF_REPLICAS.items()):
-        place = tmp_path / f"{number + 1}"
-        shutil.copytree(first, place)
-        if change is not None:
-            change(place)
-        builds = [first / "build"] * 4
-        builds[victim] = place / ("another build" if name == "another build" else "build")
-        out = str(tmp_path / f"out{number}")
-        texts = [RunOptions(str(build), steps=1, threads=1, out=out).to_json() for build in builds]
-        stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
-        listed.append((stores[-1].port, texts))
-    started_alike(tmp_path, listed, 4)
-    for number, (name, (_, victim, words)) in enumerate(OF_REPLICAS.items()):
-        said = [json.loads((tmp_path / f"said_{number}_{rank}.json").read_text()) for rank in range(4)]
-        if words is None:
-            assert said == [None] * 4, name
-            continue
-        for rank in range(4):
-            assert said[rank] is not None, (name, rank)
-            if rank != victim or name != "another model file":  # which says it of itself
-                assert re.search(words, said[rank][1], re.DOTALL), (name, rank, said[rank])
-        assert not (tmp_path / f"out{number}").exists(), name
-
-
 def test_every_option_that_decides_the_numbers_is_compared(folder: Path) -> None:
     """A field that someone adds is compared without being named anywhere."""
     options = RunOptions(str(folder / "0" / "build"), steps=1)

@@ -95,34 +95,6 @@ def test_strict_wires(still: tuple[Task, Build], tmp_path: Path, schedule: str, 
     assert run.evaluations == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", [(0, 2, 1, 1, 2, 0), (0, 1, 0, 0, 1, 1)])
-def test_strict_wires_between_ranks_of_several_workers(
-    still: tuple[Task, Build], tmp_path: Path, placement: tuple[int, ...]
-) -> None:
-    task, folder = still[0], still[1].folder
-    assert folder is not None
-    at = tuple(f"blocks.{k}" for k in (0, 1, 2, 4, 5))
-    path = folder.parent / "evaluated.py"
-    _, build = build_of(path, workers=6, forward_at=at, backward_at=at, schedule="1f1b", microbatches=4)
-    plan = dataclasses.replace(build.plan, placement=placement)
-    build = dataclasses.replace(build, plan=plan).save(tmp_path / "build", model_file=path)
-    torch.manual_seed(5)
-    data, batches = list(task.train_data()), list(task.eval_data()) * 5
-    torch.manual_seed(0)
-    pipeline = build.local(optimizer=task.optimizer)
-    expected = []
-    pipeline.evaluation.while_training(
-        lambda version: version in (1, 2, 3),
-        EvaluationData(plan, lambda: batches, 0),
-        lambda step, metrics, seconds: expected.append((step, metrics)),
-    )
-    losses = pipeline.run(data)
-    run = run_in_threads(tmp_path / "build", data, task.optimizer, by_channel=True, evaluated=batches)
-    run.check(losses, pipeline.state_dict())
-    assert run.evaluations == expected
-
-
 def test_the_pipeline_evaluates_when_asked(built: tuple[Task, Build]) -> None:
     task, build = built
     pipeline = build.local(optimizer=task.optimizer, policy="stash")

@@ -10,51 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from several_runs import one_after_the_other
 from torch.distributed import is_initialized
 from torch.multiprocessing import start_processes
 
-import fxpipe
 from fxpipe.errors import PeerLost
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.local_run import run_local
 from fxpipe.runtime.wires import group
 from fxpipe.runtime.wires.group import close_group, open_group, peers
 
 pytestmark = pytest.mark.multiproc
-
-MODEL = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-
-def loss(model, batch):
-    return (model(batch) - batch).square().mean()
-
-
-def train_data():
-    torch.manual_seed(1)
-    shares = dist.get_world_size() if dist.is_initialized() else 1
-    return [torch.randn(8, 4) for _ in range(4)][::shares]
-
-
-class MeanOfReplicas(torch.optim.SGD):
-    def step(self, closure=None):
-        if dist.is_initialized():
-            for parameter in self.param_groups[0]["params"]:
-                dist.all_reduce(parameter.grad)
-        super().step()
-
-
-def optimizer(named_parameters):
-    return MeanOfReplicas([p for _, p in named_parameters], lr=0.1)
-"""
 
 
 def _meet(rank: int, folder: str) -> None:
@@ -107,18 +70,3 @@ def test_a_group_of_some_processes_has_the_timeout_of_the_run(monkeypatch: pytes
     made = group.group_among((0, 2), "nccl")
     assert given == {"processes": [0, 2], "backend": "nccl", "timeout": timedelta(hours=3)}
     assert group._parts == [made]
-
-
-@pytest.mark.slow
-def test_code_that_asks_for_it_trains_as_in_a_local_run(tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(MODEL)
-    hooks: dict[str, Any] = {}
-    exec(MODEL, hooks)
-    build = fxpipe.compile(hooks["model"](), hooks["loss"], hooks["train_data"]()[0], workers=2, cost="analytic")
-    build.save(tmp_path / "build", model_file=path)
-    local, real = (RunOptions(str(tmp_path / "build"), steps=5, out=str(tmp_path / kind)) for kind in ("local", "real"))
-    run_local(local)
-    one_after_the_other([real], 2, tmp_path)
-    files = [(tmp_path / kind / "model.safetensors").read_bytes() for kind in ("local", "real")]
-    assert files[0] == files[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from covering import covering
 from pipelines import pipeline_of
 
-from fxpipe.errors import BatchError, PolicyError, RunError, TaskError
+from fxpipe.errors import PolicyError, RunError, TaskError
 
 LR, MOMENTUM = 0.1, 0.9
 SHAPES = [
@@ -26,46 +25,6 @@ POLICIES = ["latest", "stash", "vertical", "spectrain", "pipeoptim", "pipeoptim+
 
 def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=LR, momentum=MOMENTUM)
-
-
-def halving(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-
-def eager(toy: Any, batches: Any, microbatches: int, optimizer: Callable[..., Any]) -> tuple[list[float], Any, Any]:
-    """Losses, weights and last gradients of ordinary training."""
-    weights = {n: t.clone().requires_grad_() for n, t in toy.initial().items()}
-    made = optimizer(list(weights.items()))
-    scheduler = halving(made)
-    losses = []
-    for x, y in batches:
-        made.zero_grad()
-        total = 0.0
-        for part in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
-            loss = toy.loss(weights, part) / microbatches
-            loss.backward()
-            total += loss.item()
-        made.step()
-        scheduler.step()
-        losses.append(total)
-    return losses, weights, {n: w.grad for n, w in weights.items()}
-
-
-def test_synchronous_is_eager(toy: Any, batches: Any, tmp_path: Path) -> None:
-    """With gradients, which one may look at, and what a stage counts."""
-    microbatches = 2
-    built = toy(**SHAPES[4], schedule="1f1b", microbatches=microbatches)
-    pipeline = pipeline_of(built.save(tmp_path / "build"), sgd, halving)
-    losses = [float(pipeline.step(batch)) for batch in batches]
-    expected, weights, gradients = eager(built, batches, microbatches, sgd)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0)
-    state = pipeline.state_dict()
-    assert int(state.pop("seen")) == len(batches) * microbatches
-    assert torch.equal(state.pop(f"layers.{built.layers - 1}.weight"), state["layers.0.weight"])
-    for name, weight in weights.items():
-        torch.testing.assert_close(state.pop(name), weight.detach(), rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(pipeline.gradients()[name], gradients[name], rtol=1e-10, atol=1e-14)
-    assert not state
 
 
 def simulate(toy: Any, batches: Any, policy: str, starts: set[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -150,17 +109,6 @@ def test_dropout_depends_on_the_action_and_leaves_the_users_random_state(
     assert pipeline_of(folder, sgd, seed=2).run(batches) != first
 
 
-def test_nesterov_may_write_into_gradients(toy: Any, batches: Any, tmp_path: Path) -> None:
-    def nesterov(named: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for _, p in named], lr=LR, momentum=MOMENTUM, nesterov=True, foreach=True)
-
-    built = toy(**SHAPES[3], schedule="1f1b")
-    pipeline = pipeline_of(built.save(tmp_path / "build"), nesterov, halving)
-    losses = pipeline.run(batches)
-    expected, *_ = eager(built, batches, 1, nesterov)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0)
-
-
 def test_state_in_flight_is_refused(toy: Any, batches: Any, tmp_path: Path) -> None:
     pipeline = pipeline_of(toy().save(tmp_path / "build"), sgd)
     pipeline.step(batches[0])
@@ -179,13 +127,6 @@ def test_policies_are_checked_and_default_with_the_schedule(toy: Any, tmp_path: 
     assert pipeline_of(folder, sgd, schedule="gpipe").recipe.policy.name == "latest"
     with pytest.raises(PolicyError):
         pipeline_of(folder, sgd, schedule="gpipe", policy="stash")
-
-
-def test_a_batch_that_does_not_fit_is_refused_before_anything_runs(toy: Any, batches: Any, tmp_path: Path) -> None:
-    pipeline = pipeline_of(toy().save(tmp_path / "build"), sgd)
-    with pytest.raises(BatchError, match="captured"):
-        pipeline.step((batches[0][0][:2], batches[0][1][:2]))
-    pipeline.step(batches[0])
 
 
 def test_an_iterable_may_reuse_its_tensor(toy: Any, batches: Any, tmp_path: Path) -> None:

@@ -63,22 +63,6 @@ def plan() -> Plan:
     return _plan(Rich, torch.zeros(2, 3, dtype=torch.int64))
 
 
-@pytest.mark.slow
-def test_each_parameter_alone_gets_what_all_get(plan: Plan) -> None:
-    state = torch.get_rng_state()
-    others = random.getstate()
-    together = initialised(plan, plan.parameters, Rich, seed=4)
-    for row in plan.parameters:
-        alone = initialised(plan, [row], Rich, seed=4)
-        assert alone.keys() == {row.name}
-        assert torch.equal(alone[row.name], together[row.name]), row.name
-    assert torch.equal(torch.get_rng_state(), state)
-    assert random.getstate() == others
-    other = initialised(plan, plan.parameters, Rich, seed=5)
-    assert not torch.equal(other["scale"], together["scale"])
-    assert not torch.equal(other["drawn"], together["drawn"])
-
-
 def test_they_are_what_model_makes_them(plan: Plan) -> None:
     made = initialised(plan, plan.parameters, Rich, seed=0)
     usual = Rich()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import QUICK, Result, finish, fxpipe, fxpipe_process, start_module
+from commands import QUICK, Result, fxpipe, fxpipe_process
 from model_files import write_model
 from safetensors.torch import load_file
 
@@ -142,16 +142,6 @@ def test_workers_in_processes_tell_what_they_see(tmp_path: Path) -> None:
     result = run(spoiling(tmp_path, "first", at=4), False)
     assert result.code == 1
     assert "is nan, on worker 1: the gradients of these weights were not finite before: early (worker 0)" in result.err
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_under_torchrun_all_processes_end_and_one_says_why(tmp_path: Path) -> None:
-    folder = build(tmp_path, BAD_BATCH.replace("VALUE", "nan"))
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "fxpipe")
-    result = finish(start_module(*torchrun, "run", folder, "--steps", 9, "--out", tmp_path / "out"), 60)
-    assert result.code == 1
-    assert result.err.count("the loss of step 6 is nan, on worker 1") == 1
 
 
 def test_the_error_names_the_first_step() -> None:

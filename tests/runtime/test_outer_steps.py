@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 
 import fxpipe as fxp
 from fxpipe.errors import CutError, NotFiniteError, RunError
-from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import OuterSpec
@@ -78,176 +76,27 @@ def trained(build: fxp.Build, folder: Path, optimizer: Any, data: list[Any]) -> 
     return pipeline.run(data), pipeline.state_dict()
 
 
-class Apart:
-    """Full models, each trained apart on its share of every batch: the direct simulation.
-
-    Attributes:
-        losses: of the first.
-    """
-
-    def __init__(self, net: nn.Module, loss: Loss, dp: int, own: int, spec: OuterSpec, optimizer: Any) -> None:
-        self.nets = [copy.deepcopy(net) for _ in range(dp)]
-        self.loss, self.dp, self.own, self.spec = loss, dp, own, spec
-        self.optimizers = [optimizer(net.named_parameters()) for net in self.nets]
-        self.common = self.weights(0)
-        self.velocity = [torch.zeros_like(c) for c in self.common]
-        self.begun: list[list[Tensor]] | None = None
-        self.since = self.steps = 0
-        self.losses: list[float] = []
-
-    def weights(self, replica: int) -> list[Tensor]:
-        return [p.detach().clone() for p in self.nets[replica].parameters()]
-
-    def step(self, batch: Batch) -> None:
-        parts = [leaf.chunk(self.dp * self.own) for leaf in batch]
-        for replica, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
-            x, y = (torch.cat(chunks[replica :: self.dp]) for chunks in parts)
-            optimizer.zero_grad()
-            found = self.loss(net, (x, y))
-            found.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            if replica == 0:
-                self.losses.append(found.item())
-        self.steps += 1
-        if self.steps % self.spec.every:
-            return
-        if self.spec.delay:
-            self.apply()
-            self.begun, self.since = [self.weights(r) for r in range(self.dp)], self.steps
-        else:
-            self.meet()
-
-    def apply(self) -> None:
-        """Apply the exchange that has begun, if there is one, and keep what was trained since."""
-        if self.begun is None:
-            return
-        now = [self.weights(r) for r in range(self.dp)]
-        for i, common in enumerate(self.common):
-            gradient = sum(common - begun[i] for begun in self.begun) / self.dp
-            self.velocity[i] = self.spec.momentum * self.velocity[i] + gradient
-            common -= self.spec.lr * (gradient + self.spec.momentum * self.velocity[i])
-            for replica, net in enumerate(self.nets):
-                list(net.parameters())[i].data.copy_(common + (now[replica][i] - self.begun[replica][i]))
-        self.begun = None
-
-    def meet(self) -> None:
-        self.apply()
-        if self.steps > self.since:
-            self.begun, self.since = [self.weights(r) for r in range(self.dp)], self.steps
-            self.apply()
-
-
 @pytest.mark.parametrize("delay", [0, 1])
-def test_between_outer_steps_each_replica_has_its_own_weights(tmp_path: Path, delay: int) -> None:
-    net, data = network(), batches()
-    compiled(net, entropy, 2, 1, 2, outer_every=3, outer_delay=delay).save(tmp_path / "build")
-    pipeline = pipeline_of(tmp_path / "build", sgd)
-    simulated = Apart(net, entropy, 2, 1, OuterSpec(3, 0.7, 0.9, delay), sgd)
-    for step, batch in enumerate(data, 1):
-        pipeline.step(batch)
-        simulated.step(batch)
-        found = [{n: p for e in pipeline.every if e.replica == r for n, p in e.store.trained.items()} for r in (0, 1)]
-        for replica, weights in enumerate(found):
-            for name, value in simulated.nets[replica].named_parameters():
-                torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
-        same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-        assert same == (step % 3 == 0 and not delay)
-    pipeline.flush()
-    assert all(
-        torch.equal(value, pipeline.every[e.worker + 2].store.trained[name])
-        for e in pipeline.executors
-        for name, value in e.store.trained.items()
-    )
-
-
-def test_flushes_are_outer_steps_out_of_turn(tmp_path: Path) -> None:
+def test_a_flush_is_an_outer_step_out_of_turn(tmp_path: Path, delay: int) -> None:
     """Of what was trained since the last one; one without any training changes nothing."""
-    net, data = network(), batches(10)
-    compiled(net, entropy, 2, 1, 1, outer_every=4, outer_delay=1).save(tmp_path / "build")
+    compiled(network(), entropy, 2, 1, 2, outer_every=4, outer_delay=delay).save(tmp_path / "build")
     pipeline = pipeline_of(tmp_path / "build", sgd)
-    simulated = Apart(net, entropy, 2, 1, OuterSpec(4, 0.7, 0.9, 1), sgd)
-    for step, batch in enumerate(data, 1):
+
+    def weights(replica: int) -> dict[str, Tensor]:
+        own = [e for e in pipeline.every if e.replica == replica]
+        return {name: value.clone() for e in own for name, value in e.store.trained.items()}
+
+    for step, batch in enumerate(batches(10), 1):
         pipeline.step(batch)
-        simulated.step(batch)
-        if step in (3, 5, 8):
+        if step in (3, 5, 7):
+            before = weights(0)
+            assert any(not torch.equal(value, before[name]) for name, value in weights(1).items())
             pipeline.flush()
-            before = pipeline.state_dict()
+            found = weights(0)
+            assert all(torch.equal(value, found[name]) for name, value in weights(1).items())
+            assert any(not torch.equal(value, before[name]) for name, value in found.items())
             pipeline.flush()
-            assert all(torch.equal(before[name], value) for name, value in pipeline.state_dict().items())
-            simulated.meet()
-    pipeline.flush()
-    simulated.meet()
-    for name, value in simulated.nets[1].state_dict().items():
-        torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("own", "weighed"), [(1, False), (2, False), (2, True)])
-def test_a_loss_is_that_of_a_replicas_own_share(tmp_path: Path, own: int, weighed: bool) -> None:
-    """It divides by how many targets count: of the share, neither of a microbatch nor of the whole batch."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def opaque(model: nn.Module, batch: Batch) -> Tensor:
-        """The same, in a way that is not followed."""
-        each = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none", ignore_index=-100)
-        return each.sort().values.sum() / (batch[1] != -100).sum().clamp(min=1).float().sqrt().square()
-
-    def count(batch: Batch) -> float:
-        return float((batch[1] != -100).sum())
-
-    net, data, spec = network(), batches(ignored=True), OuterSpec(2, 0.7, 0.9)
-    used = opaque if weighed else loss
-    more: dict[str, Any] = {"loss_weight": count} if weighed else {}
-    build = fxp.compile(
-        net, used, data[0], workers=2, dp=2, microbatches=own, outer="diloco", outer_every=2, schedule="1f1b",
-        forward_at=["2"], cost="analytic", **more,
-    )  # fmt: skip
-    assert bool(build.plan.made) == (own > 1)
-    assert build.plan.loss_weight == weighed
-    agreement = compare_with_eager(build, net, used, data[0], loss_weight=count if weighed else None)
-    assert agreement.largest < 1e-4
-    simulated = Apart(net, loss, 2, own, spec, sgd)
-    build.save(tmp_path / "build")
-    pipeline = fxp.load(tmp_path / "build").local(optimizer=sgd, **more)
-    losses = pipeline.run(data)
-    for batch in data:
-        simulated.step(batch)
-    simulated.meet()
-    assert losses == pytest.approx(simulated.losses, rel=1e-4)
-    for name, value in simulated.nets[0].state_dict().items():
-        torch.testing.assert_close(pipeline.state_dict()[name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_statistics_of_batch_norm_are_the_mean_where_replicas_come_together(tmp_path: Path, delay: int) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-    names = [name for name, _ in net.named_buffers()]
-    build = compiled(net, entropy, 2, 1, 2, outer_every=2, outer_delay=delay, accept_microbatch_loss=True)
-    build.save(tmp_path / "build")
-    pipeline = pipeline_of(tmp_path / "build", sgd)
-    simulated = Apart(net, entropy, 2, 1, OuterSpec(2, 0.7, 0.9, delay), sgd)
-
-    def average() -> None:
-        for own in zip(*(n.buffers() for n in simulated.nets), strict=True):
-            mean = sum(own) / 2 if own[0].is_floating_point() else own[0]
-            for buffer in own:
-                buffer.copy_(mean)
-
-    for step, batch in enumerate(batches(5), 1):
-        pipeline.step(batch)
-        simulated.step(batch)
-        if step % 2 == 0 and not delay:
-            average()
-    pipeline.flush()
-    simulated.meet()
-    average()
-    found = pipeline.state_dict()
-    for name in names:
-        torch.testing.assert_close(found[name], simulated.nets[1].state_dict()[name], rtol=1e-4, atol=1e-5)
-        of_replicas = [e.buffers[name] for e in pipeline.every if name in e.buffers]
-        assert torch.equal(of_replicas[0], of_replicas[1])
+            assert all(torch.equal(value, found[name]) for name, value in weights(0).items())
 
 
 @pytest.mark.parametrize(
@@ -466,15 +315,3 @@ def test_what_replicas_would_decide_apart_is_refused(
     asked = RunOptions(str(tmp_path / "build"), steps=4, out=str(tmp_path / "out"), progress=False, **options)
     with pytest.raises(RunError, match=said):
         run_local(asked)
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_evaluations_right_after_outer_steps_decide_alike(tmp_path: Path) -> None:
-    """All replicas have the same weights and statistics then."""
-    compiled_file(tmp_path, "async", 1, 2, 1, outer_every=2)
-    options = {"steps": 6, "eval_every": 2, "save_best": "held_out", "patience": 1, "progress": False}
-    local = run_local(RunOptions(str(tmp_path / "build"), out=str(tmp_path / "local"), **options))
-    found = launched(RunOptions(str(tmp_path / "build"), out=str(tmp_path / "apart"), **options))
-    assert found["evaluations"] == local["evaluations"]
-    assert found["best"] == local["best"]

@@ -99,12 +99,6 @@ def test_processes_evaluate_as_one(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], state[name]) for name in weights)
 
 
-def test_a_step_is_that_of_a_run(toy: Any, many: Any, tmp_path: Path) -> None:
-    build = toy(**THREE, policy="spectrain").save(tmp_path / "build")
-    one, other = (fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving) for _ in range(2))
-    assert one.run(many) == [float(loss) for loss in [other.step(batch) for batch in many]]
-
-
 def test_rates_are_set_from_a_minibatch_on(toy: Any, many: Any, tmp_path: Path) -> None:
     """Under a schedule without a flush, too: those in flight are updated as they were fed."""
     build = toy(**THREE, policy="latest").save(tmp_path / "build")
@@ -128,25 +122,6 @@ def test_rates_are_set_from_a_minibatch_on(toy: Any, many: Any, tmp_path: Path) 
     assert rates == [[0.1] * 3 + [0.02] * 4] * 2 + [[None] * 7], "the last worker trains nothing"
     with pytest.raises(RunError, match="3 learning rates were given, and the optimizer has 2 groups"):
         plain.set_lr(1, 2, 3)
-
-
-def test_rates_are_set_again_before_the_first_are_due(toy: Any, many: Any, tmp_path: Path) -> None:
-    """A warm-up by hand: worker 0 has updates in flight when the next rate comes."""
-    build = toy(**THREE, policy="latest").save(tmp_path / "build")
-    pipeline = fxpipe.load(build).local(optimizer=optimizer)
-    updater = pipeline.executors[0].store.updater
-    rates, inner = [], updater.step
-
-    def step(minibatch: int) -> None:
-        inner(minibatch)
-        rates.append(updater.lr)
-
-    updater.step = step  # type: ignore[method-assign]
-    for number, batch in enumerate(many):
-        pipeline.set_lr(0.01 * (number + 1))
-        pipeline.step(batch)
-    pipeline.flush()
-    assert rates == [0.01 * (number + 1) for number in range(len(many))]
 
 
 @pytest.mark.parametrize("number", range(0, len(LOOPS), 3))

@@ -20,8 +20,6 @@ from fxpipe.simulator.memory import memory_of
 from fxpipe.simulator.replica_sums import exposed_sums
 from fxpipe.task.model_file import MakeOptimizer
 
-STEPS = 3
-
 
 def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=1e-3, momentum=0.9)
@@ -46,31 +44,6 @@ def trained(build: fxp.Build, folder: Path, data: list[Any], optimizer: MakeOpti
     pipeline = pipeline_of(folder, optimizer, **options)
     losses = pipeline.run(data)
     return losses, pipeline.state_dict(), pipeline
-
-
-@pytest.mark.parametrize(
-    ("case", "dp", "schedule", "optimizer", "more"),
-    [
-        ("gpt", 3, "async", sgd, {"policy": "latest", "clip_norm": 0.1}),
-        ("conv", 2, "async-late", adamw, {"policy": "stash", "clip_norm": 0.1}),
-    ],
-)
-def test_shares_have_the_bits_of_the_whole(
-    tmp_path: Path, case: str, dp: int, schedule: str, optimizer: MakeOptimizer, more: dict[str, Any]
-) -> None:
-    """Clipping, averages, groups, several workers, minibatches in flight."""
-    data = CASES[case].batches(STEPS, 12)
-    policy = {"policy": more["policy"]} if "policy" in more else {}
-    whole = trained(built(case, dp, None, 2, schedule, **policy), tmp_path / "whole", data, optimizer, **more)
-    shares = trained(built(case, dp, "optimizer", 2, schedule, **policy), tmp_path / "shares", data, optimizer, **more)
-    assert shares[0] == whole[0]
-    assert all(torch.equal(shares[1][name], value) for name, value in whole[1].items())
-    for worker in range(2):
-        held = [_held(executor) for executor in shares[2].every if executor.worker == worker]
-        assert sorted(name for names in held for name in names) == sorted(_held(whole[2].executors[worker]))
-        of_replicas = [e.store.parameters for e in shares[2].every if e.worker == worker]
-        for name, value in of_replicas[0].items():
-            assert all(torch.equal(value, other[name]) for other in of_replicas[1:])
 
 
 def _held(executor: Any) -> dict[str, int]:

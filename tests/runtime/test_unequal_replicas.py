@@ -51,17 +51,6 @@ def build_of(counts: list[int], schedule: str, times: int = 1, **more: Any) -> f
     )
 
 
-@pytest.mark.parametrize(("counts", "schedule"), [([2, 3], "1f1b"), ([1, 3, 2], "gpipe")])
-def test_they_train_as_one_pipeline(counts: list[int], schedule: str) -> None:
-    build = build_of(counts, schedule)
-    one = build_of(counts, schedule, replicas=None)
-    runs = [each.local(optimizer=sgd, clip_norm=0.1) for each in (build, one)]
-    losses = [[float(value) for value in run.run(batches())] for run in runs]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    for name, value in runs[1].state_dict().items():
-        torch.testing.assert_close(runs[0].state_dict()[name], value, rtol=1e-5, atol=1e-6)
-
-
 def test_replicas_stay_equal() -> None:
     """Two runs of a build; in each, all replicas of a worker have the same weights, bit for bit."""
     build = build_of([2, 1, 1], "async", policy="stash")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +13,8 @@ import torch
 from pipelines import pipeline_of
 from torch import nn
 
-from fxpipe.errors import RunError, TaskError
+from fxpipe.errors import RunError
 from fxpipe.random_state import seed_everything
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 POLICIES = [("async", "2bw"), ("async", "spectrain"), ("async", "lwp"), ("1f1b", "latest")]
@@ -198,12 +193,6 @@ def test_gradients_that_nothing_reads_are_freed(toy: Any, tmp_path: Path, batche
     assert [p.grad for executor in pipeline.executors for p in executor.store.updater.parameters] == [None, None]
 
 
-def test_what_no_run_can_use_is_refused_where_it_is_made(toy: Any, tmp_path: Path) -> None:
-    folder = toy().save(tmp_path / "build")
-    with pytest.raises(TaskError, match=r"LBFGS\.step\(\) needs a closure"):
-        pipeline_of(folder, lambda named: torch.optim.LBFGS([p for _, p in named]))
-
-
 def test_a_failing_update_still_restores_the_random_state(toy: Any, tmp_path: Path, batches: Batches) -> None:
     class Tired(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -216,27 +205,3 @@ def test_a_failing_update_still_restores_the_random_state(toy: Any, tmp_path: Pa
     with pytest.raises(RunError, match="ArithmeticError: enough"):
         pipeline.run(batches)
     assert drawn() == expected
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize("kind", ["Noisy", "some"])
-def test_distributed_equals_local(toy: Any, tmp_path: Path, kind: str) -> None:
-    built = toy(dropout=True, policy="spectrain")
-    folder = built.save(tmp_path / "build")
-    model = tmp_path / "model.py"
-    chosen = "[p for n, p in named_parameters if 'layers.1' in n]"
-    made = f"torch.optim.SGD({chosen}, lr=0.1)" if kind == "some" else f"{kind}([p for _, p in named_parameters])"
-    text = model.read_text().split("def optimizer")[0] + OPTIMIZERS
-    model.write_text(
-        text.replace("    return [(torch.randn", "    torch.rand(()), random.random(), numpy.random.normal()\n"
-                     "    return [(torch.randn")
-        + f"\ndef optimizer(named_parameters):\n    return {made}\n"
-    )  # fmt: skip
-    options = RunOptions(str(folder), out=str(tmp_path / "local"), seed=3)
-    local = run_local(options)
-    real = launch(dataclasses.replace(options, out=str(tmp_path / "real")), built.workers)
-    assert real["losses"] == local["losses"]
-    assert (tmp_path / "real/model.safetensors").read_bytes() == (tmp_path / "local/model.safetensors").read_bytes()
-    rows = [json.loads(line) for line in (tmp_path / "real/metrics.jsonl").open()]
-    assert ["lr" in row for row in rows] == [kind == "Noisy"] * 6

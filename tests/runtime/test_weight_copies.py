@@ -22,7 +22,7 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.base import Policy
 from fxpipe.policy.copy_messages import CopyMessages, Filling
-from fxpipe.policy.demand import PHASES, Demand
+from fxpipe.policy.demand import Demand
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.weight_copies import WeightCopies
@@ -297,29 +297,3 @@ def test_a_stream_begins_whole_and_goes_on_as_differences(plans: dict[tuple[int,
                 assert pack.differences == set(wanted)
                 whole = len(message.names) - len(wanted)
                 assert pack.bytes == 320 * whole + 128 * len(wanted)  # 288 bytes, or a block of 66, each aligned
-
-
-def test_without_a_codec_nothing_is_kept(batches: Any, pipeline: Any) -> None:
-    made = pipeline("", MIXED, policy="spectrain")
-    for batch in batches:
-        made.step(batch)
-    for executor in made.executors:
-        assert not executor.store.weight_copies._bases
-        assert not any(of for _, of in executor.store.weight_copies._made.values())
-    assert all(
-        not messages.base_bytes(owner, reader, 9, Filling())
-        for messages in [CopyMessages(made.recipe.demand)]
-        for owner in range(3)
-        for reader in range(3)
-    )
-
-
-def test_every_phase_is_read(plans: dict[tuple[int, int], Plan]) -> None:
-    """The shapes of these tests have weight copies of earlier and of later workers, in forward and in backward."""
-    found = set()
-    for plan in plans.values():
-        demand = Demand(plan, make("async", 3, plan.microbatches), Wild(seed=0))
-        for worker in range(3):
-            for phase in PHASES:
-                found |= {(phase, r.owner > worker) for r in demand.readings(worker, phase) if r.owner != worker}
-    assert found == {("F", True), ("F", False), ("B", False)}

@@ -182,23 +182,3 @@ def large() -> Any:
     return fxpipe.compile(
         Tall(), error, rows(1)[0], workers=2, microbatches=4, schedule="async", cost="analytic", **where
     )
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize(("schedule", "throttle"), [("async", FASTER), ("1f1b", None)])
-def test_large_messages_wait_their_turn_between_processes(
-    large: Any, tmp_path: Path, schedule: str, throttle: str | None
-) -> None:
-    from fxpipe.runtime.options import RunOptions
-    from fxpipe.runtime.process.launch import launch
-    from fxpipe.runtime.process.local_run import run_local
-
-    task = TASK.format(steps=60).replace("error, rows, wide", "Tall, error, rows").replace("= wide,", "= Tall,")
-    (tmp_path / "task.py").write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n" + task)
-    large.save(tmp_path / "build")
-    options = {"build": str(tmp_path / "build"), "model_file": str(tmp_path / "task.py"), "schedule": schedule}
-    found = launch(RunOptions(**options, throttle=throttle), 2)
-    assert found["losses"] == run_local(RunOptions(**options))["losses"]
-    if throttle is not None and schedule == "async":  # one fifth less if all went in the order of sending
-        assert found["samples_per_second"] == pytest.approx(found["forecast"]["samples_per_second"], rel=0.05)
