@@ -209,14 +209,6 @@ def test_a_model_larger_than_a_file_can_be(tmp_path: Path, monkeypatch: pytest.M
         write(tmp_path / "small.onnx", small_model(), {}, "inputs")
 
 
-def test_too_large_is_found_before_any_work(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_file, "LIMIT", 100)
-    monkeypatch.setattr(stages, "trace_stage", None)
-    with pytest.raises(ExportError, match=r"pipeline\.onnx would be"):
-        export(build, tmp_path / "onnx", BATCH, weights="initializers")
-    assert not list(tmp_path.iterdir())
-
-
 # ---- what must not be written ----
 
 EARLIER = helper.make_model(helper.make_graph([], "g", [], []), producer_name="fxpipe").SerializeToString()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -96,26 +95,6 @@ def test_it_follows_the_formula(kind: Kind) -> None:
     assert_close([p.detach() for p in parameters], expected, **({"rtol": 0, "atol": 1e-3} if kind is Muon else {}))
 
 
-@pytest.mark.parametrize("kind", [partial(SGD, momentum=0.9), Adam])
-def test_it_stands_as_far_ahead_of_plain_training_as_its_last_steps_went(kind: Kind) -> None:
-    """With gradients that do not depend on the weights, each step is that of plain training."""
-
-    def given(weight: Tensor, step: int) -> Tensor:
-        return torch.full_like(weight, float(torch.tensor(1.3 * step).cos()))
-
-    repaired, plain = weights(), weights()
-    past = [[p.detach().clone() for p in plain]]
-    optimizer = kind(plain, lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: past.append([p.detach().clone() for p in plain]))
-    train(optimizer, None, given)
-    optimizer = kind(repaired, lr=0.1)
-    train(optimizer, ErrorFeedback(optimizer, dict(zip(repaired, DELAYS, strict=True))), given)
-    for place, (weight, delay) in enumerate(zip(repaired, DELAYS, strict=True)):
-        ends = [values[place] for values in past[len(past) - 1 - delay :]]
-        steps = [now - before for before, now in pairwise(ends)]
-        assert_close(weight.detach(), sum(steps, ends[-1]))
-
-
 def test_without_delay_it_is_plain_bit_for_bit() -> None:
     plain, repaired = weights(torch.float32), weights(torch.float32)
     train(AdamW(plain, lr=0.1), None)
@@ -150,26 +129,6 @@ def test_what_the_optimizer_leaves_alone_is_taken_back_and_stays() -> None:
     assert_close(paused.detach(), plain)
     assert torch.equal(frozen, start[2])
     assert not feedback.held(frozen)
-
-
-@pytest.mark.parametrize(("rate", "stable"), [(0.21, True), (0.32, False)])
-def test_it_bears_twice_the_rate_that_momentum_bears_one_update_late(rate: float, stable: bool) -> None:
-    """On ½·w² with γ = 0.9 the largest stable rate is 0.099 without feedback, 0.263 with it."""
-
-    def end(feeds: bool) -> float:
-        w = torch.ones(1, dtype=torch.float64, requires_grad=True)
-        optimizer = SGD([w], lr=rate, momentum=0.9)
-        feedback = ErrorFeedback(optimizer, {w: 1 if feeds else 0})
-        late = w.detach().clone()
-        for _ in range(400):
-            w.grad, late = late, w.detach().clone()
-            feedback.before_step()
-            optimizer.step()
-            feedback.after_step()
-        return float(w.detach().abs())
-
-    assert end(False) > 1e3
-    assert (end(True) < 1e-3) == stable
 
 
 @pytest.mark.parametrize(

@@ -94,13 +94,6 @@ def check(make: Make, rule: str, moved: Callable[[Tensor, Any], Tensor]) -> None
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum(nesterov: bool) -> None:
-    make = partial(SGD, lr=0.1, momentum=0.9, nesterov=nesterov)
-    check(make, "momentum", lambda w, state: 4 * 0.1 * state["momentum_buffer"])
-
-
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize(("kind", "decoupled"), [(Adam, 0.0), (AdamW, 0.2)])
 def test_adam(kind: Callable[..., Optimizer], decoupled: float, amsgrad: bool) -> None:
@@ -223,29 +216,6 @@ def test_frozen_parameters_are_live_and_a_subset_keeps_its_order(name: str) -> N
     assert_close(predictor.predict(2, [2, 1, 0]), everything[::-1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [partial(SGD, momentum=0.9), Adam])
-def test_each_group_has_its_own_lr_as_it_is_now(kind: Callable[..., Optimizer]) -> None:
-    slow, fast = parameters = weights((3,), (3,))
-    optimizer = kind([{"params": [slow], "lr": 0.1}, {"params": [fast], "lr": 0.4}])
-    predictor = Predictor(optimizer, parameters)
-    train(optimizer, predictor)
-    before = predictor.predict(1)
-    optimizer.param_groups[1]["lr"] = 0.8
-    after = predictor.predict(1)
-    assert_close(after[0], before[0])
-    assert_close(after[1] - fast.detach(), 2 * (before[1] - fast.detach()))
-
-
-def test_a_loaded_state_is_the_one_that_predicts() -> None:
-    """load_state_dict replaces the groups and the state; the predictor must not hold on to the old ones."""
-    predictor, optimizer, now = trained(partial(SGD, lr=0.1, momentum=0.9))
-    loaded = optimizer.state_dict()
-    loaded["param_groups"][0]["lr"] = 0.7
-    loaded["state"][0]["momentum_buffer"] = torch.ones(3, 2, dtype=torch.float64)
-    optimizer.load_state_dict(loaded)
-    assert_close(predictor.predict(1)[0], now[0] - 0.7)
-
-
 def test_a_parameter_that_began_later_has_its_own_bias_correction() -> None:
     early, late = parameters = weights((2,), (2,))
     optimizer = Adam(parameters, lr=0.1, betas=(0.8, 0.9), eps=0.0)
@@ -254,27 +224,6 @@ def test_a_parameter_that_began_later_has_its_own_bias_correction() -> None:
         early.grad, late.grad = torch.ones_like(early), late_grad
         optimizer.step()
     assert_close(predictor.predict(1), [early.detach() - 0.1, late.detach() - 0.1])
-
-
-def test_a_parameter_without_gradients_stays_live() -> None:
-    used, unused = parameters = weights((2,), (2,))
-    optimizer = Adam(parameters, lr=0.1)
-    predictor = Predictor(optimizer, parameters)
-    used.grad = torch.ones_like(used)
-    optimizer.step()
-    assert predictor.predict(1)[1] is unused
-
-
-def test_parameters_of_different_types_in_one_group() -> None:
-    parameters = [torch.ones(3, dtype=dtype, requires_grad=True) for dtype in (torch.float64, torch.bfloat16)]
-    optimizer = SGD(parameters, lr=0.5, momentum=0.9)
-    predictor = Predictor(optimizer, parameters)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    for parameter, ahead in zip(parameters, predictor.predict(2), strict=True):
-        assert_close(ahead, torch.full_like(parameter, -0.5))
-        assert ahead.dtype == parameter.dtype
 
 
 def test_the_rule_goes_by_the_exact_type() -> None:
@@ -287,18 +236,6 @@ def test_the_rule_goes_by_the_exact_type() -> None:
     assert Predictor(Mine(parameters), parameters).rules == ("last-update",)
     assert Predictor(Adam(complex_), complex_).rules == ("last-update",)
     assert Predictor(SGD(groups, lr=0.1, momentum=0.9), parameters).rules == ("momentum", "last-update")
-
-
-def test_groups_of_one_optimizer_have_rules_of_their_own() -> None:
-    first, second = parameters = weights((2,), (2,))
-    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "momentum": 0.0}]
-    optimizer = SGD(groups, lr=0.1, momentum=0.9)
-    predictor = Predictor(optimizer, parameters)
-    train(optimizer, predictor)
-    assert_close(
-        predictor.predict(2),
-        [first - 0.2 * optimizer.state[first]["momentum_buffer"], second + 2 * predictor._update[id(second)]],
-    )
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -354,19 +291,6 @@ def test_an_optimizer_without_a_rate() -> None:
     assert_close(predictor.predict(3), [w - 1.5 for w in now])
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_decayed_momentum(nesterov: bool) -> None:
-    """FTPipe: what momentum still carries, lr·(γ − γ^{s+1})/(1−γ), once more by γ with nesterov."""
-    parameters = weights((3, 2), (4,))
-    optimizer = SGD(parameters, lr=0.1, momentum=0.8, nesterov=nesterov)
-    predictor = Predictor(optimizer, parameters, decay=True)
-    train(optimizer, predictor)
-    factor = 0.1 * (0.8 - 0.8**4) / (1 - 0.8) * (0.8 if nesterov else 1)
-    for parameter, ahead in zip(parameters, predictor.predict(3), strict=True):
-        assert_close(ahead, parameter.detach() - factor * optimizer.state[parameter]["momentum_buffer"])
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -394,19 +318,6 @@ def test_decay_is_what_comes_when_the_gradients_are_zero(make: Callable[..., Opt
                 state["exp_avg_sq"].fill_(2.0 * (1 - (1 - 1e-12) ** (float(state["step"]) + 1)))
         optimizer.step()
     assert_close(ahead, [p.detach() for p in parameters])
-
-
-@pytest.mark.usefixtures("kernels")
-def test_decayed_adamw_keeps_its_weight_decay() -> None:
-    parameters = weights((3, 2), (4,))
-    optimizer = AdamW(parameters, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
-    predictor = Predictor(optimizer, parameters, decay=True)
-    train(optimizer, predictor)
-    factor = sum(0.1 * 0.8**i / (1 - 0.8 ** (3 + i)) for i in (1, 2))
-    for parameter, ahead in zip(parameters, predictor.predict(2), strict=True):
-        state = optimizer.state[parameter]
-        moved = factor * state["exp_avg"] / ((state["exp_avg_sq"] / (1 - 0.9**3)).sqrt() + 1e-3)
-        assert_close(ahead, parameter.detach() * (1 - 2 * 0.1 * 0.2) - moved)
 
 
 @pytest.mark.parametrize(
@@ -450,18 +361,6 @@ def test_a_scheduler_may_cycle_momentum(make: Callable[..., Optimizer], decay: b
         assert_close(predictor.predict(2)[0], expected)
 
 
-def test_options_that_are_tensors() -> None:
-    kinds = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.8), torch.tensor(0.9))}
-    plain, optimizer, now = trained(partial(AdamW, lr=0.1, betas=(0.8, 0.9), weight_decay=0.1))
-    optimizer.param_groups[0].update(kinds)
-    predictor = Predictor(optimizer, plain.parameters)
-    plain_options = {"lr": 0.1, "betas": (0.8, 0.9)}
-    ahead = predictor.predict(2)
-    optimizer.param_groups[0].update(plain_options)
-    assert_close(ahead, predictor.predict(2), rtol=1e-5, atol=1e-6)
-    assert not torch.equal(ahead[0], now[0])
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.5), partial(Adam, lr=0.1), RMSprop, Adagrad, Lion])
 def test_rules_keep_each_parameter_s_type(make: Make) -> None:
@@ -486,8 +385,3 @@ def test_memory_given_back_is_used_again_and_says_nothing_of_its_past(name: str)
     again = predictor.predict(2)
     assert {tensor.data_ptr() for tensor in again} == addresses
     assert_close(again, values, rtol=0, atol=0)
-
-
-def test_only_the_last_update_rule_keeps_a_copy() -> None:
-    assert len(trained(Sign)[0]._update) == 2
-    assert not trained(Adam)[0]._update

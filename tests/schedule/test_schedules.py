@@ -19,16 +19,11 @@ from fxpipe.schedule import (
     Action,
     Async,
     AsyncLate,
-    DualPipeV,
     GPipe,
-    Interleaved,
     OneFOneB,
     Schedule,
-    VHalf,
-    VMin,
     ZeroBubbleH1,
     ZeroBubbleH2,
-    ZeroBubbleV,
     check,
     grid,
     make,
@@ -123,19 +118,6 @@ def test_zb_h2() -> None:
     )
 
 
-def test_1f1b_drains_a_minibatch_before_it_starts_the_next() -> None:
-    rows = [" ".join(map(str, OneFOneB(3, 2).until(worker, 2))) for worker in range(3)]
-    assert rows == [
-        "F0 F0.1 B0 B0.1 F1 F1.1 B1 B1.1",
-        "F0 F0.1 B0 B0.1 F1 F1.1 B1 B1.1",
-        "F0 B0 F0.1 B0.1 F1 B1 F1.1 B1.1",
-    ]
-
-
-def test_async_fills_its_pipeline_across_minibatches() -> None:
-    assert list(islice(Async(3, 2).actions(0), 8)) == parse_row("F0 F0.1 F1 B0 F1.1 B0.1 F2 B1")
-
-
 @given(schedules, st.integers(1, 9), st.integers(0, 100))
 def test_every_schedule_is_lawful_from_any_start(schedule: Schedule, minibatches: int, start: int) -> None:
     check(schedule, minibatches, start)
@@ -211,23 +193,6 @@ def test_until_gives_up_on_a_backward_that_never_comes() -> None:
 def test_a_schedule_of_nothing_is_refused(workers: int, microbatches: int, what: str) -> None:
     with pytest.raises(ScheduleError, match=f"at least 1 of {what}, not 0"):
         make("1f1b", workers, microbatches)
-
-
-def test_the_names() -> None:
-    assert {name: type(make(name, 4, 2)) for name in SCHEDULES} == {
-        "gpipe": GPipe,
-        "1f1b": OneFOneB,
-        "async": Async,
-        "async-late": AsyncLate,
-        "zb-h1": ZeroBubbleH1,
-        "zb-h2": ZeroBubbleH2,
-        "interleaved": Interleaved,
-        "zb-v": ZeroBubbleV,
-        "v-half": VHalf,
-        "v-min": VMin,
-        "dualpipev": DualPipeV,
-    }
-    assert make("async", 3, 2) == Async(workers=3, microbatches=2)
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:

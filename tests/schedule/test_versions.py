@@ -11,21 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
-from fxpipe.plan.spec import PHASES, Phase
+from fxpipe.plan.spec import PHASES
 from fxpipe.schedule import Action, Async, OneFOneB, Schedule, Versions, make
 from fxpipe.schedule.versions import own_lag
-
-
-def lags(versions: Versions, phase: Phase, owner: int, workers: int) -> list[int]:
-    return [versions.lag(phase, reader, owner) for reader in range(workers)]
-
-
-@pytest.mark.parametrize("workers", range(1, 9))
-def test_async_sees_its_own_weights_as_the_papers_say(workers: int) -> None:
-    versions = Versions(Async(workers))
-    for k in range(workers):
-        assert versions.lag("F", reader=k, owner=k) == workers - 1 - k
-        assert versions.lag("B", reader=k, owner=k) == 0
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
@@ -34,43 +22,6 @@ def test_async_weight_copies_in_closed_form(workers: int) -> None:
     for reader, owner in product(range(workers), repeat=2):
         assert versions.lag("F", reader, owner) == workers - 1 - min(reader, owner)
         assert versions.lag("B", reader, owner) == max(0, reader - owner)
-
-
-def test_async_weight_copies_on_two_workers() -> None:
-    """Counted on paper, from the picture
-
-        worker 0: F0 F1 .. B0 F2 B1 F3 B2
-        worker 1: .. F0 B0 F1 B1 F2 B2
-
-    Owner 1: F2 on worker 0 comes after B0 there, so after B0 of worker 1, but not after its B1: version 1.
-    B1 on worker 0 comes after B1 of worker 1, an update made of minibatch 1 itself, so it takes version 1.
-    Owner 0: F2 on worker 1 comes after F2 on worker 0, so after its B0: version 1; B2 right behind it too.
-    """
-    versions = Versions(Async(2))
-    assert lags(versions, "F", owner=1, workers=2) == [1, 0]
-    assert lags(versions, "F", owner=0, workers=2) == [1, 1]
-    assert lags(versions, "B", owner=0, workers=2) == [0, 1]
-    assert lags(versions, "B", owner=1, workers=2) == [0, 0]
-
-
-def test_async_weight_copies_on_three_workers() -> None:
-    """Counted on paper, from the picture
-
-        worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4
-        worker 1: .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4
-        worker 2: .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
-
-    Minibatch 3 and worker 0's updates: F3 there comes after B0, so sees 1; that news travels with F3, so
-    workers 1 and 2 see 1. B3 on worker 1 comes after F4, which left worker 0 after B1: 2. B3 on worker 2
-    comes right after F3: 1. The others are counted likewise.
-    """
-    versions = Versions(Async(3))
-    assert lags(versions, "F", owner=0, workers=3) == [2, 2, 2]
-    assert lags(versions, "B", owner=0, workers=3) == [0, 1, 2]
-    assert lags(versions, "F", owner=1, workers=3) == [2, 1, 1]
-    assert lags(versions, "B", owner=1, workers=3) == [0, 0, 1]
-    assert lags(versions, "F", owner=2, workers=3) == [2, 1, 0]
-    assert lags(versions, "B", owner=2, workers=3) == [0, 0, 0]
 
 
 @given(st.sampled_from(["async", "gpipe", "1f1b", "zb-h1", "zb-h2"]), st.integers(1, 9), st.integers(1, 9))
