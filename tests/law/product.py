@@ -63,7 +63,7 @@ def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
     def captured(model: Any, step: Any, batch: Any, **more: Any) -> Any:
         leaves = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in pytree.tree_leaves(batch)]
         task: Task = step.__self__
-        key = (task.case.model, task.case.precision, step.__name__, str(leaves), str(more))
+        key = (task.case.model, task.weighed, task.case.precision, step.__name__, str(leaves), str(more))
         if key not in known:
             known[key] = capture(model, step, batch, **more)
         return known[key]
