@@ -165,6 +165,27 @@ def test_a_node_says_what_all_facts_say(build: Path) -> None:
     assert found["edges"] == [edge for edge in whole["edges"] if edge["name"] == "weights of worker 1"] != []
 
 
+def test_names_are_neither_markup_nor_control_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    named = 'nn.ModuleDict({"[bold]": nn.Linear(6, 8), "[/red]": nn.Linear(8, 8), ":smile:\\x1b[31m": nn.Linear(8, 8)})'
+    write_model(
+        tmp_path,
+        ("self.first = nn.Linear(6, 8)", f"self.first = {named}"),
+        ("x = torch.tanh(self.first(x))", "for part in self.first.values():\n            x = torch.tanh(part(x))"),
+    )
+    made = fxpipe("compile", "model.py", *QUICK, "-n", 3, "--fp-cut", "first.[/red]", "--fp-cut", "norm", "--verify")
+    assert made.code == 0, made.err
+    assert "first.[/red] (" in made.out
+    for options in ("--depth", 3), ("--schedule", "async"), ("--node", "first.[bold]"):
+        result = fxpipe("inspect", "build", *options)
+        assert result.code == 0, result.err
+        assert "\x1b" not in result.out + result.err
+    tree = fxpipe("inspect", "build", "--depth", 3).out
+    for name in ("├ [bold]", "├ [/red]", ":smile:[31m"):
+        assert name in tree
+
+
 def test_the_grid(build: Path) -> None:
     out = fxpipe("inspect", build, "--schedule", "async", "--policy", "spectrain").out
     assert out.startswith(

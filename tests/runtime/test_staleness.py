@@ -19,6 +19,7 @@ from torch import Tensor
 from fxpipe.policy import make
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import ObjectTask
