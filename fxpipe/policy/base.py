@@ -36,8 +36,6 @@ class Policy(ABC):
     """Some actions see predicted weights. May be a property."""
     weight_form: ClassVar[bool] = False
     """Predictions repeat the last update itself, with any optimizer (`fxpipe.policy.optimizers.predict`)."""
-    decay: ClassVar[bool] = False
-    """Predictions reach only as far as momentum will still carry; an option of `PredictingPolicy`."""
     one_pipeline: ClassVar[bool] = False
     """What an action reads follows from what its microbatch saw on other workers."""
 
@@ -85,12 +83,6 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class PredictingPolicy(Policy):
-    """A policy whose actions see weights predicted by the optimizer's own rule.
-
-    Attributes:
-        decay: predict only what momentum will still carry if all future gradients are zero (FTPipe).
-    """
+    """A policy whose actions see weights predicted by the optimizer's own rule."""
 
     predicts: ClassVar[bool] = True
-
-    decay: bool = False  # type: ignore[misc]

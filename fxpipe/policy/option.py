@@ -26,7 +26,7 @@ def policy_help(default: str) -> str:
     return (
         f"Which weights a forward and a backward see: {', '.join(sorted(POLICIES))}, or the model file's own; with "
         "switches after it: "
-        f"pipeoptim+keep, spectrain+decay. [default: {default}]"
+        f"pipeoptim+keep, spectrain+ef. [default: {default}]"
     )
 
 

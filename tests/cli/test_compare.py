@@ -40,7 +40,7 @@ def test_the_text_fits_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "80")
     busy = dict.fromkeys((*OF_TRAINING, "other"), 0.4)
     rows = [{"rank": k, "engines": ["eager"], "busy": 0.5, "seconds": 4.0, "spent": busy} for k in range(12)]
-    one = write_run(tmp_path / "one", steps=40, policy="spectrain+decay")
+    one = write_run(tmp_path / "one", steps=40, policy="spectrain+ef")
     two = write_run(tmp_path / "two", steps=100_000, build={"folder": "other", "digest": "f" * 64})
     run = json.loads((two / "run.json").read_text())
     (two / "run.json").write_text(json.dumps(run | {"workers": rows}))

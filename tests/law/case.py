@@ -45,8 +45,8 @@ class Case:
                          slow=("1f1b*2", "zb-h2", "v-min", "v-half", "dualpipev"))  # fmt: skip
     microbatches: int = axis(2, 1, 4)
     replicas: str = axis("one", "two", "2,1", "shard", "outer", "delayed", slow=("1,2",))
-    policy: str = axis("default", "latest", "stash", "vertical", "2bw", "spectrain+decay", "pipeoptim+keep", "xpipe",
-                       "latest+ef", slow=("2bw+predict", "pipeoptim", "lwp"))  # fmt: skip
+    policy: str = axis("default", "latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim+keep", "xpipe",
+                       "latest+ef", slow=("2bw+predict", "pipeoptim", "lwp", "spectrain+ef"))  # fmt: skip
     optimizer: str = axis("momentum", "nesterov", "sgd", "adamw", "own", "two")
     rate: str = axis("constant", "falling", "epoch")
     clip: bool = axis(False, True)

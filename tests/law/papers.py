@@ -38,7 +38,7 @@ class Rule(Protocol):
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
         """The weights after an update."""
 
-    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
+    def ahead(self, w: Tensor, rate: float, steps: int) -> Tensor:
         """The weights so many updates later, as the optimizer's own direction has them."""
 
 
@@ -59,15 +59,9 @@ class Momentum:
             return w - rate * (g + self.gamma * self.buffer)
         return w - rate * self.buffer
 
-    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
+    def ahead(self, w: Tensor, rate: float, steps: int) -> Tensor:
         assert self.buffer is not None
-        if not decay:
-            return w - steps * rate * self.buffer
-        carried = self.gamma * self.gamma if self.nesterov else self.gamma
-        for _ in range(steps):
-            w = w - rate * carried * self.buffer
-            carried *= self.gamma
-        return w
+        return w - steps * rate * self.buffer
 
 
 @dataclass
@@ -83,7 +77,7 @@ class Plain:
         self.last, self.moved = rate, -rate * (g + self.weight_decay * w)
         return w + self.moved
 
-    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
+    def ahead(self, w: Tensor, rate: float, steps: int) -> Tensor:
         return w + (steps * rate / self.last) * self.moved
 
 
@@ -107,13 +101,9 @@ class AdamW:
     def scale(self) -> Tensor:
         return (torch.as_tensor(self.v) / (1 - self.betas[1] ** self.updates)).sqrt() + self.eps
 
-    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
-        beta, moment, moved = self.betas[0], self.m, torch.zeros_like(w)
-        for i in range(1, steps + 1):
-            if decay:
-                moment = beta * moment
-            moved = moved + rate * moment / (1 - beta ** (self.updates + (i if decay else 0)))
-        return w - steps * rate * self.weight_decay * w - moved / self.scale()
+    def ahead(self, w: Tensor, rate: float, steps: int) -> Tensor:
+        moment = self.m / (1 - self.betas[0] ** self.updates)
+        return w - steps * rate * (self.weight_decay * w + moment / self.scale())
 
 
 @dataclass
@@ -128,7 +118,7 @@ class Softsign:
         self.last, self.moved = rate, -rate * g / (0.1 + g.abs())
         return w + self.moved
 
-    def ahead(self, w: Tensor, rate: float, steps: int, decay: bool) -> Tensor:
+    def ahead(self, w: Tensor, rate: float, steps: int) -> Tensor:
         return w + (steps * rate / self.last) * self.moved
 
 
@@ -172,12 +162,12 @@ class Trained:
         before = self.plain[max(0, len(self.plain) - 1 - self.feedback)]
         return Layer(*(now + (now - then) for now, then in zip(self.plain[-1], before, strict=True)))
 
-    def ahead(self, version: int, target: int, decay: bool) -> Layer:
+    def ahead(self, version: int, target: int) -> Layer:
         """Version `target` as the optimizer after `version` has it; there is no direction before the first update."""
         live, rules = self.history[version], self.rules[version]
         if not version or target <= version:
             return live
-        return Layer(*(r.ahead(w, r.rate(version), target - version, decay) for r, w in zip(rules, live, strict=True)))
+        return Layer(*(r.ahead(w, r.rate(version), target - version) for r, w in zip(rules, live, strict=True)))
 
     def line(self, version: int, target: int) -> Layer:
         """The same on the line through the last update."""
@@ -209,7 +199,7 @@ class Policy:
 
     def __init__(self, text: str, workers: int, microbatches: int, late: int) -> None:
         self.name, *options = text.split("+")
-        self.keep, self.predict, self.decay = ("keep" in options, "predict" in options, "decay" in options)
+        self.keep, self.predict = "keep" in options, "predict" in options
         self.workers, self.microbatches, self.late = workers, microbatches, late
         self.kept: dict[Any, Layer] = {}
 
@@ -219,7 +209,7 @@ class Policy:
         if self.name == "xpipe" and self.workers > 1:
             key = (action.phase, m, place)
             if j == 0:
-                self.kept[key] = of.ahead(action.version, self._xpipe_target(action), self.decay)
+                self.kept[key] = of.ahead(action.version, self._xpipe_target(action))
             return self.kept[key]
         if self.name == "stash" or self.keep:
             if action.phase == "F":
@@ -235,13 +225,13 @@ class Policy:
             return of.history[action.entered]
         if self.name == "2bw":
             older = max(0, m - self.late - min(1, self.workers - 1))
-            return of.ahead(older, m, False) if self.predict else of.history[older]
+            return of.ahead(older, m) if self.predict else of.history[older]
         if self.name == "spectrain":
-            return of.ahead(version, m + (j + action.owner // 2) // self.microbatches, self.decay)
+            return of.ahead(version, m + (j + action.owner // 2) // self.microbatches)
         if self.name == "lwp":
             return of.line(version, m)
         assert self.name in ("pipeoptim", "xpipe")
-        return of.ahead(version, m, self.decay)
+        return of.ahead(version, m)
 
     def _xpipe_target(self, action: Action) -> int:
         n, t, k = self.workers, self.microbatches, action.owner

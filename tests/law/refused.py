@@ -54,9 +54,9 @@ RULES = [
         lambda case: case.policy.startswith("2bw") and _of_first(case) < case.workers - 1,
     ),
     Rule(
-        "error feedback or decay without momentum",
+        "error feedback without momentum",
         "momentum",
-        lambda case: case.policy.endswith(("+ef", "+decay")) and case.optimizer not in WITH_MOMENTUM,
+        lambda case: case.policy.endswith("+ef") and case.optimizer not in WITH_MOMENTUM,
     ),
     Rule(
         "shares of the optimizer's state, and a policy that follows the optimizer",

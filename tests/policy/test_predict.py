@@ -13,7 +13,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RAdam
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.testing import assert_close
 
-from fxpipe.errors import PolicyError
 from fxpipe.policy.optimizers import rules
 from fxpipe.policy.optimizers.predict import Predictor
 
@@ -106,13 +105,11 @@ def test_adam(kind: Callable[..., Optimizer], decoupled: float, amsgrad: bool) -
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("decay", [False, True], ids=["expected", "decay"])
 @pytest.mark.parametrize("options", [{}, {"decoupled_weight_decay": True}, {"maximize": True, "momentum_decay": 0.3}])
-def test_nadam_repeats_its_own_step_with_its_momentum_for_the_gradient(options: dict[str, Any], decay: bool) -> None:
-    """Or with a gradient of zero. The second moment is set before each step, so that v̂ stays as it is."""
+def test_nadam_repeats_its_own_step_with_its_momentum_for_the_gradient(options: dict[str, Any]) -> None:
+    """The second moment is set before each step, so that v̂ stays as it is."""
     make = partial(NAdam, lr=0.1, betas=(0.8, 0.9), weight_decay=0.2, eps=1e-3, **options)
     predictor, optimizer, now = trained(make)
-    predictor = Predictor(optimizer, predictor.parameters, decay=decay)
     assert predictor.rules == ("nadam",)
     found = predictor.predict(4)
     sign = -1 if optimizer.param_groups[0]["maximize"] else 1
@@ -124,7 +121,7 @@ def test_nadam_repeats_its_own_step_with_its_momentum_for_the_gradient(options: 
         alone.state[own] = {k: torch.as_tensor(v).clone() for k, v in optimizer.state[parameter].items()}
         state, second = alone.state[own], optimizer.state[parameter]["exp_avg_sq"] / (1 - 0.9**3)
         for t in range(4, 8):
-            own.grad = 0 * w if decay else sign * state["exp_avg"].clone()
+            own.grad = sign * state["exp_avg"].clone()
             state["exp_avg_sq"].copy_((second * (1 - 0.9**t) - 0.1 * own.grad**2) / 0.9)
             alone.step()
         assert_close(ahead, own - 4 * 0.1 * decoupled * w)
@@ -291,73 +288,19 @@ def test_an_optimizer_without_a_rate() -> None:
     assert_close(predictor.predict(3), [w - 1.5 for w in now])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(SGD, momentum=0.8),
-        partial(SGD, momentum=0.8, nesterov=True),
-        partial(RMSprop, momentum=0.8),
-        partial(Adam, betas=(0.8, 1 - 1e-12), eps=0.0),  # v̂ stands still: torch's decays too
-        partial(AdamW, betas=(0.8, 1 - 1e-12), eps=0.0, weight_decay=0.0),
-    ],
-)
-def test_decay_is_what_comes_when_the_gradients_are_zero(make: Callable[..., Optimizer]) -> None:
-    parameters = weights((3, 2), (4,))
-    optimizer = make(parameters, lr=0.1)
-    predictor = Predictor(optimizer, parameters, decay=True)
-    train(optimizer, predictor)
-    if isinstance(optimizer, Adam):  # v̂ = v/(1−β₂ᵗ) as it is, for every t
-        for state in optimizer.state.values():
-            state["exp_avg_sq"].fill_(2.0 * (1 - (1 - 1e-12) ** 3))
-    ahead = predictor.predict(4)
-    for _ in range(4):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        if isinstance(optimizer, Adam):
-            for state in optimizer.state.values():
-                state["exp_avg_sq"].fill_(2.0 * (1 - (1 - 1e-12) ** (float(state["step"]) + 1)))
-        optimizer.step()
-    assert_close(ahead, [p.detach() for p in parameters])
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (partial(SGD, lr=0.1), "decay needs momentum, and fxpipe knows none of SGD"),
-        (Lion, "fxpipe knows none of Lion"),
-    ],
-)
-def test_decay_needs_momentum(make: Make, said: str) -> None:
-    parameters = weights((2,))
-    with pytest.raises(PolicyError, match=said) as caught:
-        Predictor(make(parameters), parameters, decay=True)
-    assert "+decay" in str(caught.value.hint)
-
-
-def test_decay_names_the_group_without_momentum_and_the_weight_form_has_none() -> None:
-    first, second = parameters = weights((2,), (2,))
-    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "momentum": 0.0}]
-    with pytest.raises(PolicyError, match="none of SGD in parameter group 1"):
-        Predictor(SGD(groups, lr=0.1, momentum=0.9), parameters, decay=True)
-    with pytest.raises(PolicyError, match="weight form"):
-        Predictor(Adam(parameters), parameters, decay=True, weight_form=True)
-
-
 @pytest.mark.parametrize("make", [partial(SGD, momentum=0.9), Adam])
-@pytest.mark.parametrize("decay", [False, True])
-def test_a_scheduler_may_cycle_momentum(make: Callable[..., Optimizer], decay: bool) -> None:
+def test_a_scheduler_may_cycle_momentum(make: Callable[..., Optimizer]) -> None:
     [parameter] = parameters = weights((3,))
     optimizer = make(parameters, lr=0.1)
-    predictor = Predictor(optimizer, parameters, decay=decay)
+    predictor = Predictor(optimizer, parameters)
     scheduler = OneCycleLR(optimizer, 0.4, total_steps=6)
     for _ in range(4):
         train(optimizer, predictor, updates=1)
         scheduler.step()
         assert predictor.predict(2)[0].isfinite().all()
     if isinstance(optimizer, SGD):
-        lr, gamma = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]
-        factor = lr * (gamma + gamma**2) if decay else 2 * lr
-        expected = parameter.detach() - factor * optimizer.state[parameter]["momentum_buffer"]
+        reach = 2 * optimizer.param_groups[0]["lr"]
+        expected = parameter.detach() - reach * optimizer.state[parameter]["momentum_buffer"]
         assert_close(predictor.predict(2)[0], expected)
 
 

@@ -36,7 +36,6 @@ POLICIES = [
     )
     if not policy.startswith("2bw") or microbatches == 4
 ] + [
-    ("spectrain+decay", 1),
     ("stash+ef", 1),
     ("2bw+ef", 4),
     ("lwp+ef", 2),

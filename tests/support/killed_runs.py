@@ -132,7 +132,7 @@ SCHEDULERS = {
 }
 POLICIES = [
     "latest", "latest+ef", "stash", "stash+ef", "vertical", "2bw", "2bw+predict", "2bw+ef", "lwp",
-    "pipeoptim", "pipeoptim+keep", "spectrain", "spectrain+decay", "spectrain+ef", "xpipe",
+    "pipeoptim", "pipeoptim+keep", "spectrain", "spectrain+ef", "xpipe",
 ]  # fmt: skip
 
 

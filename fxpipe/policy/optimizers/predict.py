@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxpipe.errors import PolicyError
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rate_of, rule_of
-from fxpipe.task.several_optimizers import stepped_by
 
 
 class Predictor:
@@ -32,13 +30,9 @@ class Predictor:
         optimizer: holds the state that is read; it may load another state at any time.
         parameters: what can be predicted, in the caller's order. A parameter in no group is frozen.
         weight_form: for every optimizer, Ŵ = W + steps·(W_t − W_{t−1}), no matter what the learning rate does.
-        decay: predict only what momentum still carries if all future gradients are zero.
 
     Attributes:
         rules: the name of each parameter group's rule.
-
-    Raises:
-        PolicyError: `decay` without momentum that could decay.
     """
 
     def __init__(
@@ -47,17 +41,13 @@ class Predictor:
         parameters: Sequence[Tensor],
         *,
         weight_form: bool = False,
-        decay: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = tuple(parameters)
         self.weight_form = weight_form
-        self.decay = decay
         groups = optimizer.param_groups
         self._rules = [LAST_UPDATE if weight_form else rule_of(optimizer, group) for group in groups]
         self.rules = tuple(rule.name for rule in self._rules)
-        if decay:
-            self._refuse_decay()
         # By number, because loading a state replaces the groups themselves.
         self._group = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
         self._observed = [p for p in self.parameters if id(p) in self._group and self._rule(p) is LAST_UPDATE]
@@ -146,23 +136,10 @@ class Predictor:
             add(out, weights, self._last_updates(weights), self._repeats(steps, number))
         else:
             states = [self.optimizer.state.get(weight, {}) for weight in weights]
-            write(Look(out, weights, states, group, steps, self.decay))
+            write(Look(out, weights, states, group, steps))
         return out
 
     def _repeats(self, steps: int, number: int) -> float:
         """How many times the last update fits into the next ones: more than `steps` if the rate grows."""
         present, used = rate_of(self.optimizer.param_groups[number]), self._used[number]
         return steps if self.weight_form or not present or not used else steps * present / used
-
-    def _refuse_decay(self) -> None:
-        if self.weight_form:
-            raise PolicyError("the weight form of prediction has no momentum to decay", hint="leave out +decay")
-        for number, rule in enumerate(self._rules):
-            if rule is LAST_UPDATE:
-                kind = stepped_by(self.optimizer, self.optimizer.param_groups[number]).__name__
-                where = f" in parameter group {number}" if len(self._rules) > 1 else ""
-                raise PolicyError(
-                    f"decay needs momentum, and fxpipe knows none of {kind}{where}",
-                    hint="use SGD or RMSprop with momentum > 0, Adam, AdamW or NAdam (not a subclass), or leave out "
-                    "+decay",
-                )

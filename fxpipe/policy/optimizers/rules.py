@@ -20,15 +20,9 @@ times as far off as stale weights, this rule 0.6 to 1.02 times.
 All rules but the last one repeat the optimizer's own update with its current state; that one repeats the last update as
 it was: s times in the weight form, or if there is no rate.
 
-With decay, future gradients count as zero, so that only what momentum carries is left (FTPipe):
-
-    momentum:  Ŵ = W − lr·buf·Σ γ^i, i = 1 … s, which is lr·(γ−γ^{s+1})/(1−γ)·buf; with nesterov one more γ
-    adam:      lr·m·Σ β₁^i/(1−β₁^{t+i}) replaces reach·m̂; v̂ and AdamW's decay as above
-    nadam:     lr·m·Σ β₁^i·μ_{t+i+1}/(1−μ₁⋯μ_{t+i+1}) replaces lr·(Σ c_i)·m
-
 From: SpecTrain (Chen, Yang, Cheng 2018, arXiv 1809.02839) for momentum, PipeOptim (Guan et al. 2023, arXiv
-2312.00839) for Adam and AdamW, Kosson et al. 2020 (arXiv 2003.11666) for the weight form, FTPipe (Eliad et al. 2021)
-for decay, Dozat 2016 (Nesterov in Adam) for μ; the rest, and the details of all, follow `torch.optim` itself.
+2312.00839) for Adam and AdamW, Kosson et al. 2020 (arXiv 2003.11666) for the weight form, Dozat 2016 (Nesterov in Adam)
+for μ; the rest, and the details of all, follow `torch.optim` itself.
 """
 
 from __future__ import annotations
@@ -54,7 +48,6 @@ class Look:
         states: the optimizer's state of each parameter.
         group: the parameter group's options, as they are now.
         steps: how many updates ahead.
-        decay: count future gradients as zero.
     """
 
     out: list[Tensor]
@@ -62,7 +55,6 @@ class Look:
     states: list[dict[str, Any]]
     group: Group
     steps: int
-    decay: bool = False
 
     @property
     def rate(self) -> float:
@@ -108,22 +100,13 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
 
 
 def _momentum(look: Look) -> None:
-    factor = look.reach
-    if look.decay:
-        gamma, further = float(look.group["momentum"]), int(look.group.get("nesterov", False))
-        factor = look.rate * sum(gamma ** (i + further) for i in range(1, look.steps + 1))
-    add(look.out, look.weights, [state["momentum_buffer"] for state in look.states], -factor)
+    add(look.out, look.weights, [state["momentum_buffer"] for state in look.states], -look.reach)
 
 
 def _adam(look: Look) -> None:
-    group, reach = look.group, look.reach
-    beta1 = float(group["betas"][0])
+    beta1 = float(look.group["betas"][0])
     made = _numbers(look.states, "step")  # a parameter without gradients has had fewer updates
-    factors = dict.fromkeys(made, 0.0)
-    for t in factors:
-        factors[t] = reach / (1 - beta1**t)
-        if look.decay:
-            factors[t] = look.rate * sum(beta1**i / (1 - beta1 ** (t + i)) for i in range(1, look.steps + 1))
+    factors = {t: look.reach / (1 - beta1**t) for t in dict.fromkeys(made)}
     _along_moments(look, made, [factors[t] for t in made])
 
 
@@ -141,9 +124,7 @@ def _nadam(look: Look) -> None:
         moved, present = 0.0, product * mu(t + 1)
         for i in range(1, look.steps + 1):
             following = present * mu(t + i + 1)
-            momentum = mu(t + i + 1) / (1 - following)
-            expected = (1 - mu(t + i)) / (1 - present)
-            moved += momentum * beta1**i if look.decay else momentum + expected
+            moved += mu(t + i + 1) / (1 - following) + (1 - mu(t + i)) / (1 - present)
             present = following
         factors[t, product] = look.rate * moved
     _along_moments(look, made, [factors[each] for each in kept])

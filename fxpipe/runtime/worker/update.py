@@ -98,9 +98,7 @@ class Updater:
             if made is not None:
                 self.scheduler, self.per_epoch, self.metric = made.scheduler, made.per_epoch, made.metric
         if policy.predicts:
-            self.predictor = Predictor(
-                self.optimizer, self.parameters, weight_form=policy.weight_form, decay=policy.decay
-            )
+            self.predictor = Predictor(self.optimizer, self.parameters, weight_form=policy.weight_form)
         if policy.ef:
             self.feedback = ErrorFeedback(self.optimizer, delays)
 
