@@ -33,9 +33,9 @@ RARE = ("save",)
 def compare_command(first: str, second: str, as_json: bool) -> int:
     """Compare two runs: settings, speed, loss, and where their time went.
 
-    RUN1 and RUN2 are --out folders of `fxpipe run`; the builds may differ. Losses are compared at the same steps and
-    after the same time of training, both raw and as the mean of the last 20. Anything missing from a folder, for
-    example after a run was stopped, is left out with a warning.
+    RUN1 and RUN2 are --out folders of `fxpipe run`; the builds may differ. Losses are compared at the end and after the
+    same time of training, as the mean of the last 20. Anything missing from a folder, for example after a run was
+    stopped, is left out with a warning.
 
     \b
     fxpipe compare out/ other/
@@ -67,7 +67,6 @@ def describe(found: Json, console: Console) -> None:
     else:
         echo("\nno setting differs")
     _print_speed(found, console)
-    _print_losses(found, console)
     _print_workers(found, console)
     for number, rows in enumerate(found["time_losses"], start=1):
         if rows:
@@ -88,32 +87,13 @@ def _print_speed(found: Json, console: Console) -> None:
         "seconds": ("seconds", lambda v: f"{v:.1f}"),
     }
     rows = [(title, found["speed"][name], write) for name, (title, write) in names.items()]
-    rows += [("final loss", found["loss"]["final"]["raw"], _loss)]
-    rows += [(f"mean of last {SMOOTH}", found["loss"]["final"]["smoothed"], _loss)]
+    rows += [("final loss", found["loss"]["raw"], _loss), (f"mean of last {SMOOTH}", found["loss"]["smoothed"], _loss)]
     rows += [(f"held out {name}", pair, _loss) for name, pair in found["evaluation"].items()]
     rows = [row for row in rows if row[1] != [None, None]]
     if rows:
         echo("\nspeed and outcome")
         cells = [[_cell(value, write) for value in pair] for _, pair, write in rows]
         _side_by_side(console, [title for title, _, _ in rows], cells, [_change(pair) for _, pair, _ in rows])
-
-
-def _print_losses(found: Json, console: Console) -> None:
-    at_steps, at_seconds = found["loss"]["at_steps"], found["loss"]["at_seconds"]
-    if at_steps:
-        echo(f"\nloss at the same step, and the mean of the last {SMOOTH}")
-        _print_loss_rows(console, ["step"], [[str(row["step"])] for row in at_steps], at_steps)
-    if at_seconds:
-        echo(f"\nloss after the same time, and the mean of the last {SMOOTH}")
-        heads = [[f"{row['seconds']:.3g}", *map(_said, row["step"])] for row in at_seconds]
-        _print_loss_rows(console, ["seconds", "step of 1", "step of 2"], heads, at_seconds)
-
-
-def _print_loss_rows(console: Console, names: list[str], heads: list[list[str]], rows: Sequence[Json]) -> None:
-    names = [*names, "run 1", "run 2", "mean of 1", "mean of 2"]
-    losses = ([_cell(value, _loss) for value in (*row["raw"], *row["smoothed"])] for row in rows)
-    cells = [head + rest for head, rest in zip(heads, losses, strict=True)]
-    print_columns([TextColumn(name, right=True) for name in names], cells, console)
 
 
 def _print_workers(found: Json, console: Console) -> None:

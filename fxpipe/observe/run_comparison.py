@@ -1,4 +1,4 @@
-"""Two runs side by side: settings, speed, loss, where their time went, and which is faster and why; as plain JSON.
+"""Two runs side by side: settings, speed, loss, where their time went, and which is faster; as plain JSON.
 
 It works on what `fxpipe.observe.run_folder.read_run` reads; the builds may differ.
 """
@@ -34,8 +34,8 @@ def compare(first: Json, second: Json) -> Json:
     settings     those that differ: {name: [·, ·]}
     speed        {samples_per_second, efficiency, bubble, step_ms, seconds}: pairs; step_ms is a median,
                  bubble is what workers wait, feed data or pause
-    loss         {at_steps: [{step, raw, smoothed}], at_seconds: [{seconds, step, raw, smoothed}], final};
-                 both are None if the loss is not finite
+    loss         {raw, smoothed: of the last steps; same_time: {seconds, smoothed}}: pairs, None if the loss is not
+                 finite; same_time is None if a run has no steps
     evaluation   {metric: [·, ·]}
     workers      [{worker, busy, seconds, spent: {kind: shares of the worker's time}}]
     time_losses  the rows of both
@@ -117,33 +117,23 @@ def _engines(run: Json) -> str | None:
 
 
 def _losses(runs: Sequence[Json]) -> Json:
-    steps = [[int(step) for step in run["metrics"]["step"]] for run in runs]
-    places = [{step: i for i, step in enumerate(own)} for own in steps]
-    common = sorted(places[0].keys() & places[1].keys())
-    picked = sorted({common[(len(common) - 1) * i // 4] for i in range(5)}) if common else []
     ends = [[value or 0.0 for value in run["metrics"]["seconds"]] for run in runs]
     until = min((own[-1] for own in ends if own), default=0.0) if all(ends) else 0.0
-    at_seconds = []
-    for moment in [until * i / 4 for i in range(1, 5)] if until else []:
-        last = [bisect_right(own, moment) - 1 for own in ends]
-        row: Json = {
-            "seconds": moment,
-            "step": [own[i] if i >= 0 else None for own, i in zip(steps, last, strict=True)],
-        }
-        at_seconds.append(row | _both(runs, last))
-    at_steps = [{"step": step, **_both(runs, [own[step] for own in places])} for step in picked]
-    return {"at_steps": at_steps, "at_seconds": at_seconds, "final": _both(runs, [len(own) - 1 for own in steps])}
+    last = [bisect_right(own, until) for own in ends]
+    return {
+        "raw": [next(iter(run["metrics"]["loss"][-1:]), None) for run in runs],
+        "smoothed": [_smoothed(run, len(own)) for run, own in zip(runs, ends, strict=True)],
+        "same_time": {"seconds": until, "smoothed": [_smoothed(run, n) for run, n in zip(runs, last, strict=True)]}
+        if until
+        else None,
+    }
 
 
-def _both(runs: Sequence[Json], places: Sequence[int]) -> dict[str, Pair]:
-    """The losses at these places of both runs' metrics, raw and smoothed; None if they are not finite."""
-    pairs: dict[str, Pair] = {"raw": [], "smoothed": []}
-    for run, place in zip(runs, places, strict=True):
-        tail = [loss for loss in run["metrics"]["loss"][max(place + 1 - SMOOTH, 0) : place + 1] if loss is not None]
-        raw = run["metrics"]["loss"][place] if place >= 0 else None
-        pairs["raw"].append(raw)
-        pairs["smoothed"].append(sum(tail) / len(tail) if raw is not None else None)
-    return pairs
+def _smoothed(run: Json, steps: int) -> float | None:
+    """The mean of the last losses of the first steps; None if the last one is not finite, or there is none."""
+    losses = run["metrics"]["loss"][max(steps - SMOOTH, 0) : steps]
+    known = [loss for loss in losses if loss is not None]
+    return sum(known) / len(known) if losses and losses[-1] is not None else None
 
 
 def _diverged(run: Json) -> int | None:
@@ -186,70 +176,20 @@ def _verdict(runs: Sequence[Json], found: Json) -> list[str]:
     else:
         fast = found["faster"]
         ratio, rates = max(found["ratio"], 1 / found["ratio"]), found["speed"]["samples_per_second"]
-        why = _why(runs, fast)
         said.append(
-            f"Run {fast + 1} is {ratio:.2f} times as fast ({rates[fast]:.1f} samples/s against {rates[1 - fast]:.1f})"
-            f"{': ' + why if why else ''}."
+            f"Run {fast + 1} is {ratio:.2f} times as fast ({rates[fast]:.1f} samples/s against {rates[1 - fast]:.1f})."
         )
     diverged = [_diverged(run) for run in runs]
     for number, step in enumerate(diverged, start=1):
         if step is not None:
             said.append(f"Run {number}'s loss is not finite from step {step} on.")
-    last = found["loss"]["at_seconds"][-1:]
-    if last and diverged == [None, None] and None not in last[0]["smoothed"]:
-        losses = last[0]["smoothed"]
+    then = found["loss"]["same_time"]
+    if then and diverged == [None, None] and None not in then["smoothed"]:
+        losses = then["smoothed"]
         better = int(losses[1] < losses[0])
         if abs(losses[0] - losses[1]) > 1e-3 * max(map(abs, losses)):
             said.append(
-                f"After the same time ({last[0]['seconds']:.3g} s) run {better + 1} has the lower loss: "
+                f"After the same time ({then['seconds']:.3g} s) run {better + 1} has the lower loss: "
                 f"{losses[better]:.4g} against {losses[1 - better]:.4g}."
             )
     return said
-
-
-def _why(runs: Sequence[Json], fast: int) -> str:
-    """The main cause of the difference, if there is one: the workers' time per sample, by kind."""
-    quick, slow = runs[fast], runs[1 - fast]
-    local = [run.get("transport") == "local" for run in (quick, slow)]
-    if local[0] != local[1]:
-        return f"run {fast + 1 if local[0] else 2 - fast} had all its workers in one process"
-    counts = [len(run.get("workers") or ()) for run in (quick, slow)]
-    if not all(counts):
-        return ""
-    if counts[0] < counts[1]:
-        return ""
-    if counts[0] > counts[1]:
-        return f"it has {counts[0]} workers, the other {counts[1]}"
-    parts = [_sample_ms(run) for run in (quick, slow)]
-    if not all(parts):
-        return ""
-    one, other = parts
-    saved = {what: other[what] - one[what] for what in one}
-    most = max(saved, key=lambda what: saved[what])
-    if saved[most] < sum(saved.values()) / 2:
-        return ""
-    if most == "waits":
-        shares = [f"{100 * own[most] / sum(own.values()):.0f} %" for own in parts]
-        return f"its workers wait {shares[0]} of their time, the other's {shares[1]}"
-    take = [f"{own[most]:.3g} ms" for own in parts]
-    return f"its {most} take {take[0]} of the workers' time for a sample, the other's {take[1]}"
-
-
-def _sample_ms(run: Json) -> dict[str, float]:
-    """Milliseconds of the workers' time per sample, by kind; empty if not known."""
-    samples = (run.get("steps") or 0) * (run.get("samples") or 0)
-    spent = [row.get("spent") for row in run["workers"]]
-    if not samples or not all(spent):
-        return {}
-
-    def total(*kinds: str) -> float:
-        return sum(1e3 * own.get(kind, 0.0) for own in spent for kind in kinds) / samples
-
-    return {
-        "forwards and backwards": total("F", "B", "W"),
-        "waits": total("wait"),
-        "messages": total("send", "receive"),
-        "data": total("data"),
-        "updates and predictions": total("update", "predict"),
-        "pauses between actions": total("other"),
-    }
