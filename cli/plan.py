@@ -11,7 +11,7 @@ from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_table, working
 from fxpipe.cli.partition_tables import best_possible, described_links, partition_json, print_partition
-from fxpipe.cli.planned import PlanInput, Planned, of_model, of_profile, planned
+from fxpipe.cli.planned import Planned, of_model, of_profile, planned
 from fxpipe.cli.replica_options import ReplicaOptions, replica_options
 from fxpipe.cli.replica_plan import plan_replicas, print_replicas, replicas_json
 from fxpipe.cli.schedule_comparison import asked_schedule, compare_schedules, print_schedules
@@ -24,6 +24,7 @@ from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Partition
+    from fxpipe.planner.profile import PlanInput
     from fxpipe.simulator.result import Simulation
 
 MODES = ("same", "bidirectional", "three-way")

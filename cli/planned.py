@@ -10,41 +10,16 @@ from typing import TYPE_CHECKING
 from fxpipe.cli.output import warn
 
 from fxpipe.lowering.options import AUTO, CompileOptions
+from fxpipe.planner.profile import PlanInput
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
-    from fxpipe.plan.cost_records import OptimizerCosts
     from fxpipe.planner.partition import Partition
-    from fxpipe.planner.profile import Profile
     from fxpipe.planner.setting import Setting
     from fxpipe.search import Counts
     from fxpipe.simulator.result import Simulation
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """What is planned: a profile with W as part of B, and one for three-way cuts, which may be the same."""
-
-    whole: Profile
-    apart: Profile
-    microbatches: int
-    samples: int | None
-    optimizer: OptimizerCosts
-    device: str = "cpu"
-    batch_norm: str = ""
-
-    def profiles(self, modes: Sequence[str]) -> list[tuple[Profile, list[str]]]:
-        """Which profile serves which modes."""
-        if self.apart is self.whole:
-            return [(self.whole, list(modes))]
-        groups = [(p, [m for m in modes if self.of(m) is p]) for p in (self.whole, self.apart)]
-        return [(profile, wanted) for profile, wanted in groups if wanted]
-
-    def of(self, mode: str) -> Profile:
-        """The profile of a mode."""
-        return self.apart if mode == "three-way" else self.whole
 
 
 Read = Callable[[int | None, bool, Say], PlanInput]
@@ -118,15 +93,7 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
             if warning not in told:
                 told[warning] = None
                 warn(warning)
-        return PlanInput(
-            found.whole,
-            found.apart,
-            found.microbatches,
-            found.samples,
-            found.optimizer,
-            found.device,
-            found.batch_norm,
-        )
+        return found
 
     return Source(read, lambda options: counts_of(replace(asked, synchronous=options.synchronous), [batch]))
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.output import echo, print_table
 from fxpipe.cli.partition_tables import best_possible, described_links, partition_json, print_partition
-from fxpipe.cli.planned import PlanInput, Say, Source
+from fxpipe.cli.planned import Say, Source
 from fxpipe.cli.replica_options import ReplicaOptions
 
 from fxpipe.lowering.options import AUTO, CompileOptions
 
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Partition
+    from fxpipe.planner.profile import PlanInput
     from fxpipe.planner.setting import Setting
 
 

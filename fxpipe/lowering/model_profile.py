@@ -17,37 +17,10 @@ from fxpipe.lowering.step_costs import StepCosts, step_costs
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.profile import profile_of
-from fxpipe.plan.cost_records import OptimizerCosts
-from fxpipe.planner.profile import Profile
+from fxpipe.planner.profile import PlanInput, Profile
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.padding import padded
 from fxpipe.tracing.capture import Loss
-
-
-@dataclass(frozen=True)
-class ModelProfile:
-    """What a model's units cost a microbatch.
-
-    Attributes:
-        whole: for cuts that leave W with B.
-        apart: for three-way cuts: operators that make input and weight gradients in one call are split in two. The
-            same as `whole` where the model has none.
-        microbatches: of a minibatch.
-        samples: of a minibatch.
-        optimizer: what it costs.
-        device: 'cpu' or 'cuda'.
-        warnings: what capture and costs want the user to know.
-        batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
-    """
-
-    whole: Profile
-    apart: Profile
-    microbatches: int
-    samples: int
-    optimizer: OptimizerCosts
-    device: str
-    warnings: tuple[str, ...] = ()
-    batch_norm: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +29,7 @@ class StepProfile:
 
     Attributes:
         program: with its units numbered, without metrics.
-        whole, apart: as in `ModelProfile`.
+        whole, apart: as in `PlanInput`.
         costs_of_whole, costs_of_apart: those of their nodes, and the optimizer's.
     """
 
@@ -76,7 +49,7 @@ def profile_model(
     three_way: bool = True,
     say: Callable[[str], None] = lambda text: None,
     yardstick: Yardstick | None = None,
-) -> ModelProfile:
+) -> PlanInput:
     """Capture the step and cost it; nothing is cut or written.
 
     Args:
@@ -95,7 +68,7 @@ def profile_model(
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
     found = profile_step(step, options, three_way=three_way, say=say, yardstick=yardstick)
     program, optimizer = found.program, found.costs_of_whole.optimizer
-    return ModelProfile(
+    return PlanInput(
         found.whole,
         found.apart,
         options.count,

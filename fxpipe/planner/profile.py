@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import FxpipeError, ProfileError, near
+from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 MOST = 1e30
@@ -167,6 +168,43 @@ class Profile:
             "no_forward_cut": {names[p]: self.uncut[p] for p in sorted(self.uncut)},
         }
         return json.dumps(body, indent=1) + "\n"
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """What is planned: what the units of a model, or of a profile, cost a microbatch.
+
+    Attributes:
+        whole: for cuts that leave W with B.
+        apart: for three-way cuts: operators that make input and weight gradients in one call are split in two. The
+            same as `whole` where there are none.
+        microbatches: of a minibatch.
+        samples: of a minibatch; None for a profile.
+        optimizer: what it costs.
+        device: 'cpu' or 'cuda'.
+        warnings: what capture and costs want the user to know.
+        batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
+    """
+
+    whole: Profile
+    apart: Profile
+    microbatches: int
+    samples: int | None
+    optimizer: OptimizerCosts
+    device: str = "cpu"
+    warnings: tuple[str, ...] = ()
+    batch_norm: str = ""
+
+    def profiles(self, modes: Sequence[str]) -> list[tuple[Profile, list[str]]]:
+        """Which profile serves which modes."""
+        if self.apart is self.whole:
+            return [(self.whole, list(modes))]
+        groups = [(p, [m for m in modes if self.of(m) is p]) for p in (self.whole, self.apart)]
+        return [(profile, wanted) for profile, wanted in groups if wanted]
+
+    def of(self, mode: str) -> Profile:
+        """The profile of a mode."""
+        return self.apart if mode == "three-way" else self.whole
 
 
 @dataclass(frozen=True)
