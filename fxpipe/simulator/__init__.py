@@ -7,7 +7,7 @@ inputs from a build or a partition; they are not imported here.
 from __future__ import annotations
 
 from fxpipe.plan.cost_records import StageTime
-from fxpipe.simulator.result import Simulation, Span, Transfer
+from fxpipe.simulator.result import Simulation, Span
 from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
 from fxpipe.simulator.simulate import simulate
 
@@ -18,7 +18,6 @@ __all__ = [
     "Simulation",
     "Span",
     "StageTime",
-    "Transfer",
     "WeightCopy",
     "simulate",
 ]

@@ -9,11 +9,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil, inf
-from typing import NamedTuple
 
 from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS
 from fxpipe.planner.links import Links
-from fxpipe.schedule.action import Action
 
 
 @dataclass(slots=True, eq=False)
@@ -21,14 +19,12 @@ class Waiting:
     """A message that waits its turn.
 
     Attributes:
-        action: that sent it.
         left: its bytes that have not been carried.
         begins: when the first of them was; None before.
     """
 
     channel: Channel
     number: int
-    action: Action
     left: float
     begins: float | None = None
 
@@ -36,16 +32,6 @@ class Waiting:
     def chunks(self) -> int:
         """In how many chunks the rest will go."""
         return max(1, ceil(self.left / CHUNK))
-
-
-class Stretch(NamedTuple):
-    """Bytes of a message that waits its turn, carried without a break; `last` if nothing of it is left."""
-
-    message: Waiting
-    bytes: float
-    start: float
-    end: float
-    last: bool
 
 
 @dataclass(slots=True)
@@ -61,7 +47,6 @@ class Direction:
     free: float = 0.0
     waiting: int = 0
     _queues: dict[int, deque[Waiting]] = field(default_factory=lambda: {SAVED: deque(), WEIGHTS: deque()})
-    _stretch: Stretch | None = None
 
     def put(self, message: Waiting, time: float) -> None:
         """A message is sent at `time`, and waits its turn."""
@@ -69,23 +54,21 @@ class Direction:
         self._queues[message.channel.turn].append(message)
         self.waiting += 1
 
-    def interrupt(self) -> Iterator[Stretch]:
-        """Something else is carried next: the stretch that ends with it, if there is one."""
-        if self._stretch is not None:
-            yield self._stretch
-            self._stretch = None
-
-    def carry(self, until: float) -> Iterator[Stretch]:
-        """Carry all chunks that begin before `until`; what was carried, up to each break."""
+    def carry(self, until: float) -> list[Waiting]:
+        """Carry all chunks that begin before `until`; the messages of which these were the last."""
+        arrived: list[Waiting] = []
         while self.free < until and (message := self._first()) is not None:
-            yield from self._carry(message, until)
+            if self._carry(message, until):
+                arrived.append(message)
+        return arrived
 
-    def carry_all(self, wanted: Waiting) -> Iterator[Stretch]:
+    def carry_all(self, wanted: Waiting) -> list[Waiting]:
         """Carry the rest of a message, and what goes before it; nothing urgent is sent before its last chunk begins."""
-        while (message := self._first()) is not None:
-            yield from self._carry(message, inf)
-            if message is wanted:
-                return
+        arrived: list[Waiting] = []
+        while wanted not in arrived and (message := self._first()) is not None:
+            self._carry(message, inf)
+            arrived.append(message)
+        return arrived
 
     def expected(self) -> Iterator[tuple[float, Waiting]]:
         """When each message that waits would arrive if no other were sent."""
@@ -99,26 +82,20 @@ class Direction:
     def _first(self) -> Waiting | None:
         return next((queue[0] for queue in self._queues.values() if queue), None)
 
-    def _carry(self, message: Waiting, until: float) -> Iterator[Stretch]:
-        """Carry those chunks of the first message that begin before `until`: at least one does."""
-        if self._stretch is not None and self._stretch.message is not message:
-            yield from self.interrupt()
-        start, chunk, chunks = self.free, message.channel.seconds(CHUNK), message.chunks
-        message.begins = start if message.begins is None else message.begins
-        last = start + (chunks - 1) * chunk < until
-        carried = message.left
-        if not last:
-            chunks = min(chunks - 1, ceil((until - start) / chunk))
-            carried = float(chunks * CHUNK)
-        self.free = start + (message.channel.seconds(carried) if last else chunks * chunk)
-        message.left -= carried
-        before = self._stretch or Stretch(message, 0.0, start, start, False)
-        self._stretch = Stretch(message, before.bytes + carried, before.start, self.free, last)
-        if last:
-            message.channel.ready[message.number] = message.channel.arrives(message.begins, self.free)
-            self._queues[message.channel.turn].popleft()
-            self.waiting -= 1
-            yield from self.interrupt()
+    def _carry(self, message: Waiting, until: float) -> bool:
+        """Carry those chunks of the first message that begin before `until`: at least one does; whether that is all."""
+        chunk, chunks = message.channel.seconds(CHUNK), message.chunks
+        message.begins = self.free if message.begins is None else message.begins
+        if self.free + (chunks - 1) * chunk >= until:
+            chunks = min(chunks - 1, ceil((until - self.free) / chunk))
+            self.free += chunks * chunk
+            message.left -= float(chunks * CHUNK)
+            return False
+        self.free += message.channel.seconds(message.left)
+        message.channel.ready[message.number] = message.channel.arrives(message.begins, self.free)
+        self._queues[message.channel.turn].popleft()
+        self.waiting -= 1
+        return True
 
 
 class Channel:
@@ -160,17 +137,15 @@ class Channel:
         # Both ends copy while the message is on its way: it has arrived when both link and copying are done.
         self._travels = max(self._occupies, self.copy) + self._latency
 
-    def send(self, number: int, time: float) -> tuple[float, float]:
-        """Send a message at `time` or as soon as the direction is free; returns when it begins and ends to occupy
-        it."""
+    def send(self, number: int, time: float) -> None:
+        """Send a message at `time` or as soon as the direction is free."""
         start = max(time, self.direction.free)
-        end = self.direction.free = start + self._occupies
+        self.direction.free = start + self._occupies
         self.ready[number] = start + self._travels
-        return start, end
 
-    def wait(self, number: int, time: float, action: Action) -> None:
+    def wait(self, number: int, time: float) -> None:
         """Send a message at `time` that waits its turn; it is `ready` once the direction has carried it."""
-        self.direction.put(Waiting(self, number, action, self.bytes), time)
+        self.direction.put(Waiting(self, number, self.bytes), time)
 
     def arrives(self, begins: float, ends: float) -> float:
         """When an otherwise idle receiver has a message of which the direction carries the first and the last then."""

@@ -22,28 +22,12 @@ class Span(NamedTuple):  # a tuple: a run has tens of thousands
     end: float
 
 
-class Transfer(NamedTuple):
-    """A message that occupies its direction of a link; it arrives the link's latency after `end`.
-
-    Of a message that waits its turn, there is one for every stretch in which nothing else was carried.
-    `action` is the one that sent it. Weights are sent by the action that ends with their update.
-    """
-
-    src: int
-    dst: int
-    bytes: float
-    start: float
-    end: float
-    action: Action
-
-
 @dataclass(frozen=True)
 class Simulation:
     """A finished run, from an empty pipeline to an empty pipeline.
 
     Attributes:
         spans: by worker, in order. Between them, and before the first, the worker waits.
-        transfers: every message, or stretch of one, in order within each direction of a link.
         finished: when worker 0 ended each minibatch.
         seconds: the whole run.
         seconds_per_minibatch: in the steady state: the slope of `finished` over the second half of the minibatches, or
@@ -51,18 +35,13 @@ class Simulation:
             most, for no other waits for it at once. Without a flush, the last minibatches, during which the pipeline
             empties, do not count; if fewer than two are left, as with workers + 1 minibatches for `async`, it is the
             mean of the whole run.
-        busy: each worker's seconds of compute, updates and copying.
-        waited: each worker's seconds of waiting before its actions and within them.
         bubble: the share of the ranks' time in the steady state in which they are not busy.
     """
 
     spans: tuple[tuple[Span, ...], ...]
-    transfers: tuple[Transfer, ...]
     finished: tuple[float, ...]
     seconds: float
     seconds_per_minibatch: float
-    busy: tuple[float, ...]
-    waited: tuple[float, ...]
     bubble: float
 
     def samples_per_second(self, samples_per_minibatch: float) -> float:

@@ -22,8 +22,8 @@ from fxpipe.plan.urgency import URGENT
 from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import play, read
-from fxpipe.simulator.channel import Channel, Stretch
-from fxpipe.simulator.result import Simulation, Span, Transfer
+from fxpipe.simulator.channel import Channel, Waiting
+from fxpipe.simulator.result import Simulation, Span
 from fxpipe.simulator.scenario import NEVER, Scenario
 from fxpipe.simulator.script import Script, scripts
 
@@ -65,12 +65,9 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     working = sum(scenario.busy(worker, schedule.microbatches) for worker in range(workers))
     return Simulation(
         spans=tuple(tuple(spans) for spans in run.spans),
-        transfers=tuple(run.transfers),
         finished=tuple(finished[0].values()),
         seconds=seconds,
         seconds_per_minibatch=period,
-        busy=tuple(sum(span.end - span.start for span in spans) for spans in run.spans),
-        waited=tuple(run.waited),
         bubble=max(0.0, 1 - working / (schedule.ranks * period)) if period else 0.0,  # rounding is no work
     )
 
@@ -100,8 +97,6 @@ class _Simulator:
         self.schedule = schedule
         self.microbatches = schedule.microbatches
         self.spans: list[list[Span]] = [[] for _ in parts]
-        self.transfers: list[Transfer] = []
-        self.waited = [0.0 for _ in parts]
         self.ends: dict[int, float] = {}
         self._summed: dict[tuple[int, int], float] = {}  # when the sums of a worker's minibatches are there
         self._awake = list(reversed(range(schedule.ranks)))
@@ -125,7 +120,7 @@ class _Simulator:
         if not awaited:
             return False
         _, place, message = min(awaited, key=itemgetter(0))
-        self._carried(self._directions[place].carry_all(message))
+        self._arrived(self._directions[place].carry_all(message))
         return True
 
     def _walk(self, rank: int, row: Sequence[Event]) -> Iterator[None]:
@@ -140,7 +135,7 @@ class _Simulator:
                 if channel is None:
                     continue
                 if sends:
-                    clock = self._send(channel, number, clock, action)
+                    clock = self._send(channel, number, clock)
                     continue
                 wanted = number
                 if lags is not None:
@@ -157,9 +152,7 @@ class _Simulator:
                 if ready - copy > clock:
                     if clock > begin:
                         spans.append(Span(action.phase, action, begin, clock))
-                    begin = ready - copy
-                    self.waited[worker] += begin - clock
-                    clock = begin
+                    begin = clock = ready - copy
                 clock += copy
             spans.append(Span(action.phase, action, begin, clock))  # even without length: every action has its end
             if self.schedule.ends(action):
@@ -173,40 +166,30 @@ class _Simulator:
 
     def _update(self, worker: int, action: Action, minibatch: int, begin: float) -> float:
         """A minibatch's update, after an action, and sending its weights; returns when it is over."""
-        wait = max(0.0, self._summed[worker, minibatch] - begin)
-        self.waited[worker] += wait
-        begin += wait
+        begin = max(begin, self._summed[worker, minibatch])
         clock = begin + self.parts[worker].update
         for weights in self.parts[worker].outgoing:
             if minibatch < weights.last:
-                clock = self._send(weights.channel, minibatch + 1, clock, action)
+                clock = self._send(weights.channel, minibatch + 1, clock)
         if clock > begin:
             self.spans[worker].append(Span("update", action, begin, clock))
         return clock
 
-    def _send(self, channel: Channel, number: int, clock: float, action: Action) -> float:
+    def _send(self, channel: Channel, number: int, clock: float) -> float:
         """Send a message, and wake its receiver if it is urgent; returns when the sender can go on."""
         direction = channel.direction
         if direction.waiting:
-            self._carried(direction.carry(clock))
+            self._arrived(direction.carry(clock))
         if channel.turn != URGENT:
-            channel.wait(number, clock, action)
+            channel.wait(number, clock)
             return clock + channel.copy
-        start, end = channel.send(number, clock)
-        if end > start:
-            self._carried(direction.interrupt())
-        if channel.bytes:
-            self.transfers.append(Transfer(channel.src, channel.dst, channel.bytes, start, end, action))
+        channel.send(number, clock)
         self._wake(channel, number)
         return clock + channel.copy
 
-    def _carried(self, stretches: Iterable[Stretch]) -> None:
-        for message, size, start, end, last in stretches:
-            channel = message.channel
-            if size:
-                self.transfers.append(Transfer(channel.src, channel.dst, size, start, end, message.action))
-            if last:
-                self._wake(channel, message.number)
+    def _arrived(self, messages: Iterable[Waiting]) -> None:
+        for message in messages:
+            self._wake(message.channel, message.number)
 
     def _wake(self, channel: Channel, number: int) -> None:
         if channel.asleep == number:

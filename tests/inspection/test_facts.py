@@ -247,7 +247,7 @@ def test_the_timeline_is_the_simulators(looked_at: Subject, found: dict[str, Any
         assert (memory["bytes"][0], memory["bytes"][-1]) == (max(held[0].before, memory["bytes"][0]), held[-1].after)
         assert memory["seconds"] == sorted(set(memory["seconds"]))
         spans = [s for s in shown["spans"] if s[0] == worker]
-        assert sum(s[5] - s[4] for s in spans) == pytest.approx(run.busy[worker])
+        assert sum(s[5] - s[4] for s in spans) == pytest.approx(sum(s.end - s.start for s in run.spans[worker]))
         assert all(a[5] <= b[4] + 1e-12 for a, b in itertools.pairwise(spans))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fxpipe.simulator import simulate
 from fxpipe.simulator.forecast import forecast
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.scenario import Scenario
+from fxpipe.simulator.script import scripts
 
 
 def shifted(microbatches: int = 1, **options: Any) -> Build:
@@ -62,7 +64,8 @@ def test_weight_gradients_apart(schedule: str) -> None:
     found = simulate(recipe.schedule, made, 2)
     kinds = {span.kind for spans in found.spans for span in spans}
     assert ("W" in kinds) == recipe.schedule.weights_apart
-    busy = simulate(recipe.schedule, scenario_of(build.plan, plain, recipe.demand), 2).busy
+    run = simulate(recipe.schedule, scenario_of(build.plan, plain, recipe.demand), 2)
+    busy = [sum(span.end - span.start for span in spans) for spans in run.spans]
     expected = [8 * (row.forward + row.backward + row.weight) + 2 * row.update for row in build.workers]
     assert busy == pytest.approx(expected)
 
@@ -143,16 +146,16 @@ def test_the_runtime_sends_the_same(
     build.local().run(case.batches(minibatches))
 
     made = scenario(build)
-    found = simulate(choose(build.plan).schedule, made, minibatches)
-    sizes = {(r.owner, r.reader, r.bytes) for r in made.weight_copies}
-    assert sizes.isdisjoint((m.src, m.dst, m.bytes) for m in made.messages)  # so that they can be told apart
+    schedule = choose(build.plan).schedule
     assert made.weight_copies
     simulated: Counter[tuple[object, ...]] = Counter()
-    for t in found.transfers:
-        weights = (t.src, t.dst, t.bytes) in sizes
-        sent = f"{t.action.phase}{t.action.minibatch}.{t.action.microbatch}"
-        label = ("weights", t.action.minibatch + 1) if weights else (sent,)
-        simulated[t.src, t.dst, t.bytes, *label] += 1
+    for m in made.messages:
+        for i, j in product(range(minibatches), range(microbatches)):
+            simulated[m.src, m.dst, m.bytes, f"{m.src_phase}{i}.{j}"] += 1
+    for script in scripts(made, schedule, minibatches):
+        for weights in script.outgoing:
+            for version in range(1, weights.last + 1):
+                simulated[weights.channel.src, weights.channel.dst, weights.channel.bytes, "weights", version] += 1
     assert simulated == real
 
 
