@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import echo, emit_json, note, print_table, working
-from fxpipe.cli.partition_tables import best_possible, described_links, partition_json, print_partition
-from fxpipe.cli.planned import Planned, of_model, of_profile, planned
+from fxpipe.cli.output import emit_json, note, working
+from fxpipe.cli.planned import of_model, of_profile, planned
 from fxpipe.cli.replica_options import ReplicaOptions, replica_options
-from fxpipe.cli.replica_plan import plan_replicas, print_replicas, replicas_json
+from fxpipe.cli.replica_plan import plan_replicas
 from fxpipe.cli.schedule_comparison import asked_schedule, compare_schedules, print_schedules
 
 from fxpipe.lowering.options import CompileOptions
@@ -21,11 +20,6 @@ from fxpipe.plan.limits import MOST_MICROBATCHES
 from fxpipe.planner.links import Links
 from fxpipe.schedule import to_csv
 from fxpipe.task.model_options import ModelOptions
-
-if TYPE_CHECKING:
-    from fxpipe.planner.partition import Partition
-    from fxpipe.planner.profile import PlanInput
-    from fxpipe.simulator.result import Simulation
 
 MODES = ("same", "bidirectional", "three-way")
 
@@ -155,26 +149,18 @@ def plan_command(
         made = ModelOptions(meta=meta)
         source = of_model(target, made, options) if is_model else of_profile(target, weight_fraction)
         if wanted.any:
-            replicated = plan_replicas(source, options, wanted, modes or MODES, is_model, say)
+            found = plan_replicas(source, options, wanted, modes or MODES, is_model, say)
         elif compare:
             schedules = compare_schedules(source, options, counts, modes, say)
         else:
             subject = source.read(options.microbatches, not modes or "three-way" in modes, say)
             found = planned(subject, options, modes or MODES, say)
-    if wanted.any:
-        if as_json:
-            emit_json(replicas_json(replicated))
-        else:
-            print_replicas(replicated)
+    if as_json:
+        emit_json((schedules if compare else found).as_json())
     elif compare:
-        if as_json:
-            emit_json(schedules.as_json())
-        else:
-            print_schedules(schedules.rows, schedules.samples)
-    elif as_json:
-        emit_json(_as_json(found, modes or MODES))
+        print_schedules(schedules.rows, schedules.samples)
     else:
-        _print(found, options.stages, modes or MODES)
+        found.show()
     if save_schedule is not None:
         saved = schedules.best if compare else found.setting.schedule_of(options.stages)
         Path(save_schedule).write_text(to_csv(saved), encoding="utf-8")
@@ -189,64 +175,3 @@ def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:
         raise click.UsageError("--autocast and --threads are for models; a profile has its own times")
     if options.pad_to is not None:
         raise click.UsageError("--pad-to is for models; a profile has no batches")
-
-
-def _as_json(made: Planned, modes: tuple[str, ...]) -> dict[str, Any]:
-    subject, first = made.subject, next(iter(made.found.values()))
-    result: dict[str, Any] = {
-        "ideal_ms": 1e3 * first.ideal,
-        "units": [u.name for u in subject.whole.units],
-        "microbatches": subject.microbatches,
-    }
-    for mode in modes:
-        result[mode] = _mode_as_json(subject, made.found[mode], made.simulated[mode]) if mode in made.found else None
-    return result
-
-
-def _mode_as_json(subject: PlanInput, partition: Partition, simulation: Simulation) -> dict[str, Any]:
-    result = {
-        **partition_json(partition),
-        "simulated_ms": 1e3 * simulation.seconds_per_minibatch / subject.microbatches,
-        "bubble": simulation.bubble,
-    }
-    if subject.samples is not None:
-        result["samples_per_second"] = simulation.samples_per_second(subject.samples)
-    return result
-
-
-def _print(made: Planned, workers: int, modes: tuple[str, ...]) -> None:
-    subject, found, links = made.subject, made.found, made.setting.links
-    shown: dict[tuple[tuple[int, ...], ...], str] = {}
-    for mode, partition in found.items():
-        cuts = (partition.forward, partition.backward, partition.weights)
-        if cuts in shown:
-            echo(f"{mode}: as {shown[cuts]}\n")
-        else:
-            print_partition(subject.of(mode), partition)
-        shown.setdefault(cuts, mode)
-    rows = []
-    for mode in modes:
-        if mode not in found:
-            rows.append([mode, "does not fit", *[""] * 6])
-            continue
-        partition, simulation = found[mode], made.simulated[mode]
-        slowest = max(range(workers), key=lambda k: partition.loads[k].total)
-        rows.append(
-            [
-                mode,
-                f"{1e3 * partition.bottleneck:.2f} ms",
-                f"worker {slowest}",
-                f"{partition.efficiency:.3f}",
-                best_possible(partition),
-                f"{1e3 * simulation.seconds_per_minibatch / subject.microbatches:.2f} ms",
-                f"{100 * simulation.bubble:.0f} %",
-                "" if subject.samples is None else f"{simulation.samples_per_second(subject.samples):.1f}",
-            ]
-        )
-    headers = ["cuts", "slowest", "which", "efficiency", "best possible", "simulated", "bubble", "samples/s"]
-    print_table(
-        headers if subject.samples is not None else headers[:-1],
-        [r[: len(headers)] if subject.samples is not None else r[:-1] for r in rows],
-    )
-    ideal = next(iter(found.values())).ideal
-    echo(f"ideal {1e3 * ideal:.2f} ms a microbatch · {len(subject.whole.units)} units · {described_links(links)}")

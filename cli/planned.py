@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fxpipe.cli.output import warn
+from fxpipe.cli.partition_tables import PlannedCuts, TimedPartition
 
 from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.planner.profile import PlanInput
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
-    from fxpipe.planner.partition import Partition
-    from fxpipe.planner.setting import Setting
     from fxpipe.search import Counts
-    from fxpipe.simulator.result import Simulation
 
 Say = Callable[[str], None]
 
@@ -37,16 +34,6 @@ class Source:
 
     read: Read
     counts: Callable[[CompileOptions], Counts]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The best partition of each mode, of those that fit into memory, and its simulation."""
-
-    subject: PlanInput
-    setting: Setting
-    found: dict[str, Partition]
-    simulated: dict[str, Simulation]
 
 
 def of_profile(path: str, weight_fraction: float) -> Source:
@@ -98,7 +85,7 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
     return Source(read, lambda options: counts_of(replace(asked, synchronous=options.synchronous), [batch]))
 
 
-def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], say: Say) -> Planned:
+def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], say: Say) -> PlannedCuts:
     """Plan and simulate, with values as small as their codecs make them; what the codecs themselves take is left out.
 
     Raises:
@@ -112,8 +99,7 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
 
     counted = replace(options, microbatches=subject.microbatches)
     setting = counted.setting(subject.device, subject.optimizer)
-    found: dict[str, Partition] = {}
-    simulated: dict[str, Simulation] = {}
+    found: dict[str, TimedPartition] = {}
     schedule = setting.schedule_of(options.stages)
     asked = options.encoding
     for encoding in (PLAIN, *asked.candidates) if asked.auto else (asked,):
@@ -123,7 +109,7 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
                 say(f"{mode}: simulating")
                 scenario = scenario_of_partition(profile, partition, packed.workers(options.stages), schedule)
                 simulation = simulate(schedule, scenario, steady_minibatches(schedule))
-                best = simulated[mode].seconds_per_minibatch if mode in simulated else math.inf
-                if simulation.seconds_per_minibatch < best * (1 - WORTH):
-                    found[mode], simulated[mode] = partition, simulation
-    return Planned(subject, setting, found, simulated)
+                seconds = simulation.seconds_per_minibatch
+                if mode not in found or seconds < found[mode].seconds * (1 - WORTH):
+                    found[mode] = TimedPartition(partition, seconds, simulation.bubble)
+    return PlannedCuts(subject, setting, {mode: found.get(mode) for mode in modes})

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
-from fxpipe.cli.output import echo, print_table
-from fxpipe.cli.partition_tables import best_possible, described_links, partition_json, print_partition
+from fxpipe.cli.partition_tables import PlannedCuts, TimedPartition
 from fxpipe.cli.planned import Say, Source
 from fxpipe.cli.replica_options import ReplicaOptions
 
@@ -17,38 +15,12 @@ from fxpipe.lowering.options import AUTO, CompileOptions
 
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Partition
-    from fxpipe.planner.profile import PlanInput
     from fxpipe.planner.setting import Setting
-
-
-@dataclass(frozen=True)
-class TimedPartition:
-    """A partition, and seconds of a minibatch with it."""
-
-    partition: Partition
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ReplicaPlan:
-    """The best partition of each kind of cuts, and as many processes without a choice: all replicas, or none.
-
-    Attributes:
-        found: by mode; None where nothing fits.
-        data_parallel, pipeline: None where it does not fit, or has fewer microbatches than replicas.
-    """
-
-    subject: PlanInput
-    setting: Setting
-    processes: int
-    found: dict[str, TimedPartition | None]
-    data_parallel: TimedPartition | None
-    pipeline: TimedPartition | None
 
 
 def plan_replicas(
     source: Source, options: CompileOptions, wanted: ReplicaOptions, modes: Sequence[str], is_model: bool, say: Say
-) -> ReplicaPlan:
+) -> PlannedCuts:
     """Plan with replicas, given or chosen.
 
     Raises:
@@ -100,13 +72,13 @@ def plan_replicas(
         for profile, some in subject.profiles(modes):
             found |= replicated_partitions(profile, setting, processes, some, say)
     say("data parallelism and a pipeline for comparison")
-    return ReplicaPlan(
+    pipeline = (1,) * min(processes, len(subject.whole.units))
+    return PlannedCuts(
         subject,
         setting,
-        processes,
         {mode: _timed(found[mode], setting) if mode in found else None for mode in modes},
-        alone((processes,)),
-        alone((1,) * min(processes, len(subject.whole.units))),
+        processes,
+        {"data_parallel": alone((processes,)), "pipeline": alone(pipeline)},
     )
 
 
@@ -122,92 +94,3 @@ def _timed(partition: Partition, setting: Setting) -> TimedPartition:
     count = len(partition.replicas)
     flush = setting.schedule_of(count).synchronous
     return TimedPartition(partition, minibatch_seconds(partition, setting.workers(count, partition.replicas), flush))
-
-
-def replicas_json(plan: ReplicaPlan) -> dict[str, Any]:
-    """One object: what was planned for, a partition for each mode, and the two to compare with."""
-    subject = plan.subject
-    first = next(timed for timed in plan.found.values() if timed is not None)
-    return {
-        "ideal_ms": 1e3 * first.partition.ideal,
-        "units": [u.name for u in subject.whole.units],
-        "processes": plan.processes,
-        "microbatches": subject.microbatches,
-        "shared_out_evenly": plan.setting.evenly,
-        **{mode: _timed_json(timed, subject) for mode, timed in plan.found.items()},
-        "data_parallel": _timed_json(plan.data_parallel, subject),
-        "pipeline": _timed_json(plan.pipeline, subject),
-    }
-
-
-def _timed_json(timed: TimedPartition | None, subject: PlanInput) -> dict[str, Any] | None:
-    from fxpipe.planner.replicated import notation
-
-    if timed is None:
-        return None
-    partition = timed.partition
-    result = {
-        "replicas": list(partition.replicas),
-        "configuration": notation(partition.replicas),
-        "processes": sum(partition.replicas),
-        "minibatch_ms": 1e3 * timed.seconds,
-        **partition_json(partition),
-    }
-    if subject.samples is not None:
-        result["samples_per_second"] = subject.samples / timed.seconds
-    return result
-
-
-def print_replicas(plan: ReplicaPlan) -> None:
-    """A table a kind of cuts, with a row a worker; then what minibatches take."""
-    from fxpipe.planner.replicated import notation
-
-    subject, shown = plan.subject, dict[tuple[tuple[int, ...], ...], str]()
-    for mode, timed in plan.found.items():
-        if timed is None:
-            continue
-        partition = timed.partition
-        what = (partition.forward, partition.backward, partition.weights, partition.replicas)
-        if what in shown:
-            echo(f"{mode}: as {shown[what]}\n")
-        else:
-            title = f"{mode}, {notation(partition.replicas)}: milliseconds of a process, a microbatch of the minibatch"
-            print_partition(subject.of(mode), partition, title)
-        shown.setdefault(what, mode)
-    rows = [_row(mode, timed, subject) for mode, timed in plan.found.items()]
-    rows += [_row("data parallelism", plan.data_parallel, subject), _row("plain pipeline", plan.pipeline, subject)]
-    headers = ["", "replicas", "processes", "slowest", "which", "efficiency", "best possible", "minibatch", "samples/s"]
-    end = None if subject.samples is not None else -1
-    print_table(headers[:end], [row[:end] for row in rows], left=2)
-    first = next(timed for timed in plan.found.values() if timed is not None).partition
-    machines = plan.setting.machines
-    where = f" between machines of {machines.size}, {described_links(machines.inner)} in them" if machines else ""
-    echo(
-        f"ideal {1e3 * first.ideal:.2f} ms a microbatch · {subject.microbatches} microbatches a minibatch · "
-        f"{len(subject.whole.units)} units · {described_links(plan.setting.links)}{where}"
-    )
-    if plan.setting.evenly and (multiple := math.lcm(*first.replicas)) > 1 and subject.microbatches % multiple:
-        echo(
-            f"microbatches count as shared out evenly, which {notation(first.replicas)} can do with multiples of "
-            f"{multiple}: --microbatches {multiple}"
-        )
-
-
-def _row(name: str, timed: TimedPartition | None, subject: PlanInput) -> list[str]:
-    from fxpipe.planner.replicated import notation
-
-    if timed is None:
-        return [name, "does not fit", *[""] * 7]
-    partition = timed.partition
-    slowest = max(range(len(partition.loads)), key=lambda k: partition.loads[k].total)
-    return [
-        name,
-        notation(partition.replicas),
-        str(sum(partition.replicas)),
-        f"{1e3 * partition.bottleneck:.2f} ms",
-        f"worker {slowest}",
-        f"{partition.efficiency:.3f}",
-        best_possible(partition),
-        f"{1e3 * timed.seconds:.1f} ms",
-        "" if subject.samples is None else f"{subject.samples / timed.seconds:.1f}",
-    ]
