@@ -233,19 +233,13 @@ class Record:
             with suppress(OSError):
                 (self.out / old).unlink()
 
-    def end(self, summary: dict[str, Any] | None) -> None:
-        """The run has ended well; TensorBoard's file gets its summary."""
-        if self._file is not None:
-            self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close(summary)
-            self._tensorboard = None
-
     def close(self) -> None:
         """End the display and all files."""
         if self._progress is not None:
             self._show(lambda progress: progress.close())
-        self.end(None)
+        for file in (self._file, self._tensorboard):
+            if file is not None:
+                file.close()
 
     @property
     def steps(self) -> int:

@@ -19,11 +19,7 @@ from fxpipe.observe.appended_file import AppendedFile
 from fxpipe.task.metrics import NO_METRICS
 
 _INSTALL = "pip install tensorboard"
-_SETTINGS = (
-    "schedule", "policy", "microbatches", "clip_norm", "ema", "seed", "steps", "samples", "threads", "device",
-)  # fmt: skip
 _number = itertools.count()
-_RESULTS = ("seconds", "samples_per_second", "bubble", "efficiency")
 
 
 def check_tensorboard(folder: str | Path) -> None:
@@ -43,8 +39,8 @@ class TensorboardLog:
 
     Scalars, by step: `train/loss`, `train/lr`, `train/grad_norm`, `train/samples_per_second`, `train/NAME` for each
     metric that the loss came with, and one for each value of each worker, like `busy/worker_0`; `eval/NAME` for
-    evaluations. Texts at the end: `settings`, `results` and `time_losses`. TensorBoard's relative time counts from when
-    this object was made. An event that cannot be written ends no run (see `AppendedFile`).
+    evaluations. TensorBoard's relative time counts from when this object was made. An event that cannot be written ends
+    no run (see `AppendedFile`).
 
     Args:
         continue_after: what earlier files of this folder have after this step is forgotten when they are read.
@@ -110,12 +106,8 @@ class TensorboardLog:
         for name, value in metrics.items():
             self._scalar(f"eval/{name}", value)
 
-    def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """End the file; write a run's summary (`run.json`), if given, in words and numbers."""
-        if summary is not None:
-            self._text("settings", [f"{key}: {summary[key]}" for key in _SETTINGS if summary.get(key) is not None])
-            self._text("results", [f"{key}: {summary[key]:.6g}" for key in _RESULTS if summary.get(key) is not None])
-            self._text("time_losses", [row["text"] for row in summary.get("time_losses") or ()])
+    def close(self) -> None:
+        """End the file."""
         self._file.close()
 
     @property
@@ -127,10 +119,6 @@ class TensorboardLog:
         value = float(value)
         value = value if math.isfinite(value) else math.nan
         self._add(summary=self._summary.scalar(tag, value))
-
-    def _text(self, tag: str, lines: Sequence[str]) -> None:
-        if lines:
-            self._add(summary=self._summary.text(tag, "\n".join(f"- {line}" for line in lines)))
 
     def _add(self, **what: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

@@ -192,7 +192,6 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                         averages_evaluated(summary, pipeline.evaluation.run(data, pipeline.fed, averages))
             if pipeline.callbacks is not None:
                 pipeline.callbacks.over()
-            record.end(summary)
         except FxpipeError as error:
             if pipeline is not None and pipeline.checkpoints is not None:
                 pipeline.checkpoints.abandon()

@@ -307,8 +307,6 @@ class RankRun:
                 self.others.end()
             if self.callbacks is not None:
                 self.callbacks.over()
-            if record is not None:
-                record.end(summary)
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.abandon()  # which may still make one whole, with the record's lines so far
