@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Required, TypedDict
 
@@ -177,8 +177,7 @@ def _metrics(
     columns: dict[str, list[Any]] = {name: [] for name in _METRICS}
     named: dict[str, list[Any]] = {}
     evaluations: list[dict[str, Any]] = []
-    lost = "loss and throughput over time are missing"
-    for row in _rows(folder / METRICS, ("step",), "step", lost, problems, besides="eval"):
+    for row in _rows(folder / METRICS, problems):
         if isinstance(row.get("eval"), dict):
             values = {name: _number(value) for name, value in row["eval"].items()}
             evaluations.append({"step": row["step"], "metrics": values})
@@ -196,14 +195,9 @@ def _metrics(
     return columns, named, evaluations
 
 
-def _rows(
-    path: Path, needed: Sequence[str], what: str, lost: str, problems: list[str], besides: str | None = None
-) -> Iterator[dict[str, Any]]:
-    """The lines of a JSON lines file that are objects with the `needed` numbers; says which are not.
-
-    Args:
-        what: what a line is, except lines with the key `besides`, which do not count.
-    """
+def _rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """The lines of `metrics.jsonl` that are objects with a step; says which are not."""
+    lost = "loss and throughput over time are missing"
     wrong: list[int] = []
     number = shown = 0
     whole = True
@@ -212,8 +206,8 @@ def _rows(
             for number, line in enumerate(file, start=1):
                 whole = line.endswith("\n")
                 row = _object(line)
-                if row is not None and all(_number(row.get(name)) is not None for name in needed):
-                    shown += besides not in row
+                if row is not None and _number(row.get("step")) is not None:
+                    shown += "eval" not in row
                     yield row
                 elif line.strip():
                     wrong.append(number)
@@ -225,12 +219,12 @@ def _rows(
         return
     if wrong and wrong[-1] == number and not whole:
         plural = " is" if shown == 1 else "s are"
-        problems.append(f"{path.name} ends in the middle of line {wrong.pop()}: {shown} {what}{plural} shown")
+        problems.append(f"{path.name} ends in the middle of line {wrong.pop()}: {shown} step{plural} shown")
     elif not shown and not wrong:
-        problems.append(f"{path.name} holds no {what} yet")
+        problems.append(f"{path.name} holds no step yet")
     if wrong:
         more = f", nor are {len(wrong) - 1} more" if len(wrong) > 2 else ", nor is one more" if len(wrong) > 1 else ""
-        problems.append(f"{path.name}: line {wrong[0]} is not a {what}{more}: left out")
+        problems.append(f"{path.name}: line {wrong[0]} is not a step{more}: left out")
 
 
 def _object(line: str) -> dict[str, Any] | None:

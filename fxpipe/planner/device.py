@@ -30,14 +30,7 @@ INFINITE = float("inf")
 LAUNCH = 5e-6
 """The least seconds that a kernel launched from Python takes, if a file does not say."""
 
-_DTYPES = {
-    "float64": ("f64", "fp64", "double"),
-    "float32": ("f32", "fp32", "float"),
-    "float16": ("f16", "fp16", "half"),
-    "bfloat16": ("bf16",),
-    "int8": ("i8",),
-}  # torch's names, and other common ones
-_KNOWN_DTYPES = {alias: name for name, aliases in _DTYPES.items() for alias in (name, *aliases)}
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -206,13 +199,13 @@ def _device(table: _DeviceTable, path: Path) -> Device:
 def _flops(given: _Quantity | dict[str, _Quantity], where: str) -> float | Mapping[str, float]:
     if not isinstance(given, dict):
         return _number(given, quantity.rate, where)
-    hint = f'write {{float32 = "60T"}}, or one quantity; known are {", ".join(_KNOWN_DTYPES)}'
+    hint = f'write {{float32 = "60T"}}, or one quantity; known are {", ".join(_DTYPES)}'
     if not given:
         raise ProfileError("the table of dtypes is empty", where=where, hint=hint)
     for dtype in given:
-        if dtype not in _KNOWN_DTYPES:
-            raise ProfileError(f"unknown dtype {dtype!r}{near(dtype, _KNOWN_DTYPES)}", where=where, hint=hint)
-    return {_KNOWN_DTYPES[dtype]: _number(value, quantity.rate, where) for dtype, value in given.items()}
+        if dtype not in _DTYPES:
+            raise ProfileError(f"unknown dtype {dtype!r}{near(dtype, _DTYPES)}", where=where, hint=hint)
+    return {dtype: _number(value, quantity.rate, where) for dtype, value in given.items()}
 
 
 def _links(table: _LinksTable, where: str) -> Links:

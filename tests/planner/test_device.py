@@ -14,7 +14,7 @@ INFINITE = float("inf")
 FULL = """\
 [device]
 name = "mine"
-flops = {bf16 = "400T", float32 = 6e13}
+flops = {bfloat16 = "400T", float32 = 6e13}
 bandwidth = "2TB/s"
 memory = "80GiB"
 launch = "3us"

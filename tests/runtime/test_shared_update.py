@@ -17,7 +17,7 @@ from fxpipe.errors import CutError, FxpipeError, PolicyError, RunError
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.simulator.memory import memory_of
-from fxpipe.simulator.replica_sums import exposed_sums
+from fxpipe.simulator.of_build import exposed_sums
 from fxpipe.task.model_file import MakeOptimizer
 
 

@@ -16,7 +16,7 @@ from fxpipe.schedule import make
 from fxpipe.simulator import Scenario, StageTime, simulate
 from fxpipe.simulator.forecast import forecast, late_instead
 from fxpipe.simulator.memory import peak_bytes
-from fxpipe.simulator.replica_sums import exposed_sums
+from fxpipe.simulator.of_build import exposed_sums
 
 
 def built(dp: int) -> fxpipe.Build:
