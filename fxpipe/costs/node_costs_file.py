@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import BuildError
-from fxpipe.planner.profile import MOST
+from fxpipe.planner.profile import check_amounts
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
         if body.pop("format") != _FORMAT:
             return None
         found = convert(body, MeasuredCosts)
-        for name, time in (*found.seconds.items(), *found.ratios.items()):
-            if not 0 <= time < MOST:
-                raise Malformed(f"{name[:80]!r} has {time:g}, which is not a time", ", $")
+        check_amounts(body)
         if found.ratios.keys() != {"F", "B"} or not all(found.ratios.values()):
             raise Malformed("F and B need a ratio each", ", $.ratios")
     return found if found.fingerprint == fingerprint else None

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.build_folder import COSTS
@@ -22,7 +21,7 @@ from fxpipe.plan.cost_records import (
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition
-from fxpipe.planner.profile import MOST
+from fxpipe.planner.profile import check_amounts
 from fxpipe.planner.setting import MOMENTUM
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
@@ -118,20 +117,6 @@ def _check(costs: BuildCosts, plan: Plan) -> None:
     for i, timing in enumerate(costs.timings):
         if not (0 <= timing.made <= 1 and 0 <= timing.needed <= 1):
             raise Malformed("a share is 0 to 1", f", $.timings[{i}]")
-    if not all(0 < speed < MOST for speed in costs.speeds):
+    if not all(speed > 0 for speed in costs.speeds):
         raise Malformed("a speed is above 0", ", $.speeds")
-    for single in ("policy_times", "step_memory"):
-        _check_numbers(dataclasses.asdict(getattr(costs, single)), f", $.{single}")
-    for i, row in enumerate(costs.workers):
-        for j, part in enumerate(row.parts):
-            _check_numbers(dataclasses.asdict(part), f", $.workers[{i}].parts[{j}]")
-    for table in ("workers", "times", "engines", "partitions", "schedules"):
-        for i, record in enumerate(getattr(costs, table)):
-            _check_numbers(dataclasses.asdict(record), f", $.{table}[{i}]")
-
-
-def _check_numbers(body: Any, place: str) -> None:
-    """Every number in these records is a time, a size, a count or a ratio."""
-    for key, value in body.items():
-        if isinstance(value, int | float) and not 0 <= value < MOST:
-            raise Malformed(f"{value:g} is not a time or size", f"{place}.{key}")
+    check_amounts({**dataclasses.asdict(costs), "links": None})

@@ -237,21 +237,18 @@ def read_profile_json(source: Path | str, where: str = "", *, error: type[Fxpipe
     with explained(where or source, error=error, hint=hint):
         body = parse(source)
         file = convert(body, _ProfileJson)
-        _check_numbers(body)
+        check_amounts(body)
         return _profile(file)
 
 
-def _check_numbers(body: Mapping[str, Any]) -> None:
-    """All that is a number in these tables is a time or a size."""
-    for table in ("units", "activations", "gradients"):
-        for i, row in enumerate(body.get(table) or ()):
-            for key, value in row.items():
-                if isinstance(value, int | float) and not 0 <= value < MOST:
-                    raise Malformed(f"{value:g} is not a time or size", f", $.{table}[{i}].{key}")
-            for j, level in enumerate(row.get("levels") or ()):
-                for key, value in level.items():
-                    if not 0 <= value < MOST:
-                        raise Malformed(f"{value:g} is not a time or size", f", $.{table}[{i}].levels[{j}].{key}")
+def check_amounts(found: Any, place: str = ", $") -> None:
+    """Raise Malformed unless all numbers in JSON are times or sizes, counts or ratios."""
+    for key, value in found.items() if isinstance(found, dict) else ():
+        check_amounts(value, f"{place}.{key[:80]}")
+    for i, value in enumerate(found) if isinstance(found, list | tuple) else ():
+        check_amounts(value, f"{place}[{i}]")
+    if isinstance(found, int | float) and not 0 <= found < MOST:
+        raise Malformed(f"{found:g} is not a time or size", place)
 
 
 def _profile(file: _ProfileJson) -> Profile:
