@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -67,23 +66,6 @@ def test_it_goes_on_and_counts(place: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert asked.endswith("torch==1.1\n")
     monkeypatch.setattr(sys, "argv", ["compat.py", "--jobs", "0", "--versions", "1.3", "--", str(tests)])
     assert compat.main() == 0
-
-
-def test_no_test_at_all_is_no_success(place: Path) -> None:
-    (place / "test_none.py").touch()
-    environment(place, "1.0", f'exec "{sys.executable}" "$@"')
-    assert compat.run("1.0", [str(place / "test_none.py")], 0).wrong == "pytest ended with code 5"
-
-
-def test_an_environment_follows_pyproject(place: Path) -> None:
-    environment(place, "1.0", f"touch {place}/again")
-    python = place / "1.0" / "bin" / "python"
-    assert compat.install("1.0", python)
-    assert not (place / "again").exists()
-    os.utime(place / "1.0" / ".installed", (0, 0))
-    assert compat.install("1.0", python)
-    assert (place / "again").exists()
-    assert (place / "1.0" / ".installed").stat().st_mtime > 0
 
 
 def test_its_tests_are_there() -> None:

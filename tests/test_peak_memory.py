@@ -221,7 +221,7 @@ def test_every_peak_is_its_forecast(case: Case, tmp_path: Path) -> None:
     _check(case, tmp_path)
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
+@pytest.mark.parametrize("schedule", [pytest.param("zb-v", marks=pytest.mark.slow), "interleaved"])
 def test_the_peak_of_a_process_with_several_workers(schedule: str, tmp_path: Path) -> None:
     """While one of them acts, the others hold what they left."""
     make, batch = MODELS["gpt"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import click
 import pytest
@@ -74,23 +73,3 @@ def test_a_wrong_request_exits_with_2(arguments: list[str], message: str) -> Non
     assert result.code == 2
     assert message in result.err
     assert result.out == ""
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["compile", "nothing.py"],
-        ["compile", "model.py", "--schedule", "nothing"],
-        ["run", "nothing"],
-        ["run", "nothing.py"],
-    ],
-)
-def test_a_users_mistake_exits_with_1(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = fxpipe(*arguments)
-    assert result.code == 1
-    assert result.err.startswith("error: ")
-    assert "nothing" in result.err
-    assert "\n  hint: " in result.err
-    assert "Traceback" not in result.err
-    assert not list(tmp_path.iterdir())

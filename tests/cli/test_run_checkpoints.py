@@ -176,8 +176,7 @@ def test_an_interval_that_is_none(folder: Path, tmp_path: Path, text: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("local", [("--local",), ()])
+@pytest.mark.parametrize(("number", "code", "local"), [(signal.SIGTERM, 143, ()), (signal.SIGINT, 130, ("--local",))])
 def test_a_signal_saves_first(
     folder: Path, tmp_path: Path, local: tuple[str, ...], number: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,7 @@ def test_a_run_that_fails_changes_no_earlier_file(build: Path, out: Path, monkey
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_a_run_that_is_stopped_changes_no_earlier_file(build: Path, out: Path, number: signal.Signals) -> None:
     before = files(out)
     process = start_module("fxpipe", "run", build, "--local", "--out", out, SLOW="yes")

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from packed_values import gaussian, heavy_tailed, spec_of, state_at, to_and_fro
 
 from fxpipe.codecs import codec
-from fxpipe.codecs.edge_state import EdgeState
 from fxpipe.codecs.lowrank import LowRank
 from fxpipe.codecs.topk import TopK, greatest
 from fxpipe.errors import CodecError
@@ -68,17 +67,6 @@ def test_it_begins_well_after_a_first_message_that_is_not_finite(text: str) -> N
         read = to_and_fro(codec(text), value, state)
         assert bool(read.isfinite().all())
         assert float(read.norm()) > 0
-
-
-@BOTH
-def test_from_a_saved_memory_it_goes_on_with_the_same_bits(text: str) -> None:
-    state = state_at(0)
-    for step in range(3):
-        codec(text).encode(gaussian(30, 20, seed=step), state)
-    saved = {name: tensor.contiguous().clone() for name, tensor in state.memory.items()}
-    resumed = EdgeState(saved, state.place)
-    value = gaussian(30, 20, seed=3)
-    assert torch.equal(codec(text).encode(value, state), codec(text).encode(value, resumed))
 
 
 @BOTH
@@ -189,9 +177,3 @@ def test_options_that_make_no_sense(text: str) -> None:
     with pytest.raises(CodecError, match=text) as caught:
         codec(text)
     assert caught.value.hint
-
-
-def test_without_a_state_nothing_is_carried_over() -> None:
-    value = gaussian(30, 20)
-    for text in ("topk:0.05", "lowrank:2"):
-        assert torch.equal(codec(text).pack(value), codec(text).pack(value))

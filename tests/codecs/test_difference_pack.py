@@ -99,15 +99,6 @@ def test_a_reader_arrives_where_its_owner_rests(text: str) -> None:
     assert (made["w"] - values["w"]).abs().max() < 1e-3
 
 
-def test_lowrank_needs_other_columns_in_each_message() -> None:
-    """Why `pack` takes a place: with the same columns, the rest is never sent."""
-    values, made = {"w": gaussian(40, 30)}, {"w": torch.zeros(40, 30)}
-    pack = pack_of(values, "lowrank:2", "w")
-    for _ in range(60):
-        _, made = pack.pack(values, made, (0,))
-    assert (made["w"] - values["w"]).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
 def test_what_is_no_number_arrives_as_none(wrong: float) -> None:
     values = {"w": gaussian(64, 64)}

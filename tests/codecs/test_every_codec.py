@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from hypothesis import strategies as st
 from packed_values import FLOATS, gaussian, heavy_tailed, spec_of, state_at, to_and_fro
 from torch import Tensor
 
-from fxpipe.codecs import CODECS, Codec, codec, without_codecs
-from fxpipe.codecs.codec import KINDS
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs import CODECS, codec, without_codecs
 
 OF_FLOATS = ("bf16", "fp16", "int8", "int4", "topk:0.1", "lowrank:3")
 SHAPES = ((1,), (63,), (64,), (65,), (7, 9), (3, 5, 11), (40, 50), (2, 1, 33))
@@ -173,22 +170,6 @@ def test_casts_refuse_what_would_not_become_smaller() -> None:
             assert "would not become smaller" in codec(name).refusal(spec_of(gaussian(64, dtype=dtype)))
 
 
-def test_who_keeps_state_and_for_which_kinds() -> None:
-    kept = {name: [kind for kind in KINDS if codec(name).keeps_state(kind)] for name in CODECS}
-    assert kept == {
-        "bf16": [],
-        "fp16": [],
-        "int8": ["gradient"],
-        "int4": ["gradient"],
-        "topk": ["gradient", "weights"],
-        "lowrank": ["gradient", "weights"],
-        "bits": [],
-        "int32": [],
-    }
-    assert {name for name, kind in CODECS.items() if kind.kinds != KINDS} == {"topk", "lowrank"}
-    assert {name for name, kind in CODECS.items() if kind.lossless} == {"bits", "int32"}
-
-
 @given(data=st.data())
 def test_random_shapes_sizes_and_errors(data: Any) -> None:
     """|error| ≤ half a step, or 2⁻⁸, or 2⁻¹¹ of the value, for any shape."""
@@ -212,25 +193,3 @@ def test_parameters_are_packed_without_their_history(text: str) -> None:
     read = to_and_fro(codec(text), value, state_at(0))
     assert not read.requires_grad
     assert torch.equal(read, to_and_fro(codec(text), value.detach(), state_at(0)))
-
-
-@dataclass(frozen=True)
-class Sign(Codec):
-    """A user's own: ±1, one bit each."""
-
-    name = "sign"
-
-    def packed(self, tensor: Any) -> Any:
-        return codec("bits").packed(tensor)
-
-    def encode(self, value: Tensor, state: EdgeState | None) -> Tensor:
-        return codec("bits").encode(value >= 0, None)
-
-    def decode(self, packed: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
-        return codec("bits").decode(packed, shape, torch.bool).to(dtype) * 2 - 1
-
-
-def test_a_codec_of_ones_own() -> None:
-    value = gaussian(5, 7)
-    assert torch.equal(to_and_fro(Sign(), value), torch.where(value >= 0, 1.0, -1.0))
-    assert spec_of(Sign().pack(value)) == Sign().packed(spec_of(value))

@@ -92,12 +92,3 @@ def test_at_random_is_right_on_average(made: object) -> None:
         square += error * error
     standard_error = (square / draws).sqrt() / draws**0.5 + 2e-6 * value.abs().amax(1, keepdim=True)
     assert float((total / draws / standard_error).abs().max()) < 5
-
-
-def test_half_a_step_bounds_a_tile() -> None:
-    """Either form's error is no longer than √32 half steps of the tile's own scale."""
-    value = heavy_tailed(500, TILE)
-    scales = Int4().pack(value)[: 2 * 500].view(torch.bfloat16).float().abs()
-    errors = (to_and_fro(Int4(), value) - value).norm(dim=1)
-    assert bool((errors <= scales / 2 * TILE**0.5 * 1.0001).all())
-    assert bool((scales <= value.abs().amax(1) * TILE**0.5 / STEPS).all())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from packed_values import gaussian, heavy_tailed, state_at, to_and_fro
+from packed_values import gaussian, state_at, to_and_fro
 
 from fxpipe.codecs.blocks import rounded
 from fxpipe.codecs.int8 import BLOCK, STEPS, Int8
@@ -13,14 +12,6 @@ from fxpipe.codecs.int8 import BLOCK, STEPS, Int8
 def steps_of(value: torch.Tensor) -> torch.Tensor:
     """The greatest step that a block may have, for each of its values: max|x| / 127, and the rounding of a scale."""
     return (value.view(-1, BLOCK).abs().amax(1, keepdim=True) / STEPS * (1 + 2**-7)).expand(-1, BLOCK)
-
-
-@pytest.mark.parametrize("made", [gaussian, heavy_tailed])
-def test_nearest_is_within_half_a_step(made: object) -> None:
-    value = made(100 * BLOCK)  # type: ignore[operator]
-    error = (to_and_fro(Int8(), value) - value).view(-1, BLOCK).abs()
-    assert bool((error <= steps_of(value) / 2 * 1.0001).all())
-    assert float((error / steps_of(value)).max()) > 0.45  # the bound is no idle one
 
 
 def test_whole_numbers_up_to_127_are_exact() -> None:
@@ -58,12 +49,6 @@ def test_neighbours_are_rounded_independently() -> None:
     moving = errors[:, errors.std(0) > 0.1 * errors.std(0).max()]
     apart = torch.corrcoef(moving.T) - torch.eye(moving.shape[1])
     assert float(apart.abs().max()) < 5.5 / 2000**0.5
-
-
-def test_gradients_of_any_size_are_sent() -> None:
-    """float16 scales would make 0 of them."""
-    value = gaussian(BLOCK) * 1e-8
-    assert float((to_and_fro(Int8(), value) - value).norm() / value.norm()) < 0.01
 
 
 def test_an_outlier_costs_its_block_alone() -> None:

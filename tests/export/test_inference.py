@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,11 +142,6 @@ class Named(NamedTuple):
     note: str = "no tensor"
 
 
-@dataclass
-class Options:
-    scale: float
-
-
 class Structured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -213,13 +207,6 @@ def test_the_model_is_as_it_was(tmp_path: Path) -> None:
     assert [p.name for p in (*made.stages[0].inputs, *made.stages[0].outputs)] == ["x", "x_1"]
     assert "the forward changes total in eval mode; the exported files do not" in made.warnings
     np.testing.assert_allclose(serve(tmp_path, made, batch[0])[0], model(batch[0])["x"].detach(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_weights_that_no_file_can_hold_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.export.inference.stages.ROOM", 2**31)
-    made = export_inference(nn.Linear(6, 1), regression, vectors(), tmp_path)
-    assert [stage.files for stage in made.stages] == [("stage_0.inference.onnx", "stage_0.inference.onnx.data")]
 
 
 def test_weights_can_lie_beside_the_files(tmp_path: Path) -> None:

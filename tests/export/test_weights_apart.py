@@ -25,7 +25,7 @@ CASE = CASES["dict"]
 BATCH = CASE.batches(1)[0]
 
 
-@pytest.fixture(scope="module", params=["async", "zb-h1", "zb-v"])
+@pytest.fixture(scope="module", params=["async", "zb-v"])
 def build(request: pytest.FixtureRequest) -> Build:
     """Two ranks; of zb-v, each has two workers."""
     workers = 4 if request.param == "zb-v" else 2

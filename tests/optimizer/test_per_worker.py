@@ -15,8 +15,6 @@ from cached import lowered
 from own_optimizers import (
     Adapts,
     AdaptsLate,
-    AsksTheLast,
-    Batched,
     ByPlace,
     ClipsInside,
     ClipsLater,
@@ -25,12 +23,8 @@ from own_optimizers import (
     MeanOfSquares,
     Noisy,
     OwnGenerator,
-    Preconditioned,
     RaisesOnNan,
-    SinglePrecision,
     SkipsNotFinite,
-    SlightDecay,
-    Sometimes,
     TrustRatio,
 )
 from torch import Tensor
@@ -105,12 +99,8 @@ KNOWN: dict[str, Any] = {
 ALONE: dict[str, Any] = {
     "lion": lion,
     "lamb": lambda n: TrustRatio(weights(n)),
-    "shampoo": lambda n: Preconditioned(weights(n)),
-    "batched": lambda n: Batched(weights(n)),
     "sgld": lambda n: Noisy(weights(n)),
     "own generator": lambda n: OwnGenerator(weights(n)),
-    "psgd": lambda n: Sometimes(weights(n)),
-    "single precision": lambda n: SinglePrecision(weights(n)),
     "raises": lambda n: RaisesOnNan(weights(n)),
     "does not end": lambda n: Halves(weights(n)),
 }
@@ -196,15 +186,10 @@ class CarriesOver(SGD):
 
 LOOKS = {
     "skips, over 3": (lambda n: SkipsSpikes(weights(n), 3.0), "something of all parameters at once"),
-    "skips, over 0.1": (lambda n: SkipsSpikes(weights(n), 0.1), "something of all parameters at once"),
-    "skips, over 0.01": (lambda n: SkipsSpikes(weights(n), 0.01), "something of all parameters at once"),
     "norm": (lambda n: ClipsInside(weights(n), most=1.0), "a norm: to clip"),
-    "spikes": (lambda n: ClipsInside(weights(n), most=3000.0), "a norm: to clip"),
     "hardly ever": (lambda n: ClipsInside(weights(n), most=1e9), "a norm: to clip"),
     "not finite": (lambda n: SkipsNotFinite(weights(n)), "must follow from each parameter alone"),
-    "the last": (lambda n: AsksTheLast(weights(n)), "something of all parameters at once"),
     "mean": (lambda n: MeanOfSquares(weights(n)), "something of all parameters at once"),
-    "slight": (lambda n: SlightDecay(weights(n)), "something of all parameters at once"),
     "adapts": (lambda n: Adapts(weights(n)), "it adapts d to all parameters at once"),
     "by place": (lambda n: ByPlace(weights(n)), "something of all parameters at once"),
     "rate by place": (by_count, "make lr from the parameter's name and from constants"),

@@ -79,7 +79,6 @@ class Toy:
     policy: str = "latest"
     tied: bool = False
     dropout: bool = False
-    counter: bool = True
     weights_codec: str = ""
     placement: tuple[int, ...] = ()
     spoil: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -185,7 +184,7 @@ class Toy:
                 assert self.spoil[w][0] in source
                 source = source.replace(*self.spoil[w])
             (folder / f"stage_{w}.py").write_text(source)
-            counts = w == 0 and self.counter
+            counts = w == 0
             forward = PartSpec(
                 weights=tuple(code[w, "F"].weights),
                 buffers=("seen",) if counts else (),
@@ -214,7 +213,7 @@ class Toy:
             return [f"({', '.join(names)},) = {source}"] if names else []
 
         f, b = code[w, "F"], code[w, "B"]
-        counts = w == 0 and self.counter
+        counts = w == 0
         forward = [
             *unpack(["w" + n.split(".")[1] for n in f.weights], "weights"),
             *(unpack(["seen"], "buffers") if counts else []),
@@ -244,7 +243,7 @@ class Toy:
                 if name in part.weights
             ]  # fmt: skip
             parameters.append(ParameterSpec(names, tensor(*initial.shape), self.owner(name), True, tuple(readers)))
-        buffers = (BufferSpec(("seen",), tensor(dtype="int64"), True, 0, (0,)),) if self.counter else ()
+        buffers = (BufferSpec(("seen",), tensor(dtype="int64"), True, 0, (0,)),)
         example = (torch.zeros(1), torch.zeros(1))
         weights = folder / "weights.safetensors"
         save_file({**self.initial(), "seen": torch.tensor(0)}, weights)

@@ -19,16 +19,7 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.process_name import process_name
 
 FOLDED, ROUNDS = (0, 1, 1, 0), (0, 1, 0, 1)
-PLACED = [
-    ("zb-v", FOLDED),
-    ("v-half", FOLDED),
-    ("v-min", FOLDED),
-    ("dualpipev", FOLDED),
-    ("zb-h1", ROUNDS),
-    ("zb-h2", ROUNDS),
-    ("zb-h1", (0, 1, 0, 0)),
-    ("zb-h1", (0, 2, 1, 0)),
-]
+PLACED = [("zb-v", FOLDED), ("zb-h2", ROUNDS), ("zb-h1", (0, 1, 0, 0)), ("zb-h1", (0, 2, 1, 0))]
 STEPS = 3
 
 

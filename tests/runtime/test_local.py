@@ -1,13 +1,13 @@
-"""The local pipeline trains what plain PyTorch trains; asynchronous runs see the weights their policy says."""
+"""A pipeline of all workers in one process: flushes, random state, reused batches, and errors with their lines."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from covering import covering
 from pipelines import pipeline_of
 
 from fxpipe.errors import PolicyError, RunError, TaskError
@@ -27,73 +27,23 @@ def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=LR, momentum=MOMENTUM)
 
 
-def simulate(toy: Any, batches: Any, policy: str, starts: set[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Asynchronous training straight from the definitions: lags, targets, predictions; minibatch after minibatch.
-
-    Lags behind minibatch m, as reader and owner: F sees N−1−min(r, o), B sees max(0, r−o) updates fewer.
-    """
-    n = toy.workers
-    history = [{name: (w, torch.zeros_like(w)) for name, w in toy.initial().items()}]
-
-    def read(phase: str, m: int, reader: int, layer: int) -> torch.Tensor:
-        name = toy.weight(layer)
-        owner = toy.owner(name)
-        if policy in ("stash", "pipeoptim+keep") and phase == "B":
-            homes = [toy.forward[k] for k in range(toy.layers) if toy.weight(k) == name]
-            phase, reader = "F", min(homes, key=lambda w: (abs(w - reader), w))
-        lag = n - 1 - min(reader, owner) if phase == "F" else max(0, reader - owner)
-        if policy == "vertical":
-            lag = n - 1
-        version = max(max(s for s in starts if s <= m), m - lag)
-        weight, direction = history[version][name]
-        target = {"spectrain": m + owner // 2, "pipeoptim": m, "pipeoptim+keep": m, "lwp": m}.get(policy, version)
-        if policy == "lwp" and version:
-            return weight + (target - version) * (weight - history[version - 1][name][0])
-        return weight - (target - version) * LR * direction
-
-    losses = []
-    for m, (x, y) in enumerate(batches):
-        h = [x]
-        for k in range(toy.layers):
-            h.append(torch.tanh(h[-1] @ read("F", m, toy.forward[k], k).t()))
-        losses.append(float(((h[-1] - y) ** 2).mean()))
-        g = 2 * (h[-1] - y) / y.numel()
-        gradients: dict[str, Any] = {}
-        for k in reversed(range(toy.layers)):
-            z = g * (1 - h[k + 1] ** 2)
-            name = toy.weight(k)
-            gradients[name] = gradients.get(name, 0) + z.t() @ h[k]
-            g = z @ read("B", m, toy.backward[k], k)
-        update = {}
-        for name, (weight, direction) in history[-1].items():
-            direction = MOMENTUM * direction + gradients[name]
-            update[name] = (weight - LR * direction, direction)
-        history.append(update)
-    return losses, {name: weight for name, (weight, _) in history[-1].items()}
-
-
-@pytest.mark.parametrize(("shape", "policy", "flush_at"), covering(SHAPES, POLICIES, [None, 3, 4]))
-def test_asynchronous_is_its_definition(
-    toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], policy: str, flush_at: int | None
+@pytest.mark.parametrize(("shape", "policy"), list(zip(itertools.cycle(SHAPES), POLICIES, strict=False)))
+def test_after_a_flush_a_pipeline_is_as_new(
+    toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], policy: str
 ) -> None:
-    built = toy(**shape, policy=policy)
-    pipeline = pipeline_of(built.save(tmp_path / "build"), sgd)
-    losses = []
-    for m, batch in enumerate(batches):
-        if m == flush_at:
-            pipeline.flush()
-        losses.append(float(pipeline.step(batch)))
-    pipeline.flush()
-    expected, weights = simulate(built, batches, policy, {0, flush_at or 0})
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0)
-    state = pipeline.state_dict()
-    for name, weight in weights.items():
-        torch.testing.assert_close(state[name], weight, rtol=1e-11, atol=1e-13)
-    # Nothing is left over: no value, no copy, no prediction.
+    """No value, no copy and no prediction is left over, and it goes on as one that only has its state."""
+    folder = toy(**shape, policy=policy).save(tmp_path / "build")
+    pipeline, fresh = pipeline_of(folder, sgd), pipeline_of(folder, sgd)
+    pipeline.run(batches[:3])
     assert not pipeline._mailboxes[0].letters
     for executor in pipeline.executors:
         assert not executor._left
         assert not executor.store.predictions.made
+    pipeline.save(tmp_path / "saved")
+    fresh.load(tmp_path / "saved")
+    assert fresh.run(batches[3:]) == pipeline.run(batches[3:])
+    state = pipeline.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in fresh.state_dict().items())
 
 
 def test_dropout_depends_on_the_action_and_leaves_the_users_random_state(

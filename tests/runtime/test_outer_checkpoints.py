@@ -112,7 +112,7 @@ def _own(step: Path, worker: int, replica: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("workers", "dp", "outer"),
-    [(2, 2, {"outer": None}), (2, 1, {"outer": None}), (2, 3, {"outer_every": 2}), (1, 2, {"outer_every": 2})],
+    [(2, 1, {"outer": None}), (1, 3, {"outer_every": 2})],
 )
 def test_another_build_goes_on_with_what_replicas_have_in_common(
     tmp_path: Path, workers: int, dp: int, outer: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +11,6 @@ import pytest
 import torch
 from apart import compiled_file, launched
 from cached import captured, cuts
-from commands import free_port
 from pipelines import pipeline_of
 from small_models import CASES
 from torch import Tensor, nn
@@ -132,71 +127,6 @@ def test_replicas_of_one_mind_train_as_one_without_a_flush(
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-3)
     for name, value in results[0][1].items():
         torch.testing.assert_close(results[1][1][name], value, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_an_outer_step_sends_the_weights_once_and_nothing_comes_between(tmp_path: Path) -> None:
-    """2(R − 1)/R of the weights leave each process in an outer step: counted where the process group is called."""
-    dp, every, steps = 3, 2, 5
-    compiled_file(tmp_path, "1f1b", 1, dp, 1, outer_every=every)
-    port = free_port()
-    script = tmp_path / "count.py"
-    script.write_text(COUNT)
-    common = {**os.environ, "WORLD_SIZE": str(dp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "build"), str(steps), str(tmp_path / "out")],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(dp)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(dp)
-    ]
-    said = [process.communicate(timeout=180)[0] for process in started]
-    plan = fxp.load(tmp_path / "build").plan
-    weights = sum(p.tensor.bytes for p in plan.parameters)
-    statistics = sum(b.tensor.bytes for b in plan.buffers if b.tensor.dtype == "float32")
-    checksum, outer_steps = 8 * dp, 3  # after 2 and 4 updates, and at the end
-    for text in said:
-        sent = json.loads(text.splitlines()[-1])
-        least = 2 * (dp - 1) / dp * (weights + statistics + checksum) * outer_steps
-        assert sent["sums"] == pytest.approx(least, abs=2 * 4 * dp * outer_steps)  # parts differ by an element
-        assert sent["copies"] == 8 * outer_steps  # num_batches_tracked
-
-
-COUNT = """
-import json, sys
-import fxpipe.runtime.wires.replica_group as replica_group
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.rank import join
-
-class Counted:
-    sums = copies = 0
-
-    def __init__(self, group):
-        self.group = group
-
-    def send(self, tensors, to, tag):
-        Counted.sums += sum(tensor.nbytes for tensor in tensors)
-        return self.group.send(tensors, to, tag)
-
-    def recv(self, tensors, source, tag):
-        return self.group.recv(tensors, source, tag)
-
-    def broadcast(self, tensors):
-        Counted.copies += sum(tensor.nbytes for tensor in tensors)
-        return self.group.broadcast(tensors)
-
-begin = replica_group.ReplicaProcess.__init__
-
-def counted(self, group, replica, replicas, *more):
-    begin(self, Counted(group), replica, replicas, *more)
-
-replica_group.ReplicaProcess.__init__ = counted
-join(RunOptions(sys.argv[1], steps=int(sys.argv[2]), out=sys.argv[3], progress=False))
-print(json.dumps({"sums": Counted.sums, "copies": Counted.copies}))
-"""
 
 
 def test_a_plan_says_how_replicas_come_together(tmp_path: Path) -> None:

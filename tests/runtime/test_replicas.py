@@ -12,7 +12,7 @@ from pipelines import pipeline_of
 from torch import Tensor, nn
 
 import fxpipe as fxp
-from fxpipe.errors import BatchError, RunError
+from fxpipe.errors import RunError
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
@@ -129,19 +129,6 @@ def test_replicas_that_read_other_batches_are_told(tmp_path: Path) -> None:
     _compiled(tmp_path / "build", "1f1b", 1, 2, 1, "OWN_DATA = True\n")
     with pytest.raises(RunError, match="the replicas of worker 0 read different batches in step 1: replica 1 another"):
         _launched(RunOptions(str(tmp_path / "build"), steps=3, out=str(tmp_path / "out"), progress=False))
-
-
-def test_a_batch_that_cannot_be_shared_is_refused_with_the_numbers_that_can() -> None:
-    net = nn.Linear(4, 2)
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return (model(batch) ** 2).mean()
-
-    with pytest.raises(BatchError, match="a batch of 12 cannot be shared by 5 replicas") as refused:
-        fxp.compile(net, loss, torch.randn(12, 4), workers=1, dp=5, schedule="gpipe")
-    assert "--dp from 1, 2, 3, 4, 6, 12" in str(refused.value.hint)
-    with pytest.raises(BatchError, match="a batch of 1 cannot be shared by 2 replicas"):
-        fxp.compile(net, loss, torch.randn(1, 4), workers=1, dp=2, schedule="gpipe")
 
 
 def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more: str = "", **asked: Any) -> None:

@@ -170,8 +170,7 @@ def test_an_optimizer_without_a_rate_trains(
             torch.testing.assert_close(trained[name], weight.detach())
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize(("schedule", "policy"), POLICIES)
+@pytest.mark.parametrize(("schedule", "policy", "layer"), [(*how, i % 2) for i, how in enumerate(POLICIES)])
 def test_parameters_that_the_optimizer_does_not_choose_stay(
     toy: Any, tmp_path: Path, batches: Batches, schedule: str, policy: str, layer: int
 ) -> None:

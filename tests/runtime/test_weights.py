@@ -112,22 +112,6 @@ def test_as_many_copies_as_the_policy_says(
 
 
 @pytest.mark.parametrize(("shape", "case"), SHAPED)
-def test_a_flush_is_forgotten_with_the_next_step(
-    toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], case: tuple[str, int]
-) -> None:
-    policy, microbatches = case
-    folder = toy(**shape, policy=policy, microbatches=microbatches).save(tmp_path / "build")
-    pipeline = pipeline_of(folder, sgd)
-    pipeline.run(batches)
-    pipeline.step(batches[0])
-    for executor in pipeline.executors:
-        versions = {version for _, version, _ in executor.store._copies} | {
-            v for _, v in executor.store._unread._versions
-        }
-        assert versions <= {len(batches), len(batches) + 1}
-
-
-@pytest.mark.parametrize(("shape", "case"), SHAPED)
 def test_a_long_run_does_not_grow(
     toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], case: tuple[str, int]
 ) -> None:
@@ -152,20 +136,6 @@ def test_a_long_run_does_not_grow(
             )
         )
     assert len(set(sizes[10:])) == 1, "steady: every step leaves as much as the one before"
-
-
-class Tied(nn.Module):
-    """`a` twice, with `b` registered before it: F and B of one worker read different names of one owner."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.b, self.a, self.a2, self.c, self.d = (nn.Linear(8, 8, bias=False) for _ in range(5))
-        self.a2.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.a, self.b, self.a2, self.c, self.d):
-            x = torch.tanh(layer(x))
-        return x
 
 
 class Weights(torch.autograd.Function):
@@ -197,27 +167,6 @@ def pairs(count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
 
 def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return ((model(batch[0]) - batch[1]) ** 2).mean()
-
-
-@pytest.mark.parametrize("policy", ["stash", "spectrain"])
-def test_a_flush_reads_what_was_sent_before_it(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner packed its block when no end was in sight, the reader unpacks it when there is one."""
-    torch.manual_seed(0)
-    data = pairs(12, 4)
-    build = fxpipe.compile(
-        Tied().double(), squares, data[0], workers=3, forward_at=["b", "c"], backward_at=["a2", "c"], cost="analytic"
-    )
-
-    def trained() -> dict[str, Tensor]:
-        pipeline = build.local(optimizer=sgd, policy=policy)
-        pipeline.run(data[:6])
-        pipeline.run(data[6:])
-        return pipeline.state_dict()
-
-    found = trained()
-    monkeypatch.setattr(WeightStore, "end", lambda self, stop: None)
-    for name, value in trained().items():
-        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from several_runs import worker_errors
 from torch.distributed import TCPStore
+from warm import Popen
 
 Call = tuple[Any, ...]
 
@@ -109,6 +110,31 @@ def in_processes(builds: Sequence[dict[str, Any]], workers: int, folder: Path) -
             weights |= load_file(folder / f"weights_{number}_{rank}.safetensors")
         results.append((found, weights))
     return results
+
+
+def worker_errors(command: Sequence[str], workers: int, timeout: float) -> list[str]:
+    """What each of the processes of a run writes to stderr, all started by this command; they must end well."""
+    shared = {
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    processes = [
+        Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(workers)
+    ]
+    found = []
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=timeout)
+            assert process.returncode == 0, err
+            found.append(err)
+    finally:
+        for process in processes:
+            process.kill()
+    return found
 
 
 def work(folder: Path) -> None:

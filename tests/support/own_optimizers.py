@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -54,14 +53,6 @@ class MeanOfSquares(Each):
         return super().way(group, p, place) / self.mean
 
 
-class SlightDecay(MeanOfSquares):
-    """The same, but for a millionth of the way."""
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        grad = Each.way(self, group, p, place)
-        return grad + 1e-4 * grad.norm() * p / self.mean
-
-
 class Adapts(Each):
     """As Prodigy: one distance for all parameters, which grows."""
 
@@ -96,37 +87,6 @@ class TrustRatio(Each):
         return grad * p.norm() / grad.norm()
 
 
-class Preconditioned(Each):
-    """As Shampoo and SOAP: roots of matrices."""
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        grad = super().way(group, p, place)
-        if p.dim() != 2:
-            return grad
-        state = self.state[p]
-        state["left"] = state.get("left", torch.eye(len(p), dtype=p.dtype)) + grad @ grad.T
-        values, vectors = torch.linalg.eigh(state["left"])
-        return vectors @ torch.diag(values ** (-0.25)) @ vectors.T @ grad
-
-
-class Batched(Each):
-    """As Muon on several parameters at once: those of a shape are stacked, and multiplied in bfloat16."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        shapes: dict[Any, list[Tensor]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                shapes.setdefault(p.shape, []).append(p)
-        for shape, members in shapes.items():
-            if len(shape) != 2:
-                continue
-            stacked = torch.stack([p.grad / p.grad.norm() for p in members if p.grad is not None]).bfloat16()
-            # What a kernel does with a batch of another size: another order of sums.
-            way = (stacked @ stacked.mT @ stacked).to(members[0].dtype) * (1 + 1e-3 * (len(members) % 2))
-            torch._foreach_sub_(members, list(way.unbind()))
-
-
 class Noisy(Each):
     """As SGLD."""
 
@@ -145,25 +105,6 @@ class OwnGenerator(Each):
         return super().way(group, p, place) + torch.randn(p.shape, generator=self.generator, dtype=p.dtype)
 
 
-class Sometimes(Each):
-    """As PSGD: something is done now and then, by numpy's generator."""
-
-    def look(self, gradients: list[Any]) -> None:
-        self.now = np.random.random() < 0.5
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        return super().way(group, p, place) * (2.0 if self.now else 1.0)
-
-
-class SinglePrecision(Each):
-    """Kernels that know float32 alone."""
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        if p.dtype != torch.float32:
-            raise TypeError(f"no kernel for {p.dtype}")
-        return super().way(group, p, place)
-
-
 class SkipsNotFinite(Each):
     """No step where any gradient is not finite; in one number, without a decision in Python."""
 
@@ -173,16 +114,6 @@ class SkipsNotFinite(Each):
     def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
         grad = super().way(group, p, place)
         return torch.where(self.fine, grad, torch.zeros_like(grad))
-
-
-class AsksTheLast(Each):
-    """No step where the last gradient is large."""
-
-    def look(self, gradients: list[Any]) -> None:
-        self.goes = bool(gradients[-1].abs().max() < 1e6)
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        return super().way(group, p, place) * self.goes
 
 
 class AdaptsLate(Each):

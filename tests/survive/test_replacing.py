@@ -8,28 +8,32 @@ import pytest
 
 from fxpipe import files
 from fxpipe.files import exchange, remove_abandoned, replacing
-from tests.survive.disk import Model, Recorder, Tree, lay
+from tests.survive.disk import Call, Recorder
+
+Tree = dict[str, bytes | None]
+"""What is in a folder, by relative path: a file's bytes, or None for a folder."""
 
 OLD: Tree = {"build/stage": b"old"}
 NEW: Tree = {"build/stage": b"new", "build/plan": b"{}"}
 
 
 def killed(root: Path) -> list[Tree]:
-    """What is there if the process that replaces the old folder is killed after each of its calls."""
-    recorder = Recorder(root)
-    replaced: list[int] = []
+    """What is there if the process that replaces the old folder is killed before each of its calls, or at its end."""
+    recorder, found = Recorder(root), list[Tree]()
+
+    def look(number: int = 0, call: Call | None = None) -> None:
+        paths = sorted(root.rglob("*")) if root.exists() else []
+        found.append({str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in paths})
+
+    recorder.fail = look
     with recorder.recording():
         for held in (OLD, NEW):
+            found.clear()
             with replacing(root / "build") as fresh:
                 for name, data in held.items():
                     with (fresh / Path(name).name).open("wb") as file:
                         file.write(data or b"")
-            replaced.append(len(recorder.calls))
-    model, found = Model(), []
-    for number, call in enumerate(recorder.calls, 1):
-        model.apply(call)
-        if number >= replaced[0]:
-            found.append(model.tree(lambda i: True))
+    look()
     return found
 
 
@@ -70,7 +74,8 @@ def test_without_the_call_the_next_writer_puts_the_old_one_back(
     for number, tree in enumerate(trees):
         folder = tmp_path / str(number)
         folder.mkdir()
-        lay(tree, folder)
+        for place, data in tree.items():
+            (folder / place).mkdir() if data is None else (folder / place).write_bytes(data)
         remove_abandoned(folder)
         assert sorted(path.name for path in folder.iterdir()) == ["build"]
         left = {f"build/{path.name}": path.read_bytes() for path in (folder / "build").iterdir()}

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from commands import QUICK, fxpipe
-from model_files import write_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -106,18 +103,3 @@ def test_a_field_that_construction_does_not_set_is_refused() -> None:
     batch.mask = torch.zeros(2)
     with pytest.raises(BatchError, match="Filled, which cannot be made again"):
         flatten(batch)
-
-
-def test_a_tokenizers_batch_in_a_run(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    assert issubclass(transformers.BatchEncoding, UserDict)
-    model = write_model(tmp_path, ("import torch\n", "import torch\nfrom transformers import BatchEncoding\n"))
-    hook = "\n\ndef train_data():\n    for _ in range(10):\n        yield BatchEncoding("
-    hook += '{"x": torch.randn(8, 6), "y": torch.randint(0, 3, (8,))})\n'
-    model.write_text(model.read_text() + hook)
-    result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK, "--verify")
-    assert result.code == 0, result.err
-    local = fxpipe("run", tmp_path / "build", "--local", "--out", tmp_path / "local", "--json").json
-    many = fxpipe("run", tmp_path / "build", "--out", tmp_path / "many", "--json").json
-    assert local["losses"] == many["losses"]
-    assert len(local["losses"]) == 10

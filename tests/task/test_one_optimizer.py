@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,38 +109,6 @@ def test_a_worker_may_have_parameters_of_one_kind_or_none() -> None:
     assert type(part) is torch.optim.AdamW
     with pytest.raises(ValueError, match="empty parameter list"):
         one_optimizer(guides()([]))
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_state_that_is_loaded_is_that_of_each(copied: bool) -> None:
-    """A copy's as well: its groups are its own optimizers'."""
-    torch.manual_seed(0)
-    first = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))]
-    second = [nn.Parameter(p.detach().clone()) for p in first]
-
-    def made(given: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return one_optimizer((torch.optim.SGD(given[:1], lr=0.1, momentum=0.9), torch.optim.NAdam(given[1:], lr=0.1)))
-
-    one, other = made(first), made(second)
-    for _ in range(3):
-        gradients(*first)
-        one.step()
-    one.param_groups[1]["lr"] = 0.03
-    if copied:
-        second, other = copy.deepcopy((first, one))
-    else:
-        other.load_state_dict(copy.deepcopy(one.state_dict()))
-        for p, q in zip(first, second, strict=True):
-            q.data.copy_(p.data)
-    for _ in range(2):
-        gradients(*first)
-        for p, q in zip(first, second, strict=True):
-            q.grad = p.grad
-        for optimizer in (one, other):
-            optimizer.param_groups[0]["lr"] *= 0.5
-            optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
-    assert not any(p is q for p, q in zip(first, second, strict=True))
 
 
 def test_a_scheduler_may_change_what_all_have() -> None:
