@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -40,34 +39,6 @@ def test_what_is_not_turned_is_adamw(example: ModuleType, shape: tuple[int, ...]
     weights = [drawn(*shape, seed=99).requires_grad_() for _ in range(2)]
     own = trained(example.SOAP(weights[:1], longest=longest, **options), weights[0], gradients)
     torch.testing.assert_close(own, trained(torch.optim.AdamW(weights[1:], **options), weights[1], gradients))
-
-
-@pytest.mark.parametrize(("rows", "longest"), [(4, 512), (6, 5)])
-def test_it_goes_the_same_way_in_any_basis(example: ModuleType, rows: int, longest: int) -> None:
-    """Which Adam does not; with `longest` 5, in any basis of the dimension that is no longer."""
-    left = torch.linalg.qr(drawn(rows, rows, seed=50)).Q if rows <= longest else torch.eye(rows, dtype=torch.float64)
-    right = torch.linalg.qr(drawn(4, 4, seed=51)).Q
-    gradients = [drawn(rows, 4, seed=i) for i in range(STEPS)]
-
-    def both(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> tuple[Tensor, Tensor]:
-        weight = drawn(rows, 4, seed=99)
-        plain, turned = weight.clone().requires_grad_(), (left @ weight @ right).requires_grad_()
-        there = trained(make([turned]), turned, [left @ g @ right for g in gradients])
-        return left @ trained(make([plain]), plain, gradients) @ right, there
-
-    torch.testing.assert_close(*both(lambda p: example.SOAP(p, lr=0.1, frequency=3, longest=longest)))
-    one, other = both(lambda p: torch.optim.AdamW(p, lr=0.1))
-    assert (one - other).abs().max() > 0.1
-
-
-def test_its_bases_come_to_the_eigenvectors(example: ModuleType) -> None:
-    weight = drawn(6, 4).requires_grad_()
-    optimizer = example.SOAP([weight], frequency=1)
-    trained(optimizer, weight, [drawn(6, 4, seed=7) @ torch.diag(torch.tensor([8.0, 4, 2, 1]).double())] * 40)
-    [state] = optimizer.state.values()
-    turned = state["bases"][1].mT @ state["moments"][1] @ state["bases"][1]
-    assert (turned - turned.diag().diag()).abs().max() < 1e-6 * turned.abs().max()
-    assert (turned.diag().diff() < 0).all()
 
 
 @pytest.mark.slow

@@ -14,11 +14,7 @@ from safetensors.torch import load_file
 
 from fxpipe.checkpoint import manifest
 from fxpipe.errors import CheckpointError
-from fxpipe.plan import spec
 from fxpipe.plan.signed import signed
-from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.local import LocalPipeline
-from fxpipe.task.hooks import ObjectTask
 
 GOLDEN = Path(__file__).parent / "golden"
 KEPT = sorted(path for path in GOLDEN.glob("checkpoint-*-build-*") if path.is_dir())
@@ -37,14 +33,6 @@ def batches(folder: Path) -> list[Any]:
     return [(parts[f"{step}.0"], parts[f"{step}.1"]) for step in range(make.STEPS)]
 
 
-def check(pipeline: Any, folder: Path, kind: str) -> None:
-    """The run goes on as that one did."""
-    assert pipeline.fed == make.SAVED
-    losses = pipeline.run(batches(folder)[make.SAVED :])
-    torch.testing.assert_close(losses, json.loads((folder / f"{kind}.json").read_text()), **CLOSE)
-    torch.testing.assert_close(make.end_of(pipeline), load_file(folder / f"{kind}.safetensors"), **CLOSE)
-
-
 def test_there_is_one_of_these_formats() -> None:
     assert GOLDEN / make.name() in KEPT, (
         "the format of checkpoints or of builds is another one. Run tests/checkpoint/golden/make.py, and keep, of each "
@@ -53,23 +41,16 @@ def test_there_is_one_of_these_formats() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "folder", [path for path in KEPT if path.name.endswith(f"-build-{spec.FORMAT}")], ids=lambda path: path.name
-)
-def test_goes_on_with_its_build(folder: Path) -> None:
-    task = ObjectTask(make.optimizer, make.scheduler)
-    pipeline = LocalPipeline(folder / "build", task, PipelineOptions(resume=str(folder / f"step-{make.SAVED}")))
-    assert pipeline.resumed is not None
-    assert pipeline.resumed.exact
-    check(pipeline, folder, "exact")
-
-
 @pytest.mark.parametrize("folder", KEPT, ids=lambda path: path.name)
 def test_goes_on_under_other_cuts(folder: Path) -> None:
     """Builds of earlier formats are refused, so that this is how their runs go on: compiled again."""
     build = make.compiled(3, batches(folder)[0])
     hooks = {"optimizer": make.optimizer, "lr_scheduler": make.scheduler}
-    check(build.local(**hooks, schedule="1f1b", resume=folder / f"step-{make.SAVED}"), folder, "synchronous")
+    pipeline = build.local(**hooks, schedule="1f1b", resume=folder / f"step-{make.SAVED}")
+    assert pipeline.fed == make.SAVED
+    losses = pipeline.run(batches(folder)[make.SAVED :])
+    torch.testing.assert_close(losses, json.loads((folder / "synchronous.json").read_text()), **CLOSE)
+    torch.testing.assert_close(make.end_of(pipeline), load_file(folder / "synchronous.safetensors"), **CLOSE)
 
 
 def test_a_format_of_later_is_refused(tmp_path: Path) -> None:

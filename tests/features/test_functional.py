@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 Function = Callable[..., Any]
 INF = float("inf")
-MATRIX, SERIES, IMAGES, VOLUMES = (3, 4), (2, 3, 7), (2, 3, 5, 6), (1, 2, 3, 4, 5)
+MATRIX, IMAGES = (3, 4), (2, 3, 5, 6)
 REDUCTIONS = ("mean", "sum", "none")
 
 # ---- values ----
@@ -149,25 +149,6 @@ for name, function in {
 for name in ("maximum", "minimum", "fmax", "fmin", "atan2", "logaddexp", "xlogy", "copysign", "fmod", "div", "pow"):
     add("elements", name, getattr(torch, name), MATRIX, MATRIX)
 
-GRAM = torch.eye(4) * 3
-
-
-def gram(x: Tensor) -> Tensor:
-    return x.mT @ x + GRAM
-
-
-for name, function in {
-    "solve": lambda x: torch.linalg.solve(gram(x), x.mT),
-    "inverse": lambda x: torch.linalg.inv(gram(x)),
-    "log of a determinant": lambda x: torch.logdet(gram(x)) + torch.linalg.slogdet(gram(x)).logabsdet,
-    "qr": lambda x: torch.linalg.qr(gram(x)),
-    "eigenvalues": lambda x: torch.linalg.eigvalsh(gram(x)),
-    "singular values": lambda x: torch.linalg.svdvals(gram(x)),
-    "triangular": lambda x: torch.linalg.solve_triangular(torch.linalg.cholesky(gram(x)), x.mT, upper=False),
-    "exponential": lambda x: torch.matrix_exp(x[:, :3]),
-}.items():
-    add("algebra", name, function, MATRIX, kinds=[usual])
-
 # ---- ties in reductions ----
 
 for name, function in {
@@ -269,17 +250,7 @@ for reduction in REDUCTIONS:
             kinds=SOME,
         )
 
-# ---- distances ----
-
-for p in (0.0, 0.5, 1.0, 2.0, 3.0, INF):
-    add("distances", f"cdist {p}", functools.partial(torch.cdist, p=p), MATRIX, (2, 4))
-    add("distances", f"cdist to itself {p}", lambda x, p=p: torch.cdist(x, x, p), MATRIX)
-    add("distances", f"pairwise {p}", functools.partial(F.pairwise_distance, p=p, eps=0.0), MATRIX, MATRIX)
-    add("distances", f"pdist {p}", functools.partial(F.pdist, p=p), MATRIX)
-add("distances", "cdist by products", torch.cdist, (30, 3), (28, 3))
-add("distances", "cosine", F.cosine_similarity, MATRIX, MATRIX)
-
-# ---- pooling, resizing, padding, sampling ----
+# ---- pooling ----
 
 for name, function in {
     "max": functools.partial(F.max_pool2d, kernel_size=2, stride=2, dilation=2, return_indices=True),
@@ -294,28 +265,6 @@ for name, function in {
     "unpooled": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
 }.items():
     add("pooling", name, function, IMAGES, kinds=(*FINITE, undefined))
-for mode, shape in [
-    *((mode, SERIES) for mode in ("nearest", "nearest-exact", "linear", "area")),
-    *((mode, IMAGES) for mode in ("nearest", "nearest-exact", "bilinear", "bicubic", "area")),
-    *((mode, VOLUMES) for mode in ("nearest", "nearest-exact", "trilinear")),
-]:
-    for size in ({"scale_factor": 1.7}, {"scale_factor": 0.5}, {"size": 1}, {"size": (3, 9, 4)[: len(shape) - 2]}):
-        for corners in (False, True) if "linear" in mode or mode == "bicubic" else (None,):
-            resize = functools.partial(F.interpolate, mode=mode, align_corners=corners, **size)
-            add("resizing", f"{mode} {size} {corners}", resize, shape, kinds=(usual, extremes))
-for mode in ("bilinear", "bicubic"):
-    smooth = functools.partial(F.interpolate, mode=mode, scale_factor=0.6, antialias=True)
-    add("resizing", f"{mode} without aliases", smooth, IMAGES, kinds=[usual])
-for mode, pad in itertools.product(("constant", "reflect", "replicate", "circular"), ((1, 2), (0, 2), (-1, 1))):
-    add("padding", f"{mode} {pad}", functools.partial(F.pad, pad=pad, mode=mode), SERIES, kinds=(usual, undefined))
-for mode, beyond, corners in itertools.product(
-    ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection"), (False, True)
-):
-    sample = functools.partial(F.grid_sample, mode=mode, padding_mode=beyond, align_corners=corners)
-    add("sampling", f"{mode} {beyond} {corners}", sample, IMAGES, (2, 4, 3, 2))
-add("sampling", "unfold", functools.partial(F.unfold, kernel_size=2, dilation=2, padding=1), IMAGES)
-add("sampling", "fold", functools.partial(F.fold, output_size=(4, 5), kernel_size=2, padding=1, stride=2), (2, 12, 9))
-
 # ---- norms, embeddings, attention ----
 
 add("norms", "batch norm", lambda x, w: F.batch_norm(x, None, None, w, training=True), IMAGES, (3,), kinds=ANY)

@@ -24,7 +24,14 @@ PARTS = {
 """Modules from [samples, WIDTH] to the same."""
 
 
-def check(names: list[str], seed: int) -> None:
+def test_there_are_many() -> None:
+    assert len(PARTS) > 40
+
+
+@pytest.mark.slow
+@searched(20, derandomize=False)
+@given(names=st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=3), seed=st.integers(0, 10**6))
+def test_random_models(names: list[str], seed: int) -> None:
     """With weight gradients with their backward, and apart."""
 
     def made() -> nn.Module:
@@ -37,21 +44,3 @@ def check(names: list[str], seed: int) -> None:
     for part in range(2):
         cuts = legal_cuts(numbered, 3, f"{seed}/{part}")
         agrees(feature, lowered(program, cuts, split_backward=part == 1))
-
-
-def test_there_are_many() -> None:
-    assert len(PARTS) > 40
-
-
-@pytest.mark.slow
-@searched(20)
-@given(names=st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=3), seed=st.integers(0, 10**6))
-def test_random_models(names: list[str], seed: int) -> None:
-    check(names, seed)
-
-
-@pytest.mark.slow
-@searched(20, derandomize=False)
-@given(names=st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=3), seed=st.integers(0, 10**6))
-def test_many_random_models(names: list[str], seed: int) -> None:
-    check(names, seed)

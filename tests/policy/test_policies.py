@@ -9,14 +9,10 @@ from textwrap import dedent, indent
 from typing import ClassVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fxpipe.errors import PolicyError
-from fxpipe.plan.spec import Phase
 from fxpipe.policy import POLICIES, Policy, copies, default_for, make, register, sees
-from fxpipe.policy.spectrain import SpecTrain
-from fxpipe.schedule import Action, Async, GPipe, OneFOneB, Schedule, Versions
+from fxpipe.schedule import Async, GPipe, OneFOneB, Schedule
 
 
 def is_drawn(text: str, picture: str, workers: int = 3, microbatches: int = 1) -> None:
@@ -93,20 +89,6 @@ def test_2bw_predicting() -> None:
     )
 
 
-@given(st.data(), st.integers(2, 6), st.integers(0, 3), st.integers(0, 20), st.sampled_from("FB"))
-def test_2bw_predicting_sees_one_version_predicted_to_the_next(
-    data: st.DataObject, workers: int, more: int, minibatch: int, phase: Phase
-) -> None:
-    """Whoever reads, in both phases and every microbatch."""
-    schedule, policy = Async(workers, workers - 1 + more), make("2bw+predict")
-    reader, owner = (data.draw(st.integers(0, workers - 1)) for _ in range(2))
-    microbatch = data.draw(st.integers(0, schedule.microbatches - 1))
-    lag = policy.lag(Versions(schedule), phase, microbatch, reader, owner)
-    version = max(0, minibatch - lag)
-    assert lag == 1
-    assert policy.ahead(Action(phase, minibatch, microbatch), version, owner, schedule) == minibatch - version
-
-
 @pytest.mark.parametrize("name", ["pipeoptim", "lwp"])
 def test_pipeoptim_and_lwp(name: str) -> None:
     is_drawn(
@@ -129,23 +111,6 @@ def test_xpipe() -> None:
         workers=2,
         microbatches=2,
     )
-
-
-def ahead(phase: Phase, minibatch: int, reader: int, owner: int, workers: int) -> int:
-    action = Action(phase, minibatch)
-    version = Versions(Async(workers)).version(action, reader, owner)
-    return SpecTrain().ahead(action, version, owner, Async(workers))
-
-
-@given(st.data(), st.integers(1, 6), st.integers(0, 20), st.sampled_from("FB"))
-def test_spectrain_has_one_target_for_every_reader(
-    data: st.DataObject, workers: int, minibatch: int, phase: Phase
-) -> None:
-    reader, owner = (data.draw(st.integers(0, workers - 1)) for _ in range(2))
-    version = Versions(Async(workers)).version(Action(phase, minibatch), reader, owner)
-    steps = ahead(phase, minibatch, reader, owner, workers)
-    assert steps >= 0
-    assert version + steps == minibatch + owner // 2
 
 
 @pytest.mark.parametrize("schedule", [GPipe(2, 4), OneFOneB(2, 4)])

@@ -59,24 +59,6 @@ def test_accumulation_without_a_flush_in_closed_form(workers: int, microbatches:
         assert versions.lag("B", k, k, j) == 0
 
 
-def test_accumulation_on_two_workers() -> None:
-    """Counted on paper, from the picture
-
-        worker 0: F0 F0.1 ..   B0   F1   B0.1 F1.1 B1   ..   B1.1
-        worker 1: .. F0   B0   F0.1 B0.1 F1   B1   F1.1 B1.1
-
-    F1 on worker 0 comes before its B0.1, which updates, F1.1 after it. F1 there comes after B0 of worker 1, not after
-    its B0.1; F1.1 comes after B0.1 here, so after B0.1 there. On worker 1, F1 brings the news of worker 0 from
-    before its first update, F1.1 from after it.
-    """
-    versions = Versions(Async(2, microbatches=2))
-    assert [versions.lag("F", 0, 0, j) for j in range(2)] == [1, 0]
-    assert [versions.lag("F", 0, 1, j) for j in range(2)] == [1, 0]
-    assert [versions.lag("F", 1, 0, j) for j in range(2)] == [1, 0]
-    assert [versions.lag("B", 1, 0, j) for j in range(2)] == [1, 0]
-    assert [versions.lag("F", 1, 1, j) for j in range(2)] == [0, 0]
-
-
 def test_a_version_is_never_older_than_the_start() -> None:
     versions = Versions(Async(3))
     assert [versions.version(Action("F", m), reader=0, owner=0) for m in range(5)] == [0, 0, 0, 1, 2]

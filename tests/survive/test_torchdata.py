@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import QUICK, fxpipe
-from model_files import write_model
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -88,43 +85,3 @@ def test_goes_on_where_it_stood(workers: int, way: tuple[bool, bool, bool]) -> N
         again.go_on(step, read_back(whole.mark(step)))
         assert [again.next_batch().tolist() for _ in range(4 * BATCHES - step)] == batches[step:], step
         assert task.numbers.asked.value <= 4 * (4 * BATCHES - step) + 4 * 2 * workers, "data are made again"
-
-
-LOADER = """
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, number):
-        draw = torch.Generator().manual_seed(number)
-        return {"x": torch.randn(6, generator=draw), "y": torch.randint(0, 3, (), generator=draw)}
-
-
-LOADER = StatefulDataLoader(
-    Rows(), batch_size=4, shuffle=True, num_workers=WORKERS, generator=torch.Generator().manual_seed(3)
-)
-
-
-def train_data():
-    return LOADER
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("local", [("--local",), ()])
-def test_a_run_goes_on(workers: int, local: tuple[str, ...], tmp_path: Path) -> None:
-    head = "import torch\nfrom torchdata.stateful_dataloader import StatefulDataLoader\n"
-    model = write_model(tmp_path, ("import torch\n", head))
-    model.write_text(model.read_text() + LOADER.replace("WORKERS", str(workers)))
-    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
-    run = ("run", tmp_path / "build", "--epochs", 3, "--threads", 1, *local)
-    whole = tmp_path / "whole"
-    result = fxpipe(*run, "--checkpoint-every", 1, "--keep", 20, "--out", whole)
-    assert result.code == 0, result.err
-    for step in (3, 5, 12):
-        out = tmp_path / f"from {step}"
-        result = fxpipe(*run, "--resume", whole / "checkpoints" / f"step-{step}", "--out", out)
-        assert result.code == 0, result.err
-        assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes(), step
