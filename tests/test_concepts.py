@@ -10,11 +10,9 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from by_path import module_at
 
 import fxpipe
 from fxpipe.plan.spec import ParameterSpec
@@ -217,9 +215,3 @@ def test_the_pictures_are_what_fxpipe_draws(tmp_path: Path) -> None:
 def test_every_picture_is_shown() -> None:
     shown = {name for path in PAGES for name in re.findall(r"pictures/([\w-]+\.svg)\)", path.read_text("utf-8"))}
     assert shown == {path.name for path in PICTURES.glob("*.svg")}
-
-
-@pytest.fixture(scope="module")
-def svg() -> ModuleType:
-    """`docs/pictures/svg.py`."""
-    return module_at(PICTURES / "svg.py", "docs_svg")

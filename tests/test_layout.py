@@ -86,25 +86,6 @@ def test_no_circles() -> None:
     assert sorted(graph) == []
 
 
-def test_the_rule_is_checked() -> None:
-    listed = ["fxpipe", "fxpipe.plan", "fxpipe.passes", "fxpipe.cli"]
-    for module, source, wrong in (
-        ("fxpipe.errors", "from fxpipe.plan.spec import Plan", True),
-        ("fxpipe.plan.spec", "from fxpipe.passes import default_passes", True),
-        ("fxpipe.plan.spec", "from fxpipe import passes", True),
-        ("fxpipe.plan.spec", "if TYPE_CHECKING:\n    import fxpipe.passes.cut", True),
-        ("fxpipe.plan.spec", "def f():\n    from fxpipe.passes import default_passes", True),
-        ("fxpipe.plan.spec", "from fxpipe.passing import nothing", False),
-        ("fxpipe.plan.spec", "from fxpipe.errors import FxpipeError", False),
-        ("fxpipe.plan.spec", "from fxpipe.plan.cost_records import EdgeTiming", False),
-        ("fxpipe.passes.cut", "def f():\n    from fxpipe.cli.output import size", True),
-        ("fxpipe.passes.cut", "from passes.fold import remove_dead", True),
-        ("fxpipe.passes.cut", "from .fold import remove_dead", True),
-        ("fxpipe.cli.run", "from fxpipe.passes import Options\nfrom fxpipe.cli.output import size", False),
-    ):
-        assert bool(offences(module, source, listed)) is wrong, (module, source)
-
-
 def test_every_room_is_listed() -> None:
     folders = {f"{f}/" for f in PACKAGES} | {
         f"fxpipe/{p.name}/" for p in (ROOT / "fxpipe").iterdir() if (p / "__init__.py").is_file()
@@ -115,10 +96,6 @@ def test_every_room_is_listed() -> None:
 def test_the_page_is_short_and_its_paths_exist() -> None:
     assert LAYOUT.count("\n") <= 150
     assert sorted(path for path in set(PATH.findall(LAYOUT)) if not (ROOT / path).exists()) == []
-
-
-def test_fxpipe_itself_is_small() -> None:
-    assert len(list((ROOT / "fxpipe").glob("*.py"))) <= 9
 
 
 def test_every_file_says_what_it_does() -> None:

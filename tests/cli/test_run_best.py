@@ -102,9 +102,8 @@ def test_the_last_evaluation_counts_and_nothing_finite_is_no_best(build: Path, t
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("schedule", ["async"])
-def test_processes_stop_together_where_one_process_does(build: Path, tmp_path: Path, schedule: str) -> None:
-    run = ("run", build, "--schedule", schedule, "--eval-every", 4, "--save-best", "loss", "--patience", 2)
+def test_processes_stop_together_where_one_process_does(build: Path, tmp_path: Path) -> None:
+    run = ("run", build, "--schedule", "async", "--eval-every", 4, "--save-best", "loss", "--patience", 2)
     found = [
         fxpipe(*run, *how, "--out", tmp_path / name, "--json").json
         for name, how in (("local", ("--local",)), ("many", ()))
@@ -115,9 +114,6 @@ def test_processes_stop_together_where_one_process_does(build: Path, tmp_path: P
     assert found[0]["best"] == found[1]["best"]
     assert found[0]["losses"] == found[1]["losses"]
     assert weights(tmp_path / "local") == weights(tmp_path / "many")
-    plain = ("run", build, "--schedule", schedule, "--steps", found[0]["steps"])
-    assert fxpipe(*plain, "--local", "--out", tmp_path / "plain").code == 0
-    assert weights(tmp_path / "many", "model.safetensors") == weights(tmp_path / "plain", "model.safetensors")
 
 
 def test_patience_ends_a_run(build: Path, tmp_path: Path) -> None:

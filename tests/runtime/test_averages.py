@@ -100,29 +100,6 @@ def test_what_an_optimizer_keeps_of_its_own() -> None:
     assert not torch.equal(found["middle.weight"], trained.middle.weight)
 
 
-def hooked(named: Any) -> torch.optim.Optimizer:
-    """An average in the user's own optimizer hook, as many write it."""
-    made = adamw(named)
-    averages = {name: p.detach().clone() for name, p in named}
-
-    def follow(*_: Any) -> None:
-        for name, p in named:
-            averages[name].lerp_(p.detach(), 0.25)
-
-    made.register_step_post_hook(follow)
-    made.averages = averages  # type: ignore[attr-defined]
-    return made
-
-
-def test_an_average_in_the_optimizer_hook() -> None:
-    pipeline = build().local(optimizer=hooked, schedule="1f1b", averaged=lambda made, named: made.averages)
-    pipeline.run(batches())
-    _, _, made = eager(hooked)
-    found = pipeline.averaged_state_dict()
-    for name, value in made.averages.items():  # type: ignore[attr-defined]
-        assert torch.equal(found[name], value), name
-
-
 class InPlaceOfTheWeights(torch.optim.SGD):
     """As schedule-free optimizers: to evaluate, averages are put in place of the weights."""
 

@@ -20,17 +20,12 @@ from fxpipe.errors import CheckpointError, FxpipeError, RunError
 
 THREE = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
 LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"schedule": "async", "policy": "spectrain"}, {}),
     ({"schedule": "async", "policy": "stash"}, {"clip_norm": 0.5}),
     ({"schedule": "async", "policy": "spectrain+ef", "microbatches": 2}, {}),
     ({"schedule": "async", "policy": "vertical"}, {"ema": 0.9}),
     ({"schedule": "async-late", "policy": "spectrain"}, {"clip_norm": 0.5}),
-    ({"schedule": "async-late", "policy": "stash", "microbatches": 2}, {}),
-    ({"schedule": "async", "policy": "2bw+predict", "microbatches": 4}, {}),
     ({"schedule": "1f1b", "microbatches": 4}, {"clip_norm": 0.5}),
-    ({"schedule": "gpipe", "microbatches": 2}, {}),
     ({"schedule": "async", "policy": "pipeoptim", "dropout": True, "tied": False}, {}),
-    ({"schedule": "async", "policy": "spectrain", "microbatches": 2, "weights_codec": "int8"}, {}),
     ({"schedule": "1f1b", "microbatches": 4, "weights_codec": "lowrank:2"}, {}),
 ]
 
@@ -124,7 +119,7 @@ def test_rates_are_set_from_a_minibatch_on(toy: Any, many: Any, tmp_path: Path) 
         plain.set_lr(1, 2, 3)
 
 
-@pytest.mark.parametrize("number", range(0, len(LOOPS), 3))
+@pytest.mark.parametrize("number", range(0, len(LOOPS), 2))
 def test_saved_and_loaded(toy: Any, many: Any, tmp_path: Path, number: int) -> None:
     built, options = LOOPS[number]
     build = toy(**{**THREE, **built}).save(tmp_path / "build")

@@ -20,26 +20,9 @@ from fxpipe.runtime.worker.weights import WeightStore
 LINE = {"forward": (0, 0, 1, 1, 2, 2, 3, 3), "backward": (0, 0, 1, 1, 2, 2, 3, 3)}
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
 POLICIES = [
-    (policy, microbatches)
-    for microbatches in (1, 2, 4)
-    for policy in (
-        "latest",
-        "stash",
-        "vertical",
-        "2bw",
-        "2bw+predict",
-        "spectrain",
-        "pipeoptim",
-        "pipeoptim+keep",
-        "xpipe",
-        "lwp",
-    )
-    if not policy.startswith("2bw") or microbatches == 4
-] + [
-    ("stash+ef", 1),
-    ("2bw+ef", 4),
-    ("lwp+ef", 2),
-    ("spectrain+ef", 4),
+    *(("latest", 1), ("stash", 1), ("stash", 2), ("vertical", 2), ("2bw", 4), ("2bw+predict", 4), ("2bw+ef", 4)),
+    *(("spectrain", 1), ("spectrain", 4), ("spectrain+ef", 4), ("stash+ef", 1)),
+    *(("pipeoptim", 2), ("pipeoptim+keep", 1), ("xpipe", 2), ("lwp", 1), ("lwp+ef", 2)),
 ]
 SHAPED = list(zip(itertools.cycle([LINE, MIXED]), POLICIES, strict=False))
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import PHASES
-from fxpipe.schedule import Action, Async, OneFOneB, Schedule, Versions, make
-from fxpipe.schedule.versions import own_lag
+from fxpipe.schedule import Action, Async, AsyncLate, OneFOneB, Schedule, Versions, make
+from fxpipe.schedule.versions import most_missed, own_lag
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
@@ -90,3 +90,19 @@ def test_a_deadlock_is_refused() -> None:
 
     with pytest.raises(ScheduleError, match="deadlocks"):
         Versions(Backwards(2))
+
+
+def test_async_late_updates_at_the_end_of_the_next_minibatch() -> None:
+    schedule = AsyncLate(2, 3)
+    assert schedule.update_of(4) == Action.parse("B5.2")
+    assert schedule.updated_by(Action.parse("B5.2")) == 4
+    assert schedule.updated_by(Action.parse("B5.1")) is None
+    assert schedule.updated_by(Action.parse("F5.2")) is None
+    assert schedule.updated_by(Action.parse("B0.2")) is None
+    assert schedule.updated_by(Action.parse("B5.2"), start=5) is None  # what a flush has made already
+    assert schedule.ends(Action.parse("B0.2"))
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_async_late_misses_one_update_more(workers: int, microbatches: int) -> None:
+    assert most_missed(AsyncLate(workers, microbatches)) == most_missed(make("async", workers, microbatches)) + 1

@@ -23,7 +23,6 @@ class Call:
     kind: str
     path: str
     to: str = ""
-    data: bytes = b""
 
 
 class _Writer(io.FileIO):
@@ -35,7 +34,7 @@ class _Writer(io.FileIO):
         held = bytes(data)
         place = self.recorder.relative(str(self.name))
         try:
-            self.recorder.note(Call("write", place, data=held))
+            self.recorder.note(Call("write", place))
         except OSError:
             super().write(held[: len(held) // 2])
             raise
