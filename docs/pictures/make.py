@@ -212,14 +212,14 @@ def timeline(name: str) -> Picture:
     """A schedule on three workers in time: a backward takes two forwards, half for weights, an update a quarter."""
     end = simulated("gpipe").finished[1]  # two minibatches of four: all pictures show this long
     simulation = simulated(name)
-    workers = simulation.workers
+    workers, microbatches = len(simulation.spans), TIMELINES[name][0]
     left, scale, row = 84.0, 780 / end, 40
     bottom = 20 + row * workers
     picture = Picture(
         left + 780 + 110, bottom + 58, f"{name}: who works when", "One row a worker; full boxes are forwards, "
         "faint ones backwards, dashed ones weight gradients, narrow ones updates; the bare ground is waiting.",
     )  # fmt: skip
-    schedule = make_schedule(name, workers=workers, microbatches=simulation.microbatches)
+    schedule = make_schedule(name, workers=workers, microbatches=microbatches)
     most = held(schedule)
     for worker, spans in enumerate(simulation.spans):
         y = 18 + row * worker
@@ -228,7 +228,7 @@ def timeline(name: str) -> Picture:
         for span in spans:
             if span.start < end:
                 x, width = left + scale * span.start, scale * (min(span.end, end) - span.start)
-                number = span.action.minibatch * simulation.microbatches + span.action.microbatch
+                number = span.action.minibatch * microbatches + span.action.microbatch
                 if span.kind == "update":
                     picture.box(x, y, width, row - 8, "soft", 0)
                 else:
