@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import TextColumn, echo, emit_json, print_columns, print_text, stdout_console, warn
+from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout_console, warn
 
+from fxpipe.inspection.formats import known, text
+from fxpipe.inspection.table import COUNT, TEXT, WRITTEN, Column, Kind, ShownTable
 from fxpipe.observe.run_comparison import SMOOTH, compare
 from fxpipe.observe.trace import OF_TRAINING
 
@@ -59,15 +61,17 @@ def describe(found: Json, console: Console) -> None:
     """Print what `fxpipe.observe.run_comparison` found: small tables, then the verdict."""
     for number, folder in enumerate(found["runs"], start=1):
         echo(f"run {number}  {folder}")
-    settings = found["settings"]
-    if settings:
-        echo("\nsettings that differ")
-        words = [[_said(value) for value in pair] for pair in settings.values()]
-        _side_by_side(console, [NAMED.get(name, name.replace("_", " ")) for name in settings], words)
-    else:
+    if not found["settings"]:
         echo("\nno setting differs")
-    _print_speed(found, console)
-    _print_workers(found, console)
+    tables = {
+        "settings that differ": _settings(found),
+        "speed and outcome": _speed(found),
+        "the workers' time, % of each one's run": _workers(found),
+    }
+    for title, table in tables.items():
+        if table.rows:
+            echo(f"\n{title}")
+            print_columns(table, console)
     for number, rows in enumerate(found["time_losses"], start=1):
         if rows:
             echo(f"\nwhere run {number} lost time")
@@ -78,63 +82,45 @@ def describe(found: Json, console: Console) -> None:
         print_text(console, sentence)
 
 
-def _print_speed(found: Json, console: Console) -> None:
-    names = {
-        "samples_per_second": ("samples/s", lambda v: f"{v:.1f}"),
-        "step_ms": ("median step", lambda v: f"{v:.3g} ms"),
-        "efficiency": ("of the forecast", _percent),
-        "bubble": ("bubble", _percent),
-        "seconds": ("seconds", lambda v: f"{v:.1f}"),
-    }
-    rows = [(title, found["speed"][name], write) for name, (title, write) in names.items()]
-    rows += [("final loss", found["loss"]["raw"], _loss), (f"mean of last {SMOOTH}", found["loss"]["smoothed"], _loss)]
-    rows += [(f"held out {name}", pair, _loss) for name, pair in found["evaluation"].items()]
-    rows = [row for row in rows if row[1] != [None, None]]
-    if rows:
-        echo("\nspeed and outcome")
-        cells = [[_cell(value, write) for value in pair] for _, pair, write in rows]
-        _side_by_side(console, [title for title, _, _ in rows], cells, [_change(pair) for _, pair, _ in rows])
+_LOSS = Kind(known(lambda value: f"{value:#.4g}"))
+_PERCENT = Kind(known(lambda share: f"{100 * share:.0f}"))
+_SIDE = Kind(text, elastic=True)
 
 
-def _print_workers(found: Json, console: Console) -> None:
-    rows = [(row, i) for row in found["workers"] for i in (0, 1) if row["busy"][i] is not None]
-    if not rows:
-        return
-    kinds = [kind for kind in SPENT if any((row["spent"][i] or {}).get(kind, 0) >= 0.005 for row, i in rows)]
-    echo("\nthe workers' time, % of each one's run")
-    columns = [TextColumn(name, right=True, spare=int(name in RARE)) for name in ("worker", "run", "busy", *kinds)]
-    cells = []
-    for row, i in rows:
-        shares = (row["busy"][i], *((row["spent"][i] or {}).get(kind) for kind in kinds))
-        cells.append([str(row["worker"]), str(i + 1), *(_cell(share, lambda v: f"{100 * v:.0f}") for share in shares)])
-    print_columns(columns, cells, console)
+def _settings(found: Json) -> ShownTable:
+    rows = [(NAMED.get(name, name.replace("_", " ")), *pair) for name, pair in found["settings"].items()]
+    return ShownTable([Column("", itemgetter(0), TEXT), *_runs()], rows)
 
 
-def _side_by_side(
-    console: Console, names: list[str], cells: Sequence[Sequence[str]], changes: list[str] | None = None
-) -> None:
-    columns = [TextColumn(""), *(TextColumn(f"run {i}", right=True, elastic=True) for i in (1, 2))]
-    columns += [] if changes is None else [TextColumn("2 to 1", right=True)]
-    more = [[] for _ in names] if changes is None else [[change] for change in changes]
-    rows = [[name, *pair, *change] for name, pair, change in zip(names, cells, more, strict=True)]
-    print_columns(columns, rows, console)
+def _runs() -> list[Column]:
+    return [Column(f"run {i}", itemgetter(i), _SIDE) for i in (1, 2)]
+
+
+def _speed(found: Json) -> ShownTable:
+    percent = known(lambda share: f"{100 * share:.0f} %")
+    speed, loss = found["speed"], found["loss"]
+    rows = [
+        ("samples/s", speed["samples_per_second"], known(lambda rate: f"{rate:.1f}")),
+        ("median step", speed["step_ms"], known(lambda ms: f"{ms:.3g} ms")),
+        ("of the forecast", speed["efficiency"], percent),
+        ("bubble", speed["bubble"], percent),
+        ("seconds", speed["seconds"], known(lambda seconds: f"{seconds:.1f}")),
+        ("final loss", loss["raw"], _LOSS.write),
+        (f"mean of last {SMOOTH}", loss["smoothed"], _LOSS.write),
+        *((f"held out {name}", pair, _LOSS.write) for name, pair in found["evaluation"].items()),
+    ]
+    cells = [(name, *map(write, pair), _change(pair)) for name, pair, write in rows if pair != [None, None]]
+    return ShownTable([Column("", itemgetter(0), TEXT), *_runs(), Column("2 to 1", itemgetter(3), WRITTEN)], cells)
+
+
+def _workers(found: Json) -> ShownTable:
+    sides = [(row["spent"][i] or {}) | {"worker": row["worker"], "run": i + 1, "busy": row["busy"][i]}
+             for row in found["workers"] for i in (0, 1) if row["busy"][i] is not None]  # fmt: skip
+    kinds = [kind for kind in SPENT if any(side.get(kind, 0) >= 0.005 for side in sides)]
+    columns = [Column("worker", "worker", COUNT), Column("run", "run", COUNT)]
+    columns += [Column(kind, kind, _PERCENT, spare=int(kind in RARE)) for kind in ("busy", *kinds)]
+    return ShownTable(columns, sides)
 
 
 def _change(pair: list[Any]) -> str:
     return f"× {pair[1] / pair[0]:.3g}" if None not in pair and pair[0] > 0 and pair[1] > 0 else ""
-
-
-def _cell(value: float | None, write: Callable[[float], str]) -> str:
-    return "–" if value is None else write(value)
-
-
-def _said(value: Any) -> str:
-    return "–" if value is None else str(value)
-
-
-def _loss(value: float) -> str:
-    return f"{value:#.4g}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.0f} %"

@@ -11,7 +11,7 @@ import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import echo, emit_json, note, plain, print_table, size, warn, working
+from fxpipe.cli.output import echo, emit_json, note, plain, print_columns, print_table, stdout_console, warn, working
 from fxpipe.cli.program_after_pass import print_after
 from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
 
@@ -215,33 +215,16 @@ def _print(
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.inspection.microbatches import microbatch_lines
     from fxpipe.inspection.shapes import shape_lines
-    from fxpipe.inspection.workers import again_text
+    from fxpipe.inspection.subject import subject_of
+    from fxpipe.inspection.tables import workers
+    from fxpipe.inspection.workers import again_text, worker_rows
     from fxpipe.lowering.own_rounding import rounding_text
     from fxpipe.observe.record import samples_of
     from fxpipe.schedule import of_plan
     from fxpipe.simulator.forecast import late_instead
 
     plan = build.plan
-    rows = []
-    for w in build.costs.workers:
-        time = build.costs.time(w.rank)
-        rows.append(
-            [
-                f"worker {w.rank}{f' on rank {plan.rank_of(w.rank)}' if plan.virtual else ''}",
-                _begins(w, 0, "backward"),
-                _begins(w, 1, "forward"),
-                f"{1e3 * time.forward:.1f} ms",
-                f"{1e3 * (time.backward + time.weight):.1f} ms",
-                f"{1e3 * time.update:.1f} ms" if build.costs.times else "–",
-                f"{w.owned} · {size(w.owned_bytes)}",
-                f"{w.copies} · {size(w.copy_bytes)}" if w.copies else "–",
-                size(w.bytes_in),
-                size(w.bytes_out),
-                size(w.memory_bytes),
-            ]
-        )
-    headers = ["", "forward from", "backward from", "F", "B", "update", "owns", "copies", "in", "out", "memory"]
-    print_table(headers, rows, left=3)
+    print_columns(workers({"workers": worker_rows(subject_of(build))}), stdout_console(), whole=True)
     _print_engines(build)
     if build.costs.schedules:
         print_schedules(build.costs.schedules, samples_of(plan), MOST_SHOWN)
@@ -312,16 +295,6 @@ def _print(
     if plan.evaluations:
         echo(evaluation_text(evaluation_facts(plan)))
     echo(f"wrote {out}: {', '.join(s.file for s in plan.stages)}, plan.json, weights.safetensors")
-
-
-def _begins(worker: WorkerSummary, phase: int, other: str) -> str:
-    """Where a worker's forward or backward begins; of one that has none, what it has instead."""
-    spans = (worker.forward_units, worker.backward_units)
-    first, end = spans[phase]
-    if first < end:
-        return f"{worker.begins[phase]} ({end - first} units)"
-    begin, stop = spans[1 - phase]
-    return f"none: only {other}" if begin < stop else "none: nothing to do"
 
 
 def _print_engines(build: Build) -> None:

@@ -8,9 +8,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from fxpipe.inspection.table import Cell, Column, ShownTable
+
 __all__ = [
     "OutputLost",
-    "TextColumn",
-    "TimeUnit",
     "console",
     "echo",
     "emit_json",
@@ -40,8 +40,6 @@ __all__ = [
     "print_columns",
     "print_table",
     "print_text",
-    "short_size",
-    "shortened",
     "show_error",
     "size",
     "stdout_console",
@@ -239,35 +237,12 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 def print_table(headers: list[str], rows: list[list[str]], left: int = 1, last: int = 0) -> None:
     """A table on stdout; the first `left` and the `last` columns are text, the others numbers; as wide as its cells."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    from fxpipe.inspection.table import TEXT, WRITTEN, Column, ShownTable
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, header in enumerate(headers):
-        text = i < left or i >= len(headers) - last
-        table.add_column(Text(plain(header)), justify="left" if text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(plain(cell)) for cell in row))
-    width = console().width if sys.stdout.isatty() else 0
-    console(width=max(width, 160)).print(table, soft_wrap=True)  # a narrow terminal wraps lines, never words
-
-
-@dataclass(frozen=True)
-class TextColumn:
-    """A column of a table that fits its terminal.
-
-    Attributes:
-        header: the text above it.
-        right: whether cells are aligned to the right.
-        spare: if there is too little room, columns are left out, those with the largest number first; 0 never is.
-        elastic: if there is still too little room, its cells are shortened in the middle.
-    """
-
-    header: str
-    right: bool = False
-    spare: int = 0
-    elastic: bool = False
+    kinds = [TEXT if i < left or i >= len(headers) - last else WRITTEN for i in range(len(headers))]
+    columns = [Column(header, itemgetter(i), kind) for i, (header, kind) in enumerate(zip(headers, kinds, strict=True))]
+    print_columns(ShownTable(columns, rows), stdout_console(), whole=True)
+    echo()
 
 
 _GAP = 2
@@ -277,59 +252,75 @@ _LEAST = 10
 """The least width that it keeps."""
 
 
-def print_columns(columns: Sequence[TextColumn], rows: Sequence[Sequence[Text | str]], console: Console) -> None:
-    """A table no wider than the console: columns are left out, then shortened. Text as it is: no trailing blanks."""
+def print_columns(table: ShownTable, console: Console, *, whole: bool = False) -> None:
+    """A table no wider than the console: sizes are written short, columns left out, names shortened.
+
+    Args:
+        whole: leaves all as it is: a narrow terminal wraps lines.
+    """
     from rich.text import Text
 
-    widths = _fitting(columns, rows, console.width)
-    shown = [(column, widths[i]) for i, column in enumerate(columns) if i in widths]
-    line = Text((" " * _GAP).join(_aligned(Text(c.header), c, w).plain for c, w in shown).rstrip(), style="bold")
-    console.print(line, no_wrap=True, crop=False, overflow="ignore")
-    console.print("─" * (sum(w for _, w in shown) + _GAP * (len(shown) - 1)), no_wrap=True, crop=False)
+    titles, rows = table.written()
+    columns = _widths(titles, rows)
+    if not whole:
+        if _wide(columns) > console.width:
+            titles, rows = table.written(short=True)
+        columns = _fitting(table.columns, _widths(titles, rows), console.width)
+    heads = [_aligned(Text(plain(titles[i])), table.columns[i].kind.left, w) for i, w in columns.items()]
+    _print_line(Text(" " * _GAP).join(heads), console, "bold")
+    _print_line(Text("─" * _wide(columns)), console)
     for row in rows:
-        cells = [_aligned(shortened(row[i], w), columns[i], w) for i, w in widths.items()]
-        line = Text(" " * _GAP).join(cells)
-        line.rstrip()
-        console.print(line, no_wrap=True, crop=False, overflow="ignore")
+        cells = [_aligned(shortened(_text(row[i]), w), table.columns[i].kind.left, w) for i, w in columns.items()]
+        _print_line(Text(" " * _GAP).join(cells), console)
 
 
-def _fitting(columns: Sequence[TextColumn], rows: Sequence[Sequence[Text | str]], room: int) -> dict[int, int]:
+def _print_line(line: Text, console: Console, style: str = "") -> None:
+    line.rstrip()
+    console.print(line, style=style, no_wrap=True, crop=False, overflow="ignore")
+
+
+def _text(cell: Cell) -> Text:
+    """What stands in a cell, its workers in their colours."""
+    from fxpipe.cli.terminal.worker_marks import mark
+    from rich.text import Text
+
+    pieces = (cell,) if isinstance(cell, str) else cell
+    return Text.assemble(*(mark(piece) if isinstance(piece, int) else plain(piece) for piece in pieces))
+
+
+def _widths(titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> dict[int, int]:
+    return {i: max(len(title), *(_text(row[i]).cell_len for row in rows)) for i, title in enumerate(titles)}
+
+
+def _wide(columns: dict[int, int]) -> int:
+    return sum(columns.values()) + _GAP * (len(columns) - 1)
+
+
+def _fitting(columns: Sequence[Column], full: dict[int, int], room: int) -> dict[int, int]:
     """The width of each column that is shown."""
-    from rich.cells import cell_len
-
-    texts = [[plain(cell) if isinstance(cell, str) else cell.plain for cell in row] for row in rows]
-    full = {i: max(map(cell_len, (c.header, *(row[i] for row in texts)))) for i, c in enumerate(columns)}
-    wanted = {i: min(w, _ELASTIC) if columns[i].elastic else w for i, w in full.items()}
-
-    def over() -> int:
-        return sum(wanted.values()) + _GAP * (len(wanted) - 1) - room
-
-    while over() > 0 and (spare := max(columns[i].spare for i in wanted)):
+    wanted = {i: min(w, _ELASTIC) if columns[i].kind.elastic else w for i, w in full.items()}
+    while _wide(wanted) > room and (spare := max(columns[i].spare for i in wanted)):
         wanted = {i: w for i, w in wanted.items() if columns[i].spare != spare}
-    elastic = [i for i in wanted if columns[i].elastic]
-    while over() > 0 and elastic and max(wanted[i] for i in elastic) > _LEAST:
+    elastic = [i for i in wanted if columns[i].kind.elastic]
+    while _wide(wanted) > room and elastic and max(wanted[i] for i in elastic) > _LEAST:
         wanted[max(elastic, key=wanted.__getitem__)] -= 1
     for i in elastic:
-        wanted[i] = min(full[i], wanted[i] + max(0, -over()))
+        wanted[i] = min(full[i], wanted[i] + max(0, room - _wide(wanted)))
     return wanted
 
 
-def _aligned(text: Text, column: TextColumn, width: int) -> Text:
-    text = text.copy()
+def _aligned(text: Text, left: bool, width: int) -> Text:
     blank = " " * (width - text.cell_len)
-    return text if not blank else type(text).assemble(blank, text) if column.right else text.append(blank)
+    return text.append(blank) if left else type(text).assemble(blank, text)
 
 
-def shortened(cell: Text | str, width: int) -> Text:
-    """A cell of at most this many characters: the middle of a longer one becomes `…`."""
-    from rich.text import Text
-
-    text = Text(plain(cell)) if isinstance(cell, str) else cell
+def shortened(text: Text, width: int) -> Text:
+    """A text of at most this many characters: the middle of a longer one becomes `…`."""
     over = text.cell_len - width
     if over <= 0:
         return text
     head = (width - 1) // 3
-    return Text.assemble(text[:head] if head else "", "…", text[head + over + 1 :])
+    return type(text).assemble(text[:head] if head else "", "…", text[head + over + 1 :])
 
 
 def stdout_console() -> Console:
@@ -343,22 +334,3 @@ def print_text(console: Console, text: str, style: str = "") -> None:
 
     for line in textwrap.wrap(plain_lines(text), console.width, break_long_words=False, break_on_hyphens=False):
         console.print(Text(line), style=style, no_wrap=True, crop=False, overflow="ignore")
-
-
-class TimeUnit:
-    """Writes the times of one table in one unit; in `µs` if all are shorter than a millisecond."""
-
-    def __init__(self, milliseconds: Iterable[float | None]) -> None:
-        most = max((ms for ms in milliseconds if ms is not None), default=0.0)
-        self.unit, self._factor = ("µs", 1e3) if most < 1 else ("s", 1e-3) if most >= 1e5 else ("ms", 1.0)
-        scaled = most * self._factor
-        self._digits = 0 if scaled >= 1000 else 1 if scaled >= 100 else 2
-
-    def __call__(self, ms: float | None) -> str:
-        """The number alone, with as many digits as the longest one allows; `–` for None."""
-        return "–" if ms is None else f"{ms * self._factor:.{self._digits}f}"
-
-
-def short_size(count: float) -> str:
-    """`1.5M`: a size in few characters; K, M, G are powers of 1024."""
-    return size(count).replace(" ", "").replace("iB", "")

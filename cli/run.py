@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import echo, emit_json, note, print_table, show_error, warn, working
+from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, stdout_console, warn, working
 from fxpipe.cli.signals import end_at_once
 
 from fxpipe.checkpoint.interval import Interval
@@ -226,6 +226,7 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
 
 
 def _print(summary: dict[str, Any]) -> None:
+    from fxpipe.inspection import tables
     from fxpipe.observe.progress import held_out
     from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_WEIGHTS
 
@@ -235,37 +236,13 @@ def _print(summary: dict[str, Any]) -> None:
         f"{summary['steps']} steps in {summary['seconds']:.1f} s · {summary['samples_per_second']:.1f} samples/s · "
         f"loss {losses[0]:.4f} → {sum(tail) / len(tail):.4f} (mean of the last {len(tail)})"
     )
-    on_engines = any(name != "eager" for w in summary["workers"] for name in w["engines"])
-    rows = [
-        [
-            f"worker {w['worker']}",
-            *([" · ".join(dict.fromkeys(w["engines"]))] if on_engines else []),
-            f"{100 * w['busy']:.0f} %",
-            f"{w['forward_ms']:.1f} ms",
-            f"{w['backward_ms']:.1f} ms",
-            f"{w['wait_ms']:.1f} ms",
-        ]
-        for w in summary["workers"]
-    ]
-    print_table(["", *(["engines"] if on_engines else []), "busy", "forward", "backward", "wait"], rows)
+    print_columns(tables.paces(summary["workers"]), stdout_console())
     _print_time(summary)
     stale = [{"worker": w["worker"], **row} for w in summary["workers"] for row in w.get("staleness", ())]
     if any("staleness" in w for w in summary["workers"]) and not stale:
         echo("staleness: too few steps to compare a forward with its update")
     if stale:
-        print_table(
-            ["weights of forwards", "updates behind", "predicted ahead", "RMSE to those updated", "RMS of weights"],
-            [
-                [
-                    f"worker {row['worker']} group {row['group']}",
-                    str(row["stale"]),
-                    str(row["ahead"]),
-                    f"{row['rmse']:.2e}",
-                    f"{row['rms']:.2e}",
-                ]
-                for row in stale
-            ],
-        )
+        print_columns(tables.staleness(stale), stdout_console())
     if scaling := summary.get("loss_scaling"):
         echo(f"loss scale {scaling['scale']:g}, steps without an update (overflow): {scaling['skipped_steps']}")
     if "evaluation" in summary:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from fxpipe.cli.output import echo, print_table, size
+from fxpipe.cli.output import echo, print_columns, stdout_console
 from fxpipe.cli.planned import Say, Source
 
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
@@ -119,35 +119,11 @@ def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most:
     Args:
         most: how many rows at most.
     """
-    fitting = [row for row in rows if row.seconds is not None]
-    best = _pace(fitting[0], samples)
-    lines = []
-    for row in fitting[:most]:
-        pace = _pace(row, samples)
-        speed = f"{1e3 * pace:.2f} ms a microbatch" if samples is None else f"{samples / pace:.1f}" if pace else "∞"
-        lost = f"{100 * (pace / best - 1):+.1f} %" if best else ""
-        lines.append(
-            [
-                row.schedule,
-                str(row.microbatches),
-                row.cuts,
-                str(row.staleness) if row.staleness else "none",
-                speed,
-                f"{100 * row.bubble:.0f} %",
-                size(row.memory_bytes),
-                lost if row.why else "",
-                row.why or "the one to take",
-            ]
-        )
-    headers = ["schedule", "microbatches", "cuts", "stale", "samples/s", "bubble", "memory", "time", "why"]
-    print_table(headers, lines, last=1)
+    from fxpipe.inspection.tables import schedules
+
+    fitting = [asdict(row) for row in rows if row.seconds is not None]
+    print_columns(schedules(fitting[:most], samples), stdout_console(), whole=True)
     for row in rows:
         if row.seconds is None:
             counted = f"{row.microbatches} microbatch{'' if row.microbatches == 1 else 'es'}"
             echo(f"{row.schedule or 'every schedule'}, {counted}: {row.why}")
-
-
-def _pace(row: ScheduleForecast, samples: int | None) -> float:
-    """Seconds that can be compared: of a minibatch, or, of a profile, of a microbatch."""
-    assert row.seconds is not None
-    return row.seconds if samples is not None else row.seconds / row.microbatches

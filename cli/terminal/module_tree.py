@@ -3,94 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import TextColumn, TimeUnit, print_columns, size
-from fxpipe.cli.terminal.worker_marks import ranks
+from fxpipe.cli.output import print_columns
+
+from fxpipe.inspection.tables import APART, modules
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
-
-APART = "≠"
-"""Marks distinct cuts: a unit there has forward, backward and weight gradients on different workers."""
 
 OWN = "(own code)"
 
 Module = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of the tree: a module, or a run of like siblings."""
-
-    label: str
-    modules: tuple[Module, ...]
-    opened: bool = False
-
-    def workers(self, phase: str) -> list[int]:
-        return sorted({place[0] for module in self.modules for place in module[phase]})
-
-    def milliseconds(self, phase: str) -> float | None:
-        """None if not known."""
-        spent = [place[1] for module in self.modules for place in module[phase]]
-        return None if None in spent else sum(spent)
-
-    def total(self, name: str) -> int:
-        return sum(module[name] for module in self.modules)
-
-    @property
-    def apart(self) -> bool:
-        """Whether units are cut apart, which no line below shows."""
-        return not self.opened and self.total("apart") > 0
-
-
-def print_modules(modules: Sequence[Module], console: Console, depth: int | None = None) -> None:
+def print_modules(rows: Sequence[Module], console: Console, depth: int | None = None) -> None:
     """The tree, a line a module or a run of like siblings.
 
     Args:
         depth: shows every module down to there; by default, modules are open if their insides are on different workers.
     """
-    lines = list(_Tree(modules, depth).lines())
-    phases = ("forward", "backward")
-    times = TimeUnit(line.milliseconds(phase) for line in lines for phase in phases)
-    columns = [
-        TextColumn("module", elastic=True),
-        TextColumn("F on"),
-        TextColumn("B on"),
-        TextColumn(""),
-        TextColumn(f"F {times.unit}", right=True),
-        TextColumn(f"B {times.unit}", right=True),
-        TextColumn("parameters", right=True),
-        TextColumn("", right=True),
-        TextColumn("owned by", spare=2),
-        TextColumn("nodes", right=True, spare=1),
-    ]
-    rows = []
-    for line in lines:
-        owners = sorted({owner for module in line.modules for owner in module["owners"]})
-        parameters = line.total("parameters")
-        rows.append([
-            line.label,
-            ranks(line.workers("forward")),
-            ranks(line.workers("backward"), backward=True),
-            _yellow(APART if line.apart else ""),
-            *(times(line.milliseconds(phase)) for phase in phases),
-            str(parameters) if parameters else "–",
-            size(line.total("parameter_bytes")) if parameters else "",
-            ranks(owners) if owners else "",
-            str(line.total("nodes") or "–"),
-        ])  # fmt: skip
-    print_columns(columns, rows, console)
-    if any(line.apart for line in lines):
+    lines = list(_Tree(rows, depth).lines())
+    print_columns(modules(lines), console)
+    if any(line["apart"] for line in lines):
         console.print(f"{APART} cut apart: forward, backward and weight gradients on different workers")
 
 
-def _yellow(text: str) -> Text:
-    from rich.text import Text
-
-    return Text(text, style="bold yellow")
+def _line(label: str, rows: Sequence[Module], opened: bool = False) -> Module:
+    """A line of the tree, as a row of `modules`; what lines below it show is not marked as cut apart."""
+    numbers = ("parameters", "parameter_bytes", "nodes", "apart")
+    line: Module = {name: sum(row[name] for row in rows) for name in numbers}
+    for phase in ("forward", "backward"):
+        line[phase] = [place for row in rows for place in row[phase]]
+    owners = sorted({owner for row in rows for owner in row["owners"]})
+    return line | {"label": label, "owners": owners} | ({"apart": 0} if opened else {})
 
 
 class _Tree:
@@ -102,27 +48,27 @@ class _Tree:
             if module["parent"] is not None:
                 self.children[module["parent"]].append(i)
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[Module]:
         """The lines in their order, with the branches in front of the names."""
-        yield Line("(model)", (self.modules[0],), self._opens(0))
+        yield _line("(model)", [self.modules[0]], self._opens(0))
         if self._opens(0):
             yield from self._below(0, "")
 
-    def _below(self, number: int, indent: str) -> Iterator[Line]:
+    def _below(self, number: int, indent: str) -> Iterator[Module]:
         rows: list[tuple[str, tuple[int, ...]]] = [(self._name(group), group) for group in self._groups(number)]
         own = self._own(number)
         for i, (name, group) in enumerate(rows):
             loss = self.modules[group[0]]["path"] is None
             if loss and own is not None:
-                yield Line(f"{indent}├ {OWN}", (own,))
+                yield _line(f"{indent}├ {OWN}", [own])
                 own = None
             last = i == len(rows) - 1 and own is None
             opened = len(group) == 1 and self._opens(group[0])
-            yield Line(f"{indent}{'└' if last else '├'} {name}", tuple(self.modules[m] for m in group), opened)
+            yield _line(f"{indent}{'└' if last else '├'} {name}", [self.modules[m] for m in group], opened)
             if opened:
                 yield from self._below(group[0], f"{indent}{' ' if last else '│'} ")
         if own is not None:
-            yield Line(f"{indent}└ {OWN}", (own,))
+            yield _line(f"{indent}└ {OWN}", [own])
 
     def _name(self, group: tuple[int, ...]) -> str:
         """Its own name; after its parent's if it is a number."""

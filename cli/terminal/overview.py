@@ -7,25 +7,17 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import TextColumn, TimeUnit, plain, print_columns, print_text, short_size, size
+from fxpipe.cli.output import plain, print_columns, print_text, size
 from fxpipe.cli.terminal.module_tree import print_modules
-from fxpipe.cli.terminal.worker_marks import mark
 
+from fxpipe.inspection import tables
+from fxpipe.inspection.formats import TimeUnit, number
 from fxpipe.plan.spec import OuterSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 Facts = dict[str, Any]
-WIDE = 120
-"""From this many columns on, sizes are written in full, and stages with the modules where they begin."""
-
-MANY = 40
-"""From this many edges of one kind on, they are summed up by where they go."""
-
-KINDS = ("input", "activation", "saved", "gradient", "weights", "token")
-_DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 
 def print_overview(facts: Facts, console: Console, depth: int | None = None, edges: bool = False) -> None:
@@ -78,13 +70,13 @@ def print_header(facts: Facts, console: Console) -> None:
     if changed:
         print_text(console, " · ".join(changed), "bold yellow")
     if forecast is not None:
-        rate, period = forecast["samples_per_second"], TimeUnit([forecast["milliseconds"]])
+        period = TimeUnit([forecast["milliseconds"]])
         other = (forecast["schedule"], forecast["policy"]) != (build["schedule"], build["policy"])
         under = f" under {forecast['schedule']} · {forecast['policy']}" if other else ""
         _line(
             console,
             [
-                f"forecast{under}: {'–' if rate is None else f'{rate:.1f}'} samples/s",
+                f"forecast{under}: {number(forecast['samples_per_second'])} samples/s",
                 f"{period(forecast['milliseconds'])} {period.unit} a minibatch",
                 f"bubble {100 * forecast['bubble']:.0f} %",
             ],
@@ -96,55 +88,8 @@ def _line(console: Console, parts: Sequence[str]) -> None:
 
 
 def print_workers(facts: Facts, console: Console) -> None:
-    """A row for each worker."""
-    from rich.text import Text
-
-    wide = console.width >= WIDE
-    written = size if wide else short_size
-    dot, by = (" · ", " × ") if wide else ("·", "×")
-    spent = ("forward_ms", "backward_ms", "update_ms")
-    times = TimeUnit(w[phase] for w in facts["workers"] for phase in spent)
-    columns = [
-        TextColumn("worker" if wide else ""),
-        TextColumn("forward from", spare=1, elastic=True),
-        TextColumn("backward from", spare=1, elastic=True),
-        TextColumn(f"F {times.unit}", right=True),
-        TextColumn(f"B {times.unit}", right=True),
-        TextColumn("update" if wide else "upd", right=True),
-        TextColumn("owns", right=True),
-        TextColumn("copies" if wide else "copy", right=True),
-        TextColumn("in", right=True),
-        TextColumn("out", right=True),
-        TextColumn(f"saved{by}in flight" if wide else "saved", right=True),
-        TextColumn("memory", right=True),
-    ]
-    shared = facts["build"]["ranks"] < facts["build"]["workers"]
-    engines = any(engine != "eager" for w in facts["workers"] for engine in w["engines"])
-    if engines:
-        columns.append(TextColumn("engines", spare=2))
-    rows = []
-    for w in facts["workers"]:
-        begins = [
-            f"{w[f'{phase}_from']} ({w[f'{phase}_units'][1] - w[f'{phase}_units'][0]} units)"
-            for phase in ("forward", "backward")
-        ]
-        row: list[Text | str] = [
-            Text.assemble(
-                mark(w["worker"]),
-                Text(f" on {w['rank']}" if shared else "", style="dim"),
-                Text("*" if w["edited"] else "", style="bold yellow"),
-            ),
-            *begins,
-            *(times(w[phase]) for phase in spent),
-            f"{w['owned']}{dot}{written(w['owned_bytes'])}",
-            f"{w['copies']}{dot}{written(w['copy_bytes'])}" if w["copies"] else "–",
-            *("–" if count is None else written(count) for count in (w["bytes_in"], w["bytes_out"])),
-            "–" if w["saved_bytes"] is None else f"{written(w['saved_bytes'])}{by}{w['in_flight']}",
-            "–" if w["memory_bytes"] is None else written(w["memory_bytes"]),
-        ]
-        row += [" ".join(dict.fromkeys(w["engines"]))] if engines else []
-        rows.append(row)
-    print_columns(columns, rows, console)
+    """A row for each worker, and what is to be said of them."""
+    print_columns(tables.workers(facts), console)
     if _timed_as_wholes(facts):
         print_text(console, "modules add up their operators; workers were timed as they run")
     if facts["build"]["speeds"]:
@@ -185,62 +130,11 @@ def print_edges(edges: Sequence[Facts], console: Console, every: bool = False) -
     if not edges:
         console.print("nothing crosses workers")
         return
-    columns = [
-        TextColumn("edge"),
-        TextColumn("kind"),
-        TextColumn("value", elastic=True),
-        TextColumn("", elastic=True),
-        TextColumn("size", right=True),
-        TextColumn("module", spare=2, elastic=True),
-        TextColumn("line", spare=1),
-    ]
-    rows, folded = [], False
-    for kind in KINDS:
-        found = [edge for edge in edges if edge["kind"] == kind]
-        shown = list(map(_edge, found)) if len(found) <= MANY or every else _together(kind, found)
-        rows += shown
-        folded = folded or len(shown) < len(found)
-    print_columns(columns, rows, console)
+    table = tables.edges(edges, every)
+    print_columns(table, console)
     console.print("values cross once a microbatch, weights once an update")
-    if folded:
+    if len(table.rows) < len(edges):
         print_text(console, "edges of one kind and way are summed up; --edges shows each")
-
-
-def _edge(edge: Facts) -> list[Text | str]:
-    if edge["kind"] == "weights":
-        count = len(edge["names"])
-        what = f"{count} parameter{'s' if count > 1 else ''}", edge["dtype"]
-    else:
-        what = edge["name"], f"{_dtype(edge['dtype'])}[{', '.join(map(str, edge['shape']))}]"
-    packed = f"{edge['codec']} " if edge["codec"] else ""
-    return [_way(edge), edge["kind"], *what, packed + size(edge["bytes"]), edge["module"] or "", edge["source"] or ""]
-
-
-def _together(kind: str, edges: Sequence[Facts]) -> list[list[Text | str]]:
-    ways: dict[tuple[Any, ...], list[Facts]] = {}
-    for edge in edges:
-        ways.setdefault((edge["src"], edge["src_phase"], edge["dst"], edge["dst_phase"]), []).append(edge)
-    return [
-        [_way(found[0]), kind, f"{len(found)} edges", "", size(sum(edge["bytes"] for edge in found)), "", ""]
-        if len(found) > 1
-        else _edge(found[0])
-        for _, found in sorted(ways.items())
-    ]
-
-
-def _way(edge: Facts) -> Text:
-    """`F0 → B1`; weights leave with an update."""
-    from rich.text import Text
-
-    before = "update " if edge["src_phase"] == "update" else edge["src_phase"]
-    return Text.assemble(mark(edge["src"], before), " → ", mark(edge["dst"], edge["dst_phase"]))
-
-
-def _dtype(name: str) -> str:
-    for long, short in _DTYPES.items():
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
 
 
 def print_hints(facts: Facts, console: Console) -> None:

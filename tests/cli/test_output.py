@@ -5,54 +5,66 @@ from __future__ import annotations
 import io
 
 import pytest
-from fxpipe.cli.output import (
-    TextColumn,
-    TimeUnit,
-    note,
-    print_columns,
-    print_table,
-    print_text,
-    short_size,
-    shortened,
-    stdout_console,
-    warn,
-    working,
-)
+from fxpipe.cli.output import note, print_columns, print_table, print_text, shortened, stdout_console, warn, working
 from rich.console import Console
+from rich.text import Text
+
+from fxpipe.inspection.formats import TimeUnit, short_size
+from fxpipe.inspection.table import COUNT, NAME, SIZE, TEXT, TIME, WORKERS, Column, ShownTable
 
 
 def table(width: int) -> list[str]:
     """Three columns: 30 characters that may shrink, 10 that may go, 6 that stay."""
-    columns = [TextColumn("name", elastic=True), TextColumn("spare", spare=1), TextColumn("number", right=True)]
+    columns = [Column("name", "name", NAME), Column("spare", "spare", TEXT, spare=1), Column("number", "n")]
+    rows = [{"name": "a" * 15 + "b" * 15, "spare": "c" * 10, "n": 1e5}, {"name": "short", "spare": "", "n": 1234567}]
     console = Console(file=io.StringIO(), width=width)
-    print_columns(columns, [["a" * 15 + "b" * 15, "c" * 10, "1"], ["short", "", "200000"]], console)
+    print_columns(ShownTable(columns, rows), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
 
 def test_where_there_is_room_nothing_is_lost() -> None:
-    assert table(50) == [
-        "name                            spare       number",
-        "─" * 50,
-        "aaaaaaaaaaaaaaabbbbbbbbbbbbbbb  cccccccccc       1",
-        "short                                       200000",
+    assert table(53) == [
+        "name                            spare          number",
+        "─" * 53,
+        "aaaaaaaaaaaaaaabbbbbbbbbbbbbbb  cccccccccc    100,000",
+        "short                                       1,234,567",
     ]
-    assert table(200) == table(50)
+    assert table(200) == table(53)
 
 
 def test_spare_columns_go_first_then_cells_are_shortened() -> None:
-    assert table(49)[2] == "aaaaaaaaaaaaaaabbbbbbbbbbbbbbb       1"
-    shrunk = table(28)
-    assert shrunk[2] == "aaaaaa…bbbbbbbbbbbbb       1"
-    assert shrunk[3] == "short                 200000"
-    assert max(map(len, shrunk)) == 28
+    assert table(52)[2] == "aaaaaaaaaaaaaaabbbbbbbbbbbbbbb    100,000"
+    shrunk = table(31)
+    assert shrunk[2] == "aaaaaa…bbbbbbbbbbbbb    100,000"
+    assert shrunk[3] == "short                 1,234,567"
+    assert max(map(len, shrunk)) == 31
+
+
+def test_times_have_one_unit_and_sizes_are_short_where_they_must() -> None:
+    columns = [
+        Column("on", "on", WORKERS),
+        Column("took", "ms", TIME),
+        Column("size", "bytes", SIZE),
+        Column("n", "n", COUNT),
+    ]
+    rows = [{"on": ("F", 0, " → B", 1), "ms": 0.5, "bytes": 1536, "n": 1234}, {"on": 2, "ms": None, "bytes": None}]
+    written = ShownTable(columns, rows).written()
+    assert written == (
+        ["on", "took µs", "size", "n"],
+        [[("F", 0, " → B", 1), "500.0", "1.5 KiB", "1,234"], [(2,), "–", "–", "–"]],
+    )
+    console = Console(file=io.StringIO(), width=30)
+    print_columns(ShownTable(columns, rows), console)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[2] == "F0 → B1    500.0  1.5K  1,234"
 
 
 @pytest.mark.parametrize(
     ("text", "width", "expected"), [("abcdefghij", 10, "abcdefghij"), ("abcdefghij", 7, "ab…ghij"), ("abc", 1, "…")]
 )
 def test_the_middle_goes(text: str, width: int, expected: str) -> None:
-    assert shortened(text, width).plain == expected
+    assert shortened(Text(text), width).plain == expected
 
 
 def test_the_times_of_a_table_have_one_unit() -> None:
@@ -82,7 +94,7 @@ def test_names_are_printed_as_they_are_but_for_control_characters(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     print_table(["[i]", "b"], [[NASTY, NASTY]])
-    print_columns([TextColumn("[i]", elastic=True)], [[NASTY]], stdout_console())
+    print_columns(ShownTable([Column("[i]", "name", NAME)], [{"name": NASTY}]), stdout_console())
     print_text(stdout_console(), NASTY)
     out = capsys.readouterr().out
     assert out.count(SHOWN) == 4

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
+from fxpipe.inspection.formats import ms, number, share
 from fxpipe.inspection.report.drawing import tag, ticks
-from fxpipe.inspection.report.formats import ms, number, share
 from fxpipe.inspection.report.marks import MARKS, look, stroke
-from fxpipe.inspection.report.tables import PARTS
+from fxpipe.inspection.tables import PARTS
 
 Json = dict[str, Any]
+Points = Sequence[tuple[float, float | None]]
 
 STEPS = 400
 """From this many steps on, a mean is drawn over the single values."""
@@ -28,13 +29,19 @@ _GREY, _BLUE = "#777777", "#4C6FE0"
 
 
 @dataclass(frozen=True)
+class Line:
+    """A line of a chart: where a point is missing, it ends and begins again."""
+
+    points: Points
+    looks: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Plane:
-    """Axes: from where to where each goes, and what it shows."""
+    """Axes: from where to where each goes."""
 
     x: tuple[float, float]
     y: tuple[float, float]
-    x_title: str = ""
-    y_title: str = ""
 
     def across(self, value: float) -> float:
         return 100 * (value - self.x[0]) / (self.x[1] - self.x[0])
@@ -44,101 +51,127 @@ class Plane:
 
     def box(self, x: tuple[float, float], y: tuple[float, float], **looks: Any) -> Markup:
         """A box from one number to another, on both axes."""
-        left, right = sorted(map(self.across, x))
         low, high = sorted(map(self.up, y))
+        left, right = map(self.across, x)
         return tag(
             "i", style=f"left:{left:.3f}%;width:{right - left:.3f}%;bottom:{low:.3f}%;height:{high - low:.3f}%", **looks
         )
 
-    def dot(self, x: float, y: float, tip: str, colour: str) -> Markup:
-        style = f"left:{self.across(x):.2f}%;bottom:{self.up(y):.2f}%;--c:{colour}"
-        return tag("i", class_="dot", style=style, data_tip=tip)
-
-    def line(self, points: Sequence[tuple[float, float | None]], **looks: Any) -> Markup:
-        """A line through points; where one is missing, it ends and begins again."""
+    def line(self, line: Line) -> Markup:
         d, pen = [], "M"
-        for x, y in _thin(points):
+        for x, y in _thin(line.points):
             if y is not None:
                 d.append(f"{pen}{10 * self.across(x):.1f} {1000 - 10 * self.up(y):.1f}")
             pen = "M" if y is None else "L"
-        return tag("path", d="".join(d), **looks)
+        return tag("path", d="".join(d), **line.looks)
 
-    def drawn(
-        self, label: str, height: int, boxes: Sequence[Markup], lines: Sequence[Markup] = (), **at: Any
+    def chart(
+        self, label: str, height: int, titles: tuple[str, str], inside: Sequence[Markup], rows: Sequence[float] = ()
     ) -> Markup:
         """The chart.
 
         Args:
-            at: the numbers that are written on `x` and `y`; by default round ones.
+            titles: of `x` and `y`.
+            rows: the numbers that are written on `y`, without lines across; by default round ones, with lines.
         """
-        x, y = at.get("x") or ticks(*self.x, 7), at.get("y") or ticks(*self.y)
+        kind = "bare across" if rows else "across"
         grid = [
-            *(
-                tag(
-                    "s",
-                    tag("span", digits_of(v)),
-                    class_="bare across" if "y" in at else "across",
-                    style=f"bottom:{self.up(v):.2f}%",
-                )
-                for v in y
-            ),
-            *(tag("s", tag("span", digits_of(v)), class_="up", style=f"left:{self.across(v):.2f}%") for v in x),
+            tag("s", tag("span", f"{v:,.6g}"), class_=kind, style=f"bottom:{self.up(v):.2f}%")
+            for v in rows or ticks(*self.y)
         ]
-        svg = tag("svg", *lines, viewBox="0 0 1000 1000", preserveAspectRatio="none", aria_hidden="true")
-        titles = [tag("span", self.x_title, class_="x-title"), tag("span", self.y_title, class_="y-title")]
-        plane = tag("div", *grid, *boxes, *([svg] if lines else []), class_="plane")
-        return tag("div", plane, *titles, class_="chart", role="img", aria_label=label, style=f"height:{height}px")
+        grid += [
+            tag("s", tag("span", f"{v:,.6g}"), class_="up", style=f"left:{self.across(v):.2f}%")
+            for v in ticks(*self.x, 7)
+        ]
+        names = [tag("span", title, class_=f"{axis}-title") for axis, title in zip("xy", titles, strict=True)]
+        plane = tag("div", *grid, *inside, class_="plane")
+        return tag("div", plane, *names, class_="chart", role="img", aria_label=label, style=f"height:{height}px")
 
 
-def digits_of(value: float) -> str:
-    """A number on an axis."""
-    return f"{value:,.6g}"
+def bars(
+    label: str,
+    unit: str,
+    rows: Mapping[int, Mapping[str, float | None]],
+    most: float,
+    form: Any,
+    ideal: float | None = None,
+) -> Markup:
+    """A bar for each worker, of the parts that there are, and a line at the ideal.
+
+    Args:
+        rows: for each worker its kinds of time.
+        most: how long an axis is needed.
+    """
+    plane = Plane((0, 1.03 * most or 1), (len(rows) - 0.5, -0.5))
+    drawn = list[Markup]()
+    for place, (worker, parts) in enumerate(rows.items()):
+        total = 0.0
+        for kind, part in parts.items():
+            if part:
+                said = f"worker {worker}: {MARKS[kind].name} {form(part)}"
+                ends = total, total + part
+                drawn.append(plane.box(ends, (place - 0.35, place + 0.35), **look(kind, worker), title=said))
+                total += part
+    if ideal is not None:
+        drawn.append(plane.box((ideal, ideal), plane.y, class_="ideal"))
+    height = max(120, 60 + len(rows) * (16 if len(rows) > 16 else 34))
+    return plane.chart(label, height, (unit, "worker"), drawn, _each(len(rows)))
+
+
+def lines(label: str, titles: tuple[str, str], drawn: Sequence[Line], least: float = 0.0, height: int = 300) -> Markup:
+    """Lines on one pair of axes, of which that upwards begins at `least`."""
+    held = [(x, y) for line in drawn for x, y in line.points if y is not None]
+    high = max((y for _, y in held), default=0.0)
+    edge = 0.05 * (high - least) or abs(high) or 1.0
+    across = [x for line in drawn for x, _ in line.points]
+    plane = Plane((min(across, default=0.0), max(across, default=0.0)), (least, high + edge))
+    if plane.x[0] == plane.x[1]:
+        plane = Plane((plane.x[0] - 0.5, plane.x[1] + 0.5), plane.y)
+    svg = tag("svg", *map(plane.line, drawn), viewBox="0 0 1000 1000", preserveAspectRatio="none", aria_hidden="true")
+    return plane.chart(f"{label} The table below has the numbers.", height, titles, [svg])
 
 
 def balance(partitions: Sequence[Json]) -> list[Markup]:
-    """A chart for each mode of cuts, all on one scale: a stacked bar for each worker, and a line at the ideal."""
-    top = 1.08 * (max((w["total_ms"] or 0 for p in partitions for w in p["workers"]), default=0) or 1)
-    return [_panel(p, top, "" if i else "ms a microbatch") for i, p in enumerate(partitions)]
+    """A chart for each mode of cuts, all on one scale, and a line at the ideal."""
+    most = max((w["total_ms"] or 0 for p in partitions for w in p["workers"]), default=0)
+    return [
+        bars(
+            f"Balance of {p['mode']}: {share(p['efficiency'])}", "ms a microbatch",
+            {w: {kind: load[part] for kind, part in PARTS.items()} for w, load in enumerate(p["workers"])},
+            most, ms, p["ideal_ms"],
+        )
+        for p in partitions
+    ]  # fmt: skip
 
 
-def _panel(partition: Json, top: float, title: str) -> Markup:
-    loads, ideal = partition["workers"], partition["ideal_ms"]
-    plane = Plane((-0.5, len(loads) - 0.5), (0, top), "worker", title)
-    bars = [
-        plane.box((worker - 0.38, worker + 0.38), ends, **look(kind, worker), data_tip=f"worker {worker}: {said}")
-        for worker, load in enumerate(loads)
-        for kind, ends, said in _stacked({kind: load[part] for kind, part in PARTS.items()}, ms)
-    ]
-    if ideal is not None:
-        bars.append(plane.box(plane.x, (ideal, ideal), class_="ideal"))
-    label = f"Balance of {partition['mode']}: {share(partition['efficiency'])}"
-    return plane.drawn(label, 280, bars, x=_each(len(loads)))
+def spent(workers: Sequence[Json]) -> Markup:
+    """What each worker spent its seconds on."""
+    rows = {w["worker"]: {kind: _of(w, kind) for kind in spent_kinds(workers)} for w in workers}
+    longest = max((sum(parts.values()) for parts in rows.values()), default=0)
+    label = "Seconds that each worker spent on what. The table below has the numbers."
+    return bars(label, "seconds", rows, longest, lambda seconds: f"{number(seconds)} s")
 
 
-def _stacked(parts: dict[str, float | None], form: Any) -> Iterator[tuple[str, tuple[float, float], str]]:
-    """Parts that are there, each from where the one before ends, with what is said of it."""
-    total = 0.0
-    for kind, part in parts.items():
-        if part:
-            yield kind, (total, total + part), f"{MARKS[kind].name} {form(part)}"
-            total += part
+def spent_kinds(workers: Sequence[Json]) -> list[str]:
+    """What any worker spent time on."""
+    return [kind for kind in SPENT if any(_of(w, kind) for w in workers)]
+
+
+def _of(worker: Json, kind: str) -> float:
+    return (worker.get("spent") or {}).get(kind) or 0
 
 
 def memory(timeline: Json) -> Markup:
     """The bytes that each worker holds over the simulated time."""
-    rows, end = timeline["memory"], timeline["seconds"]
-    most = max(max(m["bytes"]) for m in rows)
+    most = max(max(m["bytes"]) for m in timeline["memory"])
     power = min(4, max(0, int(math.log2(most or 1) // 10)))
-    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
-    plane = Plane((0, 1e3 * end or 1), (0, 1.05 * most / 1024**power or 1), "milliseconds, simulated", unit)
-    lines = []
-    for m in rows:
-        sizes = [size / 1024**power for size in m["bytes"]]
-        times = [1e3 * s for s in (*m["seconds"], end)]
-        held = [(t, size) for i, size in enumerate(sizes) for t in times[i : i + 2]]
-        lines.append(plane.line(held, stroke_width=2, **stroke(m["worker"])))
-    label = "Memory over the simulated time, a line for each worker. The table below has the peak of each."
-    return plane.drawn(label, 300, [], lines)
+    drawn = []
+    for m in timeline["memory"]:
+        times = [1e3 * s for s in (*m["seconds"], timeline["seconds"])]
+        held = [(t, size / 1024**power) for i, size in enumerate(m["bytes"]) for t in times[i : i + 2]]
+        drawn.append(Line(held, stroke(m["worker"])))
+    titles = "milliseconds, simulated", ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return lines("Memory over the simulated time, a line for each worker.", titles, drawn)
 
 
 def curve(steps: Sequence[int], values: Sequence[float | None], title: str, from_zero: bool) -> Markup:
@@ -146,21 +179,15 @@ def curve(steps: Sequence[int], values: Sequence[float | None], title: str, from
     values = [None if value is None or not math.isfinite(value) else value for value in values]
     if not (held := [value for value in values if value is not None]):
         return Markup()
-    low, high = min(held), max(held)
-    edge = 0.06 * ((high - min(low, 0 if from_zero else low)) or abs(high) or 1)
-    least = min(0.0, low) if from_zero else low - edge
-    plane = Plane((steps[0] - 0.5, steps[-1] + 0.5), (least, high + edge), "step")
-    told, said, lines = values, "step", []
+    least = min(held)
+    least = min(0.0, least) if from_zero else least - 0.06 * (max(held) - least or abs(least) or 1)
+    drawn, told = [], values
     if is_long(values):
-        lines.append(plane.line(list(zip(steps, values, strict=True)), stroke=_GREY, stroke_opacity=0.35))
-        told, said = smooth(values), "mean to step"
-    points = list(zip(steps, told, strict=True))
-    lines.append(plane.line(points, stroke=_BLUE, stroke_width=2))
-    few = _thin(points, 200)
-    colour = _BLUE if len(held) < 3 else "transparent"
-    dots = [plane.dot(x, y, f"{said} {x:g}: {y:.4g}", colour) for x, y in few if y is not None]
-    label = f"{title} over steps {steps[0]} to {steps[-1]}: first {number(held[0])}, last {number(held[-1])}. "
-    return plane.drawn(f"{label}The table below has the numbers.", 260, dots, lines)
+        drawn.append(Line(list(zip(steps, values, strict=True)), {"stroke": _GREY, "stroke_opacity": 0.35}))
+        told = smooth(values)
+    drawn.append(Line(list(zip(steps, told, strict=True)), {"stroke": _BLUE}))
+    label = f"{title} over steps {steps[0]} to {steps[-1]}: first {number(held[0])}, last {number(held[-1])}."
+    return lines(label, ("step", ""), drawn, least, 260)
 
 
 def is_long(values: Sequence[float | None]) -> bool:
@@ -181,36 +208,12 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
     return means
 
 
-def spent(workers: Sequence[Json]) -> Markup:
-    """What each worker spent its seconds on, as horizontal bars."""
-    count, kinds = len(workers), spent_kinds(workers)
-    longest = max((sum(_of(w, kind) for kind in kinds) for w in workers), default=0)
-    plane = Plane((0, 1.03 * longest or 1), (count - 0.5, -0.5), "seconds", "worker")
-    bars = [
-        plane.box(ends, (row - 0.35, row + 0.35), **look(kind, w["worker"]), data_tip=f"worker {w['worker']}: {said} s")
-        for row, w in enumerate(workers)
-        for kind, ends, said in _stacked({kind: _of(w, kind) for kind in kinds}, number)
-    ]
-    height = max(120, 60 + count * (16 if count > 16 else 34))
-    label = "Seconds that each worker spent on what. The table below has the numbers."
-    return plane.drawn(label, height, bars, y=_each(count))
-
-
-def spent_kinds(workers: Sequence[Json]) -> list[str]:
-    """What any worker spent time on."""
-    return [kind for kind in SPENT if any(_of(w, kind) for w in workers)]
-
-
-def _of(worker: Json, kind: str) -> float:
-    return (worker.get("spent") or {}).get(kind) or 0
-
-
 def _each(workers: int) -> list[float]:
     """A tick for each worker, as far as there is room."""
     return [t for t in ticks(0, workers - 1, 16) if t == int(t)] if workers > 16 else list(range(workers))
 
 
-def _thin(points: Sequence[tuple[float, float | None]], most: int = POINTS) -> Sequence[tuple[float, float | None]]:
+def _thin(points: Points, most: int = POINTS) -> Points:
     """The points, or of each stretch of them the least and the greatest where they are many."""
     stride = math.ceil(2 * len(points) / most)
     if stride < 3:

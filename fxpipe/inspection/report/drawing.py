@@ -1,4 +1,4 @@
-"""What drawings are made of: elements, whose text is always text, and round numbers for axes."""
+"""What drawings are made of: elements, whose text is always text, places in percent, and round numbers for axes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 
 T = TypeVar("T")
-WIDTH = 1094
-"""Units that a drawing of SVG is wide: pixels, where the window is as wide as the page."""
 
 
 def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
-    """An element: `tag("text", "F0", x=1.0, text_anchor="middle", class_="lane")`; what is None is left out."""
+    """An element: `tag("span", "F0", class_="lane", title="forward")`; what is None is left out."""
     given = [
         Markup(' {}="{}"').format(
             key.rstrip("_").replace("_", "-"), f"{value:.6g}" if isinstance(value, float) else value
@@ -27,9 +25,9 @@ def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), Markup("").join(given), Markup("").join(content))
 
 
-def told(*lines: str | None) -> str:
-    """What is told of an element where the mouse or the focus is: its `data-tip`, a line a line."""
-    return "\n".join(line for line in lines if line)
+def stretch(first: float, end: float, whole: float, *inside: Any, **looks: Any) -> Markup:
+    """A box from one place to another of a row that is so long; `title` is told of it under the mouse."""
+    return tag("i", *inside, **looks, style=f"left:{100 * first / whole:.4f}%;width:{100 * (end - first) / whole:.4f}%")
 
 
 def runs(values: Iterable[T]) -> Iterator[tuple[int, int, T]]:
@@ -46,13 +44,3 @@ def ticks(low: float, high: float, most: float = 6) -> list[float]:
     power = 10.0 ** math.floor(math.log10(least))
     step = next(k * power for k in (1, 2, 5, 10) if k * power >= least * 0.999)
     return [k * step for k in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
-
-
-def room(label: str) -> float:
-    """The room that a label takes in the small fixed-width type of drawings."""
-    return 7.1 * len(label) + 8
-
-
-def fitting(labels: Iterable[str], space: float) -> str | None:
-    """The first label that has room; None if none does."""
-    return next((label for label in labels if room(label) <= space), None)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from fxpipe.inspection.grid import CELL
 
 
-def cells(rows: Sequence[Sequence[str]], first: int, end: int) -> list[list[tuple[str, str, str]]]:
-    """For each rank the steps of a range: action, what it sees, class; all empty if the rank waits.
+def cells(rows: Sequence[Sequence[str]]) -> list[list[tuple[str, str, str]]]:
+    """For each rank its steps: action, what it sees, class; all empty if the rank waits.
 
     Where ranks have several workers, an action has its worker before it: `2:F0`.
     """
-    return [[_cell(rank, row[i] if i < len(row) else "") for i in range(first, end)] for rank, row in enumerate(rows)]
+    wide = max(map(len, rows))
+    return [[_cell(rank, row[i] if i < len(row) else "") for i in range(wide)] for rank, row in enumerate(rows)]
 
 
 def _cell(rank: int, label: str) -> tuple[str, str, str]:

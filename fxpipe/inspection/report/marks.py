@@ -10,9 +10,6 @@ from markupsafe import Markup
 COLOURS = ("#4477AA", "#EE7733", "#228833", "#CC3311", "#AA3377", "#33BBEE", "#CCBB44", "#777777")
 _DARK_TEXT = {1, 5, 6, 7}  # the colours on which black is easier to read than white
 
-DASHES = {"input": "2 3", "saved": "7 4", "weights": "10 3 2 3", "token": "1 5"}
-"""How the lines of kinds of edges are dashed; the others are solid."""
-
 _STROKES = (None, "7 4", "2 3", "7 3 2 3", "13 4", "13 3 2 3", "7 2 2 2 2 2", "4 2")
 _PATTERNS = {
     "/": "repeating-linear-gradient(135deg, {0} 0 1.3px, transparent 1.3px 6px)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fxpipe.inspection.report.formats import count, number, plural, share, size, text
+from fxpipe.inspection.formats import count, number, plural, share, size, text
 
 Json = dict[str, Any]
 

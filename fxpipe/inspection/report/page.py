@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
@@ -18,16 +16,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fxpipe.errors import BuildError
+from fxpipe.files import replaced
+from fxpipe.inspection import formats, tables
 from fxpipe.inspection.grid import explained
-from fxpipe.inspection.report import charts, formats, overview, tables
+from fxpipe.inspection.report import charts, overview
 from fxpipe.inspection.report.drawing import tag
-from fxpipe.inspection.report.edges import SINGLE, wires
 from fxpipe.inspection.report.grid import cells
-from fxpipe.inspection.report.marks import DASHES, MARKS, chip, stroke
+from fxpipe.inspection.report.marks import MARKS, chip, stroke
 from fxpipe.inspection.report.marks import style as style_of_marks
-from fxpipe.inspection.report.model_map import ModelMap
+from fxpipe.inspection.report.model_map import model_map
+from fxpipe.inspection.report.tables import drawn
 from fxpipe.inspection.report.timeline import timeline
-from fxpipe.inspection.report.tree import ModuleRows, milliseconds
+from fxpipe.inspection.report.tree import tree
 from fxpipe.typed_json import dumps
 
 Json = dict[str, Any]
@@ -44,18 +44,11 @@ def write_report(facts: dict[str, Any], path: Path) -> None:
     """
     whole = page(facts)
     target = Path(os.path.realpath(path))  # a link stays, and leads to the new page
-    partial = target.with_name(f".fxpipe-report-{secrets.token_hex(6)}")
     try:
         if target.exists() and not target.is_file():
             raise _refused(path, "it is a folder" if target.is_dir() else "it is no plain file")
-        try:
-            with partial.open("x", encoding="utf-8") as file:
-                file.write(whole)
-            os.replace(partial, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
+        with replaced(target) as file:
+            file.write(whole.encode())
     except OSError as error:
         raise _refused(path, error.strerror or str(error)) from error
 
@@ -76,11 +69,8 @@ def page(facts: Json) -> str:
             raise AssertionError(f"the page's {name} would end its element")
     panels = _panels(facts)
     memory = facts["timeline"] and facts["timeline"]["memory"]
-    edge_kinds: dict[str, list[Json]] = {}
-    for edge in facts["edges"]:
-        edge_kinds.setdefault(edge["kind"], []).append(edge)
     workers = (run or {}).get("workers") or ()
-    waits = [wait | {"worker": w["worker"]} for w in workers for wait in w.get("waits") or ()]
+    kinds = tables.PARTS.items()
     return (
         _templates()
         .get_template("page.html")
@@ -89,21 +79,16 @@ def page(facts: Json) -> str:
             **facts | {"run": run},
             facts=facts,
             facts_json=Markup(embedded(facts)),
-            tree=ModuleRows(facts),
+            tree=tree(facts),
             timed=any(unit["forward_ms"] is not None for unit in facts["units"]),
-            edge_kinds=edge_kinds,
-            balance_kinds=[
-                k for k, part in tables.PARTS.items() if any(w[part] for p in facts["partitions"] for w in p["workers"])
-            ],
+            balance_kinds=[k for k, key in kinds if any(w[key] for p in facts["partitions"] for w in p["workers"])],
             panels=panels,
             timeline_kinds=[kind for kind in _TIMES if any(span[1] == kind for p in panels for span in p["spans"])],
             memory=memory,
             example=explained(facts["grid"]["rows"]) if facts["grid"]["rows"] else None,
             stale=[row | {"worker": w["worker"]} for w in workers for row in w.get("staleness") or ()],
-            waits=sorted(waits, key=lambda wait: -(wait.get("seconds") or 0)),
             elsewhere=overview.elsewhere(facts),
-            map=ModelMap(facts).drawn() if facts["units"] else None,
-            wires=wires(facts["edges"], facts["build"]["workers"]) if facts["edges"] else None,
+            map=model_map(facts) if facts["units"] else None,
             spans=timeline(panels, facts["build"]) if panels else None,
             balance=charts.balance(facts["partitions"]),
             held=charts.memory(facts["timeline"]) if memory else None,
@@ -141,14 +126,6 @@ def _how_far(name: str, timeline: Json, last: float, end: float) -> str:
     return words
 
 
-def _route(edge: Json) -> str:
-    return f"{edge['src_phase']} → {' and '.join(edge['dst_phase'])}"
-
-
-def _total(values: Iterable[int | None]) -> int:
-    return sum(value or 0 for value in values)
-
-
 def _strokes(workers: Iterable[int]) -> list[tuple[str, dict[str, Any]]]:
     return [(f"worker {w}", stroke(w)) for w in workers]
 
@@ -163,17 +140,11 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    forms = ("size", "listed", "text", "number", "count", "ms", "share")
-    made.filters.update({name: getattr(formats, name) for name in forms})
-    made.filters |= {
-        "route": _route,
-        "total": _total,
-        "strokes": _strokes,
-    }
+    made.filters |= {name: getattr(formats, name) for name in ("text", "count", "share")}
+    made.filters |= {"strokes": _strokes, "drawn": drawn}
     made.globals |= {
-        "chip": chip, "marks": MARKS, "dashes": DASHES, "single": SINGLE, "plural": formats.plural, "cells": cells,
-        "tables": tables, "overview": overview, "milliseconds": milliseconds, "curve": charts.curve,
-        "is_long": charts.is_long, "tag": tag, "spent_kinds": charts.spent_kinds,
+        "chip": chip, "marks": MARKS, "plural": formats.plural, "cells": cells, "tables": tables, "overview": overview,
+        "curve": charts.curve, "is_long": charts.is_long, "tag": tag, "spent_kinds": charts.spent_kinds,
     }  # fmt: skip
     return made
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fxpipe.inspection.report.drawing import tag, ticks, told
-from fxpipe.inspection.report.formats import ms
+from fxpipe.inspection.formats import ms
+from fxpipe.inspection.report.drawing import stretch, tag, ticks
 from fxpipe.inspection.report.marks import look
 
 Json = dict[str, Any]
@@ -54,33 +54,18 @@ def _opening(panels: Sequence[Json], build: Json) -> float:
 
 
 def _row(panel: Json, worker: int, end: float, named: bool) -> Iterator[Markup]:
-    """The spans of a worker by their start, and what is told of the time in which it has none."""
-    simulated, free = panel["name"] == "simulated", 0.0
+    """The spans of a worker by their start."""
     for _, kind, minibatch, microbatch, start, stop in sorted(
         (span for span in panel["spans"] if span[0] == worker), key=lambda span: span[4]
     ):
-        if start > free:
-            idle = f"{'waits' if simulated else 'between actions'} {_stretch(free, start)}"
-            yield _place(free, start, end, told(f"worker {worker}, {panel['name']}", idle), class_="idle")
-        free = max(free, stop)
         part = f".{microbatch}" if microbatch else ""
-        name = f"{kind}{minibatch}{part}" if kind in ACTIONS else kind
-        of = None if minibatch is None or minibatch < 0 else f"minibatch {minibatch}"
-        tip = told(
-            f"{name} on worker {worker}, {panel['name']}",
-            of and of + (f", microbatch {microbatch}" if microbatch else ""),
-            _stretch(start, stop),
-        )
-        label = tag("span", name) if named and kind in ACTIONS else None
-        yield _place(start, stop, end, tip, label, **look(kind, worker))
-    if free < end:
-        rest = f"nothing more {'simulated' if simulated else 'shown'} after {ms(1e3 * free)}"
-        yield _place(free, end, end, told(f"worker {worker}, {panel['name']}", rest), class_="idle")
-
-
-def _place(start: float, stop: float, end: float, tip: str, label: Markup | None = None, **looks: Any) -> Markup:
-    style = f"left:{100 * start / end:.4f}%;width:{100 * (stop - start) / end:.4f}%"
-    return tag("i", label, **looks, style=style, data_tip=tip)
+        name = f"{kind}{'' if minibatch is None else minibatch}{part}" if kind in ACTIONS else kind
+        of = "" if minibatch is None or minibatch < 0 else f"\nminibatch {minibatch}"
+        of += f", microbatch {microbatch}" if of and microbatch else ""
+        yield stretch(
+            start, stop, end, tag("span", name) if named and kind in ACTIONS else None, **look(kind, worker),
+            title=f"{name} on worker {worker}, {panel['name']}{of}\n{_stretch(start, stop)}",
+        )  # fmt: skip
 
 
 def _stretch(start: float, stop: float) -> str:
@@ -99,6 +84,5 @@ def _axis(end: float, zoom: float) -> Iterator[Markup]:
             label = f"{k * step:,.6g}"
             if label not in seen:
                 seen.add(label)
-                style = f"left:{100 * k * step / end:.4f}%;width:{100 * step / end:.4f}%"
-                yield tag("i", tag("span", label), style=style)
+                yield stretch(k * step, (k + 1) * step, end, tag("span", label))
         step /= 5 if f"{step:e}"[0] == "5" else 2  # each divides the one before: 5, 1, 0.5

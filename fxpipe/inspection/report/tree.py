@@ -1,90 +1,74 @@
-"""The rows of the module tree, and which of them are open at first."""
+"""The module tree: modules within modules, and in each the nodes that are its own, folded."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
-from fxpipe.inspection.report.nodes import NodeRows
+from fxpipe.inspection.formats import plural
+from fxpipe.inspection.report.drawing import tag
+from fxpipe.inspection.report.tables import content, drawn, look
+from fxpipe.inspection.tables import modules, nodes
 
 Json = dict[str, Any]
 
-_FIRST = 28
+FIRST = 28
 """Levels are open at first as long as they have no more rows than this."""
 
 
-@dataclass(frozen=True)
-class TreeRow:
-    """A row of the tree.
+def tree(facts: Json) -> Markup:
+    """All modules; what is folded is text until it is opened."""
+    rows: list[Json] = facts["modules"]
+    model = facts["build"]["model"] or "the model"
+    table = modules([row | {"label": row["name"] or model} for row in rows])
+    looks, (titles, cells) = [look(column) for column in table.columns], table.written()
+    below: dict[int | None, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        below[row["parent"]].append(index)
+    own, opened = _nodes_of(facts["nodes"]), _opened_first(below)
 
-    Attributes:
-        module: what the row is about.
-        own: how many nodes of the module's own the row is about; 0 if it is about the module as a whole.
-        nodes: the rows of the nodes that this row holds.
-        opens: whether there is anything to open.
-        opened: whether that is open at first.
-        hidden: whether a row above it is closed at first.
-    """
+    def line(name: str, written: list[Any], **more: Any) -> Markup:
+        spans = (tag("span", Markup(content(cell)), class_=look) for cell, look in zip(written, looks, strict=True))
+        return tag(name, *spans, class_="cells", **more)
 
-    key: str
-    level: int
-    module: Json
-    own: int
-    nodes: Markup
-    opens: bool
-    opened: bool
-    hidden: bool
+    def module(index: int) -> Markup:
+        inside = [module(child) for child in below[index]]
+        if index in own:
+            folded = tag("script", drawn(nodes(own[index])), type="text/html")
+            summary = tag("summary", plural(len(own[index]), "node"), " of its own")
+            inside.append(tag("details", summary, folded) if inside else folded)
+        if not inside:
+            return line("div", cells[index], title=rows[index]["path"])
+        head = line("summary", cells[index], title=rows[index]["path"])
+        return tag("details", head, *inside, open="" if index in opened else None)
 
-
-class ModuleRows:
-    """All rows of the tree but those of nodes, in the order of the page.
-
-    Attributes:
-        most: the milliseconds of the widest module next to the top, of forward and of backward.
-    """
-
-    def __init__(self, facts: Json) -> None:
-        self._modules: list[Json] = facts["modules"]
-        self._below: dict[int, list[int]] = defaultdict(list)
-        for index, module in enumerate(self._modules):
-            if module["parent"] is not None:
-                self._below[module["parent"]].append(index)
-        self._nodes = NodeRows(facts["nodes"])
-        self._open = self._opened_first()
-        top = [self._modules[m] for m in self._below[0]]
-        self.most = {way: max((milliseconds(m[way]) or 0 for m in top), default=0) for way in ("forward", "backward")}
-
-    def __iter__(self) -> Iterator[TreeRow]:
-        if self._modules:
-            yield from self._rows(0, 1, hidden=False)
-
-    def _rows(self, index: int, level: int, hidden: bool) -> Iterator[TreeRow]:
-        module, below, own = self._modules[index], self._below[index], self._nodes.count(index)
-        opened = index in self._open
-        nodes = Markup() if below else self._nodes.rows(index, level + 1)
-        yield TreeRow(f"m{index}", level, module, 0, nodes, bool(below or own), opened, hidden)
-        hidden = hidden or not opened
-        for child in below:
-            yield from self._rows(child, level + 1, hidden)
-        if below and own:
-            yield TreeRow(f"o{index}", level + 1, module, own, self._nodes.rows(index, level + 2), True, False, hidden)
-
-    def _opened_first(self) -> set[int]:
-        opened, level, rows = {0}, [0], 1
-        while level:
-            below = [child for module in level for child in self._below[module]]
-            if rows + len(below) > _FIRST:
-                break
-            opened.update(level)
-            level, rows = below, rows + len(below)
-        return {module for module in opened if self._below[module]}
+    return tag("div", line("div", titles), *map(module, below[None]), class_="tree", id="tree")
 
 
-def milliseconds(places: list[Any]) -> float | None:
-    """The time of a module's forward or backward, None if it is not known for any place."""
-    times = [place[1] for place in places if place[1] is not None]
-    return sum(times) if times else None
+def _nodes_of(table: Json | None) -> dict[int, list[Json]]:
+    """The nodes of every module by itself, with the names of those next to them."""
+    found: dict[int, list[Json]] = defaultdict(list)
+    if table is None:
+        return found
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    readers: dict[int, list[str]] = defaultdict(list)
+    for row in rows:
+        for read in row["inputs"] or ():
+            readers[read].append(row["name"])
+    for index, row in enumerate(rows):
+        reads = [rows[read]["name"] for read in row["inputs"] or ()]
+        found[row["module"] or 0].append(row | {"reads": reads, "read_by": readers[index]})
+    return found
+
+
+def _opened_first(below: dict[int | None, list[int]]) -> set[int]:
+    opened, level, rows = set[int](), below[None], 1
+    while level:
+        inside = [child for module in level for child in below[module]]
+        if rows + len(inside) > FIRST and opened:
+            break
+        opened.update(level)
+        level, rows = inside, rows + len(inside)
+    return {module for module in opened if below[module]}

@@ -23,7 +23,6 @@ def main(report: Path) -> None:
         for scheme in ("light", "dark"):
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
             page.goto(report.resolve().as_uri())
-            page.wait_for_selector("html[data-ready]")
             page.screenshot(path=FOLDER / f"report-{scheme}.png")
         browser.close()
 

@@ -1,0 +1,70 @@
+"""Numbers as people read them, in a terminal and on the page. What is not known is a dash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fxpipe.planner import quantity
+
+NONE = "–"
+
+
+def known(form: Callable[[Any], str]) -> Callable[[Any], str]:
+    """The same form, with a dash for what is not known."""
+
+    def formatted(value: Any) -> str:
+        return NONE if value is None or value != value else form(value)  # NaN differs from itself
+
+    return formatted
+
+
+def digits(value: float) -> str:
+    """Three significant digits, or all before the point: 0.0123, 1.23, 12.3, 1,234."""
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size >= 1e15 or size < 1e-5:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if size >= 99.95 else f"{value:#.3g}"
+
+
+def plural(n: int, one: str, many: str | None = None) -> str:
+    """A number and what it counts: 1 edge, 1,234 edges."""
+    return f"{n:,} {one if n == 1 else many or f'{one}s'}"
+
+
+@known
+def listed(values: Iterable[Any]) -> str:
+    """Values, each once, in their order."""
+    return ", ".join(dict.fromkeys(map(str, values))) or NONE
+
+
+text = known(lambda value: value if isinstance(value, str) else str(value))
+number = known(digits)
+count = known(lambda value: f"{value:,}")
+size = known(quantity.size)
+ms = known(lambda value: f"{digits(value)} ms")
+share = known(lambda value: f"{100 * value:.1f}%")
+clock = known(lambda value: f"{value:.3f}")
+moment = known(lambda value: f"{value:.6f}")
+yes = known(lambda value: "yes" if value else "no")
+
+
+def short_size(value: float | None) -> str:
+    """`1.5M`: bytes in few characters; K, M, G are powers of 1024."""
+    return size(value).replace(" ", "").replace("iB", "")
+
+
+class TimeUnit:
+    """Writes the times of one table in one unit; in `µs` if all are shorter than a millisecond."""
+
+    def __init__(self, milliseconds: Iterable[float | None]) -> None:
+        most = max((ms for ms in milliseconds if ms is not None), default=0.0)
+        self.unit, self._factor = ("µs", 1e3) if most < 1 else ("s", 1e-3) if most >= 1e5 else ("ms", 1.0)
+        scaled = most * self._factor
+        self._digits = 0 if scaled >= 1000 else 1 if scaled >= 100 else 2
+
+    def __call__(self, ms: float | None) -> str:
+        """The number alone, with as many digits as the longest one allows; a dash for None."""
+        return NONE if ms is None else f"{ms * self._factor:.{self._digits}f}"

@@ -1,0 +1,94 @@
+"""A table: its columns, each with its title, what it shows of a row, and how that is written.
+
+The terminal (`fxpipe.cli.output`) and the page (`fxpipe.inspection.report.tables`) draw it; rows are those of --json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.inspection import formats
+
+Cell = str | tuple[str | int, ...]
+"""What stands in a cell: a text, or pieces of text with the workers between them, as numbers."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        write: the value as it is read.
+        left: its cells are words, and stand on the left.
+        elastic: they are names, which are shortened, or broken anywhere, where there is too little room.
+    """
+
+    write: Callable[[Any], Cell]
+    left: bool = False
+    elastic: bool = False
+
+
+NUMBER = Kind(formats.number)
+COUNT = Kind(formats.count)
+SHARE = Kind(formats.share)
+CLOCK = Kind(formats.clock)
+MOMENT = Kind(formats.moment)
+SIZE = Kind(formats.size)
+"""Bytes."""
+TIME = Kind(formats.number)
+"""Milliseconds, those of a table all in one unit, which their titles name."""
+WRITTEN = Kind(formats.text)
+"""A number that is written already."""
+TEXT = Kind(formats.text, left=True)
+NAME = Kind(formats.text, left=True, elastic=True)
+NAMES = Kind(formats.listed, left=True, elastic=True)
+YES = Kind(formats.yes, left=True)
+WORKERS = Kind(lambda cell: formats.NONE if cell is None else cell if isinstance(cell, tuple) else (cell,), left=True)
+"""A worker by its number, or pieces with workers between them."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Attributes:
+        of: the key of its value in a row, which need not be there, or a function of the row.
+        spare: if there is too little room, columns are left out, those with the largest number first; 0 never is.
+    """
+
+    title: str
+    of: str | Callable[[Any], Any]
+    kind: Kind = NUMBER
+    spare: int = 0
+
+    def value(self, row: Any) -> Any:
+        """The value in a row; None if it is not known."""
+        return row.get(self.of) if isinstance(self.of, str) else self.of(row)
+
+
+@dataclass(frozen=True)
+class ShownTable:
+    """Columns and the rows that they read."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    title: str = ""
+
+    def written(self, short: bool = False) -> tuple[list[str], list[list[Cell]]]:
+        """The titles, and the cells of every row.
+
+        Args:
+            short: writes bytes in few characters.
+        """
+        timed = [column for column in self.columns if column.kind is TIME]
+        times = formats.TimeUnit(column.value(row) for column in timed for row in self.rows)
+
+        def write(kind: Kind, value: Any) -> Cell:
+            if kind is TIME:
+                return times(value)
+            return formats.short_size(value) if short and kind is SIZE else kind.write(value)
+
+        titles = [f"{c.title} {times.unit}" if c.kind is TIME else c.title for c in self.columns]
+        return titles, [[write(column.kind, column.value(row)) for column in self.columns] for row in self.rows]

@@ -1,0 +1,306 @@
+"""The tables of builds and runs: each is its columns, and the rows of the facts that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from fxpipe.errors import listed as named
+from fxpipe.inspection import formats
+from fxpipe.inspection.table import (
+    CLOCK,
+    COUNT,
+    MOMENT,
+    NAME,
+    NAMES,
+    SHARE,
+    SIZE,
+    TEXT,
+    TIME,
+    WORKERS,
+    WRITTEN,
+    YES,
+    Cell,
+    Column,
+    ShownTable,
+)
+
+Json = dict[str, Any]
+
+APART = "≠"
+"""Marks distinct cuts: a unit there has forward, backward and weight gradients on different workers."""
+
+MANY = 40
+"""From this many edges of one kind on, they are summed up by where they go."""
+
+FEW = 8
+"""So many of the nodes next to one are named."""
+
+PARTS = {
+    "F": "forward_ms", "B": "backward_ms", "W": "weight_ms", "update": "update_ms", "recompute": "recompute_ms",
+    "exposed": "exposed_ms",
+}  # fmt: skip
+"""What a worker's load in `partitions` is made of: its kind of time, its key."""
+
+WORKER = Column("worker", "worker", WORKERS)
+_PHASES = {"forward": "F", "backward": "B"}
+_DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+
+
+def modules(rows: Sequence[Json]) -> ShownTable:
+    """Modules: where they run, what they take and hold. A row has the `label` of its module, too."""
+    return ShownTable(
+        (
+            Column("module", "label", NAME),
+            *(Column(f"{letter} on", partial(_passed, phase), WORKERS) for phase, letter in _PHASES.items()),
+            Column("", lambda m: APART if m["apart"] else "", TEXT),
+            *(Column(letter, partial(milliseconds, phase), TIME) for phase, letter in _PHASES.items()),
+            Column("parameters", lambda m: m["parameters"] or None, COUNT),
+            Column("size", lambda m: m["parameter_bytes"] if m["parameters"] else None, SIZE),
+            Column("owned by", lambda m: _between(m["owners"], ","), WORKERS, spare=2),
+            Column("nodes", lambda m: m["nodes"] or None, COUNT, spare=1),
+        ),
+        rows,
+        "Modules",
+    )
+
+
+def _passed(phase: str, module: Json) -> Cell:
+    """Where a module's forward or backward runs: `0`, `0→1` in forward, `0←1` in backward; `0,2` with a gap."""
+    workers = sorted({worker for worker, *_ in module[phase]})
+    if len(workers) > 1 and workers[-1] - workers[0] == len(workers) - 1:
+        return workers[0], "→" if phase == "forward" else "←", workers[-1]
+    return _between(workers, ",")
+
+
+def _between(workers: Sequence[int], sign: str) -> Cell:
+    return tuple(piece for worker in workers for piece in (sign, worker))[1:] or formats.NONE
+
+
+def milliseconds(phase: str, module: Json) -> float | None:
+    """The time of a module's forward or backward; None if it is not known for any place."""
+    times = [ms for _, ms, _ in module[phase] if ms is not None]
+    return sum(times) if times else None
+
+
+def workers(facts: Json) -> ShownTable:
+    """What every worker computes, owns, holds and sends."""
+    rows = facts["workers"]
+    shared = any(w["rank"] != w["worker"] for w in rows)
+    columns = [
+        Column("worker", lambda w: (w["worker"], f" on {w['rank']}" if shared else "", "*" * w["edited"]), WORKERS),
+        *(Column(f"{phase} from", partial(_place, phase), NAME, spare=1) for phase in _PHASES),
+        Column("F", "forward_ms", TIME), Column("B", "backward_ms", TIME), Column("update", "update_ms", TIME),
+        Column("parameters", "owned", COUNT, spare=3), Column("owns", "owned_bytes", SIZE),
+        Column("copies", "copies", COUNT, spare=3), Column("copied", "copy_bytes", SIZE),
+        Column("in", "bytes_in", SIZE), Column("out", "bytes_out", SIZE),
+        Column("saved", "saved_bytes", SIZE), Column("in flight", "in_flight", COUNT, spare=2),
+        Column("memory", "memory_bytes", SIZE),
+    ]  # fmt: skip
+    if any(engine != "eager" for w in rows for engine in w["engines"]):
+        columns.append(Column("engines", "engines", NAMES, spare=2))
+    if any((w["speed"] or 1) != 1 for w in rows):
+        columns.append(Column("speed", "speed", spare=2))
+    return ShownTable(columns, rows, "Workers")
+
+
+def _place(phase: str, worker: Json) -> str | None:
+    """Where a worker's forward or backward begins; None if it has none."""
+    first, end = worker[f"{phase}_units"]
+    return f"{worker[f'{phase}_from']} ({formats.plural(end - first, 'unit')})" if first < end else None
+
+
+def parameters(rows: Sequence[Json]) -> ShownTable:
+    """Which parameters a worker owns, and of which it has copies."""
+    columns = (WORKER, Column("owns", "owned_names", NAMES), Column("keeps copies of", "copy_names", NAMES))
+    return ShownTable(columns, rows, "Parameters by worker")
+
+
+def edges(rows: Sequence[Json], every: bool = True) -> ShownTable:
+    """What crosses between workers, kind by kind.
+
+    Args:
+        every: a row for each edge; otherwise, if one kind has many, one for all on the same way.
+    """
+    kinds: dict[str, list[Json]] = {}
+    for edge in rows:
+        kinds.setdefault(edge["kind"], []).append(edge)
+    shown = [row for found in kinds.values() for row in (found if every or len(found) <= MANY else _together(found))]
+    columns = [
+        Column("edge", way, WORKERS), Column("kind", "kind", TEXT), Column("value", _value, NAME),
+        Column("type", _type, NAME), Column("size", "bytes", SIZE),
+        *([Column("codec", "codec", TEXT)] if any(edge["codec"] for edge in rows) else []),
+        Column("module", "module", NAME, spare=2), Column("line", "source", TEXT, spare=1),
+    ]  # fmt: skip
+    return ShownTable(columns, shown, "Edges")
+
+
+def _together(edges: Sequence[Json]) -> list[Json]:
+    """Edges of one kind, summed up by their way."""
+    ways: dict[tuple[Any, ...], list[Json]] = {}
+    for edge in edges:
+        ways.setdefault(itemgetter("src", "src_phase", "dst", "dst_phase")(edge), []).append(edge)
+    rows = []
+    for _, (first, *rest) in sorted(ways.items()):
+        total = {"count": 1 + len(rest), "bytes": sum(edge["bytes"] for edge in (first, *rest))}
+        rows.append(first | {"dtype": None, "module": None, "source": None} | total if rest else first)
+    return rows
+
+
+def way(edge: Json) -> Cell:
+    """`F0 → B1`; weights leave with an update."""
+    before = "update " if edge["src_phase"] == "update" else edge["src_phase"]
+    return before, edge["src"], f" → {edge['dst_phase']}", edge["dst"]
+
+
+def _value(edge: Json) -> str:
+    if "count" in edge:
+        return f"{edge['count']:,} edges"
+    return formats.plural(len(edge["names"]), "parameter") if edge["kind"] == "weights" else str(edge["name"])
+
+
+def _type(edge: Json) -> str | None:
+    """`f32[4, 8]`."""
+    if edge["dtype"] is None:
+        return None
+    long = next((name for name in _DTYPES if edge["dtype"].startswith(name)), "")
+    short = _DTYPES.get(long, "") + edge["dtype"].removeprefix(long)
+    return str(edge["dtype"]) if edge["kind"] == "weights" else f"{short}[{', '.join(map(str, edge['shape'] or ()))}]"
+
+
+def nodes(rows: Sequence[Json]) -> ShownTable:
+    """Nodes by the columns of `fxpipe.inspection.nodes`, with the names of those that they read and are `read_by`."""
+    columns = (
+        Column("node", "name", NAME), Column("operator", "op", TEXT), Column("type", "type", TEXT),
+        Column("on", _on, WORKERS), Column("took", "ms", TIME), Column("size", "bytes", SIZE),
+        Column("unit", "unit", COUNT),
+        Column("reads", lambda node: named(node["reads"], FEW), NAME),
+        Column("is read by", lambda node: named(node["read_by"], FEW), NAME),
+        Column("line", lambda node: ": ".join(filter(None, (node["source"], node["text"]))) or None, NAME),
+    )  # fmt: skip
+    return ShownTable(columns, rows, "Nodes")
+
+
+def _on(node: Json) -> Cell | None:
+    """`F0`; `W1` where it makes weight gradients alone."""
+    return None if node["worker"] is None else ("W" if node["weight"] else node["phase"] or "", node["worker"])
+
+
+def modes(partitions: Sequence[Json]) -> ShownTable:
+    """The best cuts of each kind."""
+    columns = (
+        Column("cuts", lambda p: f"{p['mode']} ✓ chosen" if p["chosen"] else p["mode"], TEXT),
+        Column("slowest worker", "bottleneck_ms", TIME), Column("ideal", "ideal_ms", TIME),
+        Column("efficiency", "efficiency", SHARE), Column("proved best", "exact", YES),
+    )  # fmt: skip
+    return ShownTable(columns, partitions, "Modes of cuts")
+
+
+_PART_NAMES = {"recompute": "again"}
+LOADS = (
+    *(Column(_PART_NAMES.get(part, part), key, TIME) for part, key in PARTS.items()),
+    Column("sum", "total_ms", TIME), Column("memory", "memory_bytes", SIZE),
+)  # fmt: skip
+"""What a microbatch costs a worker."""
+
+
+def balance(partitions: Sequence[Json]) -> ShownTable:
+    """What a microbatch costs each worker with the best cuts of each kind."""
+    loads = [load | {"mode": p["mode"], "worker": w} for p in partitions for w, load in enumerate(p["workers"])]
+    return ShownTable((Column("cuts", "mode", TEXT), WORKER, *LOADS), loads, "Balance")
+
+
+def schedules(rows: Sequence[Json], samples: int | None) -> ShownTable:
+    """Schedules that were compared, the best first, and why the others are not taken, or cannot be.
+
+    Args:
+        samples: of a minibatch; None if that is not known: then times are those of a microbatch.
+    """
+
+    def pace(row: Json) -> float:
+        return row["seconds"] / (1 if samples else row["microbatches"]) if row["seconds"] else 0.0
+
+    best = next(filter(None, map(pace, rows)), 1.0)
+    columns = (
+        Column("schedule", lambda row: row["schedule"] or "all", TEXT), Column("microbatches", "microbatches", COUNT),
+        Column("cuts", "cuts", TEXT), Column("stale updates", lambda row: row["seconds"] and row["staleness"], COUNT),
+        Column("samples/s", lambda row: samples / row["seconds"] if row["seconds"] else None) if samples
+        else Column("a microbatch", lambda row: 1e3 * pace(row) or None, TIME),
+        Column("time", lambda row: f"{100 * (pace(row) / best - 1):+.1f} %" if row["seconds"] else None, WRITTEN),
+        Column("bubble", lambda row: row["seconds"] and row["bubble"], SHARE),
+        Column("memory", lambda row: row["enough_bytes"] if row["seconds"] is None else row["memory_bytes"], SIZE),
+        Column("why", lambda row: row["why"] or "the one to take", TEXT),
+    )  # fmt: skip
+    return ShownTable(columns, rows, "Schedules that were compared")
+
+
+def spans(name: str, rows: Sequence[Sequence[Any]]) -> ShownTable:
+    """The spans of a timeline."""
+    titles = ("worker", "what", "minibatch", "microbatch", "start, s", "end, s")
+    kinds = zip(titles, (WORKERS, TEXT, COUNT, COUNT, MOMENT, MOMENT), strict=True)
+    columns = [Column(title, itemgetter(i), kind) for i, (title, kind) in enumerate(kinds)]
+    return ShownTable(columns, rows, f"Spans, {name}")
+
+
+def memory(rows: Sequence[Json]) -> ShownTable:
+    """The most that each worker holds."""
+    columns = (WORKER, Column("most", lambda m: max(m["bytes"]), SIZE))
+    return ShownTable(columns, rows, "Peak memory")
+
+
+def steps(metrics: Json, named: Json) -> ShownTable:
+    """What was measured at every step.
+
+    Args:
+        named: metrics of the model file's own.
+    """
+    names = ("loss", "lr", "grad_norm", "loss_scale", "seconds", "samples_per_second")
+    known = {n.replace("_", " "): metrics[n] for n in names if any(v is not None for v in metrics.get(n, ()))} | named
+    columns = [Column("step", itemgetter(0), COUNT)]
+    columns += [Column(name, itemgetter(i)) for i, name in enumerate(known, start=1)]
+    return ShownTable(columns, list(zip(metrics["step"], *known.values(), strict=True)), "Steps")
+
+
+def spent(rows: Sequence[Json], kinds: Iterable[str]) -> ShownTable:
+    """The seconds of the workers of a run."""
+    columns = [WORKER, Column("all", "seconds", CLOCK)]
+    columns += [Column(kind, partial(_spent_on, kind), CLOCK) for kind in kinds]
+    return ShownTable(columns, rows, "Seconds of the workers")
+
+
+def _spent_on(kind: str, worker: Json) -> float | None:
+    return (worker.get("spent") or {}).get(kind)
+
+
+def paces(rows: Sequence[Json]) -> ShownTable:
+    """What a minibatch of a run took each worker."""
+    columns = [
+        WORKER, Column("busy", "busy", SHARE), Column("forward", "forward_ms", TIME),
+        Column("backward", "backward_ms", TIME), Column("wait", "wait_ms", TIME),
+    ]  # fmt: skip
+    if any(engine != "eager" for w in rows for engine in w["engines"]):
+        columns.append(Column("engines", "engines", NAMES))
+    return ShownTable(columns, rows, "Minibatches of the workers")
+
+
+def waits(rows: Sequence[Json]) -> ShownTable:
+    """What the workers of a run waited for, the longest first."""
+    found = [wait | {"worker": w["worker"]} for w in rows for wait in w.get("waits") or ()]
+    columns = (
+        WORKER, Column("waited for", "what", NAME), Column("from", "from", WORKERS),
+        Column("seconds", "seconds", CLOCK),
+    )  # fmt: skip
+    longest = sorted(found, key=lambda wait: -(wait.get("seconds") or 0))
+    return ShownTable(columns, longest, "What the workers waited for")
+
+
+def staleness(rows: Sequence[Json]) -> ShownTable:
+    """How far the weights of forwards were from those that their updates met, over a run."""
+    columns = (
+        WORKER, Column("parameter group", "group", COUNT), Column("updates behind", "stale", COUNT),
+        Column("predicted", "ahead", COUNT), Column("minibatches", "samples", COUNT),
+        Column("RMSE to those updated", "rmse"), Column("RMS of the weights", "rms"),
+    )  # fmt: skip
+    return ShownTable(columns, rows, "Staleness")
