@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,6 @@ def _keyed(facts: Json) -> dict[tuple[str, int], Json]:
 def _moved(first: Json, second: Json, phase: str) -> Iterator[Json]:
     before, now = _keyed(first), _keyed(second)
     common = [key for key in before if key in now]
-    names = ModuleNames(Counter(path for path, _ in now))
     ways: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
     for key in common:
         way = before[key][phase], now[key][phase]
@@ -163,7 +162,7 @@ def _moved(first: Json, second: Json, phase: str) -> Iterator[Json]:
             "phase": phase,
             "from": source,
             "to": target,
-            "modules": names.of(Counter(path for path, _ in keys)),
+            "modules": list(dict.fromkeys(unit_name(path) for path, _ in keys)),
             "units": len(keys),
             "ms": None if None in spent else sum(spent),
         }
@@ -177,12 +176,17 @@ def _owned(facts: Json) -> dict[str, int]:
 def _owners(first: Json, second: Json) -> list[Json]:
     before, now = _owned(first), _owned(second)
     common = [name for name in before if name in now]
-    modules, ways = ModuleNames(dict.fromkeys(now, 1)), defaultdict(list)
+    ways = defaultdict(list)
     for name in common:
         if before[name] != now[name]:
             ways[before[name], now[name]].append(name)
     return [
-        {"from": source, "to": target, "names": names, "modules": modules.of(dict.fromkeys(names, 1))}
+        {
+            "from": source,
+            "to": target,
+            "names": names,
+            "modules": list(dict.fromkeys(name.rpartition(".")[0] for name in names)),
+        }
         for (source, target), names in sorted(ways.items())
     ]
 
@@ -261,87 +265,3 @@ def _balance(facts: Json) -> float | None:
 
 def _forecast(forecast: Json | None) -> Json | None:
     return None if forecast is None else {name: forecast[name] for name in ("samples_per_second", "bubble")}
-
-
-class ModuleNames:
-    """Many module paths as a few names: `blocks.3 to blocks.5`, `head` for all that is in them.
-
-    Args:
-        totals: how many things of each path there are.
-    """
-
-    def __init__(self, totals: Mapping[str, int]) -> None:
-        self.own = totals
-        self.total: Counter[str] = Counter()
-        self.place: dict[str, int] = {}  # the order of the modules, parents first
-        self.parents: set[str] = set()
-        for path, count in totals.items():
-            for module in _upwards(path):
-                self.total[module] += count
-                if module != path:
-                    self.parents.add(module)
-            for module in reversed(list(_upwards(path))):
-                self.place.setdefault(module, len(self.place))
-
-    def of(self, chosen: Mapping[str, int]) -> list[str]:
-        """Names for what was chosen, each for the highest module of which everything was chosen.
-
-        The time depends on what was chosen, not on the size of the model.
-
-        Args:
-            chosen: how many things of each path were chosen.
-
-        Returns:
-            In the order of `totals`. Numbered neighbours are joined (`blocks.3 to blocks.5`); a path of which only some
-            was chosen says so (`head (3 of 7)`), and so does one without what is in it (`blocks.2 itself`).
-        """
-        below: Counter[str] = Counter()
-        children: dict[str, set[str]] = defaultdict(set)
-        for path, count in chosen.items():
-            for module in _upwards(path):
-                below[module] += count
-                if module:
-                    children[module.rpartition(".")[0]].add(module)
-        return list(self._named("", chosen, below, children))
-
-    def _named(
-        self, module: str, chosen: Mapping[str, int], below: Counter[str], children: Mapping[str, set[str]]
-    ) -> Iterator[str]:
-        if module and below[module] == self.total[module]:
-            yield module
-            return
-        some = chosen.get(module, 0)
-        if some:
-            itself = " itself" if module in self.parents and module else ""
-            yield unit_name(module) + itself + ("" if some == self.own[module] else f" ({some} of {self.own[module]})")
-        row: list[str] = []  # whole, numbered neighbours
-        for child in sorted(children.get(module, ()), key=self.place.__getitem__):
-            whole = below[child] == self.total[child] and _number(child) is not None
-            if not whole or (row and _number(child) != (_number(row[-1]) or 0) + 1):
-                yield from _joined(row)
-                row = []
-            if whole:
-                row.append(child)
-            else:
-                yield from self._named(child, chosen, below, children)
-        yield from _joined(row)
-
-
-def _upwards(path: str) -> Iterator[str]:
-    """A path, what it is in, …, the whole model."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
-
-
-def _number(path: str) -> int | None:
-    last = path.rpartition(".")[2]
-    return int(last) if last.isdecimal() else None
-
-
-def _joined(row: Sequence[str]) -> Iterator[str]:
-    if len(row) > 2:
-        yield f"{row[0]} to {row[-1]}"
-    else:
-        yield from row
