@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import echo, print_table, size
+from fxpipe.cli.output import echo, print_columns, stdout_console
 
+from fxpipe.inspection.table import CLOCK, COUNT, SHARE, TEXT, TIME, WORKERS, WRITTEN, Column, ShownTable
+from fxpipe.inspection.tables import LOADS, WORKER
 from fxpipe.planner.links import Links
 
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Load, Partition
     from fxpipe.planner.profile import PlanInput, Profile
     from fxpipe.planner.setting import Setting
+
+Json = dict[str, Any]
 
 
 BESIDE = {"data_parallel": "data parallelism", "pipeline": "plain pipeline"}
@@ -98,45 +103,23 @@ class PlannedCuts:
             if what in shown:
                 echo(f"{mode}: as {shown[what]}\n")
             else:
-                of = f", {notation(partition.replicas)}: milliseconds of a process, a microbatch of the minibatch"
-                title = mode + (of if shared else ", milliseconds a microbatch")
-                _print_partition(subject.of(mode), partition, title)
+                of = f", {notation(partition.replicas)}: a process, a microbatch of the minibatch"
+                title = mode + (of if shared else ", a microbatch")
+                print_partition(subject.of(mode), partition, title)
             shown.setdefault(what, mode)
-        time = ["minibatch"] if shared else ["simulated", "bubble"]
-        headers = ["", "replicas", "processes"] if shared else ["cuts"]
-        headers += ["slowest", "which", "efficiency", "best possible", *time]
-        headers += [] if subject.samples is None else ["samples/s"]
-        rows = [self._row(BESIDE.get(name, name), timed) for name, timed in (self.found | self.beside).items()]
-        rows = [row + [""] * (len(headers) - len(row)) for row in rows]
-        print_table(headers, rows, left=2 if shared else 1)
+        rows = {BESIDE.get(name, name): self._json(timed) for name, timed in (self.found | self.beside).items()}
+        print_columns(partitions_table(rows), stdout_console(), whole=True)
         ideal, units = f"ideal {1e3 * self.first.ideal:.2f} ms a microbatch", f"{len(subject.whole.units)} units"
         counted = [f"{subject.microbatches} microbatches a minibatch"] if shared else []
         machines = self.setting.machines
-        where = f" between machines of {machines.size}, {_described_links(machines.inner)} in them" if machines else ""
-        echo(" · ".join([ideal, *counted, units, f"{_described_links(self.setting.links)}{where}"]))
+        where = f" between machines of {machines.size}, {described_links(machines.inner)} in them" if machines else ""
+        echo(" · ".join([ideal, *counted, units, f"{described_links(self.setting.links)}{where}"]))
         multiple = math.lcm(*self.first.replicas)
         if shared and self.setting.evenly and subject.microbatches % multiple:
             echo(
                 f"microbatches count as shared out evenly, which {notation(self.first.replicas)} can do with multiples "
                 f"of {multiple}: --microbatches {multiple}"
             )
-
-    def _row(self, name: str, timed: TimedPartition | None) -> list[str]:
-        from fxpipe.planner.replicated import notation
-
-        if timed is None:
-            return [name, "does not fit"]
-        partition, seconds = timed.partition, timed.seconds
-        slowest = max(range(len(partition.loads)), key=lambda k: partition.loads[k].total)
-        best = "proved" if partition.exact else f"≤ {partition.ideal / partition.lower_bound:.3f}"
-        replicas = [notation(partition.replicas), str(sum(partition.replicas))] if self.processes is not None else []
-        row = [name, *replicas, f"{1e3 * partition.bottleneck:.2f} ms", f"worker {slowest}"]
-        row += [f"{partition.efficiency:.3f}", best]
-        if self.processes is None:
-            row += [f"{1e3 * seconds / self.subject.microbatches:.2f} ms", f"{100 * timed.bubble:.0f} %"]
-        else:
-            row.append(f"{1e3 * seconds:.1f} ms")
-        return row if self.subject.samples is None else [*row, f"{self._rate(timed):.1f}"]
 
 
 def _partition_json(partition: Partition) -> dict[str, Any]:
@@ -155,31 +138,56 @@ def _partition_json(partition: Partition) -> dict[str, Any]:
     }
 
 
-def _print_partition(profile: Profile, partition: Partition, title: str) -> None:
+def partitions_table(found: Mapping[str, Json | None]) -> ShownTable:
+    """The best cuts of each kind, by what JSON says of them; None for those that do not fit."""
+    rows = [{"name": f"{name}: does not fit"} if row is None else {"name": name, **row} for name, row in found.items()]
+    columns = [
+        Column("cuts", "name", TEXT), Column("replicas", "configuration", TEXT),
+        Column("processes", "processes", COUNT), Column("slowest", "bottleneck_ms", TIME),
+        Column("worker", _slowest, WORKERS),
+        Column("efficiency", "efficiency", CLOCK), Column("best possible", _best_possible, WRITTEN),
+        Column("simulated", "simulated_ms", TIME), Column("minibatch", "minibatch_ms", TIME),
+        Column("bubble", "bubble", SHARE), Column("samples/s", "samples_per_second"),
+    ]  # fmt: skip
+    return ShownTable([column for column in columns if any(column.value(row) is not None for row in rows)], rows)
+
+
+def _slowest(row: Json) -> int | None:
+    totals = [load["total"] for load in row.get("workers", ())]
+    return totals.index(max(totals)) if totals else None
+
+
+def _best_possible(row: Json) -> str | None:
+    """Whether a partition is proved to be the best, or the efficiency that the best one could have."""
+    if "exact" not in row:
+        return None
+    return "proved" if row["exact"] else f"≤ {row['efficiency'] * row['bottleneck_ms'] / row['lower_bound_ms']:.3f}"
+
+
+def print_partition(profile: Profile, partition: Partition, title: str) -> None:
     """A row a worker; where workers have replicas, what one of them does."""
-    three = partition.mode == "three-way"
-    rows = []
-    idle = []
+    bounds = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
+    rows, idle = [], []
     for k, load in enumerate(partition.loads):
-        if all(cuts[k] == cuts[k + 1] for cuts in (partition.forward, partition.backward, partition.weights)):
+        spans = {kind: (cuts[k], cuts[k + 1]) for kind, cuts in bounds.items()}
+        if not any(first < end for first, end in spans.values()):
             idle.append(str(k))
             continue
-        row = [f"worker {k}", *([f"×{partition.replicas[k]}"] if partition.replicas else [])]
-        for cuts in (partition.forward, partition.backward, *([partition.weights] if three else [])):
-            first, end = cuts[k], cuts[k + 1]
-            row.append(f"{profile.units[first].name} ({end - first})" if end > first else "–")
-        for value in (load.forward, load.backward, load.weight, load.update, load.recompute, load.exposed, load.total):
-            row.append(f"{1e3 * value:.2f}")
-        rows.append([*row, size(load.memory)])
-    where = ["F from (units)", "B from", *(["W from"] if three else [])]
-    named = ["", *(["replicas"] if partition.replicas else []), *where]
+        row: Json = {
+            kind: f"{profile.units[first].name} ({end - first})" if first < end else None
+            for kind, (first, end) in spans.items()
+        }
+        row |= {"worker": k, "memory_bytes": load.memory}
+        rows.append(row | {f"{name}_ms": value for name, value in _milliseconds(load).items()})
+    columns = [WORKER]
+    columns += [Column("replicas", lambda row: partition.replicas[row["worker"]], COUNT)] if partition.replicas else []
+    columns += [Column(f"{kind} from", kind, TEXT) for kind in bounds if kind != "W" or partition.mode == "three-way"]
     echo(title)
-    print_table([*named, "F", "B", "W", "update", "again", "exposed", "sum", "memory"], rows, left=len(named))
-    if idle:
-        echo(f"nothing to do for worker{'s' if len(idle) > 1 else ''} {', '.join(idle)}\n")
+    print_columns(ShownTable([*columns, *LOADS], rows), stdout_console(), whole=True)
+    echo(f"nothing to do for worker{'s' if len(idle) > 1 else ''} {', '.join(idle)}\n" if idle else "")
 
 
-def _described_links(links: Links) -> str:
+def described_links(links: Links) -> str:
     """Links in a few words."""
     if links.free:
         return "no communication"

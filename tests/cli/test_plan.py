@@ -56,10 +56,10 @@ def test_messages_cost(profile: Path) -> None:
 
 def test_the_table_has_milliseconds(profile: Path) -> None:
     text = fxpipe("plan", profile, "-n", "2", "--no-communication", "--cuts", "same").out
-    first = next(line.split() for line in text.splitlines() if line.strip().startswith("worker 0"))
-    assert first[:4] == ["worker", "0", "u0", "(3)"]
-    assert first[6:8] == ["6.00", "9.00"]  # F of 1 + 2 + 3, B of 4 + 3 + 2
-    assert first[12] == "15.00"
+    first = text.splitlines()[3].split()
+    assert first[:3] == ["0", "u0", "(3)"]
+    assert first[5:7] == ["6.00", "9.00"]  # F of 1 + 2 + 3, B of 4 + 3 + 2
+    assert first[11] == "15.00"
 
 
 def test_table_and_speeds(profile: Path) -> None:
@@ -179,7 +179,7 @@ def test_replicas_are_chosen(heavy_end: Path) -> None:
     assert found["three-way"]["minibatch_ms"] <= found["pipeline"]["minibatch_ms"]
     shown = fxpipe(*asked).out
     assert "same, 7-1: " in shown
-    assert "×7" in shown
+    assert shown.splitlines()[3].split()[:2] == ["0", "7"]
     assert "--microbatches 7" in shown
     assert "data parallelism" in shown
 
