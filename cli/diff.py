@@ -101,11 +101,10 @@ def _said(name: str, value: Any) -> str:
 def _moved(found: Json) -> Iterator[str]:
     words = {"forward": "F", "backward": "B", "weights": "W"}
     for row in found["moved"]:
-        cost = "" if row["ms"] is None else f", {row['ms']:.3g} ms"
         first, *_, last = row["modules"] * 2
         units = first if first == last else f"{first} … {last}"
         way = f"{words[row['phase']]} from worker {row['from']} to {row['to']}"
-        yield f"{way}: {units} ({plural(row['units'], 'unit')}{cost})"
+        yield f"{way}: {units} ({plural(row['units'], 'unit')}, {row['ms']:.3g} ms)"
 
 
 def _workers(found: Json) -> ShownTable:
@@ -183,9 +182,9 @@ def _whole(found: Json) -> Iterator[str]:
     for name in ("units", "nodes"):
         one, two = found[name]
         if one != two:
-            yield f"{name} {'none' if one is None else one} → {'none' if two is None else two}"
-    one, two = ("" if share is None else f"{share:.3f}" for share in found["balance"])
-    if one and two and one != two:
+            yield f"{name} {one} → {two}"
+    one, two = (f"{share:.3f}" for share in found["balance"])
+    if one != two:
         yield f"balance {one} → {two} (the mean worker's time over the slowest's)"
     if None in found["forecast"]:
         return

@@ -114,10 +114,9 @@ class _Tree:
             left = {worker: [ms, nodes] for worker, ms, nodes in module[phase]}
             for child in self.children[number]:
                 for worker, ms, nodes in self.modules[child][phase]:
+                    left[worker][0] -= ms
                     left[worker][1] -= nodes
-                    if ms is not None:
-                        left[worker][0] -= ms
-            found[phase] = [[worker, ms and max(ms, 0.0), nodes] for worker, (ms, nodes) in left.items() if nodes]
+            found[phase] = [[worker, max(ms, 0.0), nodes] for worker, (ms, nodes) in left.items() if nodes]
         runs = found["forward"] or found["backward"]
         return found if runs and (found["apart"] or (number and _parted(found))) else None
 

@@ -30,8 +30,6 @@ def print_overview(facts: Facts, console: Console, depth: int | None = None, edg
     print_header(facts, console)
     console.print()
     print_modules(facts["modules"], console, depth)
-    if facts["nodes"] is None:
-        print_text(console, "compile again to see the nodes: an earlier fxpipe made this build")
     console.print()
     print_workers(facts, console)
     console.print()
@@ -60,9 +58,8 @@ def print_header(facts: Facts, console: Console) -> None:
     efficiency = "" if build["efficiency"] is None else f", {build['efficiency']:.3f} of ideal"
     minibatch = f"{build['samples']} samples in {parts} microbatch{'es' if parts > 1 else ''}"
     _line(console, [build["schedule"], build["policy"], minibatch])
-    if build["costs"] is not None:
-        speeds = [f"speeds {', '.join(f'{speed:g}' for speed in build['speeds'])}"] if build["speeds"] else []
-        _line(console, [f"cuts {build['cuts']}{efficiency}", f"times {build['costs']}", *speeds])
+    speeds = [f"speeds {', '.join(f'{speed:g}' for speed in build['speeds'])}"] if build["speeds"] else []
+    _line(console, [f"cuts {build['cuts']}{efficiency}", f"times {build['costs']}", *speeds])
     if evaluation := evaluation_text(build["evaluation"]):
         print_text(console, evaluation)
     changed = [f"edited: {', '.join(build['edited'])}"] if build["edited"] else []
@@ -90,7 +87,7 @@ def _line(console: Console, parts: Sequence[str]) -> None:
 def print_workers(facts: Facts, console: Console) -> None:
     """A row for each worker, and what is to be said of them."""
     print_columns(tables.workers(facts), console)
-    if _timed_as_wholes(facts):
+    if facts["build"]["costs"] == "measured":
         print_text(console, "modules add up their operators; workers were timed as they run")
     if facts["build"]["speeds"]:
         print_text(console, "modules take what they would on a worker of speed 1")
@@ -114,17 +111,6 @@ def _buckets(worker: Facts, replicas: int) -> str:
     return f"worker {worker['worker']}: {what}"
 
 
-def _timed_as_wholes(facts: Facts) -> bool:
-    """Whether the workers' times are not the sums of their nodes', which are those of a worker of speed 1."""
-    for phase in ("forward", "backward"):
-        nodes = {worker: ms for worker, ms, _ in facts["modules"][0][phase]}
-        for w in facts["workers"]:
-            whole, parts = w[f"{phase}_ms"], nodes.get(w["worker"])
-            if whole is not None and parts is not None and abs(whole * w["speed"] - parts) > 1e-6 * parts:
-                return True
-    return False
-
-
 def print_edges(edges: Sequence[Facts], console: Console, every: bool = False) -> None:
     """A row for each edge, kind by kind; if one kind has many, one row for all on the same way."""
     if not edges:
@@ -146,7 +132,7 @@ def print_hints(facts: Facts, console: Console) -> None:
     name = plain(next(chain(values, parameters), ""))
     hints = [
         (f"--stage {build['workers'] - 1}", "a stage's code"),
-        *([(f"--node {shlex.quote(name)}", "where a value comes from and goes to")] if name and facts["nodes"] else []),
+        *([(f"--node {shlex.quote(name)}", "where a value comes from and goes to")] if name else []),
         (f"--schedule {facts['grid']['schedule']}", "the weights that every action sees"),
         ("--html report.html", "all of it on a page"),
     ]

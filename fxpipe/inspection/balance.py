@@ -27,8 +27,7 @@ class CutsComparison:
     """The build's own cuts compared with the best of each kind.
 
     Attributes:
-        efficiency: how much of the ideal the build's own cuts reach; None if the costs of its units or links are not
-            known.
+        efficiency: how much of the ideal the build's own cuts reach; None if its policy is the model file's own.
         rows: a row for each kind of cuts. The row of the build's own cuts is `chosen`: one of these, or an extra row
             after them.
     """
@@ -47,10 +46,10 @@ def balance_of(subject: Subject, recipe: Recipe | None, compare: bool = True) ->
         compare: whether to plan the cuts that the build does not have, which takes seconds for many workers; without
             it there are no rows.
     """
-    plan, compared = subject.plan, subject.known.partitions
+    plan, compared = subject.plan, subject.costs.partitions
     planned_for = recipe is None or (recipe.schedule.name, str(recipe.policy)) == (plan.schedule, plan.policy)
     chosen = compared[-1] if compared and planned_for else None
-    if subject.profile is None or subject.costs is None or recipe is None:
+    if recipe is None:
         return CutsComparison(None if chosen is None else chosen.efficiency)
     if chosen is not None and not compare:
         return CutsComparison(chosen.efficiency)
@@ -84,10 +83,10 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
         recipe.schedule.name,
         str(recipe.policy),
         subject.plan.own_microbatches,
-        subject.known.links,
-        subject.known.speeds,
-        optimizer_bytes=subject.known.optimizer_bytes,
-        policy_times=subject.known.policy_times,
+        subject.costs.links,
+        subject.costs.speeds,
+        optimizer_bytes=subject.costs.optimizer_bytes,
+        policy_times=subject.costs.policy_times,
         placement=subject.plan.placement,
         replicas=subject.plan.replicas if subject.plan.crossing else (),
         rows=subject.plan.rows if recipe.schedule.name == subject.plan.schedule else (),
@@ -98,10 +97,9 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
 
 def _own(subject: Subject, workers: Workers) -> Partition:
     """What the build's own cuts cost."""
-    plan, compared = subject.plan, subject.known.partitions
+    plan, compared = subject.plan, subject.costs.partitions
     forward, backward, weights = ([s[0] for s in spans] + [len(plan.units)] for spans in _spans(subject))
     again = compared[-1].recompute if compared else ()
-    assert subject.profile is not None
     return of_cuts(subject.profile, workers, forward, backward, weights, recompute=again, mode=PINNED)
 
 

@@ -25,8 +25,6 @@ _SETTINGS = (
     "model", "workers", "replicas", "outer", "schedule", "policy", "microbatches", "samples", "autocast", "codec",
     "device", "cuts", "costs", "loss_worker", "torch", "speeds", "links", "optimizer_bytes",
 )  # fmt: skip
-_OF_COSTS = ("cuts", "costs", "speeds", "links", "optimizer_bytes")
-"""Settings that a build without `costs.json` does not know: then they are not compared."""
 TIMES = ("forward_ms", "backward_ms", "update_ms")
 BYTES = ("memory_bytes", "bytes_in", "bytes_out")
 _SIZES = (*BYTES, "owned_bytes", "copy_bytes", "saved_bytes")
@@ -89,7 +87,7 @@ def difference(
         "edited": [facts["build"]["edited"] for facts in (first, second)],
         "stale": [facts["build"]["stale"] for facts in (first, second)],
         "units": [len(facts["units"]) for facts in (first, second)],
-        "nodes": [None if facts["nodes"] is None else len(facts["nodes"]["rows"]) for facts in (first, second)],
+        "nodes": [len(facts["nodes"]["rows"]) for facts in (first, second)],
         "balance": [_balance(facts) for facts in (first, second)],
         "forecast": [_forecast(facts["forecast"]) for facts in (first, second)],
     }
@@ -125,9 +123,7 @@ def _identical(found: Json) -> bool:
 
 def _settings(first: Json, second: Json) -> list[Json]:
     pairs = [("fxpipe", first["fxpipe"], second["fxpipe"])]
-    known = None not in (first["build"]["costs"], second["build"]["costs"])
-    names = [name for name in _SETTINGS if known or name not in _OF_COSTS]
-    pairs += [(name, first["build"][name], second["build"][name]) for name in names]
+    pairs += [(name, first["build"][name], second["build"][name]) for name in _SETTINGS]
     return [{"name": name, "first": a, "second": b} for name, a, b in pairs if a != b]
 
 
@@ -157,14 +153,13 @@ def _moved(first: Json, second: Json, phase: str) -> Iterator[Json]:
             ways[way].append(key)
     cost = {"forward": "forward_ms", "backward": "backward_ms", "weights": "weight_ms"}[phase]
     for (source, target), keys in sorted(ways.items()):
-        spent = [now[key][cost] for key in keys]
         yield {
             "phase": phase,
             "from": source,
             "to": target,
             "modules": list(dict.fromkeys(unit_name(path) for path, _ in keys)),
             "units": len(keys),
-            "ms": None if None in spent else sum(spent),
+            "ms": sum(now[key][cost] for key in keys),
         }
 
 
@@ -204,7 +199,7 @@ def _workers(first: Json, second: Json) -> list[Json]:
 
 
 def _differ(name: str, one: Any, two: Any) -> bool:
-    if name not in TIMES or one is None or two is None:
+    if name not in TIMES:
         return bool(one != two)
     return abs(one - two) > NOTICEABLE * max(one, two)
 
@@ -254,13 +249,11 @@ def _names(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, lis
     }
 
 
-def _balance(facts: Json) -> float | None:
+def _balance(facts: Json) -> float:
     """The mean worker's time of a minibatch over the slowest's."""
     workers, microbatches = facts["workers"], facts["build"]["microbatches"]
-    if any(worker[name] is None for worker in workers for name in TIMES):
-        return None
     totals = [microbatches * (w["forward_ms"] + w["backward_ms"]) + w["update_ms"] for w in workers]
-    return sum(totals) / len(totals) / max(totals) if max(totals) else None
+    return sum(totals) / len(totals) / (max(totals) or 1.0)
 
 
 def _forecast(forecast: Json | None) -> Json | None:

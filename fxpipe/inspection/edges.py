@@ -16,10 +16,10 @@ def edge_rows(subject: Subject, traffic: Traffic | None = None) -> list[dict[str
     Args:
         traffic: says how many versions of the weights are sent; without it, each weight counts once.
     """
-    sends = {} if subject.nodes is None else subject.nodes.sends
+    sends = subject.nodes.sends
     rows = []
     for edge in subject.plan.edges:
-        node = subject.nodes.rows[sends[edge.name]] if subject.nodes and edge.name in sends else None
+        node = subject.nodes.rows[sends[edge.name]] if edge.name in sends else None
         rows.append(
             {
                 "name": edge.name,

@@ -3,7 +3,7 @@
 Times are milliseconds unless they are called seconds, sizes bytes, workers ranks. `modules` are referred to by row, and
 so are `nodes`. `forward` and `backward` of a module are rows of worker, milliseconds, nodes; W is part of backward;
 `apart` counts its units that do not run forward, backward and W on one worker; for a unit it says whether it is one of
-them. What an older build does not know is None, or empty.
+them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def facts(
         "workers": worker_rows(subject, recipe, traffic),
         "edges": edge_rows(subject, traffic),
         "partitions": list(balance.rows),
-        "schedules": [asdict(row) for row in subject.known.schedules],
+        "schedules": [asdict(row) for row in subject.costs.schedules],
         "forecast": ahead.forecast,
         "timeline": ahead.timeline,
         "grid": grid_facts(subject, recipe),
@@ -123,9 +123,9 @@ def value_facts(
 
 
 def build_facts(subject: Subject) -> Facts:
-    """The build as a whole. What its compile was told of links, speeds and costs is None if `costs.json` is gone."""
+    """The build as a whole."""
     plan, costs = subject.plan, subject.costs
-    cuts = None if costs is None else costs.partitions[-1].mode if costs.partitions else PINNED
+    cuts = costs.partitions[-1].mode if costs.partitions else PINNED
     return {
         "folder": None if subject.folder is None else str(subject.folder),
         "model": None if subject.model is None else subject.model.name,
@@ -144,10 +144,10 @@ def build_facts(subject: Subject) -> Facts:
         "samples": samples_of(plan),
         "loss_worker": plan.loss_worker,
         "cuts": cuts,
-        "costs": None if costs is None else "measured" if subject.measured else "computed",
-        "speeds": [] if set(subject.known.speeds) <= {1.0} else list(subject.known.speeds),
-        "links": None if costs is None else costs.links.to_row(),
-        "optimizer_bytes": None if costs is None else costs.optimizer_bytes,
+        "costs": "measured" if subject.measured else "computed",
+        "speeds": [] if set(subject.costs.speeds) <= {1.0} else list(subject.costs.speeds),
+        "links": costs.links.to_row(),
+        "optimizer_bytes": costs.optimizer_bytes,
         "microbatch_loss": microbatch_facts(plan),
         "shapes": shape_facts(plan),
         "padding": padding_facts(plan),

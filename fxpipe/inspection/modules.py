@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.inspection.units import WIRES, units_apart, workers_of_units
+from fxpipe.inspection.units import WIRES, units_apart
 from fxpipe.plan.spec import Phase
 
 LOSS = "(loss)"
@@ -30,9 +30,8 @@ class ModuleTree:
         self._last = max((i for i, path in enumerate(units) if path), default=len(units))
         self._index: dict[str | None, int] = {}
         self.rows = [self._row(path, parent) for path, parent in self._walk(self._paths())]
-        self._add_units(places=subject.nodes is None)
-        if subject.nodes is not None:
-            self._add_nodes()
+        self._add_apart()
+        self._add_nodes()
         for row in self.rows:
             for phase in ("forward", "backward"):
                 row[phase] = [[worker, *spent] for worker, spent in sorted(row[phase].items())]
@@ -48,9 +47,8 @@ class ModuleTree:
         """Every module that something belongs to, in the order of the forward."""
         subject = self._subject
         yield ""
-        if subject.nodes is not None:
-            yield from (row.module for row in subject.nodes.rows if row.phase == "F")
-            yield from (row.module for row in subject.nodes.rows)
+        yield from (row.module for row in subject.nodes.rows if row.phase == "F")
+        yield from (row.module for row in subject.nodes.rows)
         yield from subject.plan.units
         yield from (name.rpartition(".")[0] for p in subject.plan.parameters for name in p.names)
         if self._last < len(subject.plan.units) - 1:
@@ -96,7 +94,6 @@ class ModuleTree:
             row = self.rows[row]["parent"]
 
     def _add_nodes(self) -> None:
-        assert self._subject.nodes is not None
         own: dict[tuple[int, Phase, int], tuple[float, int]] = {}
         passed: dict[int, int] = {}
         for node in self._subject.nodes.rows:
@@ -118,17 +115,11 @@ class ModuleTree:
             for row in self._up(module):
                 row["nodes"] += count
 
-    def _add_units(self, places: bool) -> None:
-        """Count the units that are cut apart; with `places` also where units run, for an older build without nodes."""
-        apart = units_apart(self._subject)
-        for unit, (forward, backward, weights) in enumerate(workers_of_units(self._subject.plan)):
-            module = self.of(self._subject.plan.units[unit], unit)
-            for row in self._up(module):
-                row["apart"] += apart[unit]
-                if places:
-                    row["forward"].setdefault(forward, (None, 0))
-                    for worker in (backward, weights):
-                        row["backward"].setdefault(worker, (None, 0))
+    def _add_apart(self) -> None:
+        """Count the units that are cut apart."""
+        for unit, apart in enumerate(units_apart(self._subject)):
+            for row in self._up(self.of(self._subject.plan.units[unit], unit)):
+                row["apart"] += apart
 
     def _add_parameters(self) -> None:
         for parameter in self._subject.plan.parameters:

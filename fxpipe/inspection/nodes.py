@@ -12,14 +12,12 @@ COLUMNS = list(Row._fields)
 MODULE = COLUMNS.index("module")
 
 
-def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any] | None:
-    """The columns of `fxpipe.ir.program_table.Row`, but the module's row instead of its path; None for older builds.
+def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any]:
+    """The columns of `fxpipe.ir.program_table.Row`, but the module's row instead of its path.
 
     `gradients` has the row that makes a parameter's gradient, by the name of the parameter's row; `names`, likewise,
     what the model calls parameters, buffers and inputs.
     """
-    if subject.nodes is None:
-        return None
     rows = []
     for node in subject.nodes.rows:
         row: list[Any] = [*node[:-1], list(node.inputs)]

@@ -23,9 +23,7 @@ class Subject:
 
     Attributes:
         files: the stages as they are now, by file name.
-        costs: None for a build whose `costs.json` is gone.
-        nodes, profile: None for a build of an earlier fxpipe.
-        passes: what each pass did, a line a pass; empty for a build of an earlier fxpipe.
+        passes: what each pass did, a line a pass.
         folder: where it is; None for one in memory.
         model: the path of the user's file; None for a build made from objects.
         edited: the stages that are no longer as they were emitted.
@@ -35,9 +33,9 @@ class Subject:
 
     plan: Plan = field(repr=False)
     files: Mapping[str, str] = field(repr=False)
-    costs: BuildCosts | None = field(repr=False)
-    nodes: ProgramTable | None = field(repr=False)
-    profile: Profile | None = field(repr=False)
+    costs: BuildCosts = field(repr=False)
+    nodes: ProgramTable = field(repr=False)
+    profile: Profile = field(repr=False)
     passes: tuple[str, ...] = field(default=(), repr=False)
     folder: Path | None = None
     model: Path | None = None
@@ -50,11 +48,6 @@ class Subject:
         """The plan's digest, which tells whether a run is of this build."""
         return self.plan.digest
 
-    @property
-    def known(self) -> BuildCosts:
-        """Its costs, empty if they are not known."""
-        return self.costs or BuildCosts()
-
 
 def subject_of(build: Build, model: Path | None = None) -> Subject:
     """A build in memory.
@@ -62,6 +55,8 @@ def subject_of(build: Build, model: Path | None = None) -> Subject:
     Args:
         model: the file it was compiled from.
     """
+    assert build.nodes is not None
+    assert build.profile is not None
     return Subject(
         plan=build.plan,
         files=build.files,
@@ -97,17 +92,24 @@ def read_subject(folder: str | Path) -> Subject:
         files[stage.file] = source.decode("utf-8", errors="replace")
         if is_edited(source, stage):
             edited.append(stage.file)
-    costs = read_costs(folder, plan)
+    costs, nodes, profile = read_costs(folder, plan), read_nodes(folder), read_profile(folder)
+    if costs is None or not costs.workers or nodes is None or profile is None:
+        found = {"costs.json": costs and costs.workers, "program.json": nodes, "profile.json": profile}
+        raise BuildError(
+            f"it has no {' and no '.join(name for name, read in found.items() if not read)}, which a run does not need",
+            where=str(folder),
+            hint=f"compile the model again: fxpipe compile MODEL -o {folder}",
+        )
     return Subject(
         plan=plan,
         files=files,
         costs=costs,
-        nodes=read_nodes(folder),
-        profile=read_profile(folder),
+        nodes=nodes,
+        profile=profile,
         passes=read_passes(folder),
         folder=folder,
         model=model_path(plan, folder),
         edited=tuple(edited),
         stale=tuple(stale_sources(plan, folder)),
-        measured=bool(costs and costs.times) or (folder / NODE_COSTS).is_file(),
+        measured=bool(costs.times) or (folder / NODE_COSTS).is_file(),
     )

@@ -80,9 +80,8 @@ def _between(workers: Sequence[int], sign: str) -> Cell:
 
 
 def milliseconds(phase: str, module: Json) -> float | None:
-    """The time of a module's forward or backward; None if it is not known for any place."""
-    times = [ms for _, ms, _ in module[phase] if ms is not None]
-    return sum(times) if times else None
+    """The time of a module's forward or backward; None if it has none."""
+    return sum(ms for _, ms, _ in module[phase]) if module[phase] else None
 
 
 def workers(facts: Json) -> ShownTable:

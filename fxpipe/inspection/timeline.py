@@ -25,7 +25,7 @@ SPANS = 6000
 
 @dataclass(frozen=True)
 class Outlook:
-    """The simulated build; its fields are None if the costs of the workers are not known."""
+    """The simulated build; its fields are None if its policy is the model file's own."""
 
     forecast: dict[str, Any] | None = None
     timeline: dict[str, Any] | None = None
@@ -33,10 +33,10 @@ class Outlook:
 
 def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
     """Forecast and timeline under a schedule and a policy."""
-    if recipe is None or not subject.known.workers:
+    if recipe is None:
         return Outlook()
     names = recipe.schedule.name, str(recipe.policy)
-    scenario, steady = expect(subject.plan, subject.known, recipe)
+    scenario, steady = expect(subject.plan, subject.costs, recipe)
     period = steady.seconds_per_minibatch
     rate = steady.samples_per_second(samples_of(subject.plan))
     forecast = {
@@ -49,7 +49,7 @@ def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
     }
     shown, rows = _minibatches(subject), range(subject.plan.workers)
     memory = [
-        memory_of(subject.plan, subject.known, recipe.demand, worker, list(recipe.schedule.until(worker, shown)))
+        memory_of(subject.plan, subject.costs, recipe.demand, worker, list(recipe.schedule.until(worker, shown)))
         for worker in rows
     ]
     return Outlook(forecast, _timeline(simulate(recipe.schedule, scenario, shown), memory))

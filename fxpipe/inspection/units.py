@@ -13,21 +13,20 @@ WIRES = ("send", "recv", "all_reduce", "reduce_scatter")
 
 
 def unit_rows(subject: Subject) -> list[dict[str, Any]]:
-    """A row for each unit; times are None for a build of an earlier fxpipe."""
-    units = subject.profile.units if subject.profile else (None,) * len(subject.plan.units)
+    """A row for each unit."""
     return [
         {
             "module": path,
             "forward": forward,
             "backward": backward,
             "weights": weights,
-            "forward_ms": unit and unit.forward_ms,
-            "backward_ms": unit and unit.backward_ms,
-            "weight_ms": unit and unit.weight_ms,
+            "forward_ms": unit.forward_ms,
+            "backward_ms": unit.backward_ms,
+            "weight_ms": unit.weight_ms,
             "apart": apart,
         }
         for path, (forward, backward, weights), unit, apart in zip(
-            subject.plan.units, workers_of_units(subject.plan), units, units_apart(subject), strict=True
+            subject.plan.units, workers_of_units(subject.plan), subject.profile.units, units_apart(subject), strict=True
         )
     ]
 
@@ -35,12 +34,9 @@ def unit_rows(subject: Subject) -> list[dict[str, Any]]:
 def units_apart(subject: Subject) -> list[bool]:
     """For each unit whether its forward, its backward and its weight gradients are not all on one worker.
 
-    A kind of which the unit has no nodes does not count, nor does what other workers compute again. For an older build
-    without nodes, only the cuts count.
+    A kind of which the unit has no nodes does not count, nor does what other workers compute again.
     """
     homes = workers_of_units(subject.plan)
-    if subject.nodes is None:
-        return [len(set(workers)) > 1 for workers in homes]
     places: list[set[int]] = [set() for _ in homes]
     for node in subject.nodes.rows:
         if node.phase is None or node.op in WIRES or node.unit is None or not 0 <= node.unit < len(homes):

@@ -15,24 +15,22 @@ from fxpipe.simulator.memory import peak_bytes
 
 
 def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic | None = None) -> list[dict[str, Any]]:
-    """A row for each worker. What only `costs.json` knows is None without it.
+    """A row for each worker.
 
     Args:
         recipe: how the build is run, for what is in flight; None means as it was compiled.
         traffic: of that recipe.
     """
     schedule = None if recipe is None else recipe.schedule
-    memory: list[int | None] = [None] * subject.plan.workers
-    if subject.known.workers and recipe is not None:
-        memory = list(peak_bytes(subject.plan, subject.known, recipe.demand))
-    elif subject.known.workers:
-        memory = [worker.memory_bytes for worker in subject.known.workers]
+    memory = [worker.memory_bytes for worker in subject.costs.workers]
+    if recipe is not None:
+        memory = list(peak_bytes(subject.plan, subject.costs, recipe.demand))
     return [_row(subject, rank, schedule, traffic, memory[rank]) for rank in range(subject.plan.workers)]
 
 
 def speed_of(subject: Subject, rank: int) -> float:
     """A worker's speed; 1 is the device that the costs are of."""
-    return subject.known.speeds[subject.plan.rank_of(rank)] if subject.known.speeds else 1.0
+    return subject.costs.speeds[subject.plan.rank_of(rank)] if subject.costs.speeds else 1.0
 
 
 def again_text(costs: BuildCosts) -> str:
@@ -46,21 +44,16 @@ def again_text(costs: BuildCosts) -> str:
 
 
 def _row(
-    subject: Subject, rank: int, schedule: Schedule | None, traffic: Traffic | None, memory: int | None
+    subject: Subject, rank: int, schedule: Schedule | None, traffic: Traffic | None, memory: int
 ) -> dict[str, Any]:
     plan = subject.plan
     stage = plan.stages[rank]
     owned = plan.owned(rank)
     copies = [p for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
     owned_bytes, copy_bytes = (sum(p.tensor.bytes for p in rows) for rows in (owned, copies))
-    costs = subject.known.workers[rank] if subject.known.workers else None
-    if traffic is not None:
-        copy_bytes += traffic.bases[rank]
-    elif costs is not None:
-        copy_bytes = costs.copy_bytes
-    flight = None if schedule is None else held(schedule)[rank]
-    if flight is None and costs is not None:
-        flight = costs.in_flight
+    costs = subject.costs.workers[rank]
+    copy_bytes = copy_bytes + traffic.bases[rank] if traffic else costs.copy_bytes
+    flight = costs.in_flight if schedule is None else held(schedule)[rank]
     forward, backward, update, weight = _spent(subject, rank)
     return {
         "worker": rank,
@@ -79,14 +72,14 @@ def _row(
         "owned_bytes": owned_bytes,
         "copies": len(copies),
         "copy_bytes": copy_bytes,
-        "bytes_in": traffic.arriving[rank] if traffic else costs and costs.bytes_in,
-        "bytes_out": traffic.leaving[rank] if traffic else costs and costs.bytes_out,
-        "saved_bytes": costs and costs.saved_bytes,
-        "deferred_bytes": costs and costs.deferred_bytes,
+        "bytes_in": traffic.arriving[rank] if traffic else costs.bytes_in,
+        "bytes_out": traffic.leaving[rank] if traffic else costs.bytes_out,
+        "saved_bytes": costs.saved_bytes,
+        "deferred_bytes": costs.deferred_bytes,
         "in_flight": flight,
         "again": len(stage.again),
-        "again_ms": costs and 1e3 * costs.again,
-        "spared_bytes": costs and costs.spared_bytes,
+        "again_ms": 1e3 * costs.again,
+        "spared_bytes": costs.spared_bytes,
         "memory_bytes": memory,
         "engines": list(stage.engines),
         "buckets": [
@@ -102,9 +95,7 @@ def _row(
 
 def _spent(subject: Subject, rank: int) -> tuple[float | None, ...]:
     """Milliseconds of F, B with W, the update, and W where it is apart on that worker, as the simulator has them."""
-    if not subject.known.times and not subject.known.workers:
-        return None, None, None, None
-    time = subject.known.time(rank)
+    time = subject.costs.time(rank)
     weight = time.weight if subject.plan.weights_apart else None
     spent = (time.forward, time.backward + time.weight, time.update, weight)
     return tuple(None if seconds is None else 1e3 * seconds / speed_of(subject, rank) for seconds in spent)

@@ -125,17 +125,6 @@ def test_links_speeds_and_the_optimizer_are_settings(here: Path, tmp_path: Path)
     assert diff("one", tmp_path / "far", "--json").json["identical"] is False
 
 
-def test_without_costs_and_nodes(here: Path, tmp_path: Path) -> None:
-    shutil.copytree(here / "one", tmp_path / "old")
-    for name in ("costs.json", "profile.json", "program.json"):
-        (tmp_path / "old" / name).unlink()
-    result = diff("two", tmp_path / "old")
-    assert (result.code, result.err) == (0, "")
-    assert "\nF from worker 0 to 1: blocks.2 … (no module) (3 units)\n" in result.out
-    assert "settings" not in result.out
-    assert diff(tmp_path / "old", tmp_path / "old").out.endswith("\n\nthe builds are identical\n")
-
-
 def test_what_is_no_build(here: Path) -> None:
     for wrong in ("nothing", "model.py", "deep"):
         result = diff("one", wrong)

@@ -146,7 +146,7 @@ def test_another_schedule_and_another_policy_change_what_workers_hold_and_send()
     assert [w["in_flight"] for w in facts(own, compare=False)["workers"]] == [3, 2, 1]
     flushed = facts(own, schedule="gpipe", compare=False)["workers"]
     assert [w["in_flight"] for w in flushed] == [4, 4, 4]
-    compiled = {w.rank: w for w in own.known.workers}
+    compiled = {w.rank: w for w in own.costs.workers}
     for w in flushed:
         assert w["memory_bytes"] != compiled[w["worker"]].memory_bytes
     alternating = facts(own, schedule="1f1b", compare=False)["workers"]
@@ -161,7 +161,6 @@ def test_another_schedule_and_another_policy_change_what_workers_hold_and_send()
 
 def test_speeds_divide_the_workers_times() -> None:
     own = subject("planned")
-    assert own.costs is not None
     slow = dataclasses.replace(own, costs=dataclasses.replace(own.costs, speeds=(1.0, 0.5, 2.0), partitions=()))
     even, uneven = (facts(s, compare=False) for s in (own, slow))
     assert (even["build"]["speeds"], uneven["build"]["speeds"]) == ([], [1.0, 0.5, 2.0])
@@ -237,12 +236,12 @@ def test_the_timeline_is_the_simulators(looked_at: Subject, found: dict[str, Any
     recipe = recipe_of(looked_at, None, None)
     assert recipe is not None
     shown = found["timeline"]
-    scenario = scenario_of(looked_at.plan, looked_at.known, recipe.demand)
+    scenario = scenario_of(looked_at.plan, looked_at.costs, recipe.demand)
     run = simulate(recipe.schedule, scenario, shown["minibatches"])
     assert shown["seconds"] == run.seconds
     for worker, memory in enumerate(shown["memory"]):
         row = list(recipe.schedule.until(worker, shown["minibatches"]))
-        held = memory_of(looked_at.plan, looked_at.known, recipe.demand, worker, row)
+        held = memory_of(looked_at.plan, looked_at.costs, recipe.demand, worker, row)
         assert max(memory["bytes"]) == max(moment.during for moment in held)
         assert (memory["bytes"][0], memory["bytes"][-1]) == (max(held[0].before, memory["bytes"][0]), held[-1].after)
         assert memory["seconds"] == sorted(set(memory["seconds"]))
@@ -261,7 +260,7 @@ def test_so_much_of_the_timeline_as_a_page_holds(monkeypatch: pytest.MonkeyPatch
 def test_the_forecast_is_the_compiles(looked_at: Subject, found: dict[str, Any]) -> None:
     from fxpipe.simulator.forecast import forecast
 
-    expected = forecast(looked_at.plan, looked_at.known)
+    expected = forecast(looked_at.plan, looked_at.costs)
     assert found["forecast"]["milliseconds"] == 1e3 * expected.seconds_per_minibatch
     assert found["forecast"]["bubble"] == expected.bubble
     assert 1 - sum(found["forecast"]["busy"]) / looked_at.plan.workers == pytest.approx(expected.bubble)
@@ -309,26 +308,6 @@ def test_a_policy_that_only_the_model_file_knows() -> None:
     assert facts(strange, policy="stash")["forecast"] is not None
     with pytest.raises(PolicyError, match="no policy 'other'"):
         facts(own, policy="other")
-
-
-def test_a_build_that_knows_less() -> None:
-    whole = subject("distinct")
-    older = dataclasses.replace(whole, nodes=None, profile=None)
-    found, full = facts(older), facts(whole)
-    assert found["nodes"] is None
-    assert found["partitions"] == []
-    assert [m["path"] for m in found["modules"]] == [m["path"] for m in full["modules"]]
-    assert 0 < full["modules"][0]["apart"] <= found["modules"][0]["apart"]
-    assert all(ms is None for m in found["modules"] for _, ms, _ in m["forward"] + m["backward"])
-    assert found["workers"] == full["workers"]
-    bare = facts(dataclasses.replace(whole, costs=None))
-    assert (bare["forecast"], bare["partitions"]) == (None, [])
-    unknown = ("cuts", "costs", "efficiency", "links", "optimizer_bytes")
-    assert [bare["build"][name] for name in unknown] == [None] * len(unknown)
-    for name in ("in_flight", "bytes_in", "bytes_out"):
-        assert [w[name] for w in bare["workers"]] == [w[name] for w in full["workers"]]
-    assert bare["workers"][0]["memory_bytes"] is None
-    assert bare["workers"][0]["owned"] == full["workers"][0]["owned"]
 
 
 def residual(forward: int, backward: int, weights: int) -> dict[str, Any]:

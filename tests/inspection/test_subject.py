@@ -52,7 +52,14 @@ def test_folder_and_memory_give_the_same_facts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("remove", "message"), [("plan.json", "is not an fxpipe build"), ("stage_1.py", "stage_1.py cannot be read")]
+    ("remove", "message"),
+    [
+        ("plan.json", "is not an fxpipe build"),
+        ("stage_1.py", "stage_1.py cannot be read"),
+        ("costs.json", "it has no costs.json, which a run does not need"),
+        ("program.json", "it has no program.json, which a run does not need"),
+        ("profile.json", "it has no profile.json, which a run does not need"),
+    ],
 )
 def test_what_is_no_whole_build(build: Path, remove: str, message: str) -> None:
     (build / remove).unlink()

@@ -24,7 +24,7 @@ def model_map(facts: Json) -> Markup:
     Weight gradients that have cuts of their own have a lane of their own. A unit is as wide as its time.
     """
     units: list[Json] = facts["units"]
-    spent = [sum(unit[f"{part}_ms"] or 0 for part in ("forward", "backward", "weight")) for unit in units]
+    spent = [sum(unit[f"{part}_ms"] for part in ("forward", "backward", "weight")) for unit in units]
     floor = 0.02 * (sum(spent) / len(spent) or 1.0)  # what takes no time is still there
     ends = [0.0, *accumulate(time + floor for time in spent)]
     named = [i for i, unit in enumerate(units) if unit["module"]]
@@ -37,8 +37,7 @@ def model_map(facts: Json) -> Markup:
     def parts(lane: str, cut: str, times: Sequence[str]) -> Iterator[Markup]:
         """A part for each run of units of one worker."""
         for first, end, worker in runs(unit[lane] for unit in units):
-            known = [time for unit in units[first:end] for name in times if (time := unit[name]) is not None]
-            time = ms(sum(known) if known else None)
+            time = ms(sum(unit[name] for unit in units[first:end] for name in times))
             said = f"worker {worker}, {lane}: {time}\nunits {first} to {end - 1} of {len(units)}"
             begins = tag("span", f"{cut} {paths[first]}") if first else None
             yield box(

@@ -47,11 +47,9 @@ def tree(facts: Json) -> Markup:
     return tag("div", line("div", titles), *map(module, below[None]), class_="tree", id="tree")
 
 
-def _nodes_of(table: Json | None) -> dict[int, list[Json]]:
+def _nodes_of(table: Json) -> dict[int, list[Json]]:
     """The nodes of every module by itself, with the names of those next to them."""
     found: dict[int, list[Json]] = defaultdict(list)
-    if table is None:
-        return found
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     readers: dict[int, list[str]] = defaultdict(list)
     for row in rows:
