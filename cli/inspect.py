@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import echo, emit_json, note, stdout_console, warn, working
+from fxpipe.cli.output import echo, echo_file, emit_json, note, stdout_console, warn, working
 
 from fxpipe.errors import BuildError
 from fxpipe.lowering.options import CompileOptions
@@ -86,7 +86,7 @@ def inspect_command(
     with working("inspecting") as say:
         say("planning other cuts" if compare else "simulating")
         found = facts(subject, schedule=schedule, policy=policy, run=found_run, compare=compare)
-    if found["forecast"] is None and subject.costs is not None and not found["grid"]["rows"]:
+    if found["forecast"] is None:
         warn(f"policy {subject.plan.policy} is the model file's own, which is not imported: give one with --policy")
     if html is not None:
         from fxpipe.inspection.report.page import write_report
@@ -154,8 +154,6 @@ def _print_node(found: dict[str, Any], name: str, as_json: bool) -> None:
 
 
 def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
-    from fxpipe.inspection.print_stage import print_stage
-
     stages = subject.plan.stages
     if stage >= len(stages):
         raise BuildError(f"there is no stage {stage}", hint=f"the stages are 0 to {len(stages) - 1}")
@@ -164,4 +162,4 @@ def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
     if as_json:
         emit_json({"stage": stage, "file": file, "edited": edited, "source": source})
     else:
-        print_stage(source)
+        echo_file(source)

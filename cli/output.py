@@ -30,6 +30,7 @@ __all__ = [
     "OutputLost",
     "console",
     "echo",
+    "echo_file",
     "emit_json",
     "finish_stdout",
     "forget_stdout",
@@ -68,6 +69,14 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
         click.echo(plain_lines(text), err=err, nl=nl)
     except OSError as error:
         raise _lost(error) from error
+
+
+def echo_file(text: str) -> None:
+    """A file as it is, byte for byte; a terminal gets no control characters: the file may be a stranger's."""
+    if sys.stdout.isatty():
+        echo(text.expandtabs(), nl=False)
+    else:
+        sys.stdout.write(text)
 
 
 def emit_json(data: Any) -> None:

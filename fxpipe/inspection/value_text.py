@@ -16,7 +16,7 @@ def describe(facts: Json, name: str) -> str:
         BuildError: as `trace`.
     """
     found = trace(facts, name)
-    lines = {"node": _node_lines, "parameter": _parameter_lines, "module": _module_lines, "edge": _edge_lines}
+    lines = {"node": _node_lines, "parameter": _parameter_lines, "module": _module_lines}
     return "\n".join(lines[found["kind"]](found)) + "\n"
 
 
@@ -60,22 +60,6 @@ def _module_lines(found: Json) -> Iterator[str]:
         yield f"  {_count(found['parameters'], 'parameter')}, {size(found['parameter_bytes'])}{owners}"
     lines = [_line(value) for value in found["nodes"]]
     yield from _section("nodes", lines, more=found["of"] - len(lines))
-
-
-def _edge_lines(found: Json) -> Iterator[str]:
-    for edge in found["edges"]:
-        yield f"{edge['name']}  {edge['kind']}  {size(edge['bytes'])}"
-        yield (
-            f"  from worker {edge['src']}'s {_phase(edge['src_phase'])} to worker {edge['dst']}'s "
-            + _phase(edge["dst_phase"])
-        )
-        if edge["names"]:
-            yield from _section("carries", (f"  {name}" for name in edge["names"]))
-    if found["value"] is not None:
-        yield ""
-        yield "the value"
-        yield _line(found["value"])
-        yield from _section("read there by", (_line(reader) for reader in found["readers"]), "no node")
 
 
 def _heading(value: Json) -> Iterator[str]:

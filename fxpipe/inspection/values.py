@@ -29,7 +29,7 @@ def trace(facts: Json, name: str) -> Json:
     Args:
         facts: all of them, or `fxpipe.inspection.facts.value_facts`.
         name: of a node, as the emitted code has it; of a parameter, buffer or batch input, as the model has it;
-            of an edge; or the path of a module.
+            of an edge, for its value; or the path of a module.
 
     Returns:
         By "kind":
@@ -38,21 +38,16 @@ def trace(facts: Json, name: str) -> Json:
         "parameter": "value", "names", "owner", "copies", "edges", "readers" and "gradient" (the node that makes it;
         None if it is not trained).
         "module": the module's row with "nodes", the first 40 of its "of" nodes.
-        "edge": "edges" and, if it is a node's value, "value" and "readers".
         A value, and so a reader and a step, has "name", "op", "phase", "module", "type", "bytes", "ms", "worker",
         "unit", "weight", "source" and "text"; "via" is the edge between a reader and what it reads, or None.
 
     Raises:
-        BuildError: nothing has that name, or the build does not say what its nodes are.
+        BuildError: nothing has that name.
     """
-    if facts["nodes"] is None:
-        raise BuildError(
-            "the build does not say what its nodes are",
-            where=facts["build"]["folder"],
-            hint="compile the model again: fxpipe compile MODEL -o BUILD",
-        )
     graph = _ValueGraph(facts)
     row = graph.row(name)
+    if row is None and name in graph.edges:
+        row = graph.row(name.rpartition(":")[0])
     if row is not None:
         return graph.parameter(row) if graph.op[row] == "parameter" else graph.node(row)
     module = next(
@@ -60,8 +55,6 @@ def trace(facts: Json, name: str) -> Json:
     )
     if module is not None:
         return graph.module(module)
-    if name in graph.edges:
-        return graph.edge(name)
     raise BuildError(
         f"no node, parameter, module or edge is called {name!r}{near(name, graph.known())}",
         where="--node",
@@ -88,7 +81,8 @@ class _ValueGraph:
                 self.users[source].append(reader)
         self.edges: dict[str, list[Json]] = {}
         for edge in facts["edges"]:
-            self.edges.setdefault(edge["name"], []).append(edge)
+            if edge["kind"] != "weights":
+                self.edges.setdefault(edge["name"], []).append(edge)
 
     def row(self, name: str) -> int | None:
         """The row of a name: a node's own, or the model's for a parameter, buffer or batch input."""
@@ -150,16 +144,6 @@ class _ValueGraph:
             inside.append(m is module or (m["parent"] is not None and inside[m["parent"]]))
         rows = [i for i, m in enumerate(self.modules) if inside[m] and self.op[i] not in PLACEHOLDERS]
         return {"kind": "module", **module, "nodes": [self.value(i) for i in rows[:MOST]], "of": len(rows)}
-
-    def edge(self, name: str) -> Json:
-        rows = self.edges[name]
-        row = self.row(name.rpartition(":")[0] or name)
-        found: Json = {"kind": "edge", "edges": rows, "value": None, "readers": []}
-        if row is not None:
-            found["value"] = self.value(row)
-            crossing = [(reader, via) for reader, via in self._readers(row) if via and via["edge"] == name]
-            found["readers"] = [{**self.value(reader), "via": via} for reader, via in crossing]
-        return found
 
     def _sources(self, row: int) -> Iterator[tuple[int, Json | None]]:
         """What a row reads, each with the edge that it comes over."""

