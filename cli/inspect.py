@@ -82,10 +82,8 @@ def inspect_command(
     if node is not None:
         _print_node(value_facts(subject, schedule, policy, found_run), node, as_json)
         return 0
-    compare = as_json or html is not None
-    with working("inspecting") as say:
-        say("planning other cuts" if compare else "simulating")
-        found = facts(subject, schedule=schedule, policy=policy, run=found_run, compare=compare)
+    with working("inspecting"):
+        found = facts(subject, schedule=schedule, policy=policy, run=found_run)
     if found["forecast"] is None:
         warn(f"policy {subject.plan.policy} is the model file's own, which is not imported: give one with --policy")
     if html is not None:

@@ -39,9 +39,7 @@ def between(first: Path, second: Path) -> Json:
     from fxpipe.inspection.facts import facts
 
     one, two = read_subject(first), read_subject(second)
-    return difference(
-        facts(one, compare=False), facts(two, compare=False), _files(one), _files(two), (str(first), str(second))
-    )
+    return difference(facts(one), facts(two), _files(one), _files(two), (str(first), str(second)))
 
 
 def difference(

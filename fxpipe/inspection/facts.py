@@ -13,7 +13,7 @@ from typing import Any
 
 import fxpipe
 from fxpipe.errors import PolicyError
-from fxpipe.inspection.balance import PINNED, balance_of
+from fxpipe.inspection.balance import PINNED, balance_rows
 from fxpipe.inspection.edges import edge_rows
 from fxpipe.inspection.evaluation import evaluation_facts
 from fxpipe.inspection.grid import grid_rows
@@ -39,7 +39,6 @@ def facts(
     schedule: str | None = None,
     policy: str | None = None,
     run: dict[str, Any] | None = None,
-    compare: bool = True,
 ) -> Facts:
     """All that can be said of a build.
 
@@ -47,7 +46,6 @@ def facts(
         schedule, policy: instead of its own; another schedule brings its own default policy.
         run: what a run left, as `fxpipe.observe.run_folder.read_run` reads it; its schedule and policy apply if none
             are given.
-        compare: whether to plan the cuts that the build does not have, which takes a second or more for many workers.
 
     Raises:
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
@@ -56,16 +54,17 @@ def facts(
     tree = ModuleTree(subject)
     ahead = outlook(subject, recipe)
     traffic = None if recipe is None else Traffic(subject.plan, recipe.demand)
-    balance = balance_of(subject, recipe, compare)
+    partitions = balance_rows(subject, recipe)
+    efficiency = next((row["efficiency"] for row in partitions if row["chosen"]), None)
     return {
         "fxpipe": fxpipe.__version__,
-        "build": {**build_facts(subject), "efficiency": balance.efficiency},
+        "build": {**build_facts(subject), "efficiency": efficiency},
         "modules": tree.rows,
         "nodes": node_table(subject, tree),
         "units": unit_rows(subject),
         "workers": worker_rows(subject, recipe, traffic),
         "edges": edge_rows(subject, traffic),
-        "partitions": list(balance.rows),
+        "partitions": partitions,
         "schedules": [asdict(row) for row in subject.costs.schedules],
         "forecast": ahead.forecast,
         "timeline": ahead.timeline,

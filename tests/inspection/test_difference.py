@@ -198,7 +198,7 @@ def test_files(made: dict[str, Any], other: dict[str, Any]) -> None:
 
 def test_builds_of_one_model() -> None:
     builds = [lowered("gpt", forward_at=(at,), backward_at=("blocks.1",)) for at in ("blocks.2", "blocks.3")]
-    one, two = (facts(subject_of(build), compare=False) for build in builds)
+    one, two = (facts(subject_of(build)) for build in builds)
     assert difference(one, one)["identical"]
     found = difference(one, two)
     assert not found["identical"]

@@ -121,7 +121,7 @@ def test_parameters_are_counted_once(looked_at: Subject, found: dict[str, Any]) 
     + [("async", policy) for policy in ("latest", "stash", "vertical", "spectrain", "xpipe", "pipeoptim+keep")],
 )
 def test_edges_add_up_to_the_workers_traffic(looked_at: Subject, schedule: str | None, policy: str | None) -> None:
-    found = facts(looked_at, schedule=schedule, policy=policy, compare=False)
+    found = facts(looked_at, schedule=schedule, policy=policy)
     arriving, leaving = [0] * looked_at.plan.workers, [0] * looked_at.plan.workers
     for edge in found["edges"]:
         times = 1 if edge["kind"] == "weights" else looked_at.plan.microbatches
@@ -135,7 +135,7 @@ def test_edges_add_up_to_the_workers_traffic(looked_at: Subject, schedule: str |
     ("schedule", "policy"), [("async", "stash"), ("async", "latest"), ("gpipe", None), ("1f1b", None)]
 )
 def test_workers_hold_what_the_timeline_shows(looked_at: Subject, schedule: str, policy: str | None) -> None:
-    found = facts(looked_at, schedule=schedule, policy=policy, compare=False)
+    found = facts(looked_at, schedule=schedule, policy=policy)
     for worker, memory in zip(found["workers"], found["timeline"]["memory"], strict=True):
         assert worker["memory_bytes"] == max(memory["bytes"])
 
@@ -143,26 +143,24 @@ def test_workers_hold_what_the_timeline_shows(looked_at: Subject, schedule: str,
 def test_another_schedule_and_another_policy_change_what_workers_hold_and_send() -> None:
     """`gpipe` holds all microbatches everywhere; prediction sends weights for several distances."""
     own = subject("microbatches")
-    assert [w["in_flight"] for w in facts(own, compare=False)["workers"]] == [3, 2, 1]
-    flushed = facts(own, schedule="gpipe", compare=False)["workers"]
+    assert [w["in_flight"] for w in facts(own)["workers"]] == [3, 2, 1]
+    flushed = facts(own, schedule="gpipe")["workers"]
     assert [w["in_flight"] for w in flushed] == [4, 4, 4]
     compiled = {w.rank: w for w in own.costs.workers}
     for w in flushed:
         assert w["memory_bytes"] != compiled[w["worker"]].memory_bytes
-    alternating = facts(own, schedule="1f1b", compare=False)["workers"]
+    alternating = facts(own, schedule="1f1b")["workers"]
     more = flushed[0]["memory_bytes"] - alternating[0]["memory_bytes"]  # one microbatch, part of which was sent anyway
     left = compiled[0].parts[0].left
     assert 0.8 * left < more < left
-    twice, once = (
-        facts(own, schedule="async", policy=policy, compare=False)["workers"] for policy in ("spectrain", "stash")
-    )
+    twice, once = (facts(own, schedule="async", policy=policy)["workers"] for policy in ("spectrain", "stash"))
     assert sum(w["bytes_in"] for w in twice) > sum(w["bytes_in"] for w in once)
 
 
 def test_speeds_divide_the_workers_times() -> None:
     own = subject("planned")
     slow = dataclasses.replace(own, costs=dataclasses.replace(own.costs, speeds=(1.0, 0.5, 2.0), partitions=()))
-    even, uneven = (facts(s, compare=False) for s in (own, slow))
+    even, uneven = (facts(s) for s in (own, slow))
     assert (even["build"]["speeds"], uneven["build"]["speeds"]) == ([], [1.0, 0.5, 2.0])
     for one, other, speed in zip(even["workers"], uneven["workers"], (1.0, 0.5, 2.0), strict=True):
         assert other["speed"] == speed
@@ -189,13 +187,13 @@ def test_one_partition_is_the_builds_own(named: str, looked_at: Subject, found: 
     pinned = "shift" in BUILDS[named]
     assert chosen["mode"] == found["build"]["cuts"]
     assert (chosen["mode"] == "pinned") is pinned
-    assert [p["mode"] for p in found["partitions"]][:3] == ["same", "bidirectional", "three-way"]
+    assert len(found["partitions"]) == (1 if pinned else len(looked_at.costs.partitions))
     assert chosen["efficiency"] == found["build"]["efficiency"]
     for partition in found["partitions"]:
         assert (partition["exact"] is None) is (partition["mode"] == "pinned")
         assert partition["bottleneck_ms"] == pytest.approx(max(w["total_ms"] for w in partition["workers"]))
         assert partition["efficiency"] == pytest.approx(partition["ideal_ms"] / partition["bottleneck_ms"])
-    slowest = [p["bottleneck_ms"] for p in found["partitions"][:3]]
+    slowest = [p["bottleneck_ms"] for p in found["partitions"]]
     assert slowest == sorted(slowest, reverse=True), "wider kinds of cuts hold the narrower ones"
 
 
@@ -252,7 +250,7 @@ def test_the_timeline_is_the_simulators(looked_at: Subject, found: dict[str, Any
 
 def test_so_much_of_the_timeline_as_a_page_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "SPANS", 40)
-    shown = facts(subject("planned"), compare=False)["timeline"]
+    shown = facts(subject("planned"))["timeline"]
     assert shown["minibatches"] == 3
     assert len(shown["spans"]) < 40
 
@@ -282,19 +280,13 @@ def test_another_schedule_and_policy(schedule: str, policy: str | None) -> None:
     if policy is None and schedule == "async":
         assert chosen["mode"] == found["build"]["cuts"]
         return
-    assert modes == ["same", "bidirectional", "three-way", "pinned"]
+    assert modes == ["pinned"]
     assert (chosen["mode"], chosen["exact"]) == ("pinned", None)
-    best = next(p for p in found["partitions"] if p["mode"] == found["build"]["cuts"])
-    assert best["bottleneck_ms"] <= chosen["bottleneck_ms"] * (1 + 1e-9)
-    assert (
-        facts(subject("planned"), schedule=schedule, policy=policy, compare=False)["build"]["efficiency"]
-        == (chosen["efficiency"])
-    )
 
 
 def test_a_run_brings_its_own(looked_at: Subject) -> None:
     run = {"schedule": "gpipe", "policy": "latest"}
-    found = facts(looked_at, run=run, compare=False)
+    found = facts(looked_at, run=run)
     assert (found["grid"]["schedule"], found["grid"]["policy"]) == ("gpipe", "latest")
     assert found["run"] is run
 
@@ -303,8 +295,8 @@ def test_a_policy_that_only_the_model_file_knows() -> None:
     own = subject("planned")
     strange = dataclasses.replace(own, plan=dataclasses.replace(own.plan, policy="mine+fast"))
     found = facts(strange)
-    assert (found["forecast"], found["timeline"], found["partitions"], found["grid"]["rows"]) == (None, None, [], [])
-    assert len(found["edges"]) == len(facts(own, compare=False)["edges"])
+    assert (found["forecast"], found["timeline"], found["grid"]["rows"]) == (None, None, [])
+    assert len(found["edges"]) == len(facts(own)["edges"])
     assert facts(strange, policy="stash")["forecast"] is not None
     with pytest.raises(PolicyError, match="no policy 'other'"):
         facts(own, policy="other")
@@ -333,7 +325,7 @@ def residual(forward: int, backward: int, weights: int) -> dict[str, Any]:
         cuts=Cuts(*((0, cut, 13) for cut in (forward, backward, weights)), ()),
     )  # fmt: skip
     assert [i for i, path in enumerate(build.plan.units) if path] == [0, 3, 6, 9]
-    return facts(subject_of(build), compare=False)
+    return facts(subject_of(build))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +345,7 @@ def test_units_cut_apart(cuts: tuple[int, int, int], units: list[int], modules: 
 
 def test_shared_cuts_part_no_unit() -> None:
     """Some of its units are computed again elsewhere."""
-    same = facts(subject_of(lowered("gpt", workers=3, cuts="same")), compare=False)
+    same = facts(subject_of(lowered("gpt", workers=3, cuts="same")))
     assert same["modules"][0]["apart"] == 0
 
 

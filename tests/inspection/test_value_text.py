@@ -64,7 +64,7 @@ def test_the_users_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
     model = write_model(tmp_path)
     assert fxpipe("compile", "model.py", *QUICK, "--fp-cut", "blocks.2", "--bp-cut", "blocks.1").code == 0
-    told = facts(read_subject(tmp_path / "build"), compare=False)
+    told = facts(read_subject(tmp_path / "build"))
     (crossing,) = [e for e in told["edges"] if e["kind"] == "activation"]
     text = describe(told, crossing["name"])
     line = line_of(model, "F.dropout(torch.tanh(block(x))")

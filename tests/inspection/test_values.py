@@ -127,7 +127,7 @@ def test_a_chain_is_followed_a_few_steps_and_every_step_once() -> None:
 
 @pytest.mark.parametrize("case", a_few_quick(sorted(CASES), "gpt", "dict"))
 def test_every_name_of_a_real_build_has_an_answer(case: str) -> None:
-    told = facts(subject_of(lowered(case, workers=3)), compare=False)
+    told = facts(subject_of(lowered(case, workers=3)))
     rows = told["nodes"]["rows"]
     edges = {e["name"] for e in told["edges"]}
     for found in rows[:: max(1, len(rows) // 60)]:
