@@ -34,6 +34,7 @@ __all__ = [
     "emit_json",
     "finish_stdout",
     "forget_stdout",
+    "mark",
     "note",
     "only_json_on_stdout",
     "plain",
@@ -290,11 +291,19 @@ def _print_line(line: Text, console: Console, style: str = "") -> None:
 
 def _text(cell: Cell) -> Text:
     """What stands in a cell, its workers in their colours."""
-    from fxpipe.cli.terminal.worker_marks import mark
     from rich.text import Text
 
     pieces = (cell,) if isinstance(cell, str) else cell
     return Text.assemble(*(mark(piece) if isinstance(piece, int) else plain(piece) for piece in pieces))
+
+
+def mark(worker: int, after: str = "") -> Text:
+    """A worker's number in its colour, the same as on the report's page, with the text after it."""
+    from rich.text import Text
+
+    from fxpipe.inspection.report.marks import colour
+
+    return Text(f"{worker}{after}", style=f"bold {colour(worker)}")
 
 
 def _widths(titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> dict[int, int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import print_text
-from fxpipe.cli.terminal.worker_marks import mark
+from fxpipe.cli.output import mark, print_text
 
 if TYPE_CHECKING:
     from rich.console import Console

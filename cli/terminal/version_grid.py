@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import print_text
-from fxpipe.cli.terminal.worker_marks import mark
+from fxpipe.cli.output import mark, print_text
 
 from fxpipe.inspection.grid import explained
 from fxpipe.inspection.report.marks import colour

@@ -18,8 +18,7 @@ from fxpipe.inspection.edges import edge_rows
 from fxpipe.inspection.evaluation import evaluation_facts
 from fxpipe.inspection.grid import grid_rows
 from fxpipe.inspection.microbatches import microbatch_facts
-from fxpipe.inspection.modules import ModuleTree
-from fxpipe.inspection.nodes import node_table
+from fxpipe.inspection.modules import ModuleTree, node_table
 from fxpipe.inspection.shapes import padding_facts, shape_facts
 from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.timeline import outlook

@@ -1,4 +1,4 @@
-"""The model's module tree: where each module's forward and backward run, and what that takes."""
+"""The model's module tree: where each module's forward and backward run, and what that takes; and its nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.units import WIRES, units_apart
+from fxpipe.ir.program_table import Row
 from fxpipe.plan.spec import Phase
+
+COLUMNS = list(Row._fields)
 
 LOSS = "(loss)"
 """The name of the row for what comes after the last module; its path is None."""
@@ -131,3 +134,18 @@ class ModuleTree:
                 row["owners"].add(parameter.owner)
         for row in self.rows:
             row["owners"] = sorted(row["owners"])
+
+
+def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any]:
+    """The columns of `fxpipe.ir.program_table.Row`, but the module's row instead of its path.
+
+    `gradients` has the row that makes a parameter's gradient, by the name of the parameter's row; `names`, likewise,
+    what the model calls parameters, buffers and inputs.
+    """
+    rows, place = [], COLUMNS.index("module")
+    for node in subject.nodes.rows:
+        row: list[Any] = [*node[:-1], list(node.inputs)]
+        row[place] = tree.of(node.module, node.unit)
+        rows.append(row)
+    names = {row: list(found) for row, found in subject.nodes.names.items()}
+    return {"columns": COLUMNS, "rows": rows, "gradients": dict(subject.nodes.gradients), "names": names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxpipe.inspection.formats import plural
 from fxpipe.policy.base import Policy
 from fxpipe.policy.copies import delay
 from fxpipe.schedule.versions import Versions
@@ -28,15 +29,10 @@ class Staleness:
             return "no weights are stale"
         how = ["predicted"] if self.predicted else []
         how += [f"with {self.feedback}"] if self.feedback else []
-        return f"weights are at most {ago(self.updates)} old{''.join(f', {each}' for each in how)}"
+        return f"weights are at most {plural(self.updates, 'update')} old{''.join(f', {each}' for each in how)}"
 
 
 def staleness_of(policy: Policy, versions: Versions) -> Staleness:
     """The staleness under a policy and the versions of a schedule, in steady state."""
     updates = max(delay(policy, versions, worker) for worker in range(versions.schedule.workers))
     return Staleness(updates, policy.predicts, "error feedback" if policy.ef else "")
-
-
-def ago(updates: int) -> str:
-    """`1 update`, `3 updates`."""
-    return f"{updates} update{'' if updates == 1 else 's'}"

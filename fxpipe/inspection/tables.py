@@ -170,7 +170,7 @@ def _type(edge: Json) -> str | None:
 
 
 def nodes(rows: Sequence[Json]) -> ShownTable:
-    """Nodes by the columns of `fxpipe.inspection.nodes`, with the names of those that they read and are `read_by`."""
+    """Nodes by the columns of `node_table`, with the names of those that they read and are `read_by`."""
     columns = (
         Column("node", "name", NAME), Column("operator", "op", TEXT), Column("type", "type", TEXT),
         Column("on", _on, WORKERS), Column("took", "ms", TIME), Column("size", "bytes", SIZE),

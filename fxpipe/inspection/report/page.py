@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -18,10 +18,9 @@ from markupsafe import Markup
 from fxpipe.errors import BuildError
 from fxpipe.files import replaced
 from fxpipe.inspection import formats, tables
-from fxpipe.inspection.grid import explained
+from fxpipe.inspection.grid import CELL, explained
 from fxpipe.inspection.report import charts, overview
 from fxpipe.inspection.report.drawing import tag
-from fxpipe.inspection.report.grid import cells
 from fxpipe.inspection.report.marks import MARKS, chip, stroke
 from fxpipe.inspection.report.marks import style as style_of_marks
 from fxpipe.inspection.report.model_map import model_map
@@ -129,6 +128,22 @@ def _strokes(workers: Iterable[int]) -> list[tuple[str, dict[str, Any]]]:
     return [(f"worker {w}", stroke(w)) for w in workers]
 
 
+def _cells(rows: Sequence[Sequence[str]]) -> list[list[tuple[str, str, str]]]:
+    """For each rank its steps: action, what it sees, class; all empty if the rank waits.
+
+    Where ranks have several workers, an action has its worker before it: `2:F0`.
+    """
+    wide = max(map(len, rows))
+    return [[_cell(rank, row[i] if i < len(row) else "") for i in range(wide)] for rank, row in enumerate(rows)]
+
+
+def _cell(rank: int, label: str) -> tuple[str, str, str]:
+    if not (found := CELL.fullmatch(label)):
+        return "", "", ""
+    action, at, seen = label.partition("@")
+    return action, at + seen, f"k-{'F' if found['phase'] == 'F' else 'B'} w{int(found['worker'] or rank) % 8}"
+
+
 @cache
 def _templates() -> Environment:
     """The templates; whatever they are given is escaped unless it is `Markup`."""
@@ -142,7 +157,7 @@ def _templates() -> Environment:
     made.filters |= {name: getattr(formats, name) for name in ("text", "count", "share")}
     made.filters |= {"strokes": _strokes, "drawn": drawn}
     made.globals |= {
-        "chip": chip, "marks": MARKS, "plural": formats.plural, "cells": cells, "tables": tables, "overview": overview,
+        "chip": chip, "marks": MARKS, "plural": formats.plural, "cells": _cells, "tables": tables, "overview": overview,
         "curve": charts.curve, "is_long": charts.is_long, "tag": tag, "spent_kinds": charts.spent_kinds,
     }  # fmt: skip
     return made
