@@ -59,7 +59,7 @@ def modules(rows: Sequence[Json]) -> ShownTable:
             *(Column(letter, partial(milliseconds, phase), TIME) for phase, letter in _PHASES.items()),
             Column("parameters", lambda m: m["parameters"] or None, COUNT),
             Column("size", lambda m: m["parameter_bytes"] if m["parameters"] else None, SIZE),
-            Column("owned by", lambda m: _between(m["owners"], ","), WORKERS, spare=2),
+            Column("owned by", lambda m: _ranks(m["owners"], "–"), WORKERS, spare=2),
             Column("nodes", lambda m: m["nodes"] or None, COUNT, spare=1),
         ),
         rows,
@@ -69,14 +69,13 @@ def modules(rows: Sequence[Json]) -> ShownTable:
 
 def _passed(phase: str, module: Json) -> Cell:
     """Where a module's forward or backward runs: `0`, `0→1` in forward, `0←1` in backward; `0,2` with a gap."""
-    workers = sorted({worker for worker, *_ in module[phase]})
+    return _ranks(sorted({worker for worker, *_ in module[phase]}), "→" if phase == "forward" else "←")
+
+
+def _ranks(workers: Sequence[int], sign: str) -> Cell:
     if len(workers) > 1 and workers[-1] - workers[0] == len(workers) - 1:
-        return workers[0], "→" if phase == "forward" else "←", workers[-1]
-    return _between(workers, ",")
-
-
-def _between(workers: Sequence[int], sign: str) -> Cell:
-    return tuple(piece for worker in workers for piece in (sign, worker))[1:] or formats.NONE
+        return workers[0], sign, workers[-1]
+    return tuple(piece for worker in workers for piece in (",", worker))[1:] or formats.NONE
 
 
 def milliseconds(phase: str, module: Json) -> float | None:

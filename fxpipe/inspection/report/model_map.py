@@ -14,7 +14,7 @@ from fxpipe.inspection.report.drawing import runs, stretch, tag
 
 Json = dict[str, Any]
 
-NAMED = 40
+NAMED = 24
 """So many parts the model is divided into at most, by how deep modules are."""
 
 

@@ -132,9 +132,9 @@ def test_the_map_shows_workers_cuts_and_mismatches(page: Any) -> None:
 def test_the_map_names_modules_as_deep_as_there_is_room(page: Any, written: Any) -> None:
     paths = [unit["module"] or "(loss)" for unit in FACTS["units"]]
     assert [cell.attrib["title"] for cell in named(page.root, "cell")] == paths
-    many = written(made_facts(workers=2, blocks=30, run=False))
+    many = written(made_facts(workers=2, blocks=12, run=False))
     assert [cell.attrib["title"] for cell in named(many.root, "cell")] == [
-        "tok", *(f"blocks.{b}" for b in range(30)), "head", "(loss)",
+        "tok", *(f"blocks.{b}" for b in range(12)), "head", "(loss)",
     ]  # fmt: skip
 
 

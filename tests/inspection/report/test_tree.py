@@ -32,7 +32,7 @@ def test_every_module_has_a_line(page: Any) -> None:
         for workers, said, sign in ((module["forward"], forward, "→"), (module["backward"], backward, "←")):
             assert said == sign.join(str(worker) for worker, *_ in workers)
         assert (parameters, nodes) == (str(module["parameters"] or "–"), str(module["nodes"]))
-        assert owners == (",".join(map(str, module["owners"])) or "–")
+        assert owners == ("–".join(map(str, module["owners"])) or "–")
         assert apart == ("≠" if module["apart"] else "")
 
 
