@@ -19,7 +19,6 @@ class PartMemory:
         shared: what it sends and leaves, too.
         peak: the most that it holds at once, `taken`, `received` and `batch` at its start included.
         peak_unreceived: the same while the transport holds what of `taken` was sent.
-        gradients: what of `peak` is gradients that it returns, whose size is that of their parameters.
         batch: the tensors of the batch that it is given; they stay until it returns.
     """
 
@@ -31,7 +30,6 @@ class PartMemory:
     shared: int
     peak: int
     peak_unreceived: int
-    gradients: int
     batch: int = 0
 
 

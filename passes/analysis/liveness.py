@@ -71,8 +71,6 @@ class _CodeWalk:
         self._names: Counter[_Storage] = Counter()  # how many values show it, and whether it is on its way
         self._sent: dict[_Storage, None] = {}
         self._dying = last_uses(part)
-        self._born: dict[_Storage, int] = {}  # after so many calls
-        self._calls = self._fullest = 0
         self.now = self.peak = 0
         self._take(passed, unreceived)
         self._batch = 0 if part.passed else self.now
@@ -83,7 +81,6 @@ class _CodeWalk:
         self._received = self.now - self._taken - self._batch
         for node in part.graph.nodes:
             if node.op == "call_function":
-                self._calls += 1
                 self._call(node)
         self.left = self._passed_on()
 
@@ -99,7 +96,6 @@ class _CodeWalk:
             shared=sum(storage.bytes for storage in self._sent if storage in left),
             peak=self.peak,
             peak_unreceived=unreceived,
-            gradients=sum(s.bytes for s in self._gradients() if self._born.get(s, 0) <= self._fullest),
             batch=self._batch,
         )
 
@@ -164,22 +160,14 @@ class _CodeWalk:
     def _keep(self, storage: _Storage) -> None:
         if not self._names[storage] and storage.own:
             self.now += storage.bytes
-            self._born.setdefault(storage, self._calls)
         self._names[storage] += 1
-        if self.now > self.peak:
-            self.peak, self._fullest = self.now, self._calls
+        self.peak = max(self.peak, self.now)
 
     def _drop(self, held: _Held) -> None:
         for storage in _storages(held):
             self._names[storage] -= 1
             if not self._names[storage] and storage.own:
                 self.now -= storage.bytes
-
-    def _gradients(self) -> dict[_Storage, None]:
-        """The memory of the gradients that the function returns."""
-        result: Any = self.part.graph.output_node().args[0]
-        nodes = result if self.part.spec.gradients else ()
-        return dict.fromkeys(s for node in nodes for s in _storages(self._held[node]) if s.own)
 
     def _passed_on(self) -> dict[str, _Held]:
         """What the function leaves for the next one, by name."""
