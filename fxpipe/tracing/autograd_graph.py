@@ -25,5 +25,5 @@ def nodes(tensor: torch.Tensor) -> Iterator[Any]:
 
 def functions(tensor: torch.Tensor) -> list[str]:
     """The names of the user's functions among them, which have a backward of their own: `Written`."""
-    kinds = dict.fromkeys(type(node) for node in nodes(tensor) if isinstance(node, BackwardCFunction))
+    kinds: dict[Any, None] = dict.fromkeys(type(node) for node in nodes(tensor) if isinstance(node, BackwardCFunction))
     return [kind._forward_cls.__qualname__ for kind in kinds if kind._forward_cls is not BackwardHookFunction]

@@ -15,10 +15,10 @@ from small_models import CASES
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from traces import busy
 
 import fxpipe
 from fxpipe.lowering.compare_with_eager import compare_with_eager
-from fxpipe.observe.trace.nesting import busy
 from fxpipe.observe.trace.reader import read_trace
 from fxpipe.observe.watch import Watch
 from fxpipe.runtime.options import RunOptions
@@ -34,6 +34,7 @@ MODEL = f"""
 import sys
 sys.path.insert(0, {str(SUPPORT)!r})
 from small_models import CASES
+from traces import busy
 
 case = CASES["gpt"]
 loss = case.loss
