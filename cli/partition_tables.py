@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-
 BESIDE = {"data_parallel": "data parallelism", "pipeline": "plain pipeline"}
 """What plans with replicas are compared with, by its name in JSON."""
 
@@ -105,11 +104,11 @@ class PlannedCuts:
             else:
                 of = f", {notation(partition.replicas)}: a process, a microbatch of the minibatch"
                 title = mode + (of if shared else ", a microbatch")
-                print_partition(subject.of(mode), partition, title)
+                _print_partition(subject.of(mode), partition, title)
             shown.setdefault(what, mode)
         rows = {BESIDE.get(name, name): self._json(timed) for name, timed in (self.found | self.beside).items()}
-        print_columns(partitions_table(rows), stdout_console(), whole=True)
-        ideal, units = f"ideal {1e3 * self.first.ideal:.2f} ms a microbatch", f"{len(subject.whole.units)} units"
+        print_columns(_table(rows), stdout_console(), whole=True)
+        ideal, units = f"\nideal {1e3 * self.first.ideal:.2f} ms a microbatch", f"{len(subject.whole.units)} units"
         counted = [f"{subject.microbatches} microbatches a minibatch"] if shared else []
         machines = self.setting.machines
         where = f" between machines of {machines.size}, {described_links(machines.inner)} in them" if machines else ""
@@ -138,7 +137,7 @@ def _partition_json(partition: Partition) -> dict[str, Any]:
     }
 
 
-def partitions_table(found: Mapping[str, Json | None]) -> ShownTable:
+def _table(found: Mapping[str, Json | None]) -> ShownTable:
     """The best cuts of each kind, by what JSON says of them; None for those that do not fit."""
     rows = [{"name": f"{name}: does not fit"} if row is None else {"name": name, **row} for name, row in found.items()]
     columns = [
@@ -164,7 +163,7 @@ def _best_possible(row: Json) -> str | None:
     return "proved" if row["exact"] else f"≤ {row['efficiency'] * row['bottleneck_ms'] / row['lower_bound_ms']:.3f}"
 
 
-def print_partition(profile: Profile, partition: Partition, title: str) -> None:
+def _print_partition(profile: Profile, partition: Partition, title: str) -> None:
     """A row a worker; where workers have replicas, what one of them does."""
     bounds = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
     rows, idle = [], []
