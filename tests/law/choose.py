@@ -34,6 +34,7 @@ BY_HAND: dict[str, tuple[Any, ...]] = {name: values[:1] for name, values in AXES
     "cuts": PINNED,
     "schedule": WITHOUT_FLUSH,
     "microbatches": AXES["microbatches"],
+    "replicas": ("one", "two"),
     "policy": AXES["policy"],
     "optimizer": AXES["optimizer"],
     "rate": AXES["rate"],

@@ -1,4 +1,4 @@
-"""Replicas share each minibatch's microbatches: late updates, slow links, callbacks, and other replicas that go on."""
+"""Replicas share each minibatch's microbatches: slow links, callbacks, and other replicas that go on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import pipeline_of
-from torch import Tensor, nn
 
 import fxpipe as fxp
 from fxpipe.errors import RunError
@@ -19,50 +17,6 @@ from fxpipe.runtime.process.local_run import run_local
 from fxpipe.task.model_file import load_task
 
 MODEL = Path(__file__).parent / "replica_model.py"
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=1e-3, momentum=0.9)
-
-
-def trained(build: fxp.Build, folder: Path, data: list[Any], **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    build.save(folder)
-    pipeline = pipeline_of(folder, sgd, **options)
-    return pipeline.run(data), pipeline.state_dict()
-
-
-def test_late_updates_are_gradients_of_the_weights_before(tmp_path: Path) -> None:
-    """One worker, two replicas, by hand: update m is the mean over both of gradients at version m − 1, bit for bit."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(6)]
-    start = {name: value.clone() for name, value in net.state_dict().items()}
-    build = fxp.compile(net, loss, data[0], workers=1, dp=2, microbatches=1, schedule="async-late")
-    losses, state = trained(build, tmp_path / "build", data, policy="stash")
-    net.load_state_dict(start)
-    parameters, optimizer = list(net.parameters()), sgd(net.named_parameters())
-    pending: list[Tensor] | None = None
-
-    def update(gradients: list[Tensor]) -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-
-    for batch, found in zip(data, losses, strict=True):
-        shares = [loss(net, tuple(torch.chunk(leaf, 2)[replica] for leaf in batch)) for replica in (0, 1)]
-        both = [torch.autograd.grad(share, parameters) for share in shares]
-        assert found == ((shares[0] + shares[1]) / 2).item()
-        if pending is not None:
-            update(pending)
-        pending = [(one + other) / 2 for one, other in zip(*both, strict=True)]
-    assert pending is not None
-    update(pending)  # by the flush
-    for name, value in net.state_dict().items():
-        assert torch.equal(state[name], value), name
 
 
 def test_a_throttle_is_refused(tmp_path: Path) -> None:
