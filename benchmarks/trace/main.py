@@ -15,13 +15,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from fxpipe.observe.trace.nesting import busy
 from fxpipe.observe.trace.reader import read_trace
 from fxpipe.observe.watch import Cause, Watch
 from fxpipe.schedule import Action
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from commands import minibatch_seconds, run_fxpipe
+from traces import busy
 
 HERE = Path(__file__).resolve().parent
 MODELS = {"large": HERE.parent / "efficiency" / "model.py", "small": HERE / "small.py"}
