@@ -34,7 +34,6 @@ MODEL = f"""
 import sys
 sys.path.insert(0, {str(SUPPORT)!r})
 from small_models import CASES
-from traces import busy
 
 case = CASES["gpt"]
 loss = case.loss
