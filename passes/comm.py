@@ -176,10 +176,7 @@ class _Wiring:
 
     def _copied(self, node: fx.Node, device: torch.device, name: str, phase: Phase, worker: int) -> fx.Node:
         """A copy on another device."""
-        made = self._insert_after(node, torch.ops.aten._to_copy.default, (node,), name, device=device)
-        made.meta["val"] = torch.ops.aten._to_copy.default(value(node), device=device)
-        made.meta[INFO] = self._record(node, phase, worker)
-        return made
+        return self._made_of(node, torch.ops.aten._to_copy.default, name, (worker, phase), device=device)
 
     def _refuse_sparse(self, node: fx.Node, src: int, dst: int) -> None:
         if is_sparse(node):
@@ -239,20 +236,15 @@ class _Wiring:
         repeated = [d for d, (size, step) in enumerate(sizes) if size > 1 and step == 0]
         if not repeated:
             return node
-        args = (node, repeated[0], 0, 1)
-        made = self._insert_after(node, torch.ops.aten.slice.Tensor, args, f"{node.name}_row")
-        made.meta["val"] = torch.ops.aten.slice.Tensor(shown, *args[1:])
+        made = self._made_of(node, torch.ops.aten.slice.Tensor, f"{node.name}_row", home, repeated[0], 0, 1)
         made.meta["made_unexpanded"] = True
-        made.meta[INFO] = self._record(node, home[1], home[0])
         return self._unexpanded(made, home)
 
     def _expand(self, recv: fx.Node, node: fx.Node) -> fx.Node:
         """A received value as large as `node` is."""
-        args = (recv, list(value(node).shape))
-        made = self._insert_after(recv, torch.ops.aten.expand.default, args, f"{recv.name}_expanded")
-        made.meta["val"] = torch.ops.aten.expand.default(value(recv), args[1])
-        made.meta[INFO] = info(recv).copy()
-        made.meta[INFO].bytes = size_of(value(made))
+        home, shape = (info(recv).worker or 0, info(recv).phase), list(value(node).shape)
+        made = self._made_of(recv, torch.ops.aten.expand.default, f"{recv.name}_expanded", home, shape)
+        info(made).bytes = size_of(value(made))
         return made
 
     def _dense(self, node: fx.Node, home: _Place) -> fx.Node:
@@ -264,10 +256,8 @@ class _Wiring:
                 return user
         # Dimensions keep their order in memory: operators choose their output's layout by it, and a view that was
         # captured after them may need just that layout.
-        clone = self._insert_after(node, torch.ops.aten.clone.default, (node,), f"{node.name}_dense")
-        clone.meta["val"] = torch.ops.aten.clone.default(value(node))
+        clone = self._made_of(node, torch.ops.aten.clone.default, f"{node.name}_dense", home)
         clone.meta["made_dense"] = True
-        clone.meta[INFO] = self._record(node, home[1], home[0])
         return clone
 
     def _is_weight(self, node: fx.Node) -> bool:
@@ -276,34 +266,24 @@ class _Wiring:
             node = node.all_input_nodes[0]
         return node.name in self.parameters
 
-    def _insert_after(
-        self,
-        node: fx.Node,
-        target: object,
-        args: tuple[Any, ...],
-        name: str,
-        **kwargs: object,
-    ) -> fx.Node:
+    def _made_of(self, node: fx.Node, target: Any, name: str, home: _Place, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of a value, right behind it."""
+        made = self._insert_after(node, target, (node, *args), name, **kwargs)
+        made.meta["val"] = target(value(node), *args, **kwargs)
+        made.meta[INFO] = self._record(node, home[1], home[0])
+        return made
+
+    def _insert_after(self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
         anchor = node
         if node.op == "placeholder":
             with self.graph.inserting_before(self.first):  # before every reader, whatever worker that is on
-                return self.graph.create_node("call_function", target, args, kwargs, name=name)  # type: ignore[arg-type]
+                return self.graph.create_node("call_function", target, args, kwargs, name=name)
         while anchor.next.meta.get("val") is not None and anchor.next.target is wire.send:
             anchor = anchor.next  # several destinations: in their own order
         with self.graph.inserting_after(anchor):
-            return self.graph.create_node("call_function", target, args, kwargs, name=name)  # type: ignore[arg-type]
+            return self.graph.create_node("call_function", target, args, kwargs, name=name)
 
     def _record(self, like: fx.Node, phase: Phase, worker: int) -> NodeInfo:
         known = like.meta.get(INFO, NodeInfo(phase))
-        return NodeInfo(
-            phase,
-            known.module,
-            known.source,
-            known.text,
-            None,
-            max(known.unit, 0),
-            size_of(like.meta["val"]),
-            0.0,
-            worker,
-            known.weight,
-        )
+        size = size_of(like.meta["val"])
+        return known.copy(phase=phase, region=None, unit=max(known.unit, 0), bytes=size, seconds=0.0, worker=worker)

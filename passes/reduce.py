@@ -201,9 +201,7 @@ class _Gradients:
         known = next((info(n) for n in (last, *self.calls) if n), NodeInfo(self.phase))
         weight = self.phase == "W" or any(n.op == "call_function" and info(n).weight for n in members if n)
         node.meta["val"] = None
-        node.meta[INFO] = NodeInfo(
-            self.phase, known.module, known.source, known.text, None, max(known.unit, 0), bucket.bytes, 0.0,
-            self.worker, weight,
-        )  # fmt: skip
+        place = {"phase": self.phase, "region": None, "unit": max(known.unit, 0), "worker": self.worker}
+        node.meta[INFO] = known.copy(**place, bytes=bucket.bytes, seconds=0.0, weight=weight)
         self.order[node] = self.order[anchor] if anchor else -1
         return node

@@ -218,9 +218,7 @@ class _Copier:
             made._rename(f"{node.name}_again")
             if _forgets_statistics(made):
                 _forget_statistics(made)
-            record = info(node).copy()
-            record.phase, record.worker, record.region, record.weight = at, worker, None, at == "W"
-            made.meta[INFO] = record
+            made.meta[INFO] = info(node).copy(phase=at, worker=worker, region=None, weight=at == "W")
             made.meta[AGAIN] = node.name
             self.made[node, worker, at] = made
             self.original[made] = node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -41,7 +41,7 @@ def left_values(program: Program) -> list[LeftValues]:
     for worker, mine in enumerate(calls):
         chosen = frozenset(program.again[worker].values) if program.again else frozenset[str]()
         later = [node for node in mine if info(node).phase != "F"]
-        weights = [node for node in mine if info(node).phase == "W"]
+        backward, weights = ([node for node in mine if info(node).phase == phase] for phase in ("B", "W"))
         there = _held_by_forward(program, mine, worker)
         saved = {memory for memory in _read(later) if memory in there}
         deferred = {m for m in _read(weights) if m in there or (m.op == "call_function" and info(m).phase == "B")}
@@ -49,7 +49,7 @@ def left_values(program: Program) -> list[LeftValues]:
             LeftValues(
                 _size(saved),
                 _size(deferred),
-                _most_at_once([n for n in later if info(n).phase == "B"], chosen),
+                max((held for _, held in copies_held(backward, chosen)), default=0),
                 sum(info(node).seconds or 0.0 for node in later),
             )
         )
@@ -93,19 +93,17 @@ def _size(nodes: Iterable[fx.Node]) -> int:
     return sum(size_of(value(node)) for node in nodes)
 
 
-def _most_at_once(backward: list[fx.Node], chosen: frozenset[str]) -> int:
-    """The most bytes of copies that are there at once, each from where it is made to its last reader."""
+def copies_held(backward: Sequence[fx.Node], chosen: Collection[str]) -> Iterator[tuple[fx.Node, int]]:
+    """For each call, the bytes of chosen copies that are there, each from where it is made to its last reader."""
     last: dict[fx.Node, int] = {}
     for i, node in enumerate(backward):
         for source in node.all_input_nodes:
             last[memory_of(source)] = i
     ending: dict[int, int] = {}
-    now = most = 0
+    now = 0
     for i, node in enumerate(backward):
         if node.meta.get(AGAIN) in chosen and memory_of(node) is node and hasattr(value(node), "dtype"):
-            size = size_of(value(node))
-            now += size
-            ending[last.get(node, i)] = ending.get(last.get(node, i), 0) + size
-        most = max(most, now)
+            now += size_of(value(node))
+            ending[last.get(node, i)] = ending.get(last.get(node, i), 0) + size_of(value(node))
+        yield node, now
         now -= ending.pop(i, 0)
-    return most

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fxpipe.passes.analysis.left_values import memory_of
+from fxpipe.passes.analysis.left_values import copies_held, memory_of
 from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.cut import Cut
 from fxpipe.passes.recompute import STEPS, Choices
@@ -103,19 +103,9 @@ class _LevelOfOneWorker:
     def _held(self) -> Iterable[tuple[int, float]]:
         """For each call of backward its unit, and how much that was computed again is there; copies are for the next
         call that is none."""
-        calls = list(_backward(self.program))
-        last: dict[fx.Node, int] = {}
-        for i, node in enumerate(calls):
-            last.update((memory_of(source), i) for source in node.all_input_nodes)
-        ending: dict[int, float] = {}
-        now = most = 0.0
-        for i, node in enumerate(calls):
-            if self._is_chosen(node):
-                if memory_of(node) is node and hasattr(value(node), "dtype") and node in last:
-                    now += size_of(value(node))
-                    ending[last[node]] = ending.get(last[node], 0.0) + size_of(value(node))
-                most = max(most, now)
-            else:
-                yield info(node).unit, max(most, now)
-                most = 0.0
-            now -= ending.pop(i, 0.0)
+        most = 0
+        for node, now in copies_held(list(_backward(self.program)), self.names):
+            most = max(most, now)
+            if not self._is_chosen(node):
+                yield info(node).unit, most
+                most = 0
