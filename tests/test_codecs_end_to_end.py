@@ -133,7 +133,7 @@ def test_what_compile_says_of_codecs(wide: Path, tmp_path: Path) -> None:
     plain = fxpipe("compile", wide, *QUICK, "--verify", "-o", tmp_path / "plain")
     assert "codec" not in plain.out
     told = fxpipe("diff", tmp_path / "plain", tmp_path / "build").out
-    assert "codec  none → int8" in told
+    assert "codec: none → int8" in told
     assert "codec int8" in fxpipe("inspect", tmp_path / "build").out
     refused = fxpipe("compile", wide, *QUICK, "--codec", "int9", "-o", tmp_path / "build")
     assert refused.code == 1

@@ -85,13 +85,6 @@ def test_a_scheduler_that_fails_is_named(model: Path, tmp_path: Path) -> None:
     assert "lr_scheduler() returned float, which has no step()" in result.err
 
 
-def test_workers_of_a_build_cannot_be_chosen_again(model: Path, tmp_path: Path) -> None:
-    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
-    result = fxpipe("run", tmp_path / "build", "-n", "3", "--out", tmp_path / "out")
-    assert result.code == 2
-    assert "-n goes with a model file" in result.err
-
-
 @pytest.mark.parametrize(
     ("step", "message"),
     [

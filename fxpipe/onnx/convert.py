@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 from onnxscript import optimizer
 from torch import fx
+from torch._export.utils import _collect_all_valid_cia_ops_for_aten_namespace
 from torch.export import ExportedProgram
 
 from fxpipe.errors import ExportError, first_line
@@ -67,6 +68,7 @@ def convert_exported(
         dynamic: names for open dimensions: input or output → dimension → name, as `{"x": {0: "batch"}}`.
     """
     with quiet():
+        _look_for_operators_again()
         # Only ATen's own backward kernels and the like; the user's composite calls go to torch.onnx as they are.
         program = program.run_decompositions(dict(decomposition_table()))
         check_operators(program.graph_module)
@@ -81,6 +83,7 @@ def _to_onnx(
     opset: int,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
 ) -> onnx.ModelProto:
+    _look_for_operators_again()
     try:
         made = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
         if made is not None:
@@ -97,6 +100,11 @@ def _to_onnx(
     except Exception as error:
         raise ExportError(f"the ONNX model is not valid: {error}") from error
     return proto
+
+
+def _look_for_operators_again() -> None:
+    """Torch remembers from its first export which operators are composite; those that became so since make it fail."""
+    _collect_all_valid_cia_ops_for_aten_namespace.cache_clear()
 
 
 def _root(error: BaseException) -> BaseException:

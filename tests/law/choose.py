@@ -94,9 +94,10 @@ def owed_by(case: Case) -> set[tuple[str, Pair]]:
 
 def seconds(case: Case) -> float:
     """About what a case takes."""
-    large, new = case.model.startswith("gpt"), case.shapes == "new"
-    more = 0.3 * sum((case.evaluation != "none", case.replicas != "one", case.shapes == "last", case.stop > 0))
-    return 0.5 + 2 * large + (2 + 4 * large) * new + (2 + case.total) * case.processes + more
+    attends = case.model in ("gpt", "gpt-dropout", "texts")
+    searched = case.cuts == "three-way" and case.workers > 2
+    little = 0.3 * sum((case.evaluation != "none", case.replicas != "one", case.precision != "float64", case.stop > 0))
+    return 0.6 + 1.5 * (attends + (case.shapes == "new") + searched) + (2 + case.total) * case.processes + little
 
 
 def possible_pairs(axes: Mapping[str, tuple[Any, ...]]) -> Iterator[Pair]:
@@ -110,14 +111,15 @@ def is_legal(case: Case | None) -> bool:
     return case is not None and not refusals(case) and bool(references(case))
 
 
-def covering(known: Iterable[Case], kept: Iterable[Case]) -> list[Case]:
+def covering(known: Iterable[Case], kept: Iterable[Case], seed: int) -> list[Case]:
     """Cases in which every pair of values meets that can meet at all.
 
     Args:
         known: are used before others.
         kept: stay whatever they have.
+        seed: of the order in which pairs get their cases.
     """
-    draw = random.Random(0)
+    draw = random.Random(seed)
     chosen = {*known, *kept}
     covered = set().union(*map(owed_by, chosen))
     owed = [("", pair) for pair in possible_pairs(AXES)] + [("papers", pair) for pair in possible_pairs(BY_HAND)]
@@ -167,6 +169,7 @@ if __name__ == "__main__":
     known, kept = (
         [c for c in cases if exists(c) and is_legal(c)] for cases in (quick() if QUICK.is_file() else [], found)
     )
-    cases = covering(known, kept)
+    found_by_chance = (covering(known, kept, seed) for seed in range(8))
+    cases = min(found_by_chance, key=lambda cases: sum(map(seconds, cases)))
     QUICK.write_text("".join(f"{case}\n" for case in cases))
     print(f"{len(cases)} cases in {QUICK.name}, about {sum(map(seconds, cases)):.0f} seconds")

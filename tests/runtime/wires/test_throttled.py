@@ -16,7 +16,6 @@ from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS
 from fxpipe.planner.links import Links
 from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.wires.throttled import SlowDirection
-from fxpipe.schedule import Action
 from fxpipe.simulator import channel as simulated
 
 SLOW = "4Mbit,20ms"
@@ -38,7 +37,7 @@ def test_messages_arrive_as_the_simulator_says() -> None:
         if turn == URGENT:
             channel.send(0, now)
         else:
-            channel.wait(0, now, Action("F", 0))
+            channel.wait(0, now)
         found.put(times.append, size, turn, now)
         assert bool(times) >= (turn == URGENT)
         sent.append((channel, times))
