@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import seconds
 import torch
 from hypothesis import settings
-from seconds import Seconds
 from warm import Popen, forking
 
 from fxpipe.runtime.process import worker_processes
@@ -39,10 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     writes, holds = config.getoption("--write-seconds"), config.getoption("--budgets")
     if (writes or holds) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Seconds(writes, holds))
+        config.pluginmanager.register(seconds.Seconds(writes, holds))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = seconds.slow()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
     if (seed := config.getoption("--shuffle")) is not None:
         paths = sorted({item.path for item in items})
         random.Random(seed).shuffle(paths)

@@ -3,6 +3,8 @@
     make seconds                          run all tests, write what each takes
     python -m pytest … --budgets          print what each folder takes and may; fail where it takes too much
 
+What took longer than `SLOW` is a slow test, as if it were marked so. Of tests/law, choose.py says what is quick.
+
 A folder's budget is for its quick tests on the machine on which the seconds were written. Elsewhere, or when that
 machine is slow, all tests take longer: then budgets grow by how many times longer the median test took than is written.
 """
@@ -19,6 +21,9 @@ import pytest
 FILE = Path(__file__).parents[1] / "seconds.json"
 LEAST = 0.05
 """Seconds that are not worth a line."""
+
+SLOW = 0.6
+"""Seconds that are too many for a quick test."""
 
 TELLING = 0.3
 """What takes as long tells how slow a machine is."""
@@ -48,7 +53,7 @@ class Seconds:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):
             return
-        self.known = read() if FILE.is_file() else {"budgets": {}, "seconds": {}}
+        self.known = read()
         self.rows = table(self.took, self.known)
         if self.holds and any(row.over for row in self.rows) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -95,6 +100,11 @@ def slowness(took: dict[str, float], known: dict[str, dict[str, float]]) -> floa
     written = known["seconds"]
     ratios = [seconds / written[test] for test, seconds in took.items() if written.get(test, 0) >= TELLING]
     return statistics.median(ratios) if ratios else 1.0
+
+
+def slow() -> set[str]:
+    """The tests that are slow because of what they took."""
+    return {test for test, took in read()["seconds"].items() if took > SLOW and not test.startswith("tests/law/")}
 
 
 def read() -> dict[str, dict[str, float]]:
