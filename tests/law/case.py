@@ -45,15 +45,15 @@ class Case:
                          slow=("1f1b*2", "zb-h2", "v-min", "v-half", "dualpipev"))  # fmt: skip
     microbatches: int = axis(2, 1, 4)
     replicas: str = axis("one", "two", "2,1", "shard", "outer", "delayed", slow=("1,2",))
-    policy: str = axis("default", "latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim+keep", "xpipe",
-                       "latest+ef", slow=("2bw+predict", "pipeoptim", "lwp", "spectrain+ef"))  # fmt: skip
+    policy: str = axis("default", "latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim+keep",
+                       "latest+ef", slow=("2bw+predict", "pipeoptim", "lwp", "xpipe", "spectrain+ef"))  # fmt: skip
     optimizer: str = axis("momentum", "nesterov", "sgd", "adamw", "own", "two")
     rate: str = axis("constant", "falling", "epoch")
     clip: bool = axis(False, True)
     average: bool = axis(False, True)
     codec: str = axis("none", "bf16", "int8", "gradient=topk:0.2", "gradient=lowrank:2")
     recompute: str = axis("none", "full")
-    precision: str = axis("float64", "bf16", "fp16", slow=("float32",))
+    precision: str = axis("float64", "bf16", slow=("fp16", "float32"))
     engine: str = axis("eager", slow=("onnxruntime", "inductor"))
     evaluation: str = axis("none", "end", "often")
     shapes: str = axis("one", "last", "new", "padded")

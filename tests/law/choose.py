@@ -74,7 +74,8 @@ def exists(case: Case) -> bool:
     uneven = case.cuts == "random" and (case.shapes != "one" or case.model == "function")  # other units than captured
     many = case.cuts == "three-way" and case.workers > 3 and case.shapes in ("last", "new")  # the same
     double = case.engine != "eager" and case.precision != "float32"  # onnxruntime lacks operators for others
-    planned = case.unequal and case.schedule == "async" and case.cuts not in PINNED  # copies of weights or none
+    copies = case.cuts not in PINNED or case.model == "lstm"  # of weights, or none
+    planned = case.unequal and case.schedule == "async" and copies
     impossible = case.workers % several or padded or smaller or unequal or eager_fails or too_many or case.total > 4
     return not (impossible or masks or uneven or many or double or planned)
 
