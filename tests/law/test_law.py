@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from case import AXES, Case, of_text
+from case import AXES, SLOW, Case, of_text
 from choose import drawn, is_legal, pairs_of, possible_pairs, quick, random_cases
 from judge import faults
 from refused import RULES, Rule, refusals
@@ -47,7 +47,7 @@ def _forbidden(rule: Rule) -> Case:
     draw = random.Random(rule.name)
     while True:
         policy = draw.choice(["default", draw.choice(AXES["policy"])])
-        case = drawn(draw, AXES, {"policy": policy, "shapes": "one", "stop": 2})
+        case = drawn(draw, SLOW, {"policy": policy, "shapes": "one", "stop": 2, "engine": "eager"})
         if case is not None and refusals(case) == [rule]:
             return case
 
