@@ -71,7 +71,7 @@ def test_a_link_takes_its_time(tmp_path: Path) -> None:
         pytest.skip(reason)
     with two_hosts(RATE, latency=0.03) as hosts:
         first, _ = together(hosts, tmp_path, "doctor", "--links", "--json")
-    (report,) = json.loads(first)["transports"]
+    report = json.loads(first)
     assert report["latency"] >= 0.03
     assert report["bandwidth"] * 8 < 1.1 * RATE
 
