@@ -99,6 +99,8 @@ def finder(fault: Fault, first: str | None, more: Sequence[str]) -> str | None:
             for line in run.stdout.splitlines():
                 if line.startswith(("FAILED ", "ERROR ")) and "::" in line:
                     return line.split("[", 1)[-1].split("]", 1)[0] if "[" in line else line.split("::")[1].split()[0]
+            if not only and run.returncode != 0:
+                sys.exit(f"{fault.name}: the tests did not run\n{run.stderr[-2000:]}")
     return None
 
 
