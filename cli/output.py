@@ -290,7 +290,7 @@ def _print_line(line: Text, console: Console, style: str = "") -> None:
 
 
 def _text(cell: Cell) -> Text:
-    """What stands in a cell, its workers in their colours."""
+    """What a cell shows, its workers in their colours."""
     from rich.text import Text
 
     pieces = (cell,) if isinstance(cell, str) else cell

@@ -12,7 +12,7 @@ from typing import Any
 from fxpipe.inspection import formats
 
 Cell = str | tuple[str | int, ...]
-"""What stands in a cell: a text, or pieces of text with the workers between them, as numbers."""
+"""What a cell shows: a text, or pieces of text with the workers between them, as numbers."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def look(column: Column) -> str:
 
 
 def content(cell: Cell) -> str:
-    """What stands in a cell, as HTML."""
+    """What a cell shows, as HTML."""
     pieces = (cell,) if isinstance(cell, str) else cell
     return "".join(chip(piece) if isinstance(piece, int) else escape(piece) for piece in pieces)
 
