@@ -23,16 +23,39 @@ _HERE, _EXCHANGE = -100, 2
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<process>\d+)\.tmp")
 
 
-def _host() -> str:
-    """This host's name, with the namespace of its process ids where there are such: a container has its own."""
+def host_of_processes() -> str:
+    """This host's name, and where there are such the namespace of its process ids: a container has its own."""
     try:
-        space = os.readlink("/proc/self/ns/pid")
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
-        space = ""
-    return re.sub(r"[^\w-]+", "-", f"{socket.gethostname()} {space}").strip("-")
+        return socket.gethostname()
 
 
-_HOST = _host()
+def process_began(pid: int) -> str:
+    """What tells a process from a later one with its id: the boot and the moment in it; '' if there is none.
+
+    Where the system does not say when it began, "unknown".
+    """
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        state, *fields = status.rpartition(")")[2].split()
+        return "" if state == "Z" else f"{boot} {fields[18]}"  # field 22 of proc(5); a zombie writes nothing any more
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return ""
+    except (OSError, IndexError):
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except (OSError, OverflowError):  # there is one, of another user; or no such number here
+        pass
+    return "unknown"
+
+
+_HOST = re.sub(r"[^\w-]+", "-", host_of_processes()).strip("-")
 
 
 def check_creatable(needed: Path, asked: Path, option: str) -> None:
@@ -194,7 +217,7 @@ def remove_abandoned(folder: Path) -> None:
     with suppress(OSError):
         for path in sorted(folder.iterdir()):
             found = _TEMPORARY.fullmatch(path.name)
-            if found is None or found["host"] != _HOST or _alive(int(found["process"])):
+            if found is None or found["host"] != _HOST or process_began(int(found["process"])):
                 continue
             place = folder / found["name"].removesuffix(".old")
             if found["name"].endswith(".old") and path.is_dir() and not place.exists():
@@ -203,13 +226,3 @@ def remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True

@@ -75,6 +75,19 @@ def test_the_next_writer_of_a_file_removes_what_a_killed_one_left(tmp_path: Path
     assert names(tmp_path) == ["model"]
 
 
+def test_a_killed_process_whose_parent_does_not_look_writes_no_more(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "100"]) as child:
+        mine = temporary(tmp_path / "model")
+        left = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{child.pid}."))
+        left.write_text("half")
+        remove_abandoned(tmp_path)
+        assert left.exists()
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        remove_abandoned(tmp_path)
+        assert names(tmp_path) == []
+
+
 def test_what_belongs_to_somebody_stays(tmp_path: Path) -> None:
     """To a process that lives, to another host, or to the user."""
     mine = temporary(tmp_path / "model")

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fxpipe.errors import BuildError
-from fxpipe.files import replacing
+from fxpipe.files import host_of_processes, process_began, replacing
 from fxpipe.typed_json import read
 
 try:
@@ -52,12 +51,12 @@ class LockHolder:
         """This process."""
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200]
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        return LockHolder(_host(), os.getpid(), _started(os.getpid()), command, now)
+        return LockHolder(host_of_processes(), os.getpid(), process_began(os.getpid()), command, now)
 
     @property
     def gone(self) -> bool:
         """Whether it has ended for certain: only of processes that this one could see."""
-        return self.host == _host() and _started(self.pid) != self.started
+        return self.host == host_of_processes() and process_began(self.pid) != self.started
 
 
 def run_lock(out: str | Path) -> Path:
@@ -162,7 +161,7 @@ def _refuse_held(text: str, lock: Path, folder: str | Path, option: str) -> None
     holder = read(text, LockHolder, where=str(lock), error=BuildError, hint=remove)
     if holder.gone:
         return
-    here = holder.host == _host()
+    here = holder.host == host_of_processes()
     raise BuildError(
         f"{folder} is being written by another process: {holder.pid} on {holder.host.partition(' ')[0]}, "
         f"{holder.command}, since {holder.since}",
@@ -180,31 +179,3 @@ def _release(lock: Path, inode: int) -> None:
 def _unwritable(lock: Path, folder: str | Path, option: str, error: OSError) -> BuildError:
     what = f"{folder} cannot be written: {error.strerror or error}"
     return BuildError(what, where=str(lock.parent), hint=f"choose another {option}")
-
-
-def _host() -> str:
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
-def _started(pid: int) -> str:
-    """When a process began, in whatever way the system tells it; '' if there is no such process."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        state, *fields = status.rpartition(")")[2].split()
-        return "" if state == "Z" else f"{boot} {fields[18]}"  # field 22 of proc(5); a zombie writes nothing any more
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return ""
-    except (OSError, IndexError):
-        pass
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:  # there is one, of another user
-        pass
-    return "unknown"

@@ -129,7 +129,7 @@ BEFORE = MOMENTS[:3]
 THEMES = (*MOMENTS, "resuming", "restarting", "by itself", "int", "int twice")
 """What a seed is for sure about, in turn; everything else is drawn."""
 
-HIGH = {"launching": 200, "importing": 150, "loading": 100}
+HIGH = {"launching": 25, "importing": 120, "loading": 5}
 """Hundredths of a second of processor time that each of these takes at least."""
 
 SIGNALS = {
@@ -407,8 +407,8 @@ class _Launch:
         return now >= kill.work + self._before.setdefault((process, kill.moment), now)
 
     def _of(self, path: Path) -> dict[int, int]:
-        """The processes of a start: looked for once all are there, as that takes longer than a step."""
-        if len(self._processes.get(path, {})) < self.workers:
+        """The processes of a start: looked for until each has its own, as that takes longer than a step."""
+        if len(set(self._processes.get(path, {}).values())) < self.workers:
             self._processes[path] = self.run.workers()
         return self._processes[path]
 

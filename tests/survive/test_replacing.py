@@ -68,7 +68,7 @@ def test_without_the_call_the_next_writer_puts_the_old_one_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "exchange", lambda one, other: False)
-    monkeypatch.setattr(files, "_alive", lambda process: False)
+    monkeypatch.setattr(files, "process_began", lambda process: "")
     trees = killed(tmp_path / "root")
     assert any(not in_place(tree) for tree in trees), "no kill costs anything: the test looks at nothing"
     for number, tree in enumerate(trees):

@@ -36,6 +36,8 @@ def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn
     for rank in ranks:
         Pulse(pulses.numbers(rank)).phase = "importing"
     gc.disable()  # imported modules stay: no collection has to look at them, neither now nor while the run goes on
+    import torch._dynamo  # noqa: F401  the first optimizer of torch imports it: a second of each worker's, were it not here
+
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.end_process import end_process
     from fxpipe.runtime.process.first_cause import leave_error
