@@ -9,7 +9,7 @@ import linecache
 import re
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,12 +194,13 @@ def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> l
     if len(arguments) != len(ARGUMENTS[name]):
         return [f"takes ({', '.join(arguments)}), not ({', '.join(ARGUMENTS[name])})"]
     found: list[str] = []
+    nodes = list(ast.walk(function))
     for verbs, calls, expected in (
         ("receives", ("recv",), part.receives),
         ("sends", ("send",), part.sends),
         ("hands over", ("all_reduce", "reduce_scatter"), part.reduces),
     ):
-        names = _message_names(function, arguments[3], calls)
+        names = _message_names(nodes, arguments[3], calls)
         missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
         twice = sorted({n for n in names if names.count(n) > 1})
         if missing:
@@ -211,15 +212,15 @@ def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> l
     third_names = {"backward": part.saved, "weights": part.deferred}.get(name, part.batch)
     lengths = zip(arguments[:3], (len(part.weights), len(part.buffers), len(third_names)), strict=True)
     for argument, length in lengths:
-        for count in _unpacked(function, argument):
+        for count in _unpacked(nodes, argument):
             if count != length:
                 found.append(f"unpacks {count} values from {argument}, the plan has {length}")
-    return found + _return_differences(function, part, name)
+    return found + _return_differences(nodes, part, name)
 
 
-def _message_names(function: ast.FunctionDef, comm: str, calls: Collection[str]) -> list[str]:
+def _message_names(nodes: Iterable[ast.AST], comm: str, calls: Collection[str]) -> list[str]:
     names = []
-    for node in ast.walk(function):
+    for node in nodes:
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
@@ -233,9 +234,9 @@ def _message_names(function: ast.FunctionDef, comm: str, calls: Collection[str])
     return names
 
 
-def _unpacked(function: ast.FunctionDef, argument: str) -> list[int]:
+def _unpacked(nodes: Iterable[ast.AST], argument: str) -> list[int]:
     counts = []
-    for node in ast.walk(function):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == argument:
             for target in node.targets:
                 if isinstance(target, ast.Tuple | ast.List) and not any(
@@ -245,10 +246,10 @@ def _unpacked(function: ast.FunctionDef, argument: str) -> list[int]:
     return counts
 
 
-def _return_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> list[str]:
+def _return_differences(nodes: Iterable[ast.AST], part: PartSpec, name: str) -> list[str]:
     """Only of what the code returns literally; the rest is checked when it runs."""
     found = []
-    for node in ast.walk(function):
+    for node in nodes:
         if not (isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple | ast.List)):
             continue
         values = node.value.elts

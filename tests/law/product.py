@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
@@ -49,7 +49,7 @@ FAST = Links(bandwidth=1e12)
 
 MODEL_FILE = """
 import sys
-sys.path[:0] = {paths}
+sys.path[:0] = [path for path in {paths} if path not in sys.path]
 from case import of_text
 from task import Task
 globals().update(Task(of_text({case!r})).hooks())
@@ -75,6 +75,15 @@ CAPTURES = (
     (minibatch_loss, "capture", _once(minibatch_loss.capture)),
     (evaluation, "capture_evaluation", _once(evaluation.capture_evaluation)),
 )
+
+
+@contextlib.contextmanager
+def captured_once() -> Iterator[None]:
+    """In this block, what was captured before is not captured again."""
+    with ExitStack() as stack:
+        for module, name, captured in CAPTURES:
+            stack.enter_context(patch.object(module, name, captured))
+        yield
 
 
 @dataclass(frozen=True)
@@ -118,9 +127,7 @@ def compiled(case: Case, folder: Path) -> None:
     path = folder / "model.py"
     path.write_text(MODEL_FILE.format(paths=[str(here), str(here.parent / "support")], case=str(case)))
     asked = compile_options(case)
-    with redirect_stderr(StringIO()), ExitStack() as stack:
-        for module, name, captured in CAPTURES:
-            stack.enter_context(patch.object(module, name, captured))
+    with redirect_stderr(StringIO()), captured_once():
         build_model(str(path), ModelOptions(), asked, CostOptions()).build.save(folder / "build", model_file=path)
 
 
@@ -238,7 +245,7 @@ def run_here(options: RunOptions) -> Outcome:
     """Train with all workers in this process."""
     assert options.out is not None
     shutil.rmtree(options.out, ignore_errors=True)
-    with redirect_stderr(StringIO()):
+    with redirect_stderr(StringIO()), captured_once():
         return outcome(run_local(options), Path(options.out))
 
 
