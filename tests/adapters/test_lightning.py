@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from commands import QUICK, fxpipe
+from packages import needs
 from torch import nn
 
 from fxpipe.errors import TaskError
 from fxpipe.task.model_view import ModelViews
 
-pytest.importorskip("lightning", reason="lightning is not installed; `make venv` installs it")
+pytestmark = needs("lightning")
 
 SOURCE = """\
 import lightning as L

@@ -12,13 +12,18 @@ import pytest
 import torch
 from commands import QUICK, fxpipe
 from families.entry import define_torchvision_ops
+from packages import needs
 from torch import nn
 
 from fxpipe.errors import TaskError
 
-pytest.importorskip("transformers", reason="transformers is not installed; `make venv` installs it")
-pytest.importorskip("accelerate", reason="accelerate is not installed; `make venv` installs it")
-define_torchvision_ops()
+pytestmark = needs("transformers", "accelerate")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_torchvision() -> None:
+    define_torchvision_ops()
+
 
 SOURCE = """\
 import torch
@@ -310,10 +315,10 @@ def test_arguments_that_would_wait_for_other_processes_are_refused(tmp_path: Pat
 
 
 @pytest.mark.slow
+@needs("peft")
 def test_of_a_peft_model_the_adapter_is_trained_and_saved_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("peft", reason="peft is not installed; `make venv` installs it")
     monkeypatch.chdir(tmp_path)
     lora = (
         "from peft import LoraConfig, get_peft_model; "

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packages import needs
 
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.observe.tensorboard import TensorboardLog, check_tensorboard
 
-accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+pytestmark = needs("tensorboard")
 
 
 def read(folder: Path) -> Any:
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
     found = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     found.Reload()
     return found
