@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from task import MODELS, Task
 from torch import Tensor
 from torch.distributed import TCPStore
 from torch.utils import _pytree as pytree
+from warm import Popen
 
 import fxpipe
 from fxpipe.errors import ScheduleError
@@ -251,43 +253,33 @@ def run_here(options: RunOptions) -> Outcome:
 
 def run_in_processes(runs: list[RunOptions], processes: int, folder: Path) -> Outcome:
     """Train with a worker in each of as many processes as torchrun would start, one run after the other."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "fxpipe.runtime.process.rank", "product"])
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]
     listed = [(store.port, options.to_json()) for store, options in zip(stores, runs, strict=True)]
-    started = [context.Process(target=_work, args=(rank, processes, listed, folder)) for rank in range(processes)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(120)
-    codes = [process.exitcode for process in started]
-    for process in started:
-        process.kill()
-    said = "\n".join((folder / f"stderr_{rank}").read_text() for rank in range(processes))
-    assert codes == [0] * processes, f"exit codes {codes}\n{said}"
-    assert runs[-1].out is not None
-    return outcome(json.loads((folder / f"summary_{len(runs) - 1}.json").read_text()), Path(runs[-1].out))
-
-
-def _work(rank: int, processes: int, runs: list[tuple[int, str]], folder: Path) -> None:
-    from fxpipe.runtime.process.end_process import end_process
-    from fxpipe.runtime.process.rank import join
-
-    os.environ |= {
-        "RANK": str(rank),
+    command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(folder), json.dumps(listed)]
+    shared = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "localhost",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    with (folder / f"stderr_{rank}").open("w") as file, redirect_stderr(file):
-        for number, (port, text) in enumerate(runs):
-            os.environ["MASTER_PORT"] = str(port)
-            summary = join(RunOptions.from_json(text))
-            if summary is not None:
-                (folder / f"summary_{number}.json").write_text(json.dumps(summary))
-    end_process(0)
+    with ExitStack() as stack:
+        files = [stack.enter_context((folder / f"stderr_{rank}").open("w+")) for rank in range(processes)]
+        started = [
+            Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=file)
+            for rank, file in enumerate(files)
+        ]
+        until = monotonic() + 120
+        while monotonic() < until and any(process.poll() is None for process in started):
+            sleep(0.01)
+        codes = [process.poll() for process in started]
+        for process in started:
+            process.kill()
+            process.wait()
+        said = "\n".join(Path(file.name).read_text() for file in files)
+    assert codes == [0] * processes, f"exit codes {codes}\n{said}"
+    assert runs[-1].out is not None
+    return outcome(json.loads((folder / f"summary_{len(runs) - 1}.json").read_text()), Path(runs[-1].out))
 
 
 TIMES = ("time", "seconds", "samples_per_second", "eta", "ms")

@@ -1,0 +1,21 @@
+"""A process of a case's runs, as torchrun starts one: python rank.py FOLDER '[[PORT, OPTIONS], …]'"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.end_process import end_process
+from fxpipe.runtime.process.rank import join
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for number, (port, options) in enumerate(json.loads(sys.argv[2])):
+        os.environ["MASTER_PORT"] = str(port)
+        summary = join(RunOptions.from_json(options))
+        if summary is not None:
+            (folder / f"summary_{number}.json").write_text(json.dumps(summary))
+    end_process(0)
