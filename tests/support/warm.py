@@ -47,8 +47,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def heed_interrupts() -> None:
-    """Before a command begins: Ctrl-C is for it, also where the tests run in the background, which ignores it."""
+    """Before a command begins: Ctrl-C and a hangup are for it, also where the tests run where these are ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Popen(subprocess.Popen[Any]):
