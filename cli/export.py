@@ -119,7 +119,7 @@ def _export_inference(
     say("the forward in eval mode, stage by stage")
     with replacing_alone(Path(out)) as fresh:
         done = export_inference(
-            model, task.loss, batch, fresh, plan=build.plan, opset=opset, weights=weights, model_file=task.path.name
+            model, task.loss, batch, fresh, plan=build.plan, opset=opset, weights=weights, model_file=task.file
         )
         rows = [
             {"name": s.files[0], "nodes": s.nodes, "bytes": sum((fresh / f).stat().st_size for f in s.files)}

@@ -44,9 +44,8 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, OptimizerHook
-from fxpipe.task.model_view import of_parameters
-from fxpipe.task.reset_buffers import of_buffers
+from fxpipe.task.hooks import given_task
+from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
 from fxpipe.task.step_hooks import Loss, StepHooks
 
 if TYPE_CHECKING:
@@ -193,22 +192,18 @@ class Build:
         """
         from fxpipe.runtime.options import PipelineOptions
         from fxpipe.runtime.process.local import LocalPipeline
-        from fxpipe.task.hooks import ObjectTask
 
         chosen = changed(PipelineOptions(), _as_text(options))
-        optimizer = of_parameters(optimizer, model or self.model)
-        self._try_optimizer(optimizer, lr_scheduler, chosen)
+        task = self._task(
+            chosen, optimizer=optimizer, lr_scheduler=lr_scheduler, model=model, loss=loss, loss_weight=loss_weight,
+            averaged=averaged, reset=reset,
+        )  # fmt: skip
         temporary = None
         folder = self.folder
         if folder is None:
             temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
             folder = Path(temporary.name) / "build"
             self.save(folder)
-        hooks = StepHooks.of(model, loss, loss_weight) or self.hooks
-        resets = of_buffers(reset, model or self.model)
-        task = ObjectTask(
-            *(optimizer, lr_scheduler, model, None, None, loss_weight, averaged), step_hooks=hooks, reset_buffers=resets
-        )
         pipeline = LocalPipeline(folder, task, chosen, out=None if out is None else str(out))
         pipeline.temporary = temporary
         for executor in pipeline.executors:
@@ -257,8 +252,6 @@ class Build:
         from fxpipe.runtime.options import RunOptions
         from fxpipe.runtime.process.rank import join
         from fxpipe.runtime.worker.evaluation_check import check_evaluation
-        from fxpipe.task.callbacks import Callbacks
-        from fxpipe.task.hooks import ObjectTask
 
         if self.folder is None:
             raise BuildError(
@@ -267,21 +260,22 @@ class Build:
         chosen = changed(RunOptions(str(self.folder), progress=True), _as_text(options))
         if eval_data is not None:
             check_evaluation(self.plan, "eval_data")
-        optimizer = of_parameters(optimizer, model or self.model)
-        self._try_optimizer(optimizer, lr_scheduler, chosen)
-        hooks = StepHooks.of(model, loss, loss_weight) or self.hooks
-        callbacks = Callbacks(on_step, on_eval, on_epoch)
-        resets = of_buffers(reset, model or self.model)
-        own = (optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged, hooks, callbacks, resets)
-        return join(chosen, ObjectTask(*own))
+        task = self._task(
+            chosen, optimizer=optimizer, lr_scheduler=lr_scheduler, model=model, loss=loss, loss_weight=loss_weight,
+            averaged=averaged, reset=reset, train_data=train_data, eval_data=eval_data,
+            on_step=on_step, on_eval=on_eval, on_epoch=on_epoch,
+        )  # fmt: skip
+        return join(chosen, task)
 
-    def _try_optimizer(
-        self, optimizer: MakeOptimizer | None, lr_scheduler: MakeScheduler | None, options: PipelineOptions
-    ) -> None:
-        """It may be another than at compile time; Python's warning says what cannot be found out."""
+    def _task(self, options: PipelineOptions, **hooks: Callable[..., Any] | None) -> Task:
+        """The hooks of a run. Its optimizer may be another than at compile time; Python's warning says what cannot be
+        found out."""
+        task = given_task(self.model, self.hooks, **hooks)
+        make = hooks["optimizer"] and task.optimizer
         accepted = options.accept_optimizer_per_worker
-        if found := check_per_worker(self.plan, optimizer, lr_scheduler, accepted=accepted):
+        if found := check_per_worker(self.plan, make, hooks["lr_scheduler"], accepted=accepted):
             warnings.warn(found, stacklevel=3)
+        return task
 
 
 def load(folder: str | Path) -> Build:
@@ -344,19 +338,15 @@ def join(
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.joined import JoinedPipeline
     from fxpipe.runtime.process.own_loop import check_own_loop
-    from fxpipe.task.hooks import ObjectTask
 
     check_own_loop(options)
     build = load(folder)
     given = _as_text(options if out is None else {**options, "out": out})
     chosen = changed(RunOptions(str(build.folder)), given)
-    optimizer = of_parameters(optimizer, model)
-    build._try_optimizer(optimizer, lr_scheduler, chosen)
-    hooks = StepHooks.of(model, loss, loss_weight)
-    resets = of_buffers(reset, model)
-    task = ObjectTask(
-        *(optimizer, lr_scheduler, model, None, None, loss_weight, averaged), step_hooks=hooks, reset_buffers=resets
-    )
+    task = build._task(
+        chosen, optimizer=optimizer, lr_scheduler=lr_scheduler, model=model, loss=loss, loss_weight=loss_weight,
+        averaged=averaged, reset=reset,
+    )  # fmt: skip
     return JoinedPipeline(chosen, task)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.plan.spec import Plan
 from fxpipe.task.loss_weights import LossWeights, weighted_means
-from fxpipe.task.model_file import Task, place_in
+from fxpipe.task.model_file import Task, hook_raised
 from fxpipe.task.padding import padded
 
 
@@ -42,15 +42,14 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
                 found = task.metrics(model, padded(batch, plan.padding))
                 for name, value in found.items():
                     if isinstance(value, str):
-                        raise TaskError(f"metrics() returned {name!r} as a str, not as a number", where=task.path.name)
+                        raise TaskError(f"metrics() returned {name!r} as a str, not as a number", where=task.file)
                 rows.append((weigh(batch), {name: float(value) for name, value in found.items()}))
         except FxpipeError:
             raise
         except Exception as error:
-            raise TaskError(
-                f"evaluating with metrics() raised {type(error).__name__}: {error}",
-                where=place_in(error, task.path) or task.path.name,
-                hint="metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in "
-                f"{weights.name}",
-            ) from error
+            raised = hook_raised("metrics", error, task.path)
+            raised.hint = (
+                f"metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in {weights.name}"
+            )
+            raise raised from error
     return weighted_means(rows)

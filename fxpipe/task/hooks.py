@@ -1,123 +1,43 @@
-"""The user's hooks as a run asks for them: of a model file (`fxpipe.task.model_file.Task`), or given as objects."""
+"""Where a run gets its hooks: from the model file that a build names, or from objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxpipe.errors import TaskError
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Plan
-from fxpipe.task.callbacks import Callbacks
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task, default_optimizer, load_task
-from fxpipe.task.one_optimizer import one_optimizer
-from fxpipe.task.reset_buffers import ResetBuffers, Rows
+from fxpipe.task.model_file import Task, load_task
+from fxpipe.task.model_view import asks_for_model
 from fxpipe.task.step_hooks import StepHooks
 
 
-class TrainingTask(Protocol):
-    """What a run needs of the user: a `Task` has it, and an `ObjectTask`."""
+def given_task(
+    seen: Callable[[], nn.Module] | None = None, compiled: StepHooks | None = None, **hooks: Callable[..., Any] | None
+) -> Task:
+    """The hooks of the Python interface, by their names in a model file; all but the data have defaults.
 
-    def model(self) -> nn.Module: ...
+    Args:
+        seen, compiled: what the build has of the model, where the hooks have none; see `Task`.
+        hooks: None is none.
 
-    def train_data(self) -> Iterable[Any]: ...
-
-    def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer: ...
-
-    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None: ...
-
-    @property
-    def loss_weight(self) -> Callable[[Any], Any] | None:
-        """How much a microbatch counts in its minibatch's loss."""
-
-    @property
-    def step_hooks(self) -> StepHooks | None:
-        """What a step can be captured of during a run; None where the model or the loss is not there."""
-
-    @property
-    def averages(self) -> bool:
-        """Whether there is `averaged`."""
-
-    def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Any) -> Any: ...
-
-    @property
-    def callbacks(self) -> Callbacks:
-        """What the run calls while it trains."""
-
-    @property
-    def resets(self) -> bool:
-        """Whether there is `reset`."""
-
-    def reset(self, buffers: Rows) -> dict[str, Tensor]: ...
-
-    @property
-    def validates(self) -> bool:
-        """Whether there is `eval_data`."""
-
-    def eval_data(self) -> Iterable[Any]: ...
-
-
-@dataclass(frozen=True)
-class ObjectTask:
-    """The hooks of the Python interface: functions, of which all but the data have defaults."""
-
-    make_optimizer: MakeOptimizer | None = None
-    make_scheduler: MakeScheduler | None = None
-    make_model: Callable[[], nn.Module] | None = None
-    train_batches: Callable[[], Iterable[Any]] | None = None
-    eval_batches: Callable[[], Iterable[Any]] | None = None
-    loss_weight: Callable[[Any], Any] | None = None
-    read_averages: Callable[[torch.optim.Optimizer, Any], Any] | None = None
-    step_hooks: StepHooks | None = None
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    reset_buffers: ResetBuffers | None = None
-
-    def model(self) -> nn.Module:
-        if self.make_model is None:
+    Raises:
+        TaskError: one of them asks for the model, and there is none.
+    """
+    module = SimpleNamespace(**{name: hook for name, hook in hooks.items() if hook is not None})
+    seen = hooks.get("model") or seen
+    optimizer, reset = hooks.get("optimizer"), hooks.get("reset")
+    for hook, asks in (("optimizer()", optimizer and asks_for_model(optimizer)), ("reset(model)", reset)):
+        if asks and seen is None:
             raise TaskError(
-                "the build has no values of the parameters (--meta), and there is no model to initialise them",
-                hint="give a checkpoint (weights=...), or model=, a function that makes the model",
+                f"{hook} asks for the model, and there is none to be had: the build was loaded",
+                hint="give model=, a function that makes the model that was compiled",
             )
-        return self.make_model()
-
-    @property
-    def averages(self) -> bool:
-        return self.read_averages is not None
-
-    def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Any) -> Any:
-        assert self.read_averages is not None
-        return self.read_averages(optimizer, named_parameters)
-
-    @property
-    def resets(self) -> bool:
-        return self.reset_buffers is not None
-
-    def reset(self, buffers: Rows) -> dict[str, Tensor]:
-        assert self.reset_buffers is not None
-        return self.reset_buffers(buffers)
-
-    @property
-    def validates(self) -> bool:
-        return self.eval_batches is not None
-
-    def train_data(self) -> Iterable[Any]:
-        assert self.train_batches is not None
-        return self.train_batches()
-
-    def eval_data(self) -> Iterable[Any]:
-        assert self.eval_batches is not None
-        return self.eval_batches()
-
-    def optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        made = (self.make_optimizer or default_optimizer)(named_parameters)
-        return one_optimizer(made)
-
-    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
-        return self.make_scheduler(optimizer) if self.make_scheduler else None
+    return Task(None, module, seen=seen, compiled=compiled)
 
 
 def task_of_build(plan: Plan, folder: str, model_file: str | None = None) -> Task:

@@ -1,4 +1,4 @@
-"""The user's file: plain PyTorch, functions found by name.
+"""The user's hooks, as a run asks for them: functions found by name in a file of plain PyTorch, or given as objects.
 
 def model() -> nn.Module                      # required
 def loss(model, batch) -> Tensor              # required: a scalar; or (scalar, {name: metric})
@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -68,22 +68,39 @@ def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> t
 
 @dataclass(frozen=True)
 class Task:
-    """A user's file, loaded: its hooks as methods, with defaults for the optional ones.
+    """The user's hooks as methods, with defaults for the optional ones.
 
     Attributes:
+        path: the file that was loaded; None for hooks that were given as objects (`fxpipe.task.hooks.given_task`): what
+            they raise is raised as it is.
+        module: has the hooks by their names.
         warnings: functions whose names look like a misspelt optional hook.
+        seen: gives the model of which `optimizer` and `reset` get views, if it is not to be `model`.
+        compiled: what the build was compiled of, for a step where the hooks are not there.
     """
 
-    path: Path
-    module: ModuleType
+    path: Path | None
+    module: ModuleType | SimpleNamespace
     warnings: tuple[str, ...] = ()
+    seen: Callable[[], nn.Module] | None = None
+    compiled: StepHooks | None = None
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file."""
+        return None if self.path is None else self.path.name
 
     def model(self) -> nn.Module:
         """A new model from the user's hook.
 
         Raises:
-            TaskError: the hook raised an error, or returned something that is not a module.
+            TaskError: the hook raised an error, or returned something that is not a module; or it was not given.
         """
+        if not hasattr(self.module, "model"):
+            raise TaskError(
+                "the build has no values of the parameters (--meta), and there is no model to initialise them",
+                hint="give a checkpoint (weights=...), or model=, a function that makes the model",
+            )
         made = self._call("model")
         if not isinstance(made, nn.Module):
             raise TaskError(
@@ -98,8 +115,10 @@ class Task:
         return function
 
     @property
-    def step_hooks(self) -> StepHooks:
-        """What a step is captured of."""
+    def step_hooks(self) -> StepHooks | None:
+        """What a step can be captured of during a run; None where the model or the loss is not there."""
+        if not hasattr(self.module, "model") or not hasattr(self.module, "loss"):
+            return self.compiled
         return StepHooks(self.model, self.loss, self.loss_weight)
 
     def train_data(self) -> Iterable[Any]:
@@ -152,7 +171,7 @@ class Task:
 
     @functools.cached_property
     def _views(self) -> ModelViews:
-        return ModelViews(self.model)
+        return ModelViews(self.seen or self.model)
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
         """What the user's hook returns: see `fxpipe.task.paced_scheduler`; None if none is defined."""
@@ -192,14 +211,14 @@ class Task:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TaskError(
                 f"constant_batch is {names!r}, which is no list of names",
-                where=self.path.name,
+                where=self.file,
                 hint='such as constant_batch = ["image_grid_thw"], or ["batch[2]"] in a tuple',
             )
         return tuple(names)
 
     @property
     def averages(self) -> bool:
-        """Whether the file says where its optimizer keeps averaged weights."""
+        """Whether a hook says where the optimizer keeps averaged weights."""
         return hasattr(self.module, "averaged")
 
     def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
@@ -217,7 +236,7 @@ class Task:
 
     @property
     def resets(self) -> bool:
-        """Whether the file defines `reset(model)`."""
+        """Whether there is `reset(model)`."""
         return hasattr(self.module, "reset")
 
     def reset(self, buffers: Rows) -> dict[str, torch.Tensor]:
@@ -225,14 +244,15 @@ class Task:
         return buffers_after(self._views.model, self.reset_model, buffers, self._place("reset"))
 
     def reset_model(self, model: nn.Module) -> None:
-        """Call `reset(model)`, if the file defines it."""
+        """Call `reset(model)`, if there is one."""
         if self.resets:
             self._call("reset", model)
 
     @property
     def validates(self) -> bool:
-        """Whether the file defines validation: both eval_data and metrics."""
-        return all(callable(getattr(self.module, hook, None)) for hook in ("eval_data", "metrics"))
+        """Whether there is validation: eval_data and metrics; the latter need not be given, the build has them."""
+        hooks = ("eval_data",) if self.path is None else ("eval_data", "metrics")
+        return all(callable(getattr(self.module, hook, None)) for hook in hooks)
 
     def _data(self, hook: str) -> Iterable[Any]:
         data: Iterable[Any] = self._call(hook)
@@ -244,16 +264,18 @@ class Task:
             )
         return data
 
-    def _place(self, hook: str) -> str:
+    def _place(self, hook: str) -> str | None:
         function = getattr(self.module, hook, None)
-        if isinstance(function, FunctionType):
-            return f"{self.path.name}:{function.__code__.co_firstlineno}, in {hook}"
-        return self.path.name
+        if self.path is not None and isinstance(function, FunctionType):
+            return f"{self.file}:{function.__code__.co_firstlineno}, in {hook}"
+        return self.file
 
     def _call(self, hook: str, *args: Any) -> Any:
         try:
             return getattr(self.module, hook)(*args)
         except Exception as error:
+            if self.path is None:
+                raise
             raise hook_raised(hook, error, self.path, self._place(hook)) from error
 
 

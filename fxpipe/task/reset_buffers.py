@@ -18,35 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TaskError, listed
-from fxpipe.task.model_view import ModelViews, replaced
+from fxpipe.task.model_view import replaced
 
 Rows = Mapping[tuple[str, ...], Tensor]
 """Buffers by all their names."""
-ResetBuffers = Callable[[Rows], dict[str, Tensor]]
-"""New values of the buffers given, by first names."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HINT = "reset(model) may change buffers alone: keep the state in a tensor that register_buffer() was called with"
-
-
-def of_buffers(hook: Callable[[nn.Module], Any] | None, make: Callable[[], nn.Module] | None) -> ResetBuffers | None:
-    """The hook as one that is called with buffers alone.
-
-    Args:
-        make: gives the model; see `ModelViews`.
-
-    Raises:
-        TaskError: there is a hook, and no model.
-    """
-    if hook is None:
-        return None
-    if make is None:
-        raise TaskError(
-            "reset(model) asks for the model, and there is none to be had: the build was loaded",
-            hint="give model=, a function that makes the model that was compiled",
-        )
-    views = ModelViews(make)
-    return lambda rows: buffers_after(views.model, hook, rows)
 
 
 def buffers_after(

@@ -32,15 +32,6 @@ class StepHooks:
     same: bool = False
 
     @staticmethod
-    def of(
-        model: Callable[[], nn.Module] | None,
-        loss: Loss | None,
-        loss_weight: Callable[[Any], Any] | None,
-    ) -> StepHooks | None:
-        """None where one of them is missing."""
-        return None if model is None or loss is None else StepHooks(model, loss, loss_weight)
-
-    @staticmethod
     def of_compiled(model: nn.Module, loss: Loss, loss_weight: Callable[[Any], Any] | None) -> StepHooks:
         """Of a model that is being compiled: it is not kept alive, and may not have been changed when it is asked for.
 

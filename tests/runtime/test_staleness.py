@@ -22,7 +22,7 @@ from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
-from fxpipe.task.hooks import ObjectTask
+from fxpipe.task.hooks import given_task
 
 LINE = {"forward": (0, 1, 2), "backward": (0, 1, 2)}
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
@@ -79,7 +79,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 
 def logged(folder: Path, optimizer: Any = sgd) -> LocalPipeline:
-    return LocalPipeline(folder, ObjectTask(optimizer), PipelineOptions(log_staleness=True))
+    return LocalPipeline(folder, given_task(optimizer=optimizer), PipelineOptions(log_staleness=True))
 
 
 def reader_of(built: Any, name: str) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.local import LocalPipeline
-from fxpipe.task.hooks import ObjectTask
+from fxpipe.task.hooks import given_task
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 
 
@@ -22,4 +22,4 @@ def pipeline_of(
     folder: Path, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None = None, **options: Any
 ) -> LocalPipeline:
     """All workers of the build in `folder`, also of one that was written by hand."""
-    return LocalPipeline(folder, ObjectTask(optimizer, lr_scheduler), PipelineOptions(**options))
+    return LocalPipeline(folder, given_task(optimizer=optimizer, lr_scheduler=lr_scheduler), PipelineOptions(**options))

@@ -31,7 +31,7 @@ from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.hooks import ObjectTask
+from fxpipe.task.hooks import given_task
 from fxpipe.task.step_hooks import StepHooks
 
 
@@ -196,7 +196,7 @@ def run_in_threads(
     plan = read_plan(folder)
     recipe = choose(plan, schedule, options.policy)
     hub = Hub()
-    task = ObjectTask(optimizer)
+    task = given_task(optimizer=optimizer)
     run = ThreadedRun()
     exchange = LocalExchange()
     threads = []

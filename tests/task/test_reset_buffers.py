@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
-from fxpipe.task.reset_buffers import buffers_after, of_buffers
+from fxpipe.task.hooks import given_task
+from fxpipe.task.reset_buffers import buffers_after
 
 
 class Net(nn.Module):
@@ -31,9 +32,7 @@ class Net(nn.Module):
 def after(hook: Callable[[Any], Any], **rows: Tensor) -> dict[str, Tensor]:
     values = rows or {"state": torch.full((2, 3), 5.0).t(), "count": torch.tensor(5)}
     names = {name: (name, "inner.same") if name == "state" else (name,) for name in values}
-    reset = of_buffers(hook, Net)
-    assert reset is not None
-    return reset({names[name]: value for name, value in values.items()})
+    return given_task(Net, reset=hook).reset({names[name]: value for name, value in values.items()})
 
 
 def test_buffers_of_the_worker_are_live_and_all_else_has_no_values() -> None:
@@ -90,6 +89,5 @@ def test_a_refused_change_leaves_the_model_as_it_was() -> None:
 
 
 def test_there_must_be_a_model() -> None:
-    assert of_buffers(None, None) is None
     with pytest.raises(TaskError, match="there is none to be had"):
-        of_buffers(lambda model: None, None)
+        given_task(reset=lambda model: None)

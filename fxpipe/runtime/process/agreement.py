@@ -32,7 +32,8 @@ from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.process.resume import NEWEST, resumed_options
 from fxpipe.runtime.process.together import gathered
 from fxpipe.runtime.worker.checkpoint import Checkpoint
-from fxpipe.task.hooks import TrainingTask, task_of_build
+from fxpipe.task.hooks import task_of_build
+from fxpipe.task.model_file import Task
 
 PLACES = ("build", "model_file", "weights", "resume", "out", "trace", "tensorboard")
 """Options that may name another place on each machine: only whether they are given must be the same."""
@@ -53,7 +54,7 @@ class Agreed:
 
     options: RunOptions
     plan: Plan
-    task: TrainingTask
+    task: Task
     files: Snapshot
     checkpoint: Checkpoint | None
 
@@ -74,7 +75,7 @@ class _Said:
     problem: FxpipeError | None = None
 
 
-def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int, held: ExitStack) -> Agreed:
+def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: ExitStack) -> Agreed:
     """Check what this worker was given, and compare it with what the others were; called by all, in an open group.
 
     Args:

@@ -42,7 +42,7 @@ from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import LOOKAHEAD, Action
 from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.model_file import Task
 
 
 class JoinedPipeline(OwnLoop):
@@ -63,7 +63,7 @@ class JoinedPipeline(OwnLoop):
         FxpipeError: as `membership` and `LocalPipeline`.
     """
 
-    def __init__(self, options: RunOptions, task: TrainingTask) -> None:
+    def __init__(self, options: RunOptions, task: Task) -> None:
         self._held = ExitStack()
         self._closed = self._broken = False
         reuse_freed_memory()

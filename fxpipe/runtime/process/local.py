@@ -43,8 +43,8 @@ from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.runtime.worker.final_weights import copies
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.metrics import named_numbers
+from fxpipe.task.model_file import Task
 
 
 class _Seat:
@@ -90,7 +90,7 @@ class LocalPipeline(OwnLoop):
     def __init__(
         self,
         folder: str | Path,
-        task: TrainingTask,
+        task: Task,
         options: PipelineOptions,
         *,
         out: str | None = None,

@@ -41,13 +41,12 @@ from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import FinalFiles, held, warn_of_little_room, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Action
-from fxpipe.task.hooks import TrainingTask, task_of_build
+from fxpipe.task.hooks import task_of_build
+from fxpipe.task.model_file import Task
 from fxpipe.threads import threads
 
 
-def run_local(
-    options: RunOptions, task: TrainingTask | None = None, progress: Progress | None = None
-) -> dict[str, Any]:
+def run_local(options: RunOptions, task: Task | None = None, progress: Progress | None = None) -> dict[str, Any]:
     """Train a build with all its workers in this process; return the summary (see `summarize_run`).
 
     Args:
@@ -64,7 +63,7 @@ def run_local(
             return _run(options, task, progress, stop)
 
 
-def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | None, stop: PoliteStop) -> dict[str, Any]:
+def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop: PoliteStop) -> dict[str, Any]:
     files = files_read(options)
     plan, checkpoint = check_run(options, from_file=task is None)
     task = task or task_of_build(plan, options.build, options.model_file)

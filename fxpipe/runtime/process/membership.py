@@ -31,7 +31,7 @@ from fxpipe.runtime.wires.group import (
     peers,
     place_of_process,
 )
-from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.model_file import Task
 from fxpipe.threads import threads_for
 
 TIMEOUT = timedelta(minutes=30)
@@ -59,7 +59,7 @@ class Member:
 
 
 @contextmanager
-def membership(options: RunOptions, task: TrainingTask | None = None, pulse: Pulse | None = None) -> Iterator[Member]:
+def membership(options: RunOptions, task: Task | None = None, pulse: Pulse | None = None) -> Iterator[Member]:
     """Be one of the processes that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …), or of the group that
     the caller has made.
 

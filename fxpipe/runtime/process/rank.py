@@ -73,7 +73,7 @@ from fxpipe.runtime.worker.final_weights import warn_of_little_room, weights_are
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Event
 from fxpipe.stages.minibatch import ShapedMinibatches, number_of
-from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.model_file import Task
 
 TEXTS = "texts"
 """The folder for what the processes of a run on one machine tell each other, in that of the run."""
@@ -84,7 +84,7 @@ STOPPING = 1.0
 
 def join(
     options: RunOptions,
-    task: TrainingTask | None = None,
+    task: Task | None = None,
     progress: Progress | None = None,
     pulse: Pulse | None = None,
 ) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.task.callbacks import ON_EVAL, ON_STEP
 
 if TYPE_CHECKING:
-    from fxpipe.task.hooks import TrainingTask
+    from fxpipe.task.model_file import Task
 
 
 def decides_alike(plan: Plan, options: RunOptions) -> bool:
@@ -35,7 +35,7 @@ def unlike(what: str, plan: Plan) -> RunError:
     )
 
 
-def check_replicas_apart(plan: Plan, options: RunOptions, task: TrainingTask) -> None:
+def check_replicas_apart(plan: Plan, options: RunOptions, task: Task) -> None:
     """Refuse what such replicas would decide each for itself, and differently.
 
     Args:

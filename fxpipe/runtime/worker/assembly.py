@@ -27,7 +27,7 @@ from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.stages.loaded import LoadedStage, load_stage
-from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.model_file import Task
 
 
 def open_worker(
@@ -36,7 +36,7 @@ def open_worker(
     worker: int,
     recipe: Recipe,
     transport: Transport,
-    task: TrainingTask,
+    task: Task,
     options: PipelineOptions,
     device: torch.device | str = "cpu",
     keep_gradients: bool = False,
@@ -120,7 +120,7 @@ def on_engines(
     return equip(of_shape, worker, stage, engines, Path(folder) / ENGINES, str(device))
 
 
-def _check_shares(options: PipelineOptions, task: TrainingTask) -> None:
+def _check_shares(options: PipelineOptions, task: Task) -> None:
     """Refuse what needs the optimizer of all parameters of a worker, of which each replica has its share."""
     if task.averages and options.ema is None:
         what = "the hook averaged() reads the averages of all of a worker's weights from its optimizer"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fxpipe.errors import FxpipeError, TaskError
-from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.model_file import Task
 
 
 class Averages(Protocol):
@@ -58,7 +58,7 @@ class KeptByOptimizer:
     """What the model file's `averaged(optimizer, named_parameters)` says, whenever it is asked."""
 
     def __init__(
-        self, task: TrainingTask, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, nn.Parameter]
+        self, task: Task, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, nn.Parameter]
     ) -> None:
         self._task, self._optimizer, self._trained = task, optimizer, trained
 
@@ -117,7 +117,7 @@ def _put_back(parameters: Collection[nn.Parameter]) -> Iterator[None]:
 
 
 def make_averages(
-    ema: float | None, task: TrainingTask, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, nn.Parameter]
+    ema: float | None, task: Task, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, nn.Parameter]
 ) -> Averages | None:
     """The averages that a run asks for; None if it asks for none. All workers of a run get the same answer.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from fxpipe.errors import TaskError, listed
 from fxpipe.plan.spec import Plan
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
-from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.model_file import Task
 
 
 class BuffersReset:
@@ -21,7 +21,7 @@ class BuffersReset:
         every: how many steps an epoch has; None where epochs are the user's.
     """
 
-    def __init__(self, plan: Plan, task: TrainingTask, seed: int) -> None:
+    def __init__(self, plan: Plan, task: Task, seed: int) -> None:
         self._rows = {b.name: b for b in plan.buffers}
         self._task = task
         self._seed = seed
@@ -29,7 +29,7 @@ class BuffersReset:
         self.every: int | None = None
 
     @staticmethod
-    def of(plan: Plan, task: TrainingTask, seed: int) -> BuffersReset | None:
+    def of(plan: Plan, task: Task, seed: int) -> BuffersReset | None:
         """None if the task has no such hook."""
         return BuffersReset(plan, task, seed) if task.resets else None
 

@@ -9,10 +9,10 @@ from fxpipe.plan.spec import Plan
 from fxpipe.task.paced_scheduler import EPOCH
 
 if TYPE_CHECKING:
-    from fxpipe.task.hooks import TrainingTask
+    from fxpipe.task.model_file import Task
 
 
-def evaluates(plan: Plan, task: TrainingTask, eval_every: int | str | None) -> bool:
+def evaluates(plan: Plan, task: Task, eval_every: int | str | None) -> bool:
     """Whether a run evaluates in its pipeline.
 
     Raises:

@@ -22,8 +22,7 @@ from fxpipe.random_state import (
     set_torch_state,
     torch_state,
 )
-from fxpipe.task.hooks import TrainingTask
-from fxpipe.task.model_file import hook_raised
+from fxpipe.task.model_file import Task, hook_raised
 
 COUNTING_SECONDS = 30.0
 SAY_SECONDS = 5.0
@@ -40,7 +39,7 @@ class Feed:
         marks: whether `mark` will be asked after so many batches; known before the next batch is read.
     """
 
-    def __init__(self, task: TrainingTask, seed: int) -> None:
+    def __init__(self, task: Task, seed: int) -> None:
         self._task, self._seed = task, seed
         outside = torch_state()
         seed_everything(seed)
@@ -153,7 +152,7 @@ class Feed:
         except FxpipeError:
             raise
         except Exception as error:
-            raise hook_raised("train_data", error, getattr(self._task, "path", None)) from error
+            raise hook_raised("train_data", error, self._task.path) from error
         if mark.get("generator") is not None and (generator := _generator(self._data)) is not None:
             generator.set_state(mark["generator"])
         numpy = mark["numpy"]
@@ -188,7 +187,7 @@ class Feed:
             except FxpipeError:
                 raise
             except Exception as error:
-                raise hook_raised("train_data", error, getattr(self._task, "path", None)) from error
+                raise hook_raised("train_data", error, self._task.path) from error
         raise _empty()
 
     def _epoch_over(self) -> None:

@@ -14,7 +14,7 @@ from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan, TensorSpec
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.model_initial_values import initialised
-from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.model_file import Task
 
 AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"
 
@@ -25,7 +25,7 @@ def initial_weights(
     worker: int,
     parameters: Sequence[ParameterSpec],
     buffers: Sequence[BufferSpec],
-    task: TrainingTask,
+    task: Task,
     seed: int,
     device: torch.device | str,
     checkpoint: Checkpoint | None = None,

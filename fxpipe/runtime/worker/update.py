@@ -22,7 +22,7 @@ from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
 from fxpipe.runtime.worker.replicas_optimizer import check_optimizers_alike
-from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.model_file import Task
 from fxpipe.task.paced_scheduler import paced, without_order_warning
 from fxpipe.task.several_optimizers import may_draw
 
@@ -61,7 +61,7 @@ class Updater:
         gradients: GradientSum,
         policy: Policy,
         delays: Mapping[Tensor, int],
-        task: TrainingTask,
+        task: Task,
         clip: Clip | None,
         keep_gradients: bool,
         seed: int,

@@ -27,7 +27,7 @@ from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.runtime.worker.weight_copies import WeightCopies
 from fxpipe.schedule.action import Action
-from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.model_file import Task
 
 OUTER, OUTER_MOMENTUM = "outer", "outer_momentum"
 """Where the state has that of outer steps: what is each replica's own, and what replica 0 tells for all."""
@@ -81,7 +81,7 @@ class WeightStore:
         demand: Demand,
         transport: Transport,
         initial: Mapping[str, Tensor],
-        task: TrainingTask,
+        task: Task,
         keep_gradients: bool = False,
         clip: Clip | None = None,
         seed: int = 0,
