@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fxpipe.plan.limits import MOST_ELEMENTS, MOST_MICROBATCHES, MOST_WORKERS
-from fxpipe.plan.spec import EdgeSpec, LeafSpec, PartSpec, Plan, StageSpec, TensorSpec
-from fxpipe.typed_json import Malformed, convert, parse
+from fxpipe.plan.spec import (
+    BufferSpec,
+    EdgeSpec,
+    EvaluationSpec,
+    EvaluationStage,
+    LeafSpec,
+    ParameterSpec,
+    PartSpec,
+    Plan,
+    StageSpec,
+    TensorSpec,
+)
+from fxpipe.typed_json import Malformed, parse
 
 _DTYPES = frozenset(
     f"{kind}{bits}"
@@ -40,62 +51,89 @@ def check(plan: Plan) -> None:
             raise Malformed(f"there are {count} {name}: a plan has 1 to {most}", f", $.{name}")
     if not _DEVICE.fullmatch(plan.device):
         raise Malformed(f"there is no device {plan.device[:80]!r}", ", $.device")
-    for i, held in enumerate(plan.tensors):
-        if not held.names:
-            raise Malformed("it has no name", f", $.parameters and $.buffers, entry {i}")
+    for found, place in _parts(plan, ", $"):
+        _check_part(plan, found, place)
     every = [name for held in plan.tensors for name in held.names]
     if len(set(every)) < len(every):
         raise Malformed("two parameters or buffers have one name", ", $")
     for name in plan.sources:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise Malformed(f"{name[:80]!r} is not a file beside the model file", ", $.sources")
-    for place, count in _stage_counts(plan):
-        if count != plan.workers:
-            raise Malformed(f"there are {count} stages for {plan.workers} workers", place)
     ranks = set(plan.placement)
     if ranks and (
         len(plan.placement) != plan.workers or ranks != set(range(len(ranks))) or plan.placement[0] or not plan.virtual
     ):
         raise Malformed(f"{plan.workers} workers cannot run on ranks {list(plan.placement)[:80]}", ", $.placement")
     _check_replicas(plan)
-    for place, worker in _workers(plan):
-        if not 0 <= worker < plan.workers:
-            raise Malformed(f"there is no worker {worker}", place)
-    for place, tensor in _tensors(plan):
-        sizes = len(tensor.shape) == len(tensor.stride) and min((*tensor.shape, *tensor.stride), default=0) >= 0
-        sizes = sizes and math.prod(tensor.shape) <= MOST_ELEMENTS and max(tensor.stride, default=0) <= MOST_ELEMENTS
-        if tensor.dtype not in _DTYPES or not sizes:
-            raise Malformed(f"there is no tensor of {tensor.dtype[:40]}, {tensor.shape}, {tensor.stride}", place)
-    for place, leaf in _leaves(plan):
-        if leaf.dim is not None and leaf.tensor is not None and not 0 <= leaf.dim < len(leaf.tensor.shape):
-            raise Malformed(f"{leaf.name[:80]!r} has no dimension {leaf.dim}", place)
-    for place, text, leaves in _trees(plan):
-        if (count := _tree_leaves(text, f"{place}.batch_spec")) != leaves:
+    shapes = [(", $", plan), *((f", $.shapes[{i}]", shape) for i, shape in enumerate(plan.of_shapes[1:]))]
+    alone = [(f", $.evaluations[{i}]", evaluation) for i, evaluation in enumerate(plan.evaluations)]
+    for place, batch in (*shapes, *alone):
+        if len(batch.stages) != plan.workers:
+            raise Malformed(f"there are {len(batch.stages)} stages for {plan.workers} workers", f"{place}.stages")
+        leaves = len(batch.given if isinstance(batch, Plan) else batch.batch)
+        if (count := _tree_leaves(batch.batch_spec, f"{place}.batch_spec")) != leaves:
             raise Malformed(f"it is a batch of {count} leaves, but {leaves} are listed", f"{place}.batch_spec")
-    for at, shape in _shapes(plan):
+    for at, shape in shapes:
         _check_units(shape, at)
         for i, stage in enumerate(shape.stages):
-            place = f", {at}.stages[{i}]"
+            place = f"{at}.stages[{i}]"
             if (stage.weights is None) == plan.weights_apart:
                 raise Malformed("some stages make weight gradients apart, and it does not", place)
             _check_buckets(plan, i, stage, place)
             for phase, part in stage.parts.items():
-                _check_names(plan, part, shape.edges, shape.batch, place)
+                _check_names(plan, part, shape, place)
                 _check_held(part, plan.stages[i].part(phase), place)
         if shape.totals is not None:
             if len(shape.totals.stages) != 1:
-                raise Malformed(f"there are {len(shape.totals.stages)} files", f", {at}.totals.stages")
-            _check_names(plan, shape.totals.stages[0].part, (), shape.totals.batch, f", {at}.totals")
+                raise Malformed(f"there are {len(shape.totals.stages)} files", f"{at}.totals.stages")
+            alone.append((f"{at}.totals", shape.totals))
     names = [edge.name for edge in plan.all_edges]
     if len(set(names)) < len(names):
         raise Malformed("two edges have one name", ", $.edges")
-    for i, evaluation in enumerate(plan.evaluations):
-        for k, share in enumerate(evaluation.stages):
-            place = f", $.evaluations[{i}].stages[{k}]"
-            _check_names(plan, share.part, evaluation.edges, evaluation.batch, place)
-    for file in (plan.weights_file, *(code.file for code in plan.code)):
-        if not file or "/" in file or "\\" in file or file == "..":
-            raise Malformed(f"{file[:80]!r} is not a file of the build", ", $")
+    for at, evaluation in alone:
+        for i, share in enumerate(evaluation.stages):
+            _check_names(plan, share.part, evaluation, f"{at}.stages[{i}]")
+
+
+def _parts(found: Any, place: str) -> Iterator[tuple[Any, str]]:
+    """The dataclasses that a plan is made of, itself first, and where each is in the file."""
+    if isinstance(found, tuple):
+        for i, inner in enumerate(found):
+            yield from _parts(inner, f"{place}[{i}]")
+    elif dataclasses.is_dataclass(found):
+        yield found, place
+        for field in dataclasses.fields(found):
+            yield from _parts(getattr(found, field.name), f"{place}.{field.name}")
+
+
+def _check_part(plan: Plan, found: Any, place: str) -> None:
+    """Whether one part of a plan names workers and files that there can be, and has sizes that a tensor has."""
+    workers: tuple[int, ...] = ()
+    file = None
+    match found:
+        case Plan():
+            workers, file = (found.loss_worker,), found.weights_file
+        case ParameterSpec():
+            workers = (found.owner, *(reader for reader, _ in found.readers))
+        case BufferSpec():
+            workers = (found.home or 0, *found.workers)
+        case EdgeSpec():
+            workers = (found.src, found.dst)
+        case StageSpec() | EvaluationStage():
+            file = found.file
+        case TensorSpec(shape, stride, dtype):
+            sizes = len(shape) == len(stride) and min((*shape, *stride), default=0) >= 0
+            if dtype not in _DTYPES or not sizes or max((math.prod(shape), *stride)) > MOST_ELEMENTS:
+                raise Malformed(f"there is no tensor of {dtype[:40]}, {shape}, {stride}", place)
+        case LeafSpec(tensor=TensorSpec() as tensor, dim=int() as dim) if not 0 <= dim < len(tensor.shape):
+            raise Malformed(f"{found.name[:80]!r} has no dimension {dim}", place)
+    if isinstance(found, ParameterSpec | BufferSpec) and not found.names:
+        raise Malformed("it has no name", place)
+    for worker in workers:
+        if not 0 <= worker < plan.workers:
+            raise Malformed(f"there is no worker {worker}", place)
+    if file is not None and (file in ("", "..") or "/" in file or "\\" in file):
+        raise Malformed(f"{file[:80]!r} is not a file of the build", place)
 
 
 def _check_replicas(plan: Plan) -> None:
@@ -138,11 +176,6 @@ def _check_buckets(plan: Plan, worker: int, stage: StageSpec, place: str) -> Non
         raise Malformed("its code does not hand over its buckets, in their order, where it makes gradients", place)
 
 
-def _shapes(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Where each shape of batch is in the file, and its plan."""
-    yield from zip(["$", *(f"$.shapes[{i}]" for i in range(len(plan.shapes)))], plan.of_shapes, strict=True)
-
-
 def _check_units(shape: Plan, at: str) -> None:
     """Whether the workers divide the units among them, each kind in the workers' order."""
     for kind in ("forward_units", "backward_units", "weight_units"):
@@ -152,58 +185,33 @@ def _check_units(shape: Plan, at: str) -> None:
             last = len(shape.units) if i + 1 == len(shape.stages) else end
             if start != reached or not start <= end <= len(shape.units) or end != last:
                 what = f"units {start} to {end} do not follow those of the worker before, or leave some out"
-                raise Malformed(what, f", {at}.stages[{i}].{kind}")
+                raise Malformed(what, f"{at}.stages[{i}].{kind}")
             reached = end
 
 
-@dataclass(frozen=True)
-class _BatchTree:
-    """A node of a batch's pytree, as torch writes it; a leaf has no type."""
-
-    type: str | None
-    context: Any
-    children_spec: tuple[_BatchTree, ...]
-
-    @property
-    def leaves(self) -> int:
-        return 1 if self.type is None else sum(child.leaves for child in self.children_spec)
-
-
 def _tree_leaves(text: str, place: str) -> int:
-    """How many leaves a serialised pytree has."""
+    """How many leaves a serialised pytree has: its nodes without a type."""
+
+    def leaves(node: Any) -> int:
+        return 1 if node["type"] is None else sum(map(leaves, node["children_spec"]))
+
     try:
-        _protocol, tree = convert(parse(text, finite=False), tuple[int, _BatchTree])
-        return tree.leaves
-    except (Malformed, RecursionError) as error:
+        _protocol, tree = parse(text, finite=False)
+        return leaves(tree)
+    except (Malformed, RecursionError, KeyError, TypeError, ValueError) as error:
         raise Malformed("it is not a pytree as torch writes it", place) from error
 
 
-def _trees(plan: Plan) -> Iterator[tuple[str, str, int]]:
-    """Where the shape of each batch of the user's is written, what is written there, and how many leaves are listed."""
-    for at, shape in _shapes(plan):
-        yield f", {at}", shape.batch_spec, len(shape.given)
-    for i, evaluation in enumerate(plan.evaluations):
-        yield f", $.evaluations[{i}]", evaluation.batch_spec, len(evaluation.batch)
-
-
-def _leaves(plan: Plan) -> Iterator[tuple[str, LeafSpec]]:
-    for at, shape in _shapes(plan):
-        for i, leaf in enumerate(shape.batch):
-            yield f", {at}.batch[{i}]", leaf
-    for k, evaluation in enumerate(plan.alone):
-        for i, leaf in enumerate(evaluation.batch):
-            yield f", evaluation or totals {k}, batch[{i}]", leaf
-
-
-def _check_names(plan: Plan, part: PartSpec, edges: Iterable[EdgeSpec], batch: Iterable[LeafSpec], place: str) -> None:
+def _check_names(plan: Plan, part: PartSpec, of: Plan | EvaluationSpec, place: str) -> None:
+    """Whether a part names what the plan has, and the step or evaluation that it is a part of."""
     parameters = {p.name for p in plan.parameters}
-    wires = {e.name for e in edges}
+    wires = {edge.name for edge in of.edges}
     for found, known, what in (
         (part.weights, parameters, "parameter"),
         (part.gradients, parameters, "parameter"),
         (part.buffers, {b.name for b in plan.buffers}, "buffer"),
         (part.updates, {b.name for b in plan.buffers}, "buffer"),
-        (part.batch, {leaf.name for leaf in batch}, "leaf of the batch"),
+        (part.batch, {leaf.name for leaf in of.batch}, "leaf of the batch"),
         (part.receives, wires, "edge"),
         (part.sends, wires, "edge"),
     ):
@@ -223,47 +231,3 @@ def _check_held(part: PartSpec, first: PartSpec, place: str) -> None:
             raise Malformed(f"{min(more)[:80]!r} cannot {what} here: it is not for batches of the first shape", place)
     if part.loss != first.loss:
         raise Malformed("the loss is elsewhere than for batches of the first shape", place)
-
-
-def _stage_counts(plan: Plan) -> Iterator[tuple[str, int]]:
-    for at, shape in _shapes(plan):
-        yield f", {at}.stages", len(shape.stages)
-    for i, evaluation in enumerate(plan.evaluations):
-        yield f", $.evaluations[{i}].stages", len(evaluation.stages)
-
-
-def _edges(plan: Plan) -> Iterator[tuple[str, EdgeSpec]]:
-    for at, shape in _shapes(plan):
-        for i, edge in enumerate(shape.edges):
-            yield f", {at}.edges[{i}]", edge
-    for i, evaluation in enumerate(plan.evaluations):
-        for k, edge in enumerate(evaluation.edges):
-            yield f", $.evaluations[{i}].edges[{k}]", edge
-
-
-def _workers(plan: Plan) -> Iterator[tuple[str, int]]:
-    yield ", $.loss_worker", plan.loss_worker
-    for i, parameter in enumerate(plan.parameters):
-        for worker in (parameter.owner, *(reader for reader, _ in parameter.readers)):
-            yield f", $.parameters[{i}]", worker
-    for i, buffer in enumerate(plan.buffers):
-        for worker in (buffer.home or 0, *buffer.workers):
-            yield f", $.buffers[{i}]", worker
-    for place, edge in _edges(plan):
-        yield place, edge.src
-        yield place, edge.dst
-
-
-def _tensors(plan: Plan) -> Iterator[tuple[str, TensorSpec]]:
-    for i, parameter in enumerate(plan.parameters):
-        yield f", $.parameters[{i}].tensor", parameter.tensor
-    for i, buffer in enumerate(plan.buffers):
-        yield f", $.buffers[{i}].tensor", buffer.tensor
-    for place, edge in _edges(plan):
-        yield f"{place}.tensor", edge.tensor
-        if edge.packed is not None:
-            yield f"{place}.packed", edge.packed
-    batches = (*(shape.batch for shape in plan.of_shapes), *(e.batch for e in plan.alone))
-    for leaf in (leaf for batch in batches for leaf in batch):
-        if leaf.tensor is not None:
-            yield ", $.batch", leaf.tensor
