@@ -1,8 +1,11 @@
 """Where a run lost its time, in words that name the cause: the end of `fxpipe run`, `fxpipe compare`, the report.
 
 A worker's run consists of forwards, backwards and updates, of other work (data, receiving), and of waits. Lost is what
-forwards, backwards and updates take beyond the plan, and all of the rest. `fxpipe.observe.wait_causes` says why a
-worker waits.
+forwards, backwards and updates take beyond the plan, and all of the rest.
+
+Part of a wait was planned: other workers have more to do (uneven cuts), a flush, links. If that is nearly all of it,
+that is the cause. Of the rest the other losses are the cause, which name their workers; it is the messages where all
+that workers do beyond the plan is less than half of what even the one that waits least waits.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fxpipe.observe.time_spent import CLEARLY, DOES, LEAST, TimedRun, TimedWorker, Times, Wait
-from fxpipe.observe.wait_causes import wait_cause
+from fxpipe.observe.time_spent import APART, CLEARLY, DOES, LEAST, TimedRun, TimedWorker, Times, Wait
 
 MOST = 3
 """How many losses are reported."""
+
+AS_PLANNED = 0.9
+"""The least planned share of a wait for the wait to be called planned."""
 
 _NOUNS = {
     "activation": "activations",
@@ -24,7 +29,10 @@ _NOUNS = {
     "saved": "saved values",
     "input": "inputs",
     "token": "tokens",
-    "weights": "weights",
+    "norm": "the gradients' norm",
+    "overflow": "the overflow check",
+    "loss": "the loss",
+    "sum": "the sum over the replicas",
 }
 
 
@@ -40,8 +48,7 @@ def time_losses(
 
     `share` is that of the worker's run, 0 to 1; `worker` is None for a loss of all workers. A loss with several
     effects, or on several workers, is one row, with the largest share. `cause` is one of `compute`, `data`, `predict`,
-    `update`, `send`, `receive`, `other`, `fill`, `flush`, `uneven`, `link`, `plan`, and `wait` if the cause is not
-    known.
+    `update`, `send`, `receive`, `other`, `fill`, `flush`, `uneven`, `link`, `plan`, and `wait`.
 
     Args:
         workers: rows of `run.json`.
@@ -168,22 +175,36 @@ def _waits(run: TimedRun) -> list[_Loss]:
             if share < LEAST:
                 continue
             of = "" if wait.source < 0 else f" of worker {wait.source}"
-            text = f"worker {rank} waits {share:.0%} for {_awaited(wait)}{of}"
-            key, cause, why = wait_cause(run, worker, wait)
-            found.append(_Loss(key, rank, share, cause, text + why, share, waits=True))
+            awaited = " and ".join(_NOUNS.get(what, what) for what in wait.whats[:2])
+            text = f"worker {rank} waits {share:.0%} for {awaited}{of}"
+            key, why = _cause(run, worker, wait)
+            found.append(_Loss(key, rank, share, key[0], text + why, share, waits=True))
     return found
 
 
-def _awaited(wait: Wait) -> str:
-    if wait.whats[0] == "norm":
-        return "the gradients' norm"
-    if wait.whats[0] == "overflow":
-        return "the overflow check"
-    if wait.whats[0] == "loss":
-        return "the loss"
-    if wait.whats[0] == "sum":
-        return "the sum over the replicas"
-    return " and ".join(_NOUNS.get(what, what) for what in wait.whats[:2])
+def _cause(run: TimedRun, worker: TimedWorker, wait: Wait) -> tuple[tuple[Any, ...], str]:
+    """The key of a wait, which begins with its cause, and the end of the sentence that tells of it."""
+    if run.plans is None or wait.source not in run.workers or wait.whats[0] in APART:
+        return ("wait", worker.rank, wait.source, wait.whats), ""
+    uneven = run.uneven(worker.rank)
+    left = worker.waiting - uneven - run.planned_idle
+    if left <= (1 - AS_PLANNED) * worker.waiting:
+        if uneven > run.planned_idle:
+            busiest, plan = max(run.plans.items(), key=lambda item: item[1].busy)
+            own = run.plans[worker.rank]
+            more = f"{plan.busy / own.busy - 1:.0%} more" if own.busy > 0 else "all"
+            copies = plan.copy - own.copy > (plan.busy - own.busy) / 2
+            why = "it copies more messages" if copies else "the cuts are uneven"
+            return ("uneven", busiest), f": worker {busiest} has {more} to do ({why})"
+        if run.flushes:
+            return ("flush",), ": the pipeline empties after every minibatch"
+        return ("plan",), ", as planned"
+    share = wait.seconds / worker.seconds
+    planned = run.planned_share(worker.rank) * wait.seconds / worker.waiting
+    said = f", {planned:.0%} planned" if max(LEAST, share / 10) <= planned < share - LEAST / 2 else ""
+    if wait.whats[0] != "weights" and run.unexplained >= left / 2:
+        return ("link",), f"{said}: messages take longer than planned"
+    return ("wait",), said
 
 
 def _largest(losses: Sequence[_Loss]) -> list[dict[str, Any]]:

@@ -22,6 +22,9 @@ CLEARLY = 1.05
 WHOLES = ("F", "B", "update")
 """What a plan has times for, by the names in `took` of a row of `run.json`: B with weight gradients that are apart."""
 
+APART = ("norm", "overflow", "loss", "sum")
+"""What workers wait for that no plan has times for."""
+
 _SPENT = {"F": ("F",), "B": ("B", "W"), "update": ("update",)}
 
 DOES = {
@@ -175,10 +178,13 @@ class TimedRun:
         copy = self.plans[rank].copy if self.plans is not None and kind == "receive" else 0.0
         return max(self.workers[rank].of_all(kind) - copy, 0.0)
 
-    def excess(self, rank: int) -> float:
-        """All seconds of a worker's work beyond its plan."""
-        assert self.plans is not None
-        return max(self.workers[rank].occupied - self.plans[rank].busy, 0.0)
+    @property
+    def unexplained(self) -> float:
+        """What even the worker that waits least waits, without what was planned and what workers may have caused."""
+        least = min(worker.waiting for worker in self.workers.values())
+        transient = 2 * self.way  # at most: the way of the first microbatch there and back, and that of the last one
+        excess = sum(max(worker.occupied - plan.busy, 0.0) for worker, plan in self.both())
+        return least - self.planned_idle - transient - excess
 
     def reason(self, rank: int) -> str | None:
         """What makes a worker's forwards and backwards longer than planned: "predict", "send", or None for the
@@ -214,7 +220,7 @@ def _grouped(rows: Iterable[Mapping[str, Any]], fill: float) -> tuple[Wait, ...]
     sums: dict[tuple[int, str], dict[str, float]] = {}
     for row in rows:
         what, source = row["what"], row["from"]
-        family = what if what in ("weights", "norm", "overflow", "loss", "sum") else "values"
+        family = what if what in ("weights", *APART) else "values"
         group = sums.setdefault((-1 if source is None else source, family), {})
         group[what] = group.get(what, 0.0) + float(row["seconds"])
     values = sum(sum(group.values()) for (_, family), group in sums.items() if family == "values")

@@ -21,7 +21,10 @@ def test_a_run_as_planned_loses_nothing() -> None:
 
 def test_only_its_forwards_are_slow() -> None:
     found = losses(replace(EVEN, forward=(2.0, 2.5)), EVEN)
-    assert texts(found) == ["worker 0 waits 8% for gradients of worker 1, which computes 8% slower than planned"]
+    assert texts(found) == [
+        "worker 0 waits 8% for gradients of worker 1",
+        "worker 1's forwards take 1.2 times what was planned",
+    ]
     alone = losses(Played((2.6,), (4.0,)), Played((2.0,), (4.0,)))
     assert texts(alone) == ["worker 0's forwards take 1.3 times what was planned"]
     assert alone[0]["share"] == pytest.approx(0.6 / 6.6)
@@ -142,3 +145,126 @@ def test_shares_are_shares_whatever_happens(columns: Any, data: float) -> None:
         assert math.isfinite(loss["share"])
         assert "nan" not in loss["text"]
     json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("schedule", ["async", "1f1b"])
+@pytest.mark.parametrize("slow", [0, 1, 3])
+def test_a_slow_worker_is_named_and_those_that_wait_are_one_loss(schedule: str, slow: int) -> None:
+    plan = replace(FOUR, schedule=schedule, microbatches=1 if schedule == "async" else 4)
+    times = tuple(3.0 if k == slow else 2.0 for k in range(4))
+    found = losses(replace(plan, forward=times, backward=tuple(2 * t for t in times)), plan, schedule=schedule)
+    told = next(row for row in found if row["cause"] == "compute")
+    assert told["text"] == f"worker {slow}'s forwards and backwards take 1.5 times what was planned"
+    assert next(row for row in found if row["cause"] == "wait")["text"].endswith("; 2 other workers wait, too")
+    assert {row["cause"] for row in found} <= {"compute", "wait", "flush", "fill"}
+
+
+def test_uneven_cuts() -> None:
+    uneven = Played((2.0, 2.0), (5.0, 3.0), steps=1000)
+    found = losses(uneven, uneven)
+    assert texts(found) == [
+        "worker 1 waits 29% for activations of worker 0: worker 0 has 40% more to do (the cuts are uneven)"
+    ]
+    assert found[0]["cause"] == "uneven"
+    slower = replace(uneven, forward=(3.0, 3.0), backward=(7.5, 4.5))
+    assert "uneven" in [row["cause"] for row in losses(slower, uneven)], "all slower alike changes nothing about that"
+
+
+@pytest.mark.parametrize("planned", [0.0, 3.0])
+@pytest.mark.parametrize("slower", [1.3, 2.0, 3.0])
+def test_messages_that_take_longer(planned: float, slower: float) -> None:
+    plan = replace(EVEN, link=(planned,))
+    found = losses(replace(plan, link=(slower * (planned or 5.0),)), plan)
+    assert len(found) == 1
+    assert found[0]["cause"] == "link"
+    part = ", 33% planned" if planned else ""
+    assert f"{part}: messages take longer than planned; worker" in found[0]["text"]
+
+
+def test_what_was_planned_to_wait() -> None:
+    plan = replace(EVEN, link=(3.0,))
+    as_planned = losses(replace(plan, link=(3.1,)), plan)
+    assert [row["cause"] for row in as_planned] == ["plan"]
+    assert as_planned[0]["text"].endswith(", as planned; worker 0 waits, too")
+    flush = replace(EVEN, schedule="1f1b", microbatches=4)
+    found = losses(flush, flush, schedule="1f1b")
+    assert found[0]["cause"] == "flush"
+    assert "the pipeline empties after every minibatch" in found[0]["text"]
+    assert losses(flush, flush)[0]["cause"] == "plan", "without the schedule's name"
+
+
+def test_data_sends_and_predictions_are_told_of_whom_they_are() -> None:
+    assert "worker 0 spends 14% in train_data()" in texts(losses(replace(EVEN, data=1.0), EVEN))
+    found = texts(losses(replace(EVEN, send=(0.0, 0.6), predict=(0.5, 0.5)), EVEN))
+    assert "worker 1's forwards and backwards take 1.3 times what was planned: it spends 16% sending" in found
+    assert "worker 0's forwards take 1.2 times what was planned: it spends 6% predicting weights" in found
+    unknown = losses(replace(EVEN, send=(0.0, 0.6), predict=(0.5, 0.5)))
+    assert "worker 0 spends 6% predicting weights, the other 6%" in texts(unknown)
+    plan = replace(EVEN, predict=(1.0, 1.0), steps=1000)
+    assert losses(plan, plan) == [], "they are part of forwards"
+    assert texts(losses(replace(plan, predict=(3.0, 3.0)), plan)) == [
+        "forwards take 1.7 times what was planned, on all workers, which spend up to 33% predicting weights"
+    ]
+
+
+def test_norm_loss_and_weights_are_said_and_not_blamed() -> None:
+    plan = {"bubble": 0.0, "workers": [{"forward_ms": 3.0, "backward_ms": 6.5, "update_ms": 0.0}] * 2}
+    first = row(0, F=3.0, B=6.4, wait=0.6) | {"waits": [{"what": "norm", "from": 1, "seconds": 0.4}]}
+    first["waits"].append({"what": "loss", "from": 1, "seconds": 0.2})
+    second = row(1, F=3.0, B=6.5, wait=0.5) | {"waits": [{"what": "weights", "from": 0, "seconds": 0.5}]}
+    assert texts(time_losses([first, second], plan, 10.0, 1000, 1)) == [
+        "worker 1 waits 5% for weights of worker 0",
+        "worker 0 waits 4% for the gradients' norm of worker 1",
+        "worker 0 waits 2% for the loss of worker 1",
+    ]
+
+
+def test_copied_messages_are_planned_work() -> None:
+    plan = replace(EVEN, copy=0.5, steps=1000)
+    assert losses(plan, plan) == [], "the bubble has no room for them"
+    three = Played((2.0,) * 3, (4.0,) * 3, copy=0.5, steps=1000)
+    assert texts(losses(three, three)) == [
+        "worker 0 waits 13% for gradients of worker 1: worker 1 has 14% more to do (it copies more messages); "
+        "worker 2 waits, too"
+    ]
+
+
+@given(
+    st.integers(2, 5),
+    st.sampled_from(["async", "1f1b", "gpipe"]),
+    st.sampled_from(["none", "compute", "uneven", "data", "link"]),
+    st.integers(0, 4),
+    st.floats(0.3, 2),
+    st.sampled_from([0.0, 0.0, 1.0, 4.0]),
+    st.sampled_from([0.0, 3.0]),
+)
+def test_nobody_is_blamed_who_did_nothing(
+    n: int, schedule: str, fault: str, where: int, much: float, jitter: float, link: float
+) -> None:
+    """With one fault or none, and actions that now and then take longer, only what is there is named."""
+    between, where = where % (n - 1), where % n
+    batches = 1 if schedule == "async" else 3
+    plan = case = Played(
+        (2.0,) * n, (4.0,) * n, (link,) * (n - 1), schedule=schedule, microbatches=batches, steps=80
+    )  # fmt: skip
+    more = tuple(1 + much * (k == where) for k in range(n))
+    if fault in ("compute", "uneven"):
+        case = replace(plan, forward=tuple(2 * m for m in more), backward=tuple(4 * m for m in more))
+        plan = case if fault == "uneven" else plan
+    elif fault == "data":
+        case = replace(plan, data=6 * much)
+    elif fault == "link":  # 1.3 to 3 times slower, where it was planned
+        case = replace(plan, link=tuple(link + (link or 20) * much * (k == between) for k in range(n - 1)))
+    found = losses(replace(case, jitter=jitter), plan, schedule=schedule)
+    for loss in found:
+        assert loss["cause"] != "link" or fault == "link", loss
+        assert loss["cause"] != "uneven" or fault == "uneven", loss
+        assert "(the cuts are uneven)" not in loss["text"] or f"worker {where} has" in loss["text"]
+        assert "train_data" not in loss["text"] or fault == "data", loss
+        assert jitter or loss["cause"] != "compute" or fault == "compute", loss
+        assert schedule != "async" or loss["cause"] != "flush"
+        assert loss["cause"] not in ("update", "receive", "other")
+    if jitter == 0 and fault in ("compute", "data"):
+        assert fault in [loss["cause"] for loss in found], texts(found)
+    if jitter == 0 and fault == "link" and schedule == "async" and n == 2:
+        assert found[0]["cause"] == "link", texts(found)
