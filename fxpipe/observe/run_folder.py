@@ -10,7 +10,7 @@ from typing import Any, Required, TypedDict
 
 from fxpipe.errors import RunError
 from fxpipe.observe.trace.nesting import flatten
-from fxpipe.observe.trace.reader import read_trace, trace_workers
+from fxpipe.observe.trace.reader import read_trace
 from fxpipe.typed_json import Malformed, convert, finite, parse
 
 RUN, METRICS = "run.json", "metrics.jsonl"
@@ -246,13 +246,11 @@ def _timeline(folder: Path, run: dict[str, Any], problems: list[str]) -> dict[st
         return None
     path = folder / run["trace"]
     name = path.name
-    workers, microbatches = len(run.get("workers") or ()), run.get("microbatches") or 1
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError
-        least = (
-            2 * max(workers or trace_workers(path), 1) * microbatches
-        )  # spans of a minibatch: forwards and backwards
+        # So many spans a minibatch has at least: forwards and backwards.
+        least = 2 * max(len(run.get("workers") or ()), 1) * max(run.get("microbatches") or 1, 1)
         trace = read_trace(path, max(SPANS // least, 1))
     except FileNotFoundError:
         problems.append(f"{name} is missing where {RUN} says it is ({run['trace']}): there is no timeline")
@@ -261,12 +259,11 @@ def _timeline(folder: Path, run: dict[str, Any], problems: list[str]) -> dict[st
         reason = error.strerror if isinstance(error, OSError) else error
         problems.append(f"{name} cannot be read ({reason}): there is no timeline")
         return None
-    problems += trace.problems
     digest, steps = (run.get("build") or {}).get("digest"), run.get("steps")
     if digest is not None and trace.other.get("build", digest) != digest:
         problems.append(f"a run of another build has overwritten {name}: there is no timeline")
         return None
-    if trace.other and steps is not None and trace.minibatches != steps:
+    if steps is not None and trace.minibatches != steps:
         problems.append(f"{name} is of {trace.minibatches} steps, the run of {steps}: it was written by another run")
         return None
     spans = flatten(trace.events)

@@ -196,18 +196,13 @@ def test_files_that_are_missing(run: Path) -> None:
     assert found["timeline"] is None
 
 
-def test_a_truncated_trace_is_shown_up_to_there(run: Path) -> None:
+def test_a_truncated_trace_is_not_shown(run: Path) -> None:
     path = run.parent / "trace.json"
     whole = path.read_text()
-    path.write_text(whole[: whole.index('"name":"B3"')])
+    path.write_text(whole[: whole.rindex("\n", 0, whole.index('"name":"B3"'))])
     found = read_run(run)
-    line = whole[: whole.index('"name":"B3"')].count("\n") + 1
-    assert found["problems"] == [
-        f"trace.json ends in the middle of line {line}: what follows its first 11 events is missing",
-        "trace.json holds nothing of worker 1 in what is shown",
-    ]
-    assert found["timeline"]["minibatches"] == 4
-    assert found["timeline"]["of"] == 5
+    assert found["problems"] == ["trace.json cannot be read (it is cut off): there is no timeline"]
+    assert found["timeline"] is None
 
 
 @pytest.mark.parametrize(("steps", "build"), [(5, "f" * 16), (6, DIGEST)])

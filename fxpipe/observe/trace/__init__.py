@@ -1,6 +1,6 @@
-"""A measured timeline as a file in Chrome's Trace Event format, for Perfetto; it can be read back even if cut off.
+"""A measured timeline as a file in Chrome's Trace Event format, for Perfetto, and read back.
 
-The file is one JSON object with one event per line, so that a truncated file can be read line by line:
+The file is one JSON object with one event per line, so that the first minibatches can be read alone:
 
     {"traceEvents": [
     {"ph":"M","name":"process_name","pid":0,"tid":0,"args":{"name":"worker 0"}},
