@@ -127,7 +127,7 @@ def _read(build: str) -> Subject:
 def _read_run(folder: Path, subject: Subject) -> dict[str, Any]:
     from fxpipe.observe.run_folder import read_run
 
-    found: dict[str, Any] = read_run(folder, subject.digest)
+    found: dict[str, Any] = read_run(folder, subject.plan.digest)
     return found
 
 

@@ -42,14 +42,9 @@ def check_opset(opset: int) -> None:
     Raises:
         ExportError: too old or too new.
     """
-    if opset < OLDEST:
+    if not OLDEST <= opset <= NEWEST:
         raise ExportError(
-            f"opset {opset} is too old: PyTorch translates its operators to opset {OLDEST} or newer",
-            hint=f"choose --opset from {OLDEST} to {NEWEST}",
-        )
-    if opset > NEWEST:
-        raise ExportError(
-            f"opset {opset} is too new: PyTorch translates its operators up to opset {NEWEST}",
+            f"opset {opset} is too {'old' if opset < OLDEST else 'new'} for PyTorch's exporter",
             hint=f"choose --opset from {OLDEST} to {NEWEST}",
         )
 

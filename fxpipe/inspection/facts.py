@@ -51,7 +51,7 @@ def facts(
     """
     recipe = recipe_of(subject, *_asked(schedule, policy, run))
     tree = ModuleTree(subject)
-    ahead = outlook(subject, recipe)
+    forecast, timeline = (None, None) if recipe is None else outlook(subject, recipe)
     traffic = None if recipe is None else Traffic(subject.plan, recipe.demand)
     partitions = balance_rows(subject, recipe)
     efficiency = next((row["efficiency"] for row in partitions if row["chosen"]), None)
@@ -65,8 +65,8 @@ def facts(
         "edges": edge_rows(subject, traffic),
         "partitions": partitions,
         "schedules": [asdict(row) for row in subject.costs.schedules],
-        "forecast": ahead.forecast,
-        "timeline": ahead.timeline,
+        "forecast": forecast,  # this and the timeline are None if its policy is the model file's own
+        "timeline": timeline,
         "grid": grid_facts(subject, recipe),
         "run": run,
     }
@@ -127,7 +127,7 @@ def build_facts(subject: Subject) -> Facts:
     return {
         "folder": None if subject.folder is None else str(subject.folder),
         "model": None if subject.model is None else subject.model.name,
-        "digest": subject.digest,
+        "digest": plan.digest,
         "workers": plan.workers,
         "ranks": plan.ranks,
         "replicas": list(plan.replicas),

@@ -43,11 +43,6 @@ class Subject:
     stale: tuple[str, ...] = ()
     measured: bool = False
 
-    @property
-    def digest(self) -> str:
-        """The plan's digest, which tells whether a run is of this build."""
-        return self.plan.digest
-
 
 def subject_of(build: Build, model: Path | None = None) -> Subject:
     """A build in memory.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
@@ -23,18 +22,8 @@ SPANS = 6000
 """About how many spans are shown at the most."""
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """The simulated build; its fields are None if its policy is the model file's own."""
-
-    forecast: dict[str, Any] | None = None
-    timeline: dict[str, Any] | None = None
-
-
-def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
+def outlook(subject: Subject, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     """Forecast and timeline under a schedule and a policy."""
-    if recipe is None:
-        return Outlook()
     names = recipe.schedule.name, str(recipe.policy)
     scenario, steady = expect(subject.plan, subject.costs, recipe)
     period = steady.seconds_per_minibatch
@@ -52,7 +41,7 @@ def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
         memory_of(subject.plan, subject.costs, recipe.demand, worker, list(recipe.schedule.until(worker, shown)))
         for worker in rows
     ]
-    return Outlook(forecast, _timeline(simulate(recipe.schedule, scenario, shown), memory))
+    return forecast, _timeline(simulate(recipe.schedule, scenario, shown), memory)
 
 
 def _share(scenario: Scenario, worker: int, microbatches: int, period: float) -> float:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from fxpipe.observe.pulse import Pulses, Status
-
-if TYPE_CHECKING:
-    from fxpipe.observe.watch import Watch
+from fxpipe.observe.pulse import Status
 
 
 class WorkerState(NamedTuple):
@@ -20,17 +18,17 @@ class WorkerState(NamedTuple):
     in_flight: int
 
 
-class Board(Protocol):
+@dataclass(frozen=True)
+class Board:
     """Tells what the workers are doing.
 
     Attributes:
+        read: by rank; empty if nothing is known.
         noun: what it has numbers of: `worker`, or `rank` where processes have several.
     """
 
-    noun: str
-
-    def read(self) -> list[Status]:
-        """By rank; empty if nothing is known."""
+    read: Callable[[], list[Status]]
+    noun: str = "worker"
 
 
 class Looker:
@@ -56,25 +54,3 @@ class Looker:
             self._states[worker] = WorkerState(min(busy, 1.0), min(waiting, 1.0), status.in_flight)
             self._before[worker] = status
         return list(self._states) if any(status.now for status in self._before) else []
-
-
-class LocalBoard:
-    """A board of workers in this process."""
-
-    noun = "worker"
-
-    def __init__(self, watches: Sequence[Watch]) -> None:
-        self._watches = watches
-
-    def read(self) -> list[Status]:
-        return [watch.status for watch in self._watches]
-
-
-class PulseBoard:
-    """A board of separate processes, by their pulses."""
-
-    def __init__(self, pulses: Pulses, noun: str = "worker") -> None:
-        self._pulses, self.noun = pulses, noun
-
-    def read(self) -> list[Status]:
-        return [signs.status for signs in self._pulses.read()]

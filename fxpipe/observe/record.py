@@ -177,15 +177,15 @@ class Record:
         scaled = self.scaled()
         shown = metrics if scaled is None else {**metrics, "loss_scale": scaled.scale}
         if self._file is not None:
-            line: dict[str, Any] = {"step": minibatch + 1, "loss": loss if math.isfinite(loss) else None}
+            line: dict[str, Any] = {"step": minibatch + 1, "loss": loss}
             if metrics:
-                line["metrics"] = _finite(metrics)
+                line["metrics"] = dict(metrics)
             if self.steps_per_epoch is not None:
                 line["epoch"] = minibatch // self.steps_per_epoch + 1
             if lr is not None:
                 line["lr"] = lr
             if norm is not None:
-                line["grad_norm"] = norm if math.isfinite(norm) else None
+                line["grad_norm"] = norm
             if scaled is not None:
                 line |= {"loss_scale": scaled.scale} | ({"skipped": True} if scaled.skipped else {})
             self._file.write(line | {"seconds": round(seconds, 6), "samples_per_second": round(rate, 3)})
@@ -206,7 +206,7 @@ class Record:
         self.evaluations.append({"step": step, "metrics": metrics})
         self._steady.disturbed.add(step)
         if self._file is not None:
-            self._file.write({"step": step, "eval": _finite(metrics)} | ({"best": True} if best else {}))
+            self._file.write({"step": step, "eval": metrics} | ({"best": True} if best else {}))
         if self._tensorboard is not None:
             self._tensorboard.evaluated(step, metrics)
         if self._progress is not None:
@@ -290,11 +290,6 @@ class Record:
             show(self._progress)
         except (OSError, ValueError):  # the latter if it is closed
             self._progress = None
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """As JSON has it: null for what is not finite."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 class _Steady:

@@ -75,3 +75,11 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
+
+
+def tree_text(spec: str) -> str:
+    """A serialised pytree as torch shows it; as it is written, if torch knows no such type."""
+    try:
+        return str(pytree.treespec_loads(spec))
+    except Exception:  # whatever a plan holds that someone has written
+        return spec

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import BatchError
 from fxpipe.plan.spec import LeafSpec, TensorSpec
 from fxpipe.task.batch import constant_of, dump, said, split
-from fxpipe.task.containers import flatten
-from fxpipe.task.tree_text import tree_text
+from fxpipe.task.containers import flatten, tree_text
 
 
 class Splitter:

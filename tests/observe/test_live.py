@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from typing import Any
 
@@ -10,38 +11,21 @@ import pytest
 import torch.distributed as dist
 
 from fxpipe.observe import progress as progress_module
-from fxpipe.observe.live import Looker, PulseBoard, WorkerState
+from fxpipe.observe.live import Board, Looker, WorkerState
 from fxpipe.observe.progress import BarProgress, LineProgress, _clock, _table
 from fxpipe.observe.pulse import Pulse, Status, StorePulses
 from fxpipe.observe.watch import Watch
 
 
-class Steady:
+def steady(*states: WorkerState) -> Board:
     """A board of workers that always do the same, an hour later at every look."""
+    hours = itertools.count(3600 * 10**9, 3600 * 10**9)
 
-    noun = "worker"
+    def read() -> list[Status]:
+        now = next(hours)
+        return [Status(now, round(s.busy * now), round(s.waiting * now), s.in_flight) for s in states]
 
-    def __init__(self, *states: WorkerState) -> None:
-        self.states = states
-        self.now = 0
-
-    def read(self) -> list[Status]:
-        self.now += 3600 * 10**9
-        return [
-            Status(self.now, round(s.busy * self.now), round(s.waiting * self.now), s.in_flight) for s in self.states
-        ]
-
-
-class Told:
-    """A board that says one thing after the other."""
-
-    noun = "worker"
-
-    def __init__(self, *found: list[Status]) -> None:
-        self.found = list(found)
-
-    def read(self) -> list[Status]:
-        return self.found.pop(0)
+    return Board(read)
 
 
 def rendered(thing: Any, width: int = 80) -> str:
@@ -53,13 +37,12 @@ def rendered(thing: Any, width: int = 80) -> str:
 
 
 def test_shares_are_of_the_time_since_the_last_look() -> None:
-    looker = Looker(
-        Told(
-            [Status(100, 50, 10, 1), Status(100, 100, 0, 2)],
-            [Status(200, 60, 90, 3), Status(100, 100, 0, 2)],
-            [],
-        )
-    )
+    told = iter([
+        [Status(100, 50, 10, 1), Status(100, 100, 0, 2)],
+        [Status(200, 60, 90, 3), Status(100, 100, 0, 2)],
+        [],
+    ])  # fmt: skip
+    looker = Looker(Board(lambda: next(told)))
     assert looker.look() == [
         WorkerState(0.5, 0.1, 1),
         WorkerState(1.0, 0.0, 2),
@@ -77,7 +60,7 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(progress_module, "perf_counter", lambda: now[0])
     stream = io.StringIO()
     progress = LineProgress(stream, pause=5.0)
-    progress.watch(Steady(WorkerState(0.934, 0.05, 2), WorkerState(0.71, 0.29, 1)))
+    progress.watch(steady(WorkerState(0.934, 0.05, 2), WorkerState(0.71, 0.29, 1)))
     for step in range(1, 101):
         now[0] += 0.5
         progress(step, 100, 2.0, 64.0)
@@ -92,7 +75,7 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
 def test_many_workers_stay_one_line() -> None:
     stream = io.StringIO()
     progress = LineProgress(stream)
-    progress.watch(Steady(*[WorkerState(worker / 100, 0.1, 1) for worker in range(64)]))
+    progress.watch(steady(*[WorkerState(worker / 100, 0.1, 1) for worker in range(64)]))
     progress(1, 1, 2.0, 64.0)
     assert stream.getvalue().endswith("busy 0 to 63 %\n")
 
@@ -116,7 +99,7 @@ def test_a_terminal_shows_of_many_workers_those_that_wait_most() -> None:
 def test_the_bar_draws_the_workers_beneath_itself() -> None:
     progress = BarProgress()
     try:
-        progress.watch(Steady(WorkerState(0.93, 0.05, 2)))
+        progress.watch(steady(WorkerState(0.93, 0.05, 2)))
         progress(3, 10, 2.0, 64.0)
         text = rendered(progress._bar.get_renderable(), 90)
     finally:
@@ -135,13 +118,14 @@ def test_time_left(seconds: float, text: str) -> None:
 
 def test_the_board_is_what_the_pulses_say() -> None:
     store = StorePulses(dist.HashStore(), 2)
-    assert Looker(PulseBoard(store)).look() == [], "nobody has said anything"
+    board = Board(lambda: [signs.status for signs in store.read()])
+    assert Looker(board).look() == [], "nobody has said anything"
     watch, pulse = Watch(), Pulse()
     pulse.follow([watch])
     store.put(0, pulse.numbers)
     watch.open("F")
     pulse.after_beat = lambda: store.put(1, pulse.numbers)
     pulse.beat()
-    first, second = PulseBoard(store).read()
+    first, second = board.read()
     assert first == Status(0, 0, 0, 0)
     assert 0 < second.busy <= second.now

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import FxpipeError, NotFiniteError
-from fxpipe.observe.live import LocalBoard
+from fxpipe.observe.live import Board
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.runtime.options import RunOptions
@@ -135,7 +135,7 @@ def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop
             warn_of_little_room(options.out, plan, executors[0].store.averages is not None)
             for watch in watches:
                 watch.begin()
-            record.begin(LocalBoard(watches[: plan.workers]))
+            record.begin(Board(lambda: [watch.status for watch in watches[: plan.workers]]))
             feed.go_on(pipeline.fed, pipeline.data_mark)
             if (checkpoints := pipeline.checkpoints) is not None:
                 feed.marks, checkpoints.data, checkpoints.writer.logs = checkpoints.due, feed.mark, record.sync

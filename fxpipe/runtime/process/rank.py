@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import NotFiniteError
-from fxpipe.observe.live import PulseBoard
+from fxpipe.observe.live import Board
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import Pulse, Pulses
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
@@ -344,7 +344,7 @@ class RankRun:
             watch.begin()
         self.pulse.phase = "training"
         if record is not None:
-            record.begin(PulseBoard(self.pulses, self.plan.mesh.noun))
+            record.begin(Board(lambda: [signs.status for signs in self.pulses.read()], self.plan.mesh.noun))
         try:
             row = ending(self._row(), lambda: self.total, self.recipe)
             feed = None if self.batches is None else self._share

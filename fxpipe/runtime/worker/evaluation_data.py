@@ -12,12 +12,11 @@ from fxpipe.plan.spec import EvaluationSpec, LeafSpec, Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
 from fxpipe.stages.minibatch import number_of
 from fxpipe.task.batch import describe, dump, said, shape_key
-from fxpipe.task.containers import flatten
+from fxpipe.task.containers import flatten, tree_text
 from fxpipe.task.loss_weights import LossWeight, LossWeights
 from fxpipe.task.model_file import hook_raised
 from fxpipe.task.padding import padded
 from fxpipe.task.splitter import Splitter
-from fxpipe.task.tree_text import tree_text
 
 Batches = Callable[[], Iterable[Any]]
 
