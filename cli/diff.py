@@ -123,34 +123,12 @@ def _workers(found: Json) -> ShownTable:
 
 
 def _edges(found: Json) -> ShownTable:
-    """Those that went, came or carry something else, by kind and way."""
-    ways: dict[tuple[Any, ...], dict[str, list[Json]]] = {}
-
-    def add(which: str, edge: Json) -> None:
-        key = edge["kind"], *way(edge)
-        ways.setdefault(key, {"went": [], "came": [], "before": [], "after": []})[which].append(edge)
-
-    for row in found["edges"].values():
-        for which in ("went", "came"):
-            for edge in row[which]:
-                add(which, edge)
-        for pair in row["changed"]:
-            add("before", pair["first"])
-            add("after", pair["second"])
-
-    def names(which: str) -> Any:
-        return lambda row: [edge["name"].partition(":")[0] for edge in row[1][which]]
-
-    def size(*which: str) -> Any:
-        return lambda row: sum(edge["bytes"] for name in which for edge in row[1][name])
-
     columns = (
-        Column("edge", lambda row: row[0][1:], WORKERS), Column("kind", lambda row: row[0][0], TEXT),
-        Column("gone", names("went"), NAMES), Column("new", names("came"), NAMES),
-        Column("changed", names("after"), NAMES),
-        Column("before", size("went", "before"), SIZE), Column("after", size("came", "after"), SIZE),
+        Column("edge", way, WORKERS), Column("kind", "kind", TEXT),
+        Column("gone", "went", NAMES), Column("new", "came", NAMES), Column("changed", "changed", NAMES),
+        Column("before", "before", SIZE), Column("after", "after", SIZE),
     )  # fmt: skip
-    return ShownTable(columns, list(ways.items()))
+    return ShownTable(columns, found["edges"])
 
 
 def _parameters(found: Json) -> Iterator[str]:

@@ -62,7 +62,8 @@ def difference(
         with their number of "units" and "ms"; "weights" only where W has cuts of its own;
         "owners": parameters that went "from" an owner "to" another;
         "workers": each with its facts in "first" and "second", None if it is not there, and what "changed" of them;
-        "edges": by kind, number and bytes in both, and the rows that "came", "went" and "changed" what they carry;
+        "edges": by kind and way, the names of those that "came", "went" and "changed" what they carry, and their bytes
+        "before" and "after";
         "parameters", "sources", "code": names that are in one only, and those that changed;
         "weights": whether the initial weights differ; None if that is not known;
         "edited": stages that someone edited; "stale": sources that changed since, of both;
@@ -75,7 +76,7 @@ def difference(
         "second": names[1],
         "settings": _settings(first, second),
         "moved": moved,
-        "owners": _owners(first, second),
+        "owners": [{"from": a, "to": b, "names": names} for a, b, names in _ways(_owned(first), _owned(second))],
         "workers": _workers(first, second),
         "edges": _edges(first, second),
         "parameters": _names(_owned(first), _owned(second)),
@@ -106,12 +107,11 @@ def _digest(text: str) -> str:
 
 
 def _identical(found: Json) -> bool:
-    lists = (found["settings"], found["moved"], found["owners"])
+    lists = (found["settings"], found["moved"], found["owners"], found["edges"])
     names = (found["parameters"], found["sources"], found["code"])
     return (
         not any(lists)
         and not any(n for group in names for n in group.values())
-        and not any(row["came"] or row["went"] or row["changed"] for row in found["edges"].values())
         and not any(set(w["changed"]) - set(TIMES) for w in found["workers"])
         and not found["weights"]
         and found["units"][0] == found["units"][1]
@@ -141,16 +141,19 @@ def _keyed(facts: Json) -> dict[tuple[str, int], Json]:
     return keyed
 
 
+def _ways(before: Mapping[Any, int], now: Mapping[Any, int]) -> list[tuple[int, int, list[Any]]]:
+    """What is on another worker now: from where, to where, and what, by its keys."""
+    ways: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for key in before:
+        if now.get(key, before[key]) != before[key]:
+            ways[before[key], now[key]].append(key)
+    return [(*way, keys) for way, keys in sorted(ways.items())]
+
+
 def _moved(first: Json, second: Json, phase: str) -> Iterator[Json]:
     before, now = _keyed(first), _keyed(second)
-    common = [key for key in before if key in now]
-    ways: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
-    for key in common:
-        way = before[key][phase], now[key][phase]
-        if way[0] != way[1]:
-            ways[way].append(key)
     cost = {"forward": "forward_ms", "backward": "backward_ms", "weights": "weight_ms"}[phase]
-    for (source, target), keys in sorted(ways.items()):
+    for source, target, keys in _ways(*({key: unit[phase] for key, unit in side.items()} for side in (before, now))):
         yield {
             "phase": phase,
             "from": source,
@@ -164,24 +167,6 @@ def _moved(first: Json, second: Json, phase: str) -> Iterator[Json]:
 def _owned(facts: Json) -> dict[str, int]:
     """Parameters with their owners."""
     return {name: worker["worker"] for worker in facts["workers"] for name in worker["owned_names"]}
-
-
-def _owners(first: Json, second: Json) -> list[Json]:
-    before, now = _owned(first), _owned(second)
-    common = [name for name in before if name in now]
-    ways = defaultdict(list)
-    for name in common:
-        if before[name] != now[name]:
-            ways[before[name], now[name]].append(name)
-    return [
-        {
-            "from": source,
-            "to": target,
-            "names": names,
-            "modules": list(dict.fromkeys(name.rpartition(".")[0] for name in names)),
-        }
-        for (source, target), names in sorted(ways.items())
-    ]
 
 
 def _workers(first: Json, second: Json) -> list[Json]:
@@ -202,23 +187,22 @@ def _differ(name: str, one: Any, two: Any) -> bool:
     return abs(one - two) > NOTICEABLE * max(one, two)
 
 
-def _edges(first: Json, second: Json) -> dict[str, Json]:
+def _edges(first: Json, second: Json) -> list[Json]:
+    """By kind and way, the names of those that went, came or carry something else, and their bytes before and after."""
     before, now = ({_edge_key(e): e for e in facts["edges"]} for facts in (first, second))
-    kinds = dict.fromkeys(e["kind"] for facts in (first, second) for e in facts["edges"])
-    rows: dict[str, Json] = {
-        kind: {"first": [0, 0], "second": [0, 0], "went": [], "came": [], "changed": []} for kind in kinds
-    }
-    for side, edges, others, gone in (("first", before, now, "went"), ("second", now, before, "came")):
-        for key, edge in edges.items():
-            row = rows[edge["kind"]]
-            row[side][0] += 1
-            row[side][1] += edge["bytes"]
-            if key not in others:
-                row[gone].append(edge)
-    for key, edge in before.items():
-        if key in now and _value(edge) != _value(now[key]):
-            rows[edge["kind"]]["changed"].append({"first": edge, "second": now[key]})
-    return rows
+    rows: dict[tuple[Any, ...], Json] = {}
+    for key in before | now:
+        one, two = before.get(key), now.get(key)
+        if one and two and _value(one) == _value(two):
+            continue
+        found: Json = before[key] if two is None else two
+        way = {name: found[name] for name in ("kind", "src", "src_phase", "dst", "dst_phase")}
+        names: Json = {"went": [], "came": [], "changed": []}
+        row = rows.setdefault(tuple(way.values()), way | names | {"before": 0, "after": 0})
+        row["went" if two is None else "came" if one is None else "changed"].append(found["name"].partition(":")[0])
+        row["before"] += one["bytes"] if one else 0
+        row["after"] += two["bytes"] if two else 0
+    return list(rows.values())
 
 
 def _edge_key(edge: Json) -> tuple[Any, ...]:
