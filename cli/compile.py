@@ -211,10 +211,9 @@ def _print(
 ) -> None:
     from fxpipe.codecs.accuracy_warnings import not_studied, used_by
     from fxpipe.errors import listed
+    from fxpipe.inspection.batches import microbatch_lines, shape_lines
     from fxpipe.inspection.codecs import codec_facts, codec_text
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
-    from fxpipe.inspection.microbatches import microbatch_lines
-    from fxpipe.inspection.shapes import shape_lines
     from fxpipe.inspection.subject import subject_of
     from fxpipe.inspection.tables import workers
     from fxpipe.inspection.workers import again_text, worker_rows
@@ -340,10 +339,9 @@ def _as_json(
     staleness: Staleness,
 ) -> dict[str, Any]:
     plan = build.plan
+    from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_facts
     from fxpipe.inspection.codecs import codec_facts
     from fxpipe.inspection.evaluation import evaluation_facts
-    from fxpipe.inspection.microbatches import microbatch_facts
-    from fxpipe.inspection.shapes import padding_facts, shape_facts
     from fxpipe.observe.record import samples_of
 
     samples = samples_of(plan)

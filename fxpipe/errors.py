@@ -41,13 +41,6 @@ class FxpipeError(Exception):
             text += f"\n  more: fxpipe explain {self.page}"
         return text
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.where, self.hint, self.page))
-
-
-def _rebuild(kind: type[FxpipeError], what: str, where: str | None, hint: str | None, page: str | None) -> FxpipeError:
-    return kind(what, where=where, hint=hint, page=page)
-
 
 class TaskError(FxpipeError):
     """The user's file: a hook is missing, misspelt or returns the wrong thing."""

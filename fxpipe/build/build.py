@@ -23,6 +23,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from fxpipe.build.weights_file import check_dtypes, weights_bytes
+from fxpipe.build.weights_file import weights_bytes
 from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError, first_line
 from fxpipe.ir.program_table import ProgramTable, read_table
@@ -124,12 +125,11 @@ class Build:
         """
         folder = Path(folder)
         check_target(folder)
-        check_dtypes(self.tensors)
+        weights = weights_bytes(self.tensors)
         plan = self.plan
         if model_file is not None:
             relative = os.path.relpath(Path(model_file).resolve(), folder.resolve())
             plan = dataclasses.replace(plan, model_file=relative)
-        weights = weights_bytes(self.tensors)
         plan = dataclasses.replace(plan, weights_digest=hashlib.sha256(weights).hexdigest())
         with replacing_alone(folder) as fresh:
             for name, source in self.files.items():
@@ -295,10 +295,7 @@ def load(folder: str | Path) -> Build:
         plan,
         files,
         tensors,
-        costs=read_costs(folder, plan) or BuildCosts(),
-        profile=read_profile(folder),
-        nodes=read_nodes(folder),
-        passes=read_passes(folder),
+        **beside_plan(folder, plan),
         node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,
         folder=folder,
     )
@@ -350,31 +347,22 @@ def join(
     return JoinedPipeline(chosen, task)
 
 
-def read_passes(folder: Path) -> tuple[str, ...]:
-    """What each pass did, a line a pass; empty for a build of an earlier fxpipe, which did not keep it."""
-    path = folder / PASSES
-    return tuple(path.read_text(encoding="utf-8", errors="replace").splitlines()) if path.is_file() else ()
+def beside_plan(folder: Path, plan: Plan) -> dict[str, Any]:
+    """What a build's folder holds that a run does not need: its costs, profile, nodes and passes, as fields of `Build`.
 
-
-def read_profile(folder: Path) -> Profile | None:
-    """What a build's units cost; None for a build of an earlier fxpipe, which did not keep it.
+    A file that is gone has no entry.
 
     Raises:
-        BuildError: it cannot be read.
+        BuildError: one of them cannot be read.
     """
-    path = folder / PROFILE
-    if not path.is_file():
-        return None
-    return read_profile_json(path, error=BuildError, hint="compile again, or delete it: a run does not need it")
-
-
-def read_nodes(folder: Path) -> ProgramTable | None:
-    """A build's program, node by node; None for a build of an earlier fxpipe, which did not keep it.
-
-    Raises:
-        BuildError: it cannot be read.
-    """
-    return read_table(folder / PROGRAM) if (folder / PROGRAM).is_file() else None
+    readers: dict[str, tuple[str, Callable[[Path], Any]]] = {
+        "profile": (PROFILE, partial(read_profile_json, error=BuildError, hint="compile again, or delete it")),
+        "nodes": (PROGRAM, read_table),
+        "passes": (PASSES, lambda path: tuple(path.read_text(encoding="utf-8", errors="replace").splitlines())),
+    }
+    found = {name: read(folder / file) for name, (file, read) in readers.items() if (folder / file).is_file()}
+    costs = read_costs(folder, plan)
+    return found if costs is None else found | {"costs": costs}
 
 
 def _source(path: Path) -> str:

@@ -14,12 +14,11 @@ from typing import Any
 import fxpipe
 from fxpipe.errors import PolicyError
 from fxpipe.inspection.balance import PINNED, balance_rows
+from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_facts
 from fxpipe.inspection.edges import edge_rows
 from fxpipe.inspection.evaluation import evaluation_facts
 from fxpipe.inspection.grid import grid_rows
-from fxpipe.inspection.microbatches import microbatch_facts
 from fxpipe.inspection.modules import ModuleTree, node_table
-from fxpipe.inspection.shapes import padding_facts, shape_facts
 from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.timeline import outlook
 from fxpipe.inspection.units import unit_rows

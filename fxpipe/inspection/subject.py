@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fxpipe.build.build import Build, read_nodes, read_passes, read_profile
+from fxpipe.build.build import Build, beside_plan
 from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError
 from fxpipe.ir.program_table import ProgramTable
-from fxpipe.plan.build_folder import model_path, read_plan, stale_sources
+from fxpipe.plan.build_folder import COSTS, PROFILE, PROGRAM, model_path, read_plan, stale_sources
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.costs_file import BuildCosts, read_costs
+from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.profile import Profile
 from fxpipe.stages.loaded import is_edited
 
@@ -87,21 +87,19 @@ def read_subject(folder: str | Path) -> Subject:
         files[stage.file] = source.decode("utf-8", errors="replace")
         if is_edited(source, stage):
             edited.append(stage.file)
-    costs, nodes, profile = read_costs(folder, plan), read_nodes(folder), read_profile(folder)
-    if costs is None or not costs.workers or nodes is None or profile is None:
-        found = {"costs.json": costs and costs.workers, "program.json": nodes, "profile.json": profile}
+    known = beside_plan(folder, plan)
+    costs = known.get("costs", BuildCosts())
+    found = {COSTS: costs.workers, PROGRAM: known.get("nodes"), PROFILE: known.get("profile")}
+    if missing := [name for name, read in found.items() if not read]:
         raise BuildError(
-            f"it has no {' and no '.join(name for name, read in found.items() if not read)}, which a run does not need",
+            f"it has no {' and no '.join(missing)}, which a run does not need",
             where=str(folder),
             hint=f"compile the model again: fxpipe compile MODEL -o {folder}",
         )
     return Subject(
         plan=plan,
         files=files,
-        costs=costs,
-        nodes=nodes,
-        profile=profile,
-        passes=read_passes(folder),
+        **known,
         folder=folder,
         model=model_path(plan, folder),
         edited=tuple(edited),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from fxpipe.errors import listed
+from fxpipe.inspection.formats import plural
 from fxpipe.inspection.values import MOST, PLACEHOLDERS, Json, trace
 from fxpipe.planner.quantity import size
 
@@ -51,13 +52,13 @@ def _parameter_lines(found: Json) -> Iterator[str]:
 
 def _module_lines(found: Json) -> Iterator[str]:
     path = found["path"] or found["name"] or "the whole model"
-    yield f"{path}  module  {_count(found['of'], 'node')}"
+    yield f"{path}  module  {plural(found['of'], 'node')}"
     for title in ("forward", "backward"):
-        parts = (f"worker {worker} {_ms(ms)} ({_count(nodes, 'node')})" for worker, ms, nodes in found[title])
+        parts = (f"worker {worker} {_ms(ms)} ({plural(nodes, 'node')})" for worker, ms, nodes in found[title])
         yield f"  {title:<8}  {', '.join(parts) or 'nothing'}"
     if found["parameters"]:
         owners = f", owned by {_workers(found['owners'])}"
-        yield f"  {_count(found['parameters'], 'parameter')}, {size(found['parameter_bytes'])}{owners}"
+        yield f"  {plural(found['parameters'], 'parameter')}, {size(found['parameter_bytes'])}{owners}"
     lines = [_line(value) for value in found["nodes"]]
     yield from _section("nodes", lines, more=found["of"] - len(lines))
 
@@ -125,10 +126,6 @@ def _section(title: str, lines: Iterable[str], empty: str = "", more: int = 0) -
 
 def _workers(ranks: Sequence[int]) -> str:
     return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _phase(written: str) -> str:

@@ -67,11 +67,12 @@ def check(plan: Plan) -> None:
     _check_replicas(plan)
     shapes = [(", $", plan), *((f", $.shapes[{i}]", shape) for i, shape in enumerate(plan.of_shapes[1:]))]
     alone = [(f", $.evaluations[{i}]", evaluation) for i, evaluation in enumerate(plan.evaluations)]
-    for place, batch in (*shapes, *alone):
-        if len(batch.stages) != plan.workers:
-            raise Malformed(f"there are {len(batch.stages)} stages for {plan.workers} workers", f"{place}.stages")
-        leaves = len(batch.given if isinstance(batch, Plan) else batch.batch)
-        if (count := _tree_leaves(batch.batch_spec, f"{place}.batch_spec")) != leaves:
+    whole: list[tuple[str, Plan | EvaluationSpec]] = [*shapes, *alone]
+    for place, of in whole:
+        if len(of.stages) != plan.workers:
+            raise Malformed(f"there are {len(of.stages)} stages for {plan.workers} workers", f"{place}.stages")
+        leaves = len(of.given if isinstance(of, Plan) else of.batch)
+        if (count := _tree_leaves(of.batch_spec, f"{place}.batch_spec")) != leaves:
             raise Malformed(f"it is a batch of {count} leaves, but {leaves} are listed", f"{place}.batch_spec")
     for at, shape in shapes:
         _check_units(shape, at)

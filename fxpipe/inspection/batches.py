@@ -1,12 +1,14 @@
-"""What a build makes of its microbatches: where the batch is cut, and what their losses are of the whole batch's."""
+"""What a build makes of batches: where they are cut, what microbatches' losses are of the whole's, shapes, padding."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from fxpipe.observe.record import samples_of
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.spec import LeafSpec, Plan
+from fxpipe.task.batch import said
 
 FEW_SAMPLES = 8
 """With 4 images, batch norm cost half a point to two in benchmarks/accuracy, with 2 two to four."""
@@ -49,3 +51,39 @@ def microbatch_lines(plan: Plan) -> Iterator[str]:
         yield "loss: the whole batch's; it divides by sums over the whole batch, which worker 0 makes (totals.py)"
     elif facts["loss"] == "sum":
         yield "loss: the whole batch's, the sum of the microbatches' losses"
+
+
+def shape_facts(plan: Plan) -> list[dict[str, Any]]:
+    """For each shape its files, and what distinguishes its microbatches: sizes of tensors, or constants, by leaf."""
+    plans = plan.of_shapes
+    texts = [{leaf.name: _text(leaf) for leaf in of_shape.given} for of_shape in plans]
+    names = dict.fromkeys(name for text in texts for name in text)
+    differing = [name for name in names if len({text.get(name) for text in texts}) > 1]
+    return [
+        {
+            "files": [stage.file for stage in of_shape.stages],
+            "batch": {name: text[name] for name in differing if name in text},
+        }
+        for of_shape, text in zip(plans, texts, strict=True)
+    ]
+
+
+def padding_facts(plan: Plan) -> list[dict[str, Any]]:
+    """Which leaves get what appended, along which dimensions, to multiples of what."""
+    return [dataclasses.asdict(rule) for rule in plan.padding]
+
+
+def shape_lines(plan: Plan) -> Iterator[str]:
+    """The same in words; nothing for a build of one shape without padding."""
+    if plan.padding:
+        rules = ", ".join(f"{rule.leaf} with {rule.value}" for rule in plan.padding)
+        yield f"padding: to multiples of {plan.padding[0].multiple}: {rules}"
+    if not plan.shapes:
+        return
+    for number, facts in enumerate(shape_facts(plan)):
+        batch = ", ".join(f"{name} {text}" for name, text in facts["batch"].items())
+        yield f"shape {number}: {batch or 'another structure'} in {facts['files'][0]}, …"
+
+
+def _text(leaf: LeafSpec) -> str:
+    return said(leaf.constant) if leaf.tensor is None else f"{leaf.tensor.dtype}{list(leaf.tensor.shape)}"
