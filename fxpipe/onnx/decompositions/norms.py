@@ -70,25 +70,6 @@ def _batch_norm(
     return out.to(made), mean.to(saved), rstd.to(saved), running_mean, running_var
 
 
-def _functional(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor | None, ...]:
-    return _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
-
-
-def _no_stats(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
-) -> tuple[Tensor, ...]:
-    return _batch_norm(x, weight, bias, None, None, training, momentum, eps)[:3]
-
-
 def _with_update_functional(
     x: Tensor,
     weight: Tensor | None,
@@ -140,36 +121,6 @@ def _batch_norm_backward(
             dx = dx - (centred * _wide(factor * rstd * dw / count, x) + _wide(factor * total / count, x))
     dw, db = dw if output_mask[1] else None, total if output_mask[2] else None
     return _cast(dx, made), _cast(dw, of_weight), _cast(db, of_weight)
-
-
-def _cudnn_backward(
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    eps: float,
-    reserve: Tensor,
-) -> tuple[Tensor | None, ...]:
-    return _batch_norm_backward(grad, x, weight, running_mean, running_var, mean, rstd, True, eps, [True, True, True])
-
-
-def _with_reserve_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    update: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-    reserve: Tensor,
-) -> tuple[Tensor | None, ...]:
-    return _batch_norm_backward(grad, x, weight, running_mean, running_var, mean, rstd, update, eps, output_mask)
 
 
 def _layer_norm_backward(
@@ -280,12 +231,15 @@ def _var(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
 
 
 TABLE: dict[OpOverload, Callable[..., Any]] = {
-    aten._native_batch_norm_legit_functional.default: _functional,
-    aten._native_batch_norm_legit.no_stats: _no_stats,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: lambda *args: _batch_norm(*args[:3], None, None, *args[3:])[:3],
     aten._batch_norm_with_update_functional.default: _with_update_functional,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten.cudnn_batch_norm_backward.default: _cudnn_backward,
-    aten.batch_norm_backward.default: _with_reserve_backward,
+    # The last argument of these two is a buffer of the kernel's own.
+    aten.cudnn_batch_norm_backward.default: lambda x, grad, *args: _batch_norm_backward(
+        grad, x, *args[:-2], True, args[-2], [True, True, True]
+    ),
+    aten.batch_norm_backward.default: lambda *args: _batch_norm_backward(*args[:-1]),
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
