@@ -1,4 +1,4 @@
-"""Activations' gradients, distances and dropout: entry by entry."""
+"""Activations' gradients and distances: entry by entry."""
 
 from __future__ import annotations
 
@@ -22,18 +22,6 @@ def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Ten
         return grad * ((t + 1) * ((1 - t) * slope + 1)) * 0.5
     u = x * math.sqrt(0.5)
     return grad * (torch.erf(u) + u * torch.exp(-(u * u)) * (2 / math.sqrt(math.pi)) + 1) * 0.5
-
-
-def _softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    return ((grad - (grad * out).sum(dim, keepdim=True)) * out).to(input_dtype)
-
-
-def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    return (grad - torch.exp(out) * grad.sum(dim, keepdim=True)).to(input_dtype)
-
-
-def _dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return grad * (mask.to(grad.dtype) * scale)
 
 
 def _shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
@@ -69,9 +57,6 @@ def _relu(x: Tensor) -> Tensor:
 TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.relu.default: _relu,
     aten.gelu_backward.default: _gelu_backward,
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
-    aten.native_dropout_backward.default: _dropout_backward,
     aten.softshrink_backward.default: _shrink_backward,
     aten.hardshrink_backward.default: _shrink_backward,
     aten._cdist_forward.default: _cdist,
