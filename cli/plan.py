@@ -105,9 +105,8 @@ def plan_command(
     --gpus N chooses the replicas of every worker, too: processes that have the same stage and do its microbatches in
     turn. The plan says how many each has, as PipeDream writes it (15-1: fifteen processes of the first stage, one of
     the last), what a minibatch takes, and what plain data parallelism and a plain pipeline of as many processes would
-    take. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. --machine says how many processes share a machine;
-    --bandwidth is then between machines, each of which has one link for all its processes. --microbatches is the number
-    in the whole minibatch; with --dp, that of one replica of the pipeline, as for `compile`.
+    take. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. --microbatches is the number in the whole
+    minibatch; with --dp, that of one replica of the pipeline, as for `compile`.
 
     \b
     fxpipe plan examples/gpt.py -n 8 --microbatches 1,4,8
@@ -118,7 +117,6 @@ def plan_command(
     fxpipe plan profile.json -n 4 --speed 1,1,0.5,0.5 --json
     fxpipe plan examples/gpt.py -n 2 --schedule zb-v --microbatches 4 --save-schedule zb-v.csv
     fxpipe plan vgg16.txt --gpus 16 --bandwidth 10Gbit
-    fxpipe plan vgg16.txt --gpus 16 --machine 4 --inner-bandwidth 10GB/s --bandwidth 10Gbit --microbatches 30
     fxpipe plan examples/gpt.py --replicas 2,1,1 --bandwidth 10Gbit
     fxpipe plan examples/gpt.py -n 2 --dp 4 --bandwidth 10Gbit --json
     """

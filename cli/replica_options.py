@@ -1,4 +1,4 @@
-"""The options of `fxpipe plan` that say how many processes each worker has, and which of them share a machine."""
+"""The options of `fxpipe plan` that say how many processes each worker has."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-from fxpipe.cli.cost_options import typed_quantity
 
 from fxpipe.plan.limits import MOST_WORKERS, replicas_of_text
-from fxpipe.planner import quantity
-from fxpipe.planner.links import NCCL_NODE, Links
-from fxpipe.planner.workers import Machines
 
 
 @dataclass(frozen=True)
@@ -25,16 +21,12 @@ class ReplicaOptions:
         replicas: of each worker; empty if they are chosen, or not asked.
         dp: replicas of every worker.
         n: the number of workers, if it was given.
-        machine: processes of a machine.
-        inner_bandwidth: of the links in a machine.
     """
 
     gpus: int | None = None
     replicas: tuple[int, ...] = ()
     dp: int | None = None
     n: int | None = None
-    machine: int | None = None
-    inner_bandwidth: str | None = None
 
     @property
     def any(self) -> bool:
@@ -49,16 +41,6 @@ class ReplicaOptions:
         """The replicas of each worker, if they are not to be chosen."""
         return self.replicas or (self.dp or 1,) * (self.n or usual)
 
-    def machines(self) -> Machines | None:
-        """The machines, if the processes are on several."""
-        if self.machine is None:
-            return None
-        inner = NCCL_NODE
-        if self.inner_bandwidth is not None:
-            rate = typed_quantity(self.inner_bandwidth, "--inner-bandwidth", quantity.bandwidth)
-            inner = Links(rate, NCCL_NODE.latency)
-        return Machines(self.machine, inner)
-
 
 def replica_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give `plan` the options of replicas; it gets them as one argument, `wanted: ReplicaOptions`."""
@@ -66,7 +48,7 @@ def replica_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     @click.pass_context
     def with_replicas(context: click.Context, /, *arguments: Any, **given: Any) -> Any:
-        names = ("gpus", "replicas", "dp", "machine", "inner_bandwidth")
+        names = ("gpus", "replicas", "dp")
         typed = {name: given.pop(name) for name in names}
         source = context.get_parameter_source("workers")
         n = given["workers"] if source is click.core.ParameterSource.COMMANDLINE else None
@@ -74,14 +56,6 @@ def replica_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     count = click.IntRange(1, MOST_WORKERS)
     for add in (
-        click.option(
-            "--inner-bandwidth",
-            metavar="RATE",
-            help="Bandwidth between processes of a machine. [default: that of PCIe]",
-        ),
-        click.option(
-            "--machine", type=count, metavar="N", help="N processes share a machine; --bandwidth is between machines."
-        ),
         click.option("--dp", type=count, metavar="R", help="Replicas of every worker: data parallelism."),
         click.option("--replicas", metavar="LIST", help="Replicas of each worker, such as 2,1,1."),
         click.option("--gpus", type=count, metavar="N", help="Choose workers and their replicas for N processes."),
@@ -95,8 +69,6 @@ def _checked(
     gpus: int | None,
     replicas: str | None,
     dp: int | None,
-    machine: int | None,
-    inner_bandwidth: str | None,
 ) -> ReplicaOptions:
     """Refuses what contradicts itself."""
     listed = () if replicas is None else replicas_of_text(replicas)
@@ -110,8 +82,4 @@ def _checked(
         raise click.UsageError("--gpus chooses the number of workers: leave out -n")
     if listed and n is not None and n != len(listed):
         raise click.UsageError(f"--replicas {replicas} is for {len(listed)} workers, -n says {n}")
-    if inner_bandwidth is not None and machine is None:
-        raise click.UsageError("--inner-bandwidth is within machines: say how many processes each has with --machine")
-    if machine is not None and not (gpus or listed or dp):
-        raise click.UsageError("--machine is for plans with replicas: give --gpus, --replicas or --dp")
-    return ReplicaOptions(gpus, listed, dp, n, machine, inner_bandwidth)
+    return ReplicaOptions(gpus, listed, dp, n)

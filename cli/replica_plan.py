@@ -46,7 +46,6 @@ def plan_replicas(
     setting = replace(
         counted.setting(subject.device, subject.optimizer),
         ratios=ratios_of(encoding),
-        machines=wanted.machines(),
         evenly=asked is None,
         speeds=tuple(options.speeds)[:1] if len(set(options.speeds)) == 1 else tuple(options.speeds),
     )
