@@ -11,12 +11,11 @@ from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, note, working
 from fxpipe.cli.planned import of_model, of_profile, planned
-from fxpipe.cli.replica_options import ReplicaOptions, replica_options
 from fxpipe.cli.replica_plan import plan_replicas
 from fxpipe.cli.schedule_comparison import asked_schedule, compare_schedules, print_schedules
 
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.plan.limits import MOST_MICROBATCHES
+from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
 from fxpipe.planner.links import Links
 from fxpipe.schedule import to_csv
 from fxpipe.task.model_options import ModelOptions
@@ -37,7 +36,17 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 @click.command("plan")
 @click.argument("target", type=click.Path(dir_okay=False))
 @option_fields(CompileOptions, "workers", "virtual")
-@replica_options
+@click.option(
+    "--gpus",
+    type=click.IntRange(1, MOST_WORKERS),
+    metavar="N",
+    help="Choose workers and replicas for N processes.",
+)
+@option_fields(
+    CompileOptions,
+    replicas="Replicas of each worker, such as 2,1,1.",
+    dp="Replicas of every worker: data parallelism.",
+)
 @click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all three]")
 @click.option("--compare", is_flag=True, help="Compare all schedules, each with its best cuts, by the simulator.")
 @option_fields(
@@ -79,6 +88,9 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 @option_fields(CompileOptions, "recompute")
 def plan_command(
     target: str,
+    gpus: int | None,
+    replicas: tuple[int, ...] | None,
+    dp: int,
     cuts: tuple[str, ...],
     compare: bool,
     counts: tuple[int, ...],
@@ -88,7 +100,6 @@ def plan_command(
     meta: bool,
     as_json: bool,
     costs: CostOptions,
-    wanted: ReplicaOptions,
     **asked: Any,
 ) -> int:
     """Compare the best cuts of three kinds, and simulate what they would do.
@@ -128,15 +139,16 @@ def plan_command(
     if weight_fraction and is_model:
         raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
     compare = asked_schedule(asked, compare) or compare or len(counts) > 1
-    if wanted.any:
+    replicas = _replicas(gpus, replicas, dp, asked["workers"])
+    if processes := gpus or sum(replicas):
         if compare or save_schedule is not None:
             raise click.UsageError("replicas are planned for one schedule and one number of microbatches")
-        asked["workers"] = wanted.workers(asked["workers"])
-    options = CompileOptions(**asked, microbatches=counts[0] if len(counts) == 1 else None)
+        asked["workers"] = gpus or len(replicas)
+    options = CompileOptions(**asked, microbatches=dp * counts[0] if len(counts) == 1 else None)
     if (given := options.from_file) is not None:
         if compare:
             raise click.UsageError(f"--schedule {options.schedule} has one number of microbatches: name no others")
-        options = options.of_microbatches(given.microbatches)
+        options = options.of_microbatches(dp * given.microbatches)
     if not is_model:
         _refuse_model_options(options, costs)
     options = costs.applied(options, meta=meta)
@@ -146,8 +158,8 @@ def plan_command(
     with working("planning") as say:
         made = ModelOptions(meta=meta)
         source = of_model(target, made, options) if is_model else of_profile(target, weight_fraction)
-        if wanted.any:
-            found = plan_replicas(source, options, wanted, modes or MODES, is_model, say)
+        if processes:
+            found = plan_replicas(source, options, processes, replicas, modes or MODES, is_model, say)
         elif compare:
             schedules = compare_schedules(source, options, counts, modes, say)
         else:
@@ -164,6 +176,21 @@ def plan_command(
         Path(save_schedule).write_text(to_csv(saved), encoding="utf-8")
         note(f"wrote {save_schedule}")
     return 0
+
+
+def _replicas(gpus: int | None, replicas: tuple[int, ...] | None, dp: int, workers: int) -> tuple[int, ...]:
+    """The replicas of each worker, if they are given; refuses what contradicts itself."""
+    source = click.get_current_context().get_parameter_source("workers")
+    n = workers if source is click.core.ParameterSource.COMMANDLINE else None
+    if (gpus is not None) + (replicas is not None) + (dp > 1) > 1:
+        raise click.UsageError(
+            "--gpus chooses replicas, --replicas gives each worker its own, --dp all: give one of them"
+        )
+    if gpus is not None and n is not None:
+        raise click.UsageError("--gpus chooses the number of workers: leave out -n")
+    if replicas is not None and n not in (None, len(replicas)):
+        raise click.UsageError(f"--replicas is for {len(replicas)} workers, -n says {n}")
+    return replicas or ((dp,) * workers if dp > 1 else ())
 
 
 def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 from fxpipe.cli.partition_tables import PlannedCuts, TimedPartition
 from fxpipe.cli.planned import Say, Source
-from fxpipe.cli.replica_options import ReplicaOptions
 
 from fxpipe.lowering.options import AUTO, CompileOptions
 
@@ -19,9 +18,19 @@ if TYPE_CHECKING:
 
 
 def plan_replicas(
-    source: Source, options: CompileOptions, wanted: ReplicaOptions, modes: Sequence[str], is_model: bool, say: Say
+    source: Source,
+    options: CompileOptions,
+    processes: int,
+    given: tuple[int, ...],
+    modes: Sequence[str],
+    is_model: bool,
+    say: Say,
 ) -> PlannedCuts:
     """Plan with replicas, given or chosen.
+
+    Args:
+        processes: of all workers together.
+        given: how many of them each worker has; empty if that is to be chosen.
 
     Raises:
         CutError: nothing fits into memory; processes differ; there are fewer microbatches than replicas.
@@ -33,11 +42,7 @@ def plan_replicas(
 
     if options.schedule == AUTO:
         raise click.UsageError("replicas are planned for one schedule: name it")
-    given = () if wanted.gpus else wanted.given(options.workers)
-    processes = wanted.gpus or sum(given)
     asked = options.microbatches
-    if asked is not None and wanted.dp:
-        asked *= wanted.dp  # a minibatch is cut into as many for each replica
     if is_model and asked is None:
         asked = _microbatches(source, options, processes)
     subject = source.read(asked or processes, "three-way" in modes, say)
