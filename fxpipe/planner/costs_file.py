@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fxpipe.errors import BuildError
+from fxpipe.errors import BuildError, ProfileError
 from fxpipe.plan.build_folder import COSTS
 from fxpipe.plan.cost_records import (
     EdgeTiming,
@@ -92,8 +92,6 @@ def read_costs(folder: Path, plan: Plan) -> BuildCosts | None:
         if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
             raise Malformed(f"it is not of format {FORMAT}, but of another fxpipe", ", $")
         costs = convert(body, BuildCosts, lax=True)  # links that cost nothing are "inf"
-        if not costs.links.possible:
-            raise Malformed("no message travels like this", ", $.links")
         _check(costs, plan)
         return costs
 
@@ -103,9 +101,10 @@ def _check(costs: BuildCosts, plan: Plan) -> None:
     for name, wanted in (("workers", plan.workers), ("times", plan.workers), ("speeds", plan.ranks)):
         if (count := len(getattr(costs, name))) not in (0, wanted):
             raise Malformed(f"there are {count}, for {wanted} workers", f", $.{name}")
-    for matrix, name in ((costs.links.bandwidth, "bandwidth"), (costs.links.latency, "latency")):
-        if isinstance(matrix, tuple) and [len(row) for row in matrix] != [plan.ranks] * plan.ranks:
-            raise Malformed(f"it is not a matrix for {plan.ranks} workers", f", $.links.{name}")
+    try:
+        costs.links.check(plan.ranks)
+    except ProfileError as error:
+        raise Malformed(error.what, ", $.links") from error
     units = len(plan.units)
     for i, row in enumerate(costs.workers):
         ranges = (row.forward_units, row.backward_units, row.weight_units)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,21 @@ class Links:
         latency: seconds from a message's end at the sender to its arrival; a number or a matrix likewise.
         copy: seconds per byte for which a message keeps the processor at each end busy (a GPU's copy engines: 0; gloo
             on CPUs: about 0.3 ns).
+
+    Raises:
+        ProfileError: over some link nothing travels, or it takes forever; says of which, all of them.
     """
 
     bandwidth: float | tuple[tuple[float, ...], ...] = float("inf")
     latency: float | tuple[tuple[float, ...], ...] = 0.0
     copy: float = 0.0
 
-    @property
-    def possible(self) -> bool:
-        """Whether its numbers are above zero; a latency and `copy` may be zero."""
-        return _all(self.bandwidth, lambda v: v > 0) and _all(self.latency, lambda v: v >= 0) and self.copy >= 0
+    def __post_init__(self) -> None:
+        problems = [f"a bandwidth of {v} bytes a second{of}" for of, v in _each(self.bandwidth) if not v > 0]
+        problems += [f"a latency of {v} s{of}" for of, v in _each(self.latency) if not 0 <= v < float("inf")]
+        problems += [] if 0 <= self.copy < float("inf") else [f"{self.copy} s a byte to copy"]
+        if problems:
+            raise ProfileError(f"no message travels over links with {'; '.join(problems)}")
 
     @property
     def free(self) -> bool:
@@ -86,8 +91,13 @@ def matrix(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(v) for v in row) for row in rows)
 
 
-def _all(value: float | tuple[tuple[float, ...], ...], holds: Callable[[float], bool]) -> bool:
-    return all(holds(v) for row in value for v in row) if isinstance(value, tuple) else holds(value)
+def _each(value: float | tuple[tuple[float, ...], ...]) -> Iterator[tuple[str, float]]:
+    """Every number of links, and which link it is of, in words; what a worker sends itself is not sent."""
+    if not isinstance(value, tuple):
+        yield "", value
+        return
+    for i, row in enumerate(value):
+        yield from ((f" from worker {i} to {j}", v) for j, v in enumerate(row) if i != j)
 
 
 def _entry(value: float | tuple[tuple[float, ...], ...], source: int, target: int) -> float:

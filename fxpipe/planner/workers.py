@@ -94,12 +94,6 @@ class Workers:
         if self.microbatches < 1:
             raise CutError("a minibatch has at least one microbatch")
         self.links.check(n)
-        for k, other in ((i, j) for i in range(n) for j in (i - 1, i + 1) if 0 <= j < n):
-            rate, latency = self.links.bandwidth_of(k, other), self.links.latency_of(k, other)
-            if not (rate > 0 and 0 <= latency < float("inf") and 0 <= self.links.copy < float("inf")):
-                raise CutError(
-                    f"the link from worker {k} to {other} has {rate} bytes a second and {latency} s of latency"
-                )
 
     def _check_replicas(self) -> None:
         if len(self.replicas) != self.count or min(self.replicas) < 1:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import isfinite
 
-from fxpipe.errors import ProfileError
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.spec import Phase
 from fxpipe.plan.urgency import URGENT
@@ -74,7 +70,7 @@ class Scenario:
             which its update waits; empty where nobody has replicas.
 
     Raises:
-        ProfileError: links that carry nothing, all of them listed, or are of another number of workers.
+        ProfileError: the links are of another number of workers.
     """
 
     workers: tuple[StageTime, ...]
@@ -86,8 +82,6 @@ class Scenario:
 
     def __post_init__(self) -> None:
         self.links.check(len(self.workers))
-        if problems := list(self._of_links()):
-            raise ProfileError(f"this cannot be simulated: {'; '.join(problems)}")
 
     def within(self, a: int, b: int) -> bool:
         """Whether two workers are on one rank."""
@@ -102,18 +96,3 @@ class Scenario:
         )
         action = cost.microbatch + self.links.copy * moved
         return microbatches * action + cost.update + self.links.copy * weights
-
-    def _of_links(self) -> Iterator[str]:
-        used = {(m.src, m.dst) for m in self.messages} | {(r.owner, r.reader) for r in self.weight_copies}
-        for a, b in pairwise(range(len(self.workers))):
-            used |= {(a, b), (b, a)}
-        for a, b in sorted(used):
-            bandwidth, latency = self.links.bandwidth_of(a, b), self.links.latency_of(a, b)
-            if not (bandwidth > 0 and _possible(latency)):
-                yield f"the link from worker {a} to {b} has bandwidth {bandwidth} and latency {latency}"
-        if not _possible(self.links.copy):
-            yield f"the links copy in {self.links.copy} seconds a byte"
-
-
-def _possible(value: float) -> bool:
-    return isfinite(value) and value >= 0

@@ -60,7 +60,7 @@ def test_built_in_devices() -> None:
 def test_a_file_says_it_all(tmp_path: Path) -> None:
     assert read_device_spec(write(tmp_path, FULL)) == DeviceSpec(
         Device("mine", {"bfloat16": 400e12, "float32": 6e13}, 2e12, 80 * 2.0**30, pytest.approx(3e-6)),
-        Links(1.25e9, ((0.0, pytest.approx(50e-6)), (0.001, 0.0)), pytest.approx(0.3e-9)),
+        Links(1.25e9, ((0.0, 50 * 1e-6), (0.001, 0.0)), 0.3 * 1e-9),
     )
 
 
@@ -124,3 +124,11 @@ def test_links_are_written_as_they_are_read(tmp_path: Path, links: Links) -> Non
     text = links_toml(links, "measured\nsomewhere")
     assert text.startswith("# measured\n# somewhere\n[links]\n")
     assert read_device_spec(write(tmp_path, text)) == DeviceSpec(links=links)
+
+
+def test_links_over_which_nothing_travels_are_refused() -> None:
+    """All that is wrong at once; what a worker would send itself may be anything."""
+    with pytest.raises(ProfileError) as caught:
+        Links(((0.0, 1.0), (0.0, 0.0)), -1.0, float("inf"))
+    assert "0.0 bytes a second from worker 1 to 0; a latency of -1.0 s; inf s a byte" in str(caught.value)
+    Links(((0.0, 1.0), (1.0, 0.0)))
