@@ -263,7 +263,7 @@ _LEAST = 10
 
 
 def print_columns(table: ShownTable, console: Console, *, whole: bool = False) -> None:
-    """A table no wider than the console: sizes are written short, columns left out, names shortened.
+    """A table no wider than the console: columns are left out, names shortened.
 
     Args:
         whole: leaves all as it is: a narrow terminal wraps lines.
@@ -273,9 +273,7 @@ def print_columns(table: ShownTable, console: Console, *, whole: bool = False) -
     titles, rows = table.written()
     columns = _widths(titles, rows)
     if not whole:
-        if _wide(columns) > console.width:
-            titles, rows = table.written(short=True)
-        columns = _fitting(table.columns, _widths(titles, rows), console.width)
+        columns = _fitting(table.columns, columns, console.width)
     heads = [_aligned(Text(plain(titles[i])), table.columns[i].kind.left, w) for i, w in columns.items()]
     _print_line(Text(" " * _GAP).join(heads), console, "bold")
     _print_line(Text("─" * _wide(columns)), console)

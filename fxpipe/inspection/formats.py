@@ -51,11 +51,6 @@ moment = known(lambda value: f"{value:.6f}")
 yes = known(lambda value: "yes" if value else "no")
 
 
-def short_size(value: float | None) -> str:
-    """`1.5M`: bytes in few characters; K, M, G are powers of 1024."""
-    return size(value).replace(" ", "").replace("iB", "")
-
-
 class TimeUnit:
     """Writes the times of one table in one unit; in `µs` if all are shorter than a millisecond."""
 

@@ -76,19 +76,10 @@ class ShownTable:
     rows: Sequence[Any]
     title: str = ""
 
-    def written(self, short: bool = False) -> tuple[list[str], list[list[Cell]]]:
-        """The titles, and the cells of every row.
-
-        Args:
-            short: writes bytes in few characters.
-        """
+    def written(self) -> tuple[list[str], list[list[Cell]]]:
+        """The titles, and the cells of every row."""
         timed = [column for column in self.columns if column.kind is TIME]
         times = formats.TimeUnit(column.value(row) for column in timed for row in self.rows)
-
-        def write(kind: Kind, value: Any) -> Cell:
-            if kind is TIME:
-                return times(value)
-            return formats.short_size(value) if short and kind is SIZE else kind.write(value)
-
         titles = [f"{c.title} {times.unit}" if c.kind is TIME else c.title for c in self.columns]
-        return titles, [[write(column.kind, column.value(row)) for column in self.columns] for row in self.rows]
+        cells = [(c, times if c.kind is TIME else c.kind.write) for c in self.columns]
+        return titles, [[write(column.value(row)) for column, write in cells] for row in self.rows]

@@ -89,10 +89,10 @@ def workers(facts: Json) -> ShownTable:
     shared = any(w["rank"] != w["worker"] for w in rows)
     columns = [
         Column("worker", lambda w: (w["worker"], f" on {w['rank']}" if shared else "", "*" * w["edited"]), WORKERS),
-        *(Column(f"{phase} from", partial(_place, phase), NAME, spare=1) for phase in _PHASES),
+        *(Column(f"{phase} from", partial(_place, phase), NAME, spare=2) for phase in _PHASES),
         Column("F", "forward_ms", TIME), Column("B", "backward_ms", TIME), Column("update", "update_ms", TIME),
         Column("parameters", "owned", COUNT, spare=3), Column("owns", "owned_bytes", SIZE),
-        Column("copies", "copies", COUNT, spare=3), Column("copied", "copy_bytes", SIZE),
+        Column("copies", "copies", COUNT, spare=3), Column("copied", "copy_bytes", SIZE, spare=1),
         Column("in", "bytes_in", SIZE), Column("out", "bytes_out", SIZE),
         Column("saved", "saved_bytes", SIZE), Column("in flight", "in_flight", COUNT, spare=2),
         Column("memory", "memory_bytes", SIZE),
@@ -130,7 +130,7 @@ def edges(rows: Sequence[Json], every: bool = True) -> ShownTable:
         Column("edge", way, WORKERS), Column("kind", "kind", TEXT), Column("value", _value, NAME),
         Column("type", _type, NAME), Column("size", "bytes", SIZE),
         *([Column("codec", "codec", TEXT)] if any(edge["codec"] for edge in rows) else []),
-        Column("module", "module", NAME, spare=2), Column("line", "source", TEXT, spare=1),
+        Column("module", "module", NAME, spare=2), Column("line", "source", NAME),
     ]  # fmt: skip
     return ShownTable(columns, shown, "Edges")
 
