@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +56,6 @@ MOST_SHOWN = 4
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
 @click.option("-v", "--verbose", is_flag=True, help="Say what every pass made of the program.")
 @click.option("--after", metavar="PASS", help="Print the program after a pass, or after `capture`; write nothing.")
-@click.option("--save-profile", type=click.Path(dir_okay=False), help="Write what every unit costs, for `plan`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option_fields(CompileOptions, "cost")
 @cost_options
@@ -72,7 +70,6 @@ def compile_command(
     verify: bool,
     verbose: bool,
     after: str | None,
-    save_profile: str | None,
     as_json: bool,
     costs: CostOptions,
     **asked: Any,
@@ -119,21 +116,17 @@ def compile_command(
     if meta and verify:
         raise click.UsageError("--verify runs the step, but --meta leaves parameters without values")
     if after is not None:
-        if verify or save_profile is not None:
-            raise click.UsageError("--after ends the compile there: leave --verify and --save-profile out")
+        if verify:
+            raise click.UsageError("--after ends the compile there: leave --verify out")
         print_after(after, model, ModelOptions(device, seed, meta), options, costs, as_json)
         return 0
     check_target(Path(out))
-    if save_profile is not None:
-        _check_profile_path(Path(save_profile), Path(out))
     with locked(build_lock(out), out, "-o"):  # from the start: two that compile into one place would work for nothing
         made = build_model(model, ModelOptions(device, seed, meta), options, costs)
         simulation = forecast(made.build.plan, made.build.costs)
         recipe = choose(made.build.plan)
         staleness = staleness_of(recipe.policy, recipe.demand.versions)
         build = made.build.save(out, model_file=model)
-    if save_profile is not None and build.profile is not None:
-        Path(save_profile).write_text(build.profile.to_json(), encoding="utf-8")
     for line in build.passes if verbose else ():
         note(line)
     for warning in build.warnings:
@@ -382,16 +375,6 @@ def _as_json(
     if effect is not None:
         result["codec_effect"] = dataclasses.asdict(effect)
     return result
-
-
-def _check_profile_path(path: Path, out: Path) -> None:
-    """Before the work: the profile can be written, and not into the build, which is replaced as a whole."""
-    from fxpipe.errors import BuildError
-
-    if path.resolve().is_relative_to(out.resolve()):
-        raise BuildError(f"--save-profile {path} is in the build folder", hint="choose a place outside it")
-    if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
-        raise BuildError(f"--save-profile {path} cannot be written", hint="choose a file in a folder that exists")
 
 
 def _unit(plan: Plan, position: int) -> str | None:

@@ -104,11 +104,11 @@ def plan_command(
 ) -> int:
     """Compare the best cuts of three kinds, and simulate what they would do.
 
-    TARGET is a model file, an fxpipe profile (JSON, `fxpipe compile --save-profile`), or one of PipeDream's published
-    graph files. Cuts are `same` for forward and backward (what PipeDream does), `bidirectional` (separate for forward
-    and backward), or `three-way` (separate for input and weight gradients, too). Each is the best one for the cost
-    model of fxpipe/planner/cost_model.py, or is shown with a bound on how good the best one could be. Efficiency is the
-    ideal time (all work divided by the workers' speeds) over the slowest worker's.
+    TARGET is a model file, an fxpipe profile (a build's profile.json), or one of PipeDream's published graph files.
+    Cuts are `same` for forward and backward (what PipeDream does), `bidirectional` (separate for forward and backward),
+    or `three-way` (separate for input and weight gradients, too). Each is the best one for the cost model of
+    fxpipe/planner/cost_model.py, or is shown with a bound on how good the best one could be. Efficiency is the ideal
+    time (all work divided by the workers' speeds) over the slowest worker's.
 
     --compare has a row for every schedule and number of microbatches: its time, its bubble, the memory it needs, and
     what it loses against the best and why; several --microbatches alone have one for each number of them.
@@ -125,7 +125,7 @@ def plan_command(
     fxpipe plan examples/gpt.py -n 8 --compare --memory 4GB --bandwidth 10Gbit
     fxpipe plan vgg16.txt -n 4 --no-communication --weight-fraction 0.5
     fxpipe plan model.py -n 16 --device-spec h100 --bandwidth 400Gbit --memory 80GiB
-    fxpipe plan profile.json -n 4 --speed 1,1,0.5,0.5 --json
+    fxpipe plan build/profile.json -n 4 --speed 1,1,0.5,0.5 --json
     fxpipe plan examples/gpt.py -n 2 --schedule zb-v --microbatches 4 --save-schedule zb-v.csv
     fxpipe plan vgg16.txt --gpus 16 --bandwidth 10Gbit
     fxpipe plan examples/gpt.py --replicas 2,1,1 --bandwidth 10Gbit

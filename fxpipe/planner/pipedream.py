@@ -43,7 +43,7 @@ def read_profile(path: str | Path) -> Profile:
         ProfileError: no such file, a malformed line, an edge to nowhere, or a cycle; the error names the line.
     """
     path = Path(path)
-    hint = "give what `fxpipe compile --save-profile` wrote, or a graph.txt of PipeDream's"
+    hint = "give a build's profile.json, or a graph.txt of PipeDream's"
     with explained(path.name, error=ProfileError, hint=hint):
         text = read_text(path)
     if text.lstrip()[:1] in ("{", "["):

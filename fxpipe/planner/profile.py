@@ -1,6 +1,6 @@
 """Profiles: what every unit costs, in an order in which the units can run.
 
-fxpipe's own form is JSON (`fxpipe compile --save-profile`, `fxpipe plan`):
+fxpipe's own form is JSON, a build's `profile.json`, which `fxpipe plan` reads:
 
     {"units": [{"name": "blocks.0", "forward_ms": 1.5, "backward_ms": 2.0, "weight_ms": 1.0,
                 "output_bytes": 4096, "saved_bytes": 16384, "parameter_bytes": 8192}, ...],

@@ -77,7 +77,7 @@ PIPEDREAM = "".join(
     for i in range(1, 9)
 ) + "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(1, 8))
 RUNS = ("out", "run", "run1", "run2", "runs/async")
-OUTPUTS = ("-o", "--out", "--html", "--trace", "--tensorboard", "--save-profile")
+OUTPUTS = ("-o", "--out", "--html", "--trace", "--tensorboard")
 
 
 def paragraphs(command: click.Command) -> Iterator[str]:
@@ -120,7 +120,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         compile_ = ("compile", "examples/gpt.py", "-n", 2, "--cost", "analytic", "--threads", 1)
         done = [
-            fxpipe(*compile_, "--save-profile", "profile.json", "-o", "build"),
+            fxpipe(*compile_, "-o", "build"),
             fxpipe(*compile_, "-o", "build1"),
             fxpipe(*compile_, "--fp-cut", "blocks.4", "--bp-cut", "blocks.3", "-o", "build2"),
             *(fxpipe("run", "build", "--steps", 20, "--local", "--out", out) for out in RUNS),
