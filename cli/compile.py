@@ -10,11 +10,12 @@ import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import echo, emit_json, note, plain, print_columns, print_table, stdout_console, warn, working
+from fxpipe.cli.output import echo, emit_json, note, print_columns, print_table, stdout_console, warn, working
 from fxpipe.cli.program_after_pass import print_after
 from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
 
 from fxpipe.lowering.options import CompileOptions, outer_options
+from fxpipe.messages import plain
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import platform
 from contextlib import nullcontext
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import echo, emit_json, note, print_table, size, working
+from fxpipe.cli.output import echo, emit_json, note, print_table, working
 
 import fxpipe
 from fxpipe.errors import BuildError
+from fxpipe.planner.quantity import size
 
 if TYPE_CHECKING:
     from fxpipe.measure.links import LinkReport
@@ -103,19 +103,12 @@ def _links_row(report: LinkReport) -> dict[str, Any]:
 
     return {
         "transport": report.transport,
-        "bandwidth": _without_infinity(report.links.bandwidth),
+        "bandwidth": report.links.bandwidth,
         "latency": report.links.latency,
         "copy": report.links.copy,
         "sizes": list(SIZES),
         "pairs": [dataclasses.asdict(pair) for pair in report.pairs],
     }
-
-
-def _without_infinity(value: Any) -> Any:
-    """JSON has no infinity: the link from a worker to itself is null."""
-    if isinstance(value, tuple):
-        return [_without_infinity(entry) for entry in value]
-    return value if math.isfinite(value) else None
 
 
 def _print_links(report: LinkReport) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import echo, emit_json, print_table, size, warn, working
+from fxpipe.cli.output import echo, emit_json, print_table, warn, working
+
+from fxpipe.planner.quantity import size
 
 if TYPE_CHECKING:
     from fxpipe.build.build import Build

@@ -17,7 +17,6 @@ import click
 
 from fxpipe.errors import FxpipeError
 from fxpipe.messages import plain, plain_lines
-from fxpipe.planner.quantity import size
 from fxpipe.typed_json import dumps
 
 if TYPE_CHECKING:
@@ -25,29 +24,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from fxpipe.inspection.table import Cell, Column, ShownTable
-
-__all__ = [
-    "OutputLost",
-    "console",
-    "echo",
-    "echo_file",
-    "emit_json",
-    "finish_stdout",
-    "forget_stdout",
-    "mark",
-    "note",
-    "only_json_on_stdout",
-    "plain",
-    "plain_lines",
-    "print_columns",
-    "print_table",
-    "print_text",
-    "show_error",
-    "size",
-    "stdout_console",
-    "warn",
-    "working",
-]
 
 QUIET = 1.0
 """Seconds between two lines of progress in a pipe."""

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import plain, print_columns, print_text, size
+from fxpipe.cli.output import print_columns, print_text
 from fxpipe.cli.terminal.module_tree import print_modules
 
 from fxpipe.inspection import tables
 from fxpipe.inspection.formats import TimeUnit, number
+from fxpipe.messages import plain
 from fxpipe.plan.spec import OuterSpec
+from fxpipe.planner.quantity import size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -153,13 +153,19 @@ def of_cuts(
         costs: those of the profile and the workers, where many cuts are asked about.
     """
     costs = costs or CostModel(profile, workers)
-    columns = [np.asarray(c, dtype=np.int64) for c in (forward, backward, weights)]
-    cuts = np.stack([*columns, 0 * columns[0]], axis=1)
-    for worker, first, _ in recompute:
-        cuts[worker if first < cuts[worker, 0] else worker + 1, 3] = 1
+    cuts = boundaries((forward, backward, weights), recompute)
     found = _described(costs, mode, Path(cuts, 0.0), 0.0, apart=True)
     slowest = max(load.total for load in found.loads)
     return replace(found, bottleneck=slowest, lower_bound=min(found.ideal, slowest))
+
+
+def boundaries(cuts: Sequence[Sequence[int]], recompute: Sequence[tuple[int, int, int]]) -> Places:
+    """The rows (f, b, w, r) of a partition's forward, backward and weight cuts, and what it computes again."""
+    columns = [np.asarray(c, dtype=np.int64) for c in cuts]
+    rows: Places = np.stack([*columns, 0 * columns[0]], axis=1)
+    for worker, first, _ in recompute:
+        rows[worker if first < rows[worker, 0] else worker + 1, 3] = 1
+    return rows
 
 
 def of_rows(costs: CostModel, mode: str, cuts: Places) -> Partition:

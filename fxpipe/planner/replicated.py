@@ -17,7 +17,7 @@ import numpy as np
 
 from fxpipe.planner.candidates import MODES, Positions, positions, window, with_choices, within
 from fxpipe.planner.cost_model import CostModel
-from fxpipe.planner.partition import Partition, TooLittleMemory, of_rows, partitions
+from fxpipe.planner.partition import Partition, TooLittleMemory, boundaries, of_rows, partitions
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.replica_search import ReplicaSearch, ReplicatedPath, TooManyPairs
 from fxpipe.planner.search import EPSILON
@@ -258,7 +258,7 @@ class _SearchByModes:
             made = partitions(self.profile, workers, (mode,), budget=self.budget // 4, rounds=4)[mode]
         except TooLittleMemory:
             return
-        cuts = rows_of(made)
+        cuts = boundaries((made.forward, made.backward, made.weights), made.recompute)
         path = ReplicatedPath(cuts, replicas, 1e3 * made.bottleneck)
         self._keep([_PlanInTime(made, path, minibatch_seconds(made, workers, self.flush))])
 
@@ -267,15 +267,6 @@ class _SearchByModes:
         cuts = self.known[-1].path.cuts
         layers = window(self.costs, where, mode, cuts, offsets)[1:-1]
         return _inner(self.costs, np.concatenate([*layers, _thinned(self.costs, where, 200)]))
-
-
-def rows_of(partition: Partition) -> Places:
-    """The boundaries of a partition, as rows (f, b, w, r)."""
-    columns = [np.asarray(c, dtype=np.int64) for c in (partition.forward, partition.backward, partition.weights)]
-    cuts = np.stack([*columns, 0 * columns[0]], axis=1)
-    for worker, first, _ in partition.recompute:
-        cuts[worker if first < cuts[worker, 0] else worker + 1, 3] = 1
-    return cuts
 
 
 def _inner(costs: CostModel, rows: Places) -> Places:

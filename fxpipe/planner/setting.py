@@ -15,7 +15,7 @@ from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.work import seconds_per_owned_byte
 from fxpipe.schedule import Schedule, from_csv, make, with_replicas
-from fxpipe.schedule.check import held_together, moments
+from fxpipe.schedule.check import moments
 
 MOMENTUM = 1.0
 """The default bytes of optimizer state for each byte of weights: SGD with momentum."""
@@ -152,16 +152,17 @@ class Setting:
         weight, gradient, count = 1.0, 1.0, schedule.workers
         same = self.optimizer_bytes + self.outer_bytes
         kept, work = copies(policy, schedule), seconds_per_owned_byte(policy, schedule, self.policy_times)
+        fullest = [moments(schedule, k) for k in range(count)]
         return tuple(
             StageDemands(
                 weight + gradient + same + kept[k],
                 1e3 * work[k],
                 count - k,
-                most,
-                max(later for _, later in moments(schedule, k)),
+                max(map(sum, fullest[k])),
+                max(later for _, later in fullest[k]),
                 schedule.synchronous,
             )
-            for k, most in enumerate(held_together(schedule))
+            for k in range(count)
         )
 
     def _replicated(self, schedule: Schedule, replicas: tuple[int, ...]) -> Workers:

@@ -50,11 +50,8 @@ def check(schedule: Schedule, minibatches: int, start: int = 0) -> Report:
 
 def held(schedule: Schedule) -> tuple[int, ...]:
     """For each worker, the most microbatches whose F is done and whose last action is not, in a full pipeline."""
-    return tuple(_held(schedule.of_worker(worker), worker) for worker in range(schedule.workers))
-
-
-def _held(schedule: Schedule, worker: int) -> int:
-    return _at_once(schedule.until(worker, _full(schedule)), schedule.last_phase)
+    own = [schedule.of_worker(worker) for worker in range(schedule.workers)]
+    return tuple(_at_once(of.until(worker, _full(of)), of.last_phase) for worker, of in enumerate(own))
 
 
 @cache
@@ -66,11 +63,6 @@ def unreceived(schedule: Schedule) -> int:
     report = check(schedule, 2 if schedule.synchronous else 2 * schedule.filled_by + 2)
     # Who has ended B of a microbatch has ended W of the one that many earlier.
     return report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
-
-
-def held_together(schedule: Schedule) -> tuple[int, ...]:
-    """For each worker, the microbatches that it holds when its rank holds most; as `held` where it has a rank alone."""
-    return tuple(sum(counts) for counts in _together(schedule)) if schedule.several else held(schedule)
 
 
 def _together(schedule: Schedule) -> list[tuple[int, int]]:

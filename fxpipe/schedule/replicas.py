@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from math import ceil, lcm
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 
 
@@ -52,18 +51,6 @@ def with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
             hint=f"--microbatches {f'{below} or ' if below else ''}{below + multiple}: a multiple of {multiple}",
         )
     return type(schedule)(schedule.workers, schedule.microbatches, schedule.placement, tuple(replicas))
-
-
-def rows(schedule: Schedule, minibatches: int) -> dict[tuple[int, int], list[Action]]:
-    """What every process does, by worker and replica, with the numbers of microbatches in the whole minibatch."""
-    return {
-        (worker, replica): [
-            Action(action.phase, action.minibatch, action.microbatch * count + replica)
-            for action in schedule.of_worker(worker).until(worker, minibatches)
-        ]
-        for worker, count in enumerate(schedule.replicas)
-        for replica in range(count)
-    }
 
 
 def unreceived_of_replica(schedule: Schedule, most: int) -> int:

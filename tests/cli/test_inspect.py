@@ -15,7 +15,6 @@ import golden_model
 import pytest
 import torch
 from commands import QUICK, fxpipe
-from fxpipe.cli.output import size
 from fxpipe.cli.terminal.overview import print_edges, print_overview
 from fxpipe.cli.terminal.version_grid import print_grid
 from fxpipe.passes.reduce import Reduce
@@ -29,6 +28,7 @@ from fxpipe.inspection.report.marks import COLOURS
 from fxpipe.inspection.subject import read_subject, subject_of
 from fxpipe.inspection.tables import MANY
 from fxpipe.plan.cost_records import StageTime
+from fxpipe.planner.quantity import size
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.picture import sight_rows
 from fxpipe.schedule import make as make_schedule

@@ -13,7 +13,6 @@ from fxpipe.schedule import SCHEDULES, Schedule, check, make, with_replicas
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.check import held, unreceived
 from fxpipe.schedule.merge import sender
-from fxpipe.schedule.replicas import rows
 
 COUNTS = st.lists(st.integers(1, 3), min_size=2, max_size=4).filter(lambda counts: len(set(counts)) > 1)
 NAMES = st.sampled_from([name for name, kind in SCHEDULES.items() if kind.takes_replicas])
@@ -22,6 +21,18 @@ Seat = tuple[int, int]
 
 def made(name: str, counts: list[int], times: int) -> Schedule:
     return with_replicas(make(name, len(counts), times * lcm(*counts)), counts)
+
+
+def rows(schedule: Schedule, minibatches: int) -> dict[Seat, list[Action]]:
+    """What every process does, by worker and replica, with the numbers of microbatches in the whole minibatch."""
+    return {
+        (worker, replica): [
+            Action(action.phase, action.minibatch, action.microbatch * count + replica)
+            for action in schedule.of_worker(worker).until(worker, minibatches)
+        ]
+        for worker, count in enumerate(schedule.replicas)
+        for replica in range(count)
+    }
 
 
 def test_picture() -> None:
