@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.planner.candidates import MODES
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Workers
@@ -50,14 +52,8 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
 def _own(subject: Subject, workers: Workers) -> Partition:
     """What the build's own cuts cost under another schedule or policy, or if they were given by hand."""
     plan, compared = subject.plan, subject.costs.partitions
-    forward, backward, weights = ([s[0] for s in spans] + [len(plan.units)] for spans in _spans(subject))
     again = compared[-1].recompute if compared else ()
-    return of_cuts(subject.profile, workers, forward, backward, weights, recompute=again, mode=PINNED)
-
-
-def _spans(subject: Subject) -> list[list[tuple[int, int]]]:
-    stages = subject.plan.stages
-    return [[s.forward_units for s in stages], [s.backward_units for s in stages], [s.weight_units for s in stages]]
+    return of_cuts(subject.profile, workers, replace(Cuts.of(plan), recompute=again), mode=PINNED)
 
 
 def _row(partition: Partition, chosen: bool) -> dict[str, Any]:

@@ -52,8 +52,7 @@ def choose_cuts(
     if options.planned:
         found = (known,) if known is not None else _planned(profile, options, setting)
         best = found[-1]
-        cuts = Cuts(best.forward, best.backward, best.weights, best.recompute)
-        return Choice(cuts, found, _rooms(best, options, setting))
+        return Choice(best.cuts, found, _rooms(best, options, setting))
     cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)
     count = len(program.units)
     if (cuts.workers, cuts.forward[-1]) != (options.stages, count):
@@ -64,8 +63,7 @@ def choose_cuts(
     _refuse_parted_buffers(program.units, profile, cuts.forward)
     if not options.recomputes:
         return Choice(cuts)
-    bounds = (cuts.forward, cuts.backward, cuts.weights)
-    priced = of_cuts(profile, setting.workers(options.stages), *bounds, recompute=cuts.recompute)
+    priced = of_cuts(profile, setting.workers(options.stages), cuts)
     return Choice(cuts, rooms=_rooms(priced, options, setting))
 
 

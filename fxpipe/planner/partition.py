@@ -17,6 +17,7 @@ from fxpipe.errors import CutError
 from fxpipe.planner.balance import bidirectional_cuts, same_cuts
 from fxpipe.planner.candidates import MODES, Positions, all_layers, positions, window
 from fxpipe.planner.cost_model import CostModel
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.quantity import size
 from fxpipe.planner.search import EPSILON, Path, bottleneck, fullest, least_bottleneck
@@ -89,6 +90,11 @@ class Partition:
     replicas: tuple[int, ...] = ()
 
     @property
+    def cuts(self) -> Cuts:
+        """Where it is cut, and what is computed again."""
+        return Cuts(self.forward, self.backward, self.weights, self.recompute)
+
+    @property
     def efficiency(self) -> float:
         """Ideal over bottleneck."""
         return self.ideal / self.bottleneck if self.bottleneck else 1.0
@@ -136,34 +142,23 @@ def partitions(
 
 
 def of_cuts(
-    profile: Profile,
-    workers: Workers,
-    forward: Sequence[int],
-    backward: Sequence[int],
-    weights: Sequence[int],
-    *,
-    recompute: Sequence[tuple[int, int, int]] = (),
-    mode: str = "pinned",
-    costs: CostModel | None = None,
+    profile: Profile, workers: Workers, cuts: Cuts, *, mode: str = "pinned", costs: CostModel | None = None
 ) -> Partition:
     """What given cuts cost, as a partition: there is no search, so only the ideal bounds it.
 
     Args:
-        forward, backward, weights, recompute: as in `Partition`.
         costs: those of the profile and the workers, where many cuts are asked about.
     """
     costs = costs or CostModel(profile, workers)
-    cuts = boundaries((forward, backward, weights), recompute)
-    found = _described(costs, mode, Path(cuts, 0.0), 0.0, apart=True)
+    found = _described(costs, mode, Path(boundaries(cuts), 0.0), 0.0, apart=True)
     slowest = max(load.total for load in found.loads)
     return replace(found, bottleneck=slowest, lower_bound=min(found.ideal, slowest))
 
 
-def boundaries(cuts: Sequence[Sequence[int]], recompute: Sequence[tuple[int, int, int]]) -> Places:
-    """The rows (f, b, w, r) of a partition's forward, backward and weight cuts, and what it computes again."""
-    columns = [np.asarray(c, dtype=np.int64) for c in cuts]
-    rows: Places = np.stack([*columns, 0 * columns[0]], axis=1)
-    for worker, first, _ in recompute:
+def boundaries(cuts: Cuts) -> Places:
+    """Cuts as rows (f, b, w, r)."""
+    rows = np.array([cuts.forward, cuts.backward, cuts.weights, [0] * len(cuts.forward)], dtype=np.int64).T
+    for worker, first, _ in cuts.recompute:
         rows[worker if first < rows[worker, 0] else worker + 1, 3] = 1
     return rows
 

@@ -258,8 +258,7 @@ class _SearchByModes:
             made = partitions(self.profile, workers, (mode,), budget=self.budget // 4, rounds=4)[mode]
         except TooLittleMemory:
             return
-        cuts = boundaries((made.forward, made.backward, made.weights), made.recompute)
-        path = ReplicatedPath(cuts, replicas, 1e3 * made.bottleneck)
+        path = ReplicatedPath(boundaries(made.cuts), replicas, 1e3 * made.bottleneck)
         self._keep([_PlanInTime(made, path, minibatch_seconds(made, workers, self.flush))])
 
     def _near(self, mode: str, where: Positions, offsets: Sequence[int]) -> Places:

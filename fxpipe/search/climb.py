@@ -13,7 +13,8 @@ from math import comb
 import numpy as np
 
 from fxpipe.planner.candidates import Positions, positions
-from fxpipe.search.simulated_plan import Cut, Judge, SimulatedPlan
+from fxpipe.planner.cuts import Cuts
+from fxpipe.search.simulated_plan import Judge, SimulatedPlan
 
 STEPS = (1, -1, 3, -3, 9, -9)
 """By how many positions cuts are moved."""
@@ -24,7 +25,8 @@ EVERY = 400
 WORTH = 1e-4
 """The least share of the time that a move must gain."""
 
-_Three = tuple[Cut, Cut, Cut]
+_Cut = tuple[int, ...]
+_Three = tuple[_Cut, _Cut, _Cut]
 _Move = tuple[int, int, int]
 _MOVES: dict[str, tuple[_Move, ...]] = {
     "same": ((1, 1, 1),),
@@ -114,9 +116,10 @@ class _Climb:
         """What these cuts do, if they fit and gain something; not simulated where work alone takes too long."""
         if self._work(cuts) >= best.seconds:
             return None
-        for send in (False, True) if best.partition.recompute else (False,):
+        again = best.partition.recompute
+        for recompute in (again, ()) if again else ((),):  # or what is mismatched travels
             self.left -= 1
-            found = self.judge.of_cuts(best.partition, *cuts, send=send)
+            found = self.judge.of_cuts(Cuts(*cuts, recompute=recompute))
             if found is not None and found.seconds < best.seconds * (1 - WORTH):
                 return found
         return None

@@ -82,6 +82,4 @@ def _without_memory(workers: Workers) -> Workers:
 
 def _with_memory_of(profile: Profile, workers: Workers, plan: Partition) -> Partition:
     """The plan with the memory that it takes under a schedule."""
-    cuts = plan.forward, plan.backward, plan.weights
-    loads = of_cuts(profile, workers, *cuts, recompute=plan.recompute).loads
-    return replace(plan, loads=loads)
+    return replace(plan, loads=of_cuts(profile, workers, plan.cuts).loads)

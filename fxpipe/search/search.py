@@ -184,8 +184,7 @@ class _Planning:
                 same = trial.candidate.mode == judge.candidate.mode and trial.placement == judge.placement
                 if same and trial.candidate.mode != PINNED and key not in tried:
                     tried.add(key)
-                    p = trial.partition
-                    other = judge.of_cuts(p, p.forward, p.backward, p.weights)
+                    other = judge.of_cuts(trial.partition.cuts)
                     found += [] if other is None else [other]
         return found
 
@@ -209,8 +208,7 @@ def _fixed(judge: Judge) -> Partition:
     """
     cuts, workers = judge.sized.fixed, judge.workers
     assert cuts is not None
-    three = cuts.forward, cuts.backward, cuts.weights
-    found = of_cuts(judge.profile, workers, *three, recompute=cuts.recompute, mode=PINNED)
+    found = of_cuts(judge.profile, workers, cuts, mode=PINNED)
     shares = [load.memory / memory for load, memory in zip(found.loads, workers.memory, strict=True)]
     if max(shares) > 1 + EPSILON:
         fullest = shares.index(max(shares))

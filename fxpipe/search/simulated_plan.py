@@ -7,6 +7,7 @@ from functools import cached_property
 from math import isfinite
 
 from fxpipe.planner.cost_model import CostModel
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.profile import Profile
@@ -138,20 +139,7 @@ class Judge:
         simulation = simulate(schedule, scenario, steady_minibatches(schedule))
         return SimulatedPlan(self.candidate, self.sized, self.setting, partition, scenario, simulation)
 
-    def of_cuts(
-        self, like: Partition, forward: Cut, backward: Cut, weights: Cut, send: bool = False
-    ) -> SimulatedPlan | None:
-        """What other cuts do, if they fit into memory; the same mismatched units are computed again as in `like`.
-
-        Args:
-            send: compute nothing again: what is mismatched travels.
-        """
-        again = () if send else like.recompute
-        mode = self.candidate.mode
-        cuts = forward, backward, weights
-        found = of_cuts(self.profile, self.workers, *cuts, recompute=again, mode=mode, costs=self.costs)
+    def of_cuts(self, cuts: Cuts) -> SimulatedPlan | None:
+        """What other cuts do, if they fit into memory."""
+        found = of_cuts(self.profile, self.workers, cuts, mode=self.candidate.mode, costs=self.costs)
         return self.trial(found) if isfinite(found.bottleneck) else None
-
-
-Cut = tuple[int, ...]
-"""The positions of one kind of cuts."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,10 +14,13 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Ratios, Workers
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.versions import Versions, versions_of
+from fxpipe.schedule.versions import versions_of
 from fxpipe.simulator.scenario import Message, Scenario, WeightCopy
 
 _Key = tuple[int, Phase, int, Phase]
+READING: tuple[Phase, Phase] = ("F", "B")
+"""What reads weights."""
+
 PARTS = 8
 """Into how many messages the values between two workers are combined, by when they are made."""
 
@@ -62,8 +64,7 @@ class _Messages:
         self.profile = profile
         self.apart = apart
         self.ratios = ratios
-        self.cuts = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
-        self.recompute = partition.recompute
+        self.cuts = partition.cuts
         units = profile.units
         self.forward = np.cumsum([0.0, *(u.forward_ms for u in units)])
         self.found: dict[tuple[_Key, int], tuple[float, float, float]] = {}
@@ -84,12 +85,9 @@ class _Messages:
             kind = "saved" if way[1] == "F" != way[3] else ""
             yield Message(*way, size, made, needed, turn=turn_of(kind, size))
 
-    def _worker(self, unit: int, chain: str) -> int:
-        return bisect_right(self.cuts[chain], unit) - 1
-
     def _share(self, worker: int, unit: int) -> float:
         """The share of a worker's forward that is over when a unit begins."""
-        first, end = self.cuts["F"][worker : worker + 2]
+        first, end = self.cuts.forward[worker : worker + 2]
         whole = self.forward[end] - self.forward[first]
         return float(np.clip((self.forward[unit] - self.forward[first]) / whole, 0.0, 1.0)) if whole else 0.0
 
@@ -105,12 +103,12 @@ class _Messages:
 
     def _value(self, value: Value, chain: Phase, forward: bool) -> None:
         """A value goes from reader to reader, each of which sends it on once it has come."""
-        source = self._worker(value.producer, chain)
+        source = self.cuts.worker(chain, value.producer)
         made = self._share(source, value.producer + 1) if forward else 1.0
-        for target in sorted({self._worker(reader, chain) for reader in value.readers}, reverse=not forward):
+        for target in sorted({self.cuts.worker(chain, reader) for reader in value.readers}, reverse=not forward):
             needed = 0.0
             if forward:
-                first = min(r for r in value.readers if self._worker(r, chain) == target)
+                first = min(r for r in value.readers if self.cuts.worker(chain, r) == target)
                 needed = self._share(target, first)
             ratio = self.ratios.activation if forward else self.ratios.gradient
             self._add((source, chain, target, chain), ratio * value.bytes, made, needed)
@@ -119,12 +117,12 @@ class _Messages:
 
     def _saved(self) -> None:
         """Saved values, what recomputation needs, and gradients that W reads of B elsewhere."""
-        again = {(k, unit) for k, first, end in self.recompute for unit in range(first, end)}
+        again = self.cuts.recomputes
         for i, unit in enumerate(self.profile.units):
-            source = self._worker(i, "F")
-            backward, weight = self._worker(i, "B"), self._worker(i, "W")
-            of_b = 0.0 if (backward, i) in again else unit.saved_bytes - unit.weight_saved_bytes
-            of_w = unit.saved_bytes if unit.weight_ms and (weight, i) not in again else 0.0
+            source, backward = self.cuts.worker("F", i), self.cuts.worker("B", i)
+            weight = self.cuts.worker("B", i, weight=True)
+            of_b = 0.0 if again(backward, i) else unit.saved_bytes - unit.weight_saved_bytes
+            of_w = unit.saved_bytes if unit.weight_ms and not again(weight, i) else 0.0
             made = self._share(source, i + 1)
             if backward == weight:
                 self._save(source, backward, max(of_b, of_w), made)
@@ -134,47 +132,36 @@ class _Messages:
                 if unit.weight_ms:
                     self._add((backward, "B", weight, self.apart), self.ratios.gradient * unit.gradient_bytes)
             for k in {backward, weight}:
-                if (k, i) in again:
+                if again(k, i):
                     self._save(source, k, unit.fixed_bytes, made)
-        for k, first, _ in self.recompute:
+        for k, first, _ in self.cuts.recompute:
             self._entering(k, first)
 
     def _entering(self, k: int, first: int) -> None:
         """The activations that cross the start of a run that worker k computes again."""
         for value in self.profile.activations:
             if value.producer < first <= max(value.readers):
-                source = self._worker(value.producer, "F")
+                source = self.cuts.worker("F", value.producer)
                 self._save(source, k, value.bytes, self._share(source, value.producer + 1))
 
 
 def _weight_copies(profile: Profile, partition: Partition, schedule: Schedule, ratio: float) -> Iterator[WeightCopy]:
     sizes: dict[tuple[int, int], float] = {}
     phases: dict[tuple[int, int], set[Phase]] = {}
+    cuts = partition.cuts
     for i, unit in enumerate(profile.units):
         if not unit.parameter_bytes:
             continue
-        owner = _at(partition.weights, i)
-        readers: dict[int, set[Phase]] = {}
-        readers.setdefault(_at(partition.forward, i), set()).add("F")
-        readers.setdefault(_at(partition.backward, i), set()).add("B")
-        for reader, reads in readers.items():
-            if reader != owner:
-                sizes[owner, reader] = sizes.get((owner, reader), 0.0) + unit.parameter_bytes
-                phases.setdefault((owner, reader), set()).update(reads)
+        owner, readers = cuts.worker("B", i, weight=True), {phase: cuts.worker(phase, i) for phase in READING}
+        for reader in {*readers.values()} - {owner}:
+            sizes[owner, reader] = sizes.get((owner, reader), 0.0) + unit.parameter_bytes
+            phases.setdefault((owner, reader), set()).update(phase for phase in READING if readers[phase] == reader)
     if not sizes:
         return
     versions = versions_of(schedule)
     for (owner, reader), size in sorted(sizes.items()):
-        lags = _lags(versions, owner, reader, sorted(phases[owner, reader]), range(schedule.microbatches))
-        yield WeightCopy(owner, reader, tuple(lags), ratio * size, turn_of("weights", size))
-
-
-def _lags(
-    versions: Versions, owner: int, reader: int, phases: Iterable[Phase], microbatches: Iterable[int]
-) -> Iterator[tuple[Phase, tuple[int, ...]]]:
-    for phase in phases:
-        yield phase, tuple(versions.lag(phase, reader, owner, microbatch) for microbatch in microbatches)
-
-
-def _at(cuts: Sequence[int], unit: int) -> int:
-    return bisect_right(cuts, unit) - 1
+        lags = tuple(
+            (phase, tuple(versions.lag(phase, reader, owner, j) for j in range(schedule.microbatches)))
+            for phase in sorted(phases[owner, reader])
+        )
+        yield WeightCopy(owner, reader, lags, ratio * size, turn_of("weights", size))

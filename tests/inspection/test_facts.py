@@ -211,15 +211,7 @@ def test_given_cuts_cost_what_the_planner_says(mode: Any) -> None:
         optimizer_bytes=known.optimizer_bytes,
         policy_times=known.policy_times,
     )
-    priced = of_cuts(
-        build.profile,
-        setting.workers(3),
-        chosen.forward,
-        chosen.backward,
-        chosen.weights,
-        recompute=chosen.recompute,
-        mode=mode,
-    )
+    priced = of_cuts(build.profile, setting.workers(3), chosen.cuts, mode=mode)
     assert dataclasses.replace(priced, lower_bound=chosen.lower_bound) == chosen
 
 

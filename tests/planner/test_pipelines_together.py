@@ -10,6 +10,7 @@ from judged_plans import partition
 from torch import nn
 
 import fxpipe
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
@@ -39,11 +40,11 @@ def test_a_worker_costs_what_replicas_of_it_cost() -> None:
     """Two pipelines with two microbatches each, or two replicas that share four."""
     for links in (Links(1e5), Links(1e5, 0.01, 1e-6), Links(((1.0, 1e5), (2e5, 1.0)), 0.01)):
         shared = replace(links, bandwidth=1e5)
-        together = of_cuts(TWO, Workers(1, links=shared, microbatches=2, dp=2), (0, 2), (0, 2), (0, 2))
+        together = of_cuts(TWO, Workers(1, links=shared, microbatches=2, dp=2), Cuts((0, 2), (0, 2)))
         replicas = Workers(1, links=shared, microbatches=4, replicas=(2,))
-        assert together.bottleneck * 2 == pytest.approx(of_cuts(TWO, replicas, (0, 2), (0, 2), (0, 2)).bottleneck * 4)
+        assert together.bottleneck * 2 == pytest.approx(of_cuts(TWO, replicas, Cuts((0, 2), (0, 2))).bottleneck * 4)
         two = [Workers(2, links=each, microbatches=2, dp=2) for each in (links, shared)]
-        found = [of_cuts(TWO, each, (0, 1, 2), (0, 1, 2), (0, 1, 2)).loads[1] for each in two]
+        found = [of_cuts(TWO, each, Cuts((0, 1, 2), (0, 1, 2))).loads[1] for each in two]
         assert found[0].exposed >= found[1].exposed - 1e-3  # sums go at the rate of the slowest link
 
 
@@ -54,7 +55,10 @@ def test_heavy_weights_at_the_end_get_less_work() -> None:
     found = partition(PROFILE, replace(workers, links=Links(2e8)), "same")
     assert alone.forward == (0, 5, 10)
     assert found.forward == (0, 6, 10)
-    slow = [of_cuts(PROFILE, replace(workers, links=Links(2e8)), *[(0, at, 10)] * 3).bottleneck for at in range(11)]
+    slow = [
+        of_cuts(PROFILE, replace(workers, links=Links(2e8)), Cuts((0, at, 10), (0, at, 10))).bottleneck
+        for at in range(11)
+    ]
     assert found.bottleneck == pytest.approx(min(slow))
     assert slow.index(min(slow)) == 6
 
@@ -72,7 +76,7 @@ def test_a_simulated_plan_waits_for_the_sums() -> None:
 
 
 def _cut(workers: Workers, at: int) -> Partition:
-    return of_cuts(PROFILE, workers, *[(0, at, 10)] * 3)
+    return of_cuts(PROFILE, workers, Cuts((0, at, 10), (0, at, 10)))
 
 
 def test_a_search_takes_what_is_fastest_with_the_sums() -> None:
@@ -81,7 +85,7 @@ def test_a_search_takes_what_is_fastest_with_the_sums() -> None:
         sized = Sized(replace(SETTING, links=Links(1e8), dp=dp), PROFILE, PROFILE)
         best = search([sized], question).best
         judge = Judge.of(best.candidate, sized, question)
-        trials = [judge.of_cuts(best.partition, *[(0, at, 10)] * 3) for at in range(11)]
+        trials = [judge.of_cuts(Cuts((0, at, 10), (0, at, 10))) for at in range(11)]
         assert best.seconds == pytest.approx(min(trial.seconds for trial in trials if trial is not None))
         found[dp] = best.partition.forward
     assert found == {1: (0, 5, 10), 2: (0, 7, 10)}

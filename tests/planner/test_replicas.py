@@ -16,6 +16,7 @@ from judged_plans import partition, profiles, ratios
 
 from fxpipe.errors import CutError
 from fxpipe.planner.cost_model import CostModel
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import TooLittleMemory, of_cuts
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
@@ -92,12 +93,7 @@ def test_cuts_and_replicas_equal_brute_force(case: str) -> None:
         assert 1e3 * found.bottleneck == pytest.approx(expected, rel=1e-7, abs=1e-9)
         assert found.exact
         assert sum(found.replicas) <= processes
-        again = of_cuts(
-            profile,
-            setting.workers(len(found.replicas), found.replicas),
-            *(found.forward, found.backward, found.weights),
-            recompute=found.recompute,
-        )
+        again = of_cuts(profile, setting.workers(len(found.replicas), found.replicas), found.cuts)
         assert again.bottleneck == pytest.approx(found.bottleneck, rel=1e-7, abs=1e-12)
 
     check()
@@ -115,7 +111,7 @@ BACK = Unit("back", 3.0, 5.0, update_ms=6.0, parameter_bytes=9000.0)
 def test_what_a_worker_with_replicas_costs() -> None:
     """Three replicas share 12 microbatches: each does four, then exchanges its sums of gradients and updates all."""
     workers = Workers(2, links=Links(1e6, 1e-3), microbatches=12, replicas=(3, 1))
-    found = of_cuts(chain(FRONT, BACK), workers, (0, 1, 2), (0, 1, 2), (0, 1, 2))
+    found = of_cuts(chain(FRONT, BACK), workers, Cuts((0, 1, 2), (0, 1, 2)))
     microbatch = 12 + 20 + 10 + (2000 / 1e6 * 1e3 + 1)  # the gradient that comes back, and its latency
     exchange = 2 * 2 / 3 * 1000 / 1e6 * 1e3 + 2  # hidden by the backward
     assert exchange < 30
@@ -126,7 +122,7 @@ def test_what_a_worker_with_replicas_costs() -> None:
 
 def test_the_exchange_counts_for_what_the_last_backward_does_not_hide() -> None:
     workers = Workers(1, links=Links(1e5), microbatches=4, replicas=(2,))
-    found = of_cuts(chain(FRONT, BACK), workers, (0, 2), (0, 2), (0, 2))
+    found = of_cuts(chain(FRONT, BACK), workers, Cuts((0, 2), (0, 2)))
     exchange = 2 * 1 / 2 * 10_000 / 1e5 * 1e3
     backward = 20 + 10 + 5
     assert 1e3 * found.bottleneck * 4 == pytest.approx(2 * (12 + 3 + backward) + 9 + exchange - backward)
@@ -134,9 +130,9 @@ def test_the_exchange_counts_for_what_the_last_backward_does_not_hide() -> None:
 
 def test_replicas_that_do_not_divide_the_microbatches_wait_for_the_busiest() -> None:
     profile = chain(replace(FRONT, update_ms=0.0))
-    uneven = of_cuts(profile, Workers(1, microbatches=4, replicas=(3,)), (0, 1), (0, 1), (0, 1))
+    uneven = of_cuts(profile, Workers(1, microbatches=4, replicas=(3,)), Cuts((0, 1), (0, 1)))
     assert 1e3 * uneven.bottleneck * 4 == pytest.approx(2 * 42)
-    even = of_cuts(profile, Workers(1, microbatches=4, replicas=(3,), evenly=True), (0, 1), (0, 1), (0, 1))
+    even = of_cuts(profile, Workers(1, microbatches=4, replicas=(3,), evenly=True), Cuts((0, 1), (0, 1)))
     assert 1e3 * even.bottleneck * 4 == pytest.approx(4 / 3 * 42)
 
 
@@ -145,7 +141,7 @@ def test_what_one_sends_to_many_occupies_its_wire() -> None:
     front, back = Unit("front", 1.0, 0.0, output_bytes=1e4), Unit("back", 4.0, 0.0, output_bytes=0.0)
     profile = chain(front, back)
     workers = Workers(2, links=Links(1e6), microbatches=4, replicas=(1, 4))
-    found = of_cuts(replace(profile, gradients=()), workers, (0, 1, 2), (0, 1, 2), (0, 1, 2))
+    found = of_cuts(replace(profile, gradients=()), workers, Cuts((0, 1, 2), (0, 1, 2)))
     assert 1e3 * found.loads[0].total == pytest.approx(10.0)
     assert 1e3 * found.loads[1].total == pytest.approx((4 + 10) / 4)
 
@@ -154,7 +150,7 @@ def test_weights_for_many_readers_leave_their_owner_once_for_each() -> None:
     """F of `back` is on four processes of worker 0, its weights are worker 1's: four copies in a minibatch."""
     front, back = Unit("front", 4.0, 8.0), Unit("back", 4.0, 1.0, parameter_bytes=1e4, saved_bytes=0.0)
     workers = Workers(2, links=Links(1e6), microbatches=4, replicas=(4, 1))
-    found = of_cuts(replace(chain(front, back), activations=(), gradients=()), workers, (0, 2, 2), (0, 1, 2), (0, 1, 2))
+    found = of_cuts(replace(chain(front, back), activations=(), gradients=()), workers, Cuts((0, 2, 2), (0, 1, 2)))
     copies = 4 * 1e4 / 1e6 * 1e3
     assert 1e3 * found.loads[0].total * 4 == pytest.approx(max(8 + 8 + (copies - 8), copies))
 
