@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-BESIDE = {"data_parallel": "data parallelism", "pipeline": "plain pipeline"}
+PLAIN = {"data_parallel": "data parallelism", "pipeline": "plain pipeline"}
 """What plans with replicas are compared with, by its name in JSON."""
 
 
@@ -41,15 +41,15 @@ class PlannedCuts:
     Attributes:
         found: by mode; None where nothing fits.
         processes: of all workers together, where these have replicas; else None, and minibatches are simulated.
-        beside: as many processes without a choice, all replicas of one worker, or none: None where it does not fit, or
-            has fewer microbatches than replicas.
+        plain: the plain ways to use as many processes, as replicas of one worker, or without any: None where it does
+            not fit, or has fewer microbatches than replicas.
     """
 
     subject: PlanInput
     setting: Setting
     found: dict[str, TimedPartition | None]
     processes: int | None = None
-    beside: dict[str, TimedPartition | None] = field(default_factory=dict)
+    plain: dict[str, TimedPartition | None] = field(default_factory=dict)
 
     @property
     def first(self) -> Partition:
@@ -65,7 +65,7 @@ class PlannedCuts:
             "units": [u.name for u in subject.whole.units],
             "microbatches": subject.microbatches,
             **({} if self.processes is None else shared),
-            **{name: self._json(timed) for name, timed in (self.found | self.beside).items()},
+            **{name: self._json(timed) for name, timed in (self.found | self.plain).items()},
         }
 
     def _json(self, timed: TimedPartition | None) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ class PlannedCuts:
                 title = mode + (of if shared else ", a microbatch")
                 _print_partition(subject.of(mode), partition, title)
             shown.setdefault(what, mode)
-        rows = {BESIDE.get(name, name): self._json(timed) for name, timed in (self.found | self.beside).items()}
+        rows = {PLAIN.get(name, name): self._json(timed) for name, timed in (self.found | self.plain).items()}
         print_columns(_table(rows), stdout_console(), whole=True)
         ideal, units = f"\nideal {1e3 * self.first.ideal:.2f} ms a microbatch", f"{len(subject.whole.units)} units"
         counted = [f"{subject.microbatches} microbatches a minibatch"] if shared else []

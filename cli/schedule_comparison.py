@@ -76,8 +76,8 @@ def compare_schedules(
     """
     from fxpipe.errors import FxpipeError
     from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
-    from fxpipe.lowering.choose_schedule import counted, for_count, question, refusal, sized
-    from fxpipe.search import Counts, search
+    from fxpipe.lowering.choose_schedule import for_count, question, refusal, sized
+    from fxpipe.search import Counts, counted, search
 
     encoding = options.encoding
     ratios = ratios_of(PLAIN if encoding.auto else encoding)
@@ -120,10 +120,10 @@ def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most:
         most: how many rows at most.
     """
     from fxpipe.inspection.tables import schedules
+    from fxpipe.search import counted
 
     fitting = [asdict(row) for row in rows if row.seconds is not None]
     print_columns(schedules(fitting[:most], samples), stdout_console(), whole=True)
     for row in rows:
         if row.seconds is None:
-            counted = f"{row.microbatches} microbatch{'' if row.microbatches == 1 else 'es'}"
-            echo(f"{row.schedule or 'every schedule'}, {counted}: {row.why}")
+            echo(f"{row.schedule or 'every schedule'}, {counted(row.microbatches)}: {row.why}")

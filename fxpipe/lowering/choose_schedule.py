@@ -23,7 +23,7 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.workers import Ratios
 from fxpipe.schedule.loss_scaling import FLOAT16
-from fxpipe.search import Counts, Question, Sized, microbatch_counts, schedules_of, search
+from fxpipe.search import Counts, Question, Sized, counted, microbatch_counts, schedules_of, search
 from fxpipe.task.batch import samples_of
 from fxpipe.task.model_view import of_parameters
 from fxpipe.tracing.capture import Loss
@@ -207,11 +207,6 @@ def sized(
 def refusal(count: int, error: FxpipeError) -> ScheduleForecast:
     """The row of a number of microbatches that no schedule can have."""
     return ScheduleForecast("", "", count, why=error.what)
-
-
-def counted(count: int) -> str:
-    """`1 microbatch`, `4 microbatches`."""
-    return f"{count} microbatch{'' if count == 1 else 'es'}"
 
 
 def _fixed(options: CompileOptions, found: StepProfile) -> Cuts | None:

@@ -86,7 +86,6 @@ def from_csv(text: str, where: str = "the schedule") -> RowsOfText:
             f"{where} has {what}: there can be {MOST_WORKERS} and {MOST_MICROBATCHES}", hint="numbers begin with 0"
         )
     placement = _placement(cells, workers, where)
-    _refuse_twice(cells, where)
     apart = any(kind in "IW" for row in cells for _, kind, _ in row)
     own = {(worker, j) for row in cells for worker, kind, j in row if kind == "W"}
     written = [",".join(_written(row, apart, own)) for row in cells]
@@ -153,40 +152,31 @@ def _cells(line: str, where: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _placement(cells: Sequence[Sequence[tuple[int, str, int]]], workers: int, where: str) -> list[int]:
-    """The rank of each worker: that of the row which has it."""
+    """The rank of each worker: that of the row which has it.
+
+    A cell that is there twice is refused: what comes after a rank's last action would never be looked at.
+    """
     placement: dict[int, int] = {}
+    seen: set[tuple[int, str, int]] = set()
     for rank, row in enumerate(cells):
-        for place, (worker, _, _) in enumerate(row):
+        for place, (worker, kind, j) in enumerate(row):
             if placement.setdefault(worker, rank) != rank:
-                shown = [[f"{k}{kind}{j}" for k, kind, j in other] for other in cells]
-                shown[rank][place] = marked(shown[rank][place])
-                raise ScheduleError(
-                    f"{where}: stage {worker} is on rank {placement[worker]} and on rank {rank}\n"
-                    f"{picture(shown, '  rank')}",
-                    hint="every stage is in one row",
-                )
+                what = f": stage {worker} is on rank {placement[worker]} and on rank {rank}"
+                hint = "every stage is in one row"
+            elif row[place] in seen:
+                what, hint = f" is wrong: stage {worker} does {kind}{j} twice", "every action is there once"
+            else:
+                seen.add(row[place])
+                continue
+            shown = [["".join(map(str, cell)) for cell in other] for other in cells]
+            shown[rank][place] = marked(shown[rank][place])
+            raise ScheduleError(f"{where}{what}\n{picture(shown, '  rank')}", hint=hint)
     missing = [worker for worker in range(workers) if worker not in placement]
     if missing:
         raise ScheduleError(
             f"{where}: it has stage {workers - 1}, and none of stage {missing[0]}", hint="stages are 0, 1, 2, …"
         )
     return [placement[worker] for worker in range(workers)]
-
-
-def _refuse_twice(cells: Sequence[Sequence[tuple[int, str, int]]], where: str) -> None:
-    """Refuse a cell that is there twice: what comes after a rank's last action would never be looked at."""
-    for rank, row in enumerate(cells):
-        seen: set[tuple[int, str, int]] = set()
-        for place, cell in enumerate(row):
-            if cell in seen:
-                shown = [[f"{worker}{kind}{j}" for worker, kind, j in other] for other in cells]
-                shown[rank][place] = marked(shown[rank][place])
-                worker, kind, j = cell
-                raise ScheduleError(
-                    f"{where} is wrong: stage {worker} does {kind}{j} twice\n{picture(shown, '  rank')}",
-                    hint="every action is there once",
-                )
-            seen.add(cell)
 
 
 def _written(row: Sequence[tuple[int, str, int]], apart: bool, own: set[tuple[int, int]]) -> Iterator[str]:

@@ -6,7 +6,16 @@ that the simulator likes better) → reasons (what the others lose) → search (
 
 from __future__ import annotations
 
-from fxpipe.search.candidate import Candidate, Counts, Question, Sized, candidates, microbatch_counts, schedules_of
+from fxpipe.search.candidate import (
+    Candidate,
+    Counts,
+    Question,
+    Sized,
+    candidates,
+    counted,
+    microbatch_counts,
+    schedules_of,
+)
 from fxpipe.search.search import Ranking, search
 from fxpipe.search.simulated_plan import SimulatedPlan
 
@@ -18,6 +27,7 @@ __all__ = [
     "SimulatedPlan",
     "Sized",
     "candidates",
+    "counted",
     "microbatch_counts",
     "schedules_of",
     "search",

@@ -128,6 +128,11 @@ def _too_many(stages: int, sized: Sized) -> bool:
     return stages > len(sized.whole.units) or (sized.fixed is not None and sized.fixed.workers != stages)
 
 
+def counted(microbatches: int) -> str:
+    """`1 microbatch`, `4 microbatches`."""
+    return f"{microbatches} microbatch{'' if microbatches == 1 else 'es'}"
+
+
 def schedules_of(synchronous: bool) -> tuple[str, ...]:
     """The names of all schedules, or of those that train exactly as one worker would; the simpler ones first.
 

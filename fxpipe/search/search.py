@@ -14,7 +14,7 @@ from fxpipe.planner.candidates import MODES
 from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts
 from fxpipe.planner.quantity import size
 from fxpipe.planner.search import EPSILON
-from fxpipe.search.candidate import PINNED, Candidate, Question, Sized, candidates
+from fxpipe.search.candidate import PINNED, Candidate, Question, Sized, candidates, counted
 from fxpipe.search.climb import climb
 from fxpipe.search.plans import Found, Plans
 from fxpipe.search.reasons import TIE, complexity, reason
@@ -96,7 +96,7 @@ def search(
     for (schedule, microbatches), own in _by_pair(flushing).items():
         near = min(trial.pace for trial in own) <= NEAR * fastest
         if near and min(trial.least for trial in own) < fastest:
-            say(f"{schedule}, {_counted(microbatches)}: moving cuts")
+            say(f"{schedule}, {counted(microbatches)}: moving cuts")
             trials += _improved(own, question)
     best = simplest(trials)
     return Ranking(best, (*_rows(trials, best), *refused))
@@ -128,7 +128,7 @@ class _Planning:
 
     def __init__(self, sized: Sized, question: Question, say: Say) -> None:
         self.sized, self.question = sized, question
-        self.say: Say = lambda text: say(f"{_counted(sized.microbatches)}: {text}")
+        self.say: Say = lambda text: say(f"{counted(sized.microbatches)}: {text}")
         self.refused: list[ScheduleForecast] = []
         self.failed: list[tuple[FxpipeError, Candidate, Sized]] = []
         self._plans = Plans(self.say)
@@ -232,7 +232,7 @@ def _raise(failed: Sequence[tuple[FxpipeError, Candidate, Sized]], question: Que
         except TooLittleMemory as advised:
             error = advised
     if len(short) > 1:
-        error.what += f" ({candidate.schedule} with {_counted(candidate.microbatches)}, which needs least)"
+        error.what += f" ({candidate.schedule} with {counted(candidate.microbatches)}, which needs least)"
     raise error
 
 
@@ -298,7 +298,3 @@ def _by_pair(trials: Sequence[SimulatedPlan]) -> dict[_Pair, list[SimulatedPlan]
 def _cuts(trial: SimulatedPlan) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     p = trial.partition
     return trial.candidate.mode, p.forward, p.backward, p.weights
-
-
-def _counted(microbatches: int) -> str:
-    return f"{microbatches} microbatch{'' if microbatches == 1 else 'es'}"

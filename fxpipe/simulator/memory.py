@@ -31,7 +31,7 @@ from fxpipe.plan.spec import Phase, Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.held_weights import held_weights
-from fxpipe.schedule.action import LOOKAHEAD, Action
+from fxpipe.schedule.action import LOOKAHEAD, Action, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import unreceived
 
@@ -57,9 +57,7 @@ def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]
     peaks = []
     for worker in range(plan.workers):
         own = demand.of_worker(worker)
-        row = list(own.schedule.until(worker, filling(own)))
-        walk = memory_of(plan, costs, own, worker, row)
-        peaks.append(ceil(max((moment.during for moment in walk), default=0.0)))
+        peaks.append(_peak(plan, costs, own, [(worker, action) for action in own.schedule.until(worker, filling(own))]))
     return tuple(peaks)
 
 
@@ -69,22 +67,24 @@ def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, .
     While one of its workers acts, the others hold what their last action has left. Messages between them count as if
     they travelled, at both ends, though they stay where they are: at the turn of a V that is more than is needed.
     """
-    stop, peaks = filling(demand), []
-    for rank in range(plan.ranks):
-        row = list(demand.schedule.row_until(rank, stop))
-        walks = {
-            worker: memory_of(plan, costs, demand, worker, [action for of, action in row if of == worker])
-            for worker in plan.hosted(rank)
-        }
-        held = {worker: walk[0].before for worker, walk in walks.items()}
-        moments = {worker: iter(walk) for worker, walk in walks.items()}
-        most = 0.0
-        for worker, _ in row:
-            moment = next(moments[worker])
-            most = max(most, moment.during + sum(bytes for of, bytes in held.items() if of != worker))
-            held[worker] = moment.after
-        peaks.append(ceil(most))
-    return tuple(peaks)
+    rows = (list(demand.schedule.row_until(rank, filling(demand))) for rank in range(plan.ranks))
+    return tuple(_peak(plan, costs, demand, row) for row in rows)
+
+
+def _peak(plan: Plan, costs: BuildCosts, demand: Demand, row: Sequence[Event]) -> int:
+    """The most that a process holds which does the actions of a row."""
+    walks = {
+        worker: memory_of(plan, costs, demand, worker, [action for of, action in row if of == worker])
+        for worker in {of for of, _ in row}
+    }
+    held = {worker: walk[0].before for worker, walk in walks.items()}
+    moments = {worker: iter(walk) for worker, walk in walks.items()}
+    most = 0.0
+    for worker, _ in row:
+        moment = next(moments[worker])
+        most = max(most, moment.during + sum(bytes for of, bytes in held.items() if of != worker))
+        held[worker] = moment.after
+    return ceil(most)
 
 
 def filling(demand: Demand) -> int:

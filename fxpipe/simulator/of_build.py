@@ -16,8 +16,6 @@ from fxpipe.policy.demand import Demand
 from fxpipe.schedule.action import Action
 from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
 
-_AGAIN = "compile the model again"
-
 
 def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     """What a build does on the links it was planned for, for `simulate(choose(plan, …).schedule, …)`.
@@ -32,29 +30,20 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
         demand: who needs which version of which weights.
 
     Raises:
-        BuildError: the costs are empty, or those of another number of workers.
+        BuildError: the costs are empty.
         CodecError: only the model file knows the codec of the weights, and was not imported.
     """
     if not costs.workers:
-        raise BuildError("the build does not say what its workers cost", hint=_AGAIN)
-    if len(costs.workers) != plan.workers:
-        what = f"the build says what {len(costs.workers)} workers cost, it has {plan.workers}"
-        raise BuildError(what, hint=_AGAIN)
-    if costs.times and len(costs.times) != plan.workers:
-        what = f"there are times of {len(costs.times)} workers, the build has {plan.workers}"
-        raise BuildError(what, hint=_AGAIN)
+        raise BuildError("the build does not say what its workers cost", hint="compile the model again")
     sizes = CopyMessages(demand)
     timings = {timing.name: timing for timing in costs.timings}
     workers, sums = [], []
     for worker in range(plan.workers):
         time = _time(costs, worker, plan.rank_of(worker))
         busy = plan.own_microbatches * time.microbatch + time.update
-        charged, waits = (
-            exposed_sums(plan, worker, links, time.weight or time.backward, busy)
-            for links in (costs.links, replace(costs.links, copy=0.0))
-        )
+        waits, copied = exposed_sums(plan, worker, costs.links, time.weight or time.backward, busy)
         turns = plan.replicas_of(worker) if plan.crossing else 1
-        update = time.update + charged - waits
+        update = time.update + costs.links.copy * copied
         workers.append(StageTime(time.forward / turns, time.backward / turns, update, time.weight / turns))
         sums.append(waits)
     return Scenario(
@@ -103,8 +92,8 @@ def _weight_copies(demand: Demand, sizes: CopyMessages, owner: int) -> Iterator[
             yield WeightCopy(owner, reader, tuple(reads[message.ahead]), pack.bytes, turn)
 
 
-def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibatch: float = 0.0) -> float:
-    """Seconds of a minibatch for which a worker's update waits for sums over its replicas.
+def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibatch: float = 0.0) -> tuple[float, float]:
+    """What sums over its replicas take a worker of a minibatch; `planner.link_times.exchange`, bucket by bucket.
 
     Each replica sends 2(R − 1)/R of every bucket, in two rounds (the bound is that of Patarasuk and Yuan 2009). Buckets
     go one after the other while the last microbatch's gradients are made; the last one is complete only at their end.
@@ -116,20 +105,23 @@ def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibat
         links: between the pipeline's ranks; those between replicas are taken to be like the slowest of them.
         backward: seconds in which a microbatch's gradients are made.
         minibatch: seconds that a minibatch takes at least.
+
+    Returns:
+        The seconds for which its update waits, and the bytes that its processor copies.
     """
     buckets, outer = plan.stages[worker].buckets, plan.outer
     replicas = plan.replicas_of(worker)
     bandwidth, latency = links.slowest(plan.ranks)
     if outer is not None:
         size = 2 * (replicas - 1) / replicas * sum(p.tensor.bytes for p in plan.owned(worker) if p.trained)
-        hidden, copying = outer.delay * outer.every * minibatch, links.copy * 2 * size
-        return (max(0.0, size / bandwidth + 2 * latency - hidden) + copying) / outer.every if size else 0.0
+        waits = max(0.0, size / bandwidth + 2 * latency - outer.delay * outer.every * minibatch) if size else 0.0
+        return waits / outer.every, 2 * size / outer.every
     if replicas == 1 or not buckets:
-        return 0.0
+        return 0.0, 0.0
     rounds = [_round(plan, bucket, replicas) / bandwidth + latency for bucket in buckets]
     times, after = (rounds, sum(rounds)) if plan.sharded else ([2 * each for each in rounds], 0.0)
-    copying = links.copy * 4 * (replicas - 1) / replicas * sum(bucket.bytes for bucket in buckets)  # sent and received
-    return max(times[-1], sum(times) - backward) + after + copying
+    copied = 4 * (replicas - 1) / replicas * sum(bucket.bytes for bucket in buckets)  # sent and received
+    return max(times[-1], sum(times) - backward) + after, copied
 
 
 def _round(plan: Plan, bucket: BucketSpec, replicas: int) -> float:

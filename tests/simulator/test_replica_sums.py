@@ -24,7 +24,7 @@ def built(dp: int) -> fxpipe.Build:
 
 
 def test_a_worker_without_replicas_waits_for_none() -> None:
-    assert exposed_sums(built(1).plan, 0, Links(1e6, 1.0), 0.0) == 0
+    assert exposed_sums(built(1).plan, 0, Links(1e6, 1.0), 0.0) == (0, 0)
 
 
 def test_what_the_backward_does_not_hide_is_waited_for() -> None:
@@ -32,13 +32,13 @@ def test_what_the_backward_does_not_hide_is_waited_for() -> None:
     (bucket,) = plan.stages[0].buckets
     size, links = bucket.bytes, Links(1e6, 0.25)
     whole = size / 1e6 + 0.5  # 2 (R - 1) / R is 1
-    assert exposed_sums(plan, 0, links, backward=0.0) == pytest.approx(whole)
-    assert exposed_sums(plan, 0, links, backward=99.0) == pytest.approx(whole)  # the last bucket comes at its end
+    assert exposed_sums(plan, 0, links, backward=0.0)[0] == pytest.approx(whole)
+    assert exposed_sums(plan, 0, links, backward=99.0)[0] == pytest.approx(whole)  # the last bucket comes at its end
     three = replace(plan.stages[0], buckets=(replace(bucket, name="a"), replace(bucket, name="b"), bucket))
     three_of = replace(plan, stages=(three,))
-    assert exposed_sums(three_of, 0, links, backward=0.0) == pytest.approx(3 * whole)
-    assert exposed_sums(three_of, 0, links, backward=1.5 * whole) == pytest.approx(1.5 * whole)
-    assert exposed_sums(three_of, 0, links, backward=99.0) == pytest.approx(whole)
+    assert exposed_sums(three_of, 0, links, backward=0.0)[0] == pytest.approx(3 * whole)
+    assert exposed_sums(three_of, 0, links, backward=1.5 * whole)[0] == pytest.approx(1.5 * whole)
+    assert exposed_sums(three_of, 0, links, backward=99.0)[0] == pytest.approx(whole)
 
 
 def test_a_late_update_hides_them_behind_a_minibatch() -> None:
@@ -77,7 +77,7 @@ def test_one_more_sum_of_gradients_is_held() -> None:
 def test_the_processors_copy_what_is_sent_and_received() -> None:
     plan = built(2).plan
     size = plan.stages[0].buckets[0].bytes
-    assert exposed_sums(plan, 0, Links(copy=1e-9), backward=0.0) == pytest.approx(2e-9 * size)
+    assert exposed_sums(plan, 0, Links(), backward=0.0) == (0.0, pytest.approx(2 * size))
 
 
 def apart(delay: int, **options: object) -> fxpipe.Build:
@@ -91,10 +91,10 @@ def test_replicas_that_train_apart_share_an_outer_step_out() -> None:
     assert plan.outer == OuterSpec(10, 0.7, 0.9)
     trained = sum(p.tensor.bytes for p in plan.parameters)
     whole = trained / 1e6 + 0.5
-    assert exposed_sums(plan, 0, links, backward=99.0, minibatch=99.0) == pytest.approx(whole / 10)
+    assert exposed_sums(plan, 0, links, backward=99.0, minibatch=99.0)[0] == pytest.approx(whole / 10)
     late = apart(1).plan
-    assert exposed_sums(late, 0, links, 0.0, minibatch=whole / 20) == pytest.approx(whole / 20)
-    assert exposed_sums(late, 0, links, 0.0, minibatch=whole / 10) == 0
+    assert exposed_sums(late, 0, links, 0.0, minibatch=whole / 20)[0] == pytest.approx(whole / 20)
+    assert exposed_sums(late, 0, links, 0.0, minibatch=whole / 10)[0] == 0
 
 
 def test_a_slow_link_costs_them_a_step_in_many() -> None:
