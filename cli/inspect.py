@@ -14,7 +14,7 @@ from fxpipe.errors import BuildError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.build_folder import PLAN
 from fxpipe.policy.option import policy_help
-from fxpipe.schedule.option import schedule_text
+from fxpipe.schedule import schedule_text
 
 if TYPE_CHECKING:
     from fxpipe.inspection.subject import Subject

@@ -10,8 +10,7 @@ import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, note, working
-from fxpipe.cli.planned import of_model, of_profile, planned
-from fxpipe.cli.replica_plan import plan_replicas
+from fxpipe.cli.planned import of_model, of_profile, plan_replicas, planned
 from fxpipe.cli.schedule_comparison import asked_schedule, compare_schedules, print_schedules
 
 from fxpipe.lowering.options import CompileOptions

@@ -14,8 +14,7 @@ from small_models import CASES
 import fxpipe
 from fxpipe.errors import ScheduleError
 from fxpipe.plan import consistency
-from fxpipe.schedule import make, to_csv
-from fxpipe.schedule.option import schedule_text
+from fxpipe.schedule import make, schedule_text, to_csv
 from fxpipe.typed_json import Malformed
 
 

@@ -23,11 +23,10 @@ from fxpipe.policy import default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
 from fxpipe.policy.shares import check_shares
-from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text, with_replicas
+from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text, schedule_text, with_replicas
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.csv_rows import RowsOfText
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
-from fxpipe.schedule.option import schedule_text
 
 if TYPE_CHECKING:
     from fxpipe.codecs.encoding import Encoding

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fxpipe.errors import CutError, ProfileError, ScheduleError
 from fxpipe.planner.candidates import MODES
-from fxpipe.planner.partition import BUDGET, Partition, TooLittleMemory, fits, partitions
+from fxpipe.planner.partition import Partition, TooLittleMemory, fits, partitions
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.quantity import size
 from fxpipe.planner.setting import Setting
@@ -21,7 +21,6 @@ def advised_partitions(
     count: int,
     modes: Sequence[str] = MODES,
     say: Callable[[str], None] = lambda text: None,
-    budget: int = BUDGET,
 ) -> dict[str, Partition]:
     """Like `partitions`, for `count` workers; if nothing fits, the error says what would be enough.
 
@@ -30,7 +29,7 @@ def advised_partitions(
     """
     workers = setting.workers(count)
     try:
-        return partitions(profile, workers, modes, say, budget)
+        return partitions(profile, workers, modes, say)
     except TooLittleMemory as error:
         if len(set(setting.memory)) > 1 or len(set(setting.speeds)) > 1:
             error.hint = "give that worker more, or use more workers"

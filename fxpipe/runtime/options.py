@@ -15,8 +15,7 @@ from fxpipe.options import option
 from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.policy.base import Policy
 from fxpipe.policy.option import policy_option
-from fxpipe.schedule import SCHEDULES
-from fxpipe.schedule.option import schedule_text
+from fxpipe.schedule import SCHEDULES, schedule_text
 from fxpipe.task.paced_scheduler import EPOCH
 
 

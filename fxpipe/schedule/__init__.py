@@ -1,6 +1,6 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
-action → merge → base → gpipe, one_f_one_b, asynchronous, late, zero_bubble, and, with several workers on a rank,
+action → merge → base → gpipe, one_f_one_b, asynchronous, zero_bubble, and, with several workers on a rank,
 table → interleaved, v_shaped; then replicas, order (the laws, and a run in which nothing is
 computed) → versions (which weights every action sees) → check (the user's verdict and picture).
 """
@@ -10,13 +10,12 @@ from __future__ import annotations
 from fxpipe.errors import ScheduleError, near
 from fxpipe.plan.spec import Plan
 from fxpipe.schedule.action import Action, parse_row
-from fxpipe.schedule.asynchronous import Async
+from fxpipe.schedule.asynchronous import Async, AsyncLate
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import Report, check, grid
-from fxpipe.schedule.csv_rows import ENDING, RowsOfText, from_csv, read_csv, to_csv
+from fxpipe.schedule.csv_rows import ENDING, NAME, RowsOfText, from_csv, read_csv, to_csv
 from fxpipe.schedule.gpipe import GPipe
 from fxpipe.schedule.interleaved import Interleaved
-from fxpipe.schedule.late import AsyncLate
 from fxpipe.schedule.one_f_one_b import OneFOneB
 from fxpipe.schedule.replicas import with_replicas
 from fxpipe.schedule.v_shaped import DualPipeV, VHalf, VMin, ZeroBubbleV
@@ -64,6 +63,20 @@ def of_text(text: str) -> RowsOfText | None:
         ScheduleError: as `read_csv`.
     """
     return read_csv(text) if text.endswith(ENDING) else from_csv(text) if "," in text else None
+
+
+def schedule_text(text: str) -> str:
+    """How `--schedule` is read: a name; or the text of what is in a file, so that no process has to find it again.
+
+    Builds that were made with a file call theirs 'csv', a name for these alone: see `of_plan`.
+
+    Raises:
+        ScheduleError: there is no such schedule, or the file is wrong.
+    """
+    if text == NAME:
+        return text
+    made = of_text(text)
+    return kind_of(text).name if made is None else to_csv(made)
 
 
 def of_plan(plan: Plan, name: str | None = None) -> Schedule:
@@ -130,6 +143,7 @@ __all__ = [
     "of_text",
     "parse_row",
     "read_csv",
+    "schedule_text",
     "to_csv",
     "with_replicas",
 ]
