@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fxpipe.planner.partition import Load, Partition
     from fxpipe.planner.profile import PlanInput, Profile
     from fxpipe.planner.setting import Setting
+    from fxpipe.schedule import Schedule
 
 Json = dict[str, Any]
 
@@ -55,6 +56,11 @@ class PlannedCuts:
     def first(self) -> Partition:
         """That of the first kind of cuts that fits."""
         return next(timed for timed in self.found.values() if timed is not None).partition
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of the workers of all of them."""
+        return self.setting.schedule_of(len(self.first.loads))
 
     def as_json(self) -> dict[str, Any]:
         """One object: what was planned for, and each partition."""

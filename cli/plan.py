@@ -10,8 +10,9 @@ import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, note, working
+from fxpipe.cli.partition_tables import PlannedCuts
 from fxpipe.cli.planned import of_model, of_profile, plan_replicas, planned
-from fxpipe.cli.schedule_comparison import asked_schedule, compare_schedules, print_schedules
+from fxpipe.cli.schedule_comparison import Schedules, asked_schedule, compare_schedules
 
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
@@ -157,22 +158,20 @@ def plan_command(
     with working("planning") as say:
         made = ModelOptions(meta=meta)
         source = of_model(target, made, options) if is_model else of_profile(target, weight_fraction)
+        found: PlannedCuts | Schedules
         if processes:
             found = plan_replicas(source, options, processes, replicas, modes or MODES, is_model, say)
         elif compare:
-            schedules = compare_schedules(source, options, counts, modes, say)
+            found = compare_schedules(source, options, counts, modes, say)
         else:
             subject = source.read(options.microbatches, not modes or "three-way" in modes, say)
             found = planned(subject, options, modes or MODES, say)
     if as_json:
-        emit_json((schedules if compare else found).as_json())
-    elif compare:
-        print_schedules(schedules.rows, schedules.samples)
+        emit_json(found.as_json())
     else:
         found.show()
     if save_schedule is not None:
-        saved = schedules.best if compare else found.setting.schedule_of(options.stages)
-        Path(save_schedule).write_text(to_csv(saved), encoding="utf-8")
+        Path(save_schedule).write_text(to_csv(found.schedule), encoding="utf-8")
         note(f"wrote {save_schedule}")
     return 0
 

@@ -50,16 +50,20 @@ class Schedules:
     """What was compared, the best first; of a model, how many samples a minibatch has.
 
     Attributes:
-        best: the schedule to take.
+        schedule: the one to take.
     """
 
     rows: tuple[ScheduleForecast, ...]
     samples: int | None
-    best: Schedule
+    schedule: Schedule
 
     def as_json(self) -> dict[str, Any]:
         """One object a row."""
         return {"samples": self.samples, "schedules": [asdict(row) for row in self.rows]}
+
+    def show(self) -> None:
+        """The table."""
+        print_schedules(self.rows, self.samples)
 
 
 def compare_schedules(

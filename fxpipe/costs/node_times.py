@@ -12,8 +12,8 @@ so short that most of its runs are not disturbed: the median counts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -29,6 +29,7 @@ from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.printer import call_text, heading
 from fxpipe.ir.program import Program, info
 from fxpipe.plan.spec import Phase
+from fxpipe.threads import threads as worker_threads
 
 PHASES: tuple[Phase, Phase] = ("F", "B")
 ROUNDS = Rounds(budget=1.5, least=3, most=100, long=20.0)
@@ -193,11 +194,5 @@ def _cuda_devices(program: Program) -> list[int]:
     return [torch.cuda.current_device()] if program.device == "cuda" else []
 
 
-@contextmanager
-def _threads(wanted: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _threads(wanted: int | None) -> AbstractContextManager[None]:
+    return worker_threads(wanted or torch.get_num_threads(), 1)

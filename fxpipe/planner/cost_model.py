@@ -79,14 +79,13 @@ class Costs:
 
     Attributes:
         cost: max(busy + waits, wire); inf if the memory is too small.
-        busy, waits, wire: its parts.
+        waits, wire: parts of it; the rest is what computes and copies.
         memory: 0 if it was not asked for.
-        again: of `busy`, what backward computes again of the worker's own forward, to save memory.
+        again: of it, what backward computes again of the worker's own forward, to save memory.
         values: of `memory`, what is kept for its own backward, or computed again there.
     """
 
     cost: Floats
-    busy: Floats
     waits: Floats
     wire: Floats
     memory: Floats
@@ -175,17 +174,17 @@ class CostModel:
             busy, waits, wire = self._times(worker, begins, ends, spans)
         limit, nothing = self.workers.memory[worker], np.zeros_like(busy)
         if not with_memory and not np.isfinite(limit) and self.workers.recompute != "full":
-            return Costs(np.maximum(busy + waits, wire), busy, waits, wire, nothing, nothing, nothing)
+            return Costs(np.maximum(busy + waits, wire), waits, wire, nothing, nothing, nothing)
         others = self._others(worker, spans)
-        best = Costs(np.full_like(busy, np.inf), busy, waits, wire, np.full_like(busy, np.inf), nothing, nothing)
+        best = Costs(np.full_like(busy, np.inf), waits, wire, np.full_like(busy, np.inf), nothing, nothing)
         for level in self._allowed(worker):
             values = self._values(worker, spans, level)
             again = self._again_ms(spans, level) / self.workers.rates[worker]
             memory = others + values
             cost = np.where(memory <= limit, np.maximum(busy + again + waits, wire), np.inf)
             better = (cost < best.cost) | (np.isinf(best.cost) & (memory < best.memory))
-            found = Costs(cost, busy + again, waits, wire, memory, again, values)
-            names = ("cost", "busy", "memory", "again", "values")
+            found = Costs(cost, waits, wire, memory, again, values)
+            names = ("cost", "memory", "again", "values")
             taken = {name: np.where(better, getattr(found, name), getattr(best, name)) for name in names}
             best = replace(best, **taken)
             if np.isfinite(best.cost).all():

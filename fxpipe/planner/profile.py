@@ -159,10 +159,8 @@ class Profile:
                 {"unit": names[v.producer], "bytes": v.bytes, "readers": [names[r] for r in v.readers]} for v in values
             ]
 
-        edges = sorted({(v.producer, r) for v in self.activations for r in v.readers})
         body = {
             "units": [dataclasses.asdict(u) for u in self.units],
-            "edges": [[names[a], names[b]] for a, b in edges],
             "activations": rows(self.activations),
             "gradients": rows(self.gradients),
             "no_forward_cut": {names[p]: self.uncut[p] for p in sorted(self.uncut)},

@@ -12,7 +12,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.schedule.action import Action, parse_row
 from fxpipe.schedule.asynchronous import Async, AsyncLate
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.check import Report, check, grid
+from fxpipe.schedule.check import check, grid
 from fxpipe.schedule.csv_rows import ENDING, NAME, RowsOfText, from_csv, read_csv, to_csv
 from fxpipe.schedule.gpipe import GPipe
 from fxpipe.schedule.interleaved import Interleaved
@@ -126,7 +126,6 @@ __all__ = [
     "GPipe",
     "Interleaved",
     "OneFOneB",
-    "Report",
     "Schedule",
     "VHalf",
     "VMin",

@@ -21,12 +21,10 @@ class Report:
         in_flight: for each worker, the largest number of microbatches whose F is done and whose B is not.
         held: the same until the last action of each: it holds saved values of that many at once. Without actions W,
             that is `in_flight`.
-        grid: the picture of the run, see `grid`.
     """
 
     in_flight: tuple[int, ...]
     held: tuple[int, ...]
-    grid: str
 
 
 def check(schedule: Schedule, minibatches: int, start: int = 0) -> Report:
@@ -39,12 +37,11 @@ def check(schedule: Schedule, minibatches: int, start: int = 0) -> Report:
         ScheduleError: the schedule is unlawful; the picture in the message marks the offending actions: `>F3<`.
     """
     rows = read(schedule, minibatches, start)
-    steps = play(schedule, rows)
+    play(schedule, rows)
     own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
     return Report(
         in_flight=tuple(_at_once(row, "B") for row in own),
         held=tuple(_at_once(row, schedule.last_phase) for row in own),
-        grid=picture_of(schedule, timeline(schedule, steps, label_of(schedule))),
     )
 
 

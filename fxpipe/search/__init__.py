@@ -7,7 +7,6 @@ that the simulator likes better) → reasons (what the others lose) → search (
 from __future__ import annotations
 
 from fxpipe.search.candidate import (
-    Candidate,
     Counts,
     Question,
     Sized,
@@ -17,14 +16,11 @@ from fxpipe.search.candidate import (
     schedules_of,
 )
 from fxpipe.search.search import Ranking, search
-from fxpipe.search.simulated_plan import SimulatedPlan
 
 __all__ = [
-    "Candidate",
     "Counts",
     "Question",
     "Ranking",
-    "SimulatedPlan",
     "Sized",
     "candidates",
     "counted",

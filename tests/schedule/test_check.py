@@ -19,9 +19,9 @@ def refusal(*rows: str, minibatches: int = 2) -> str:
 
 
 def test_a_written_schedule_can_be_right() -> None:
-    report = check(Written(2, rows=("F0 F1 B0 B1", "F0 B0 F1 B1")), 2)
-    assert report.in_flight == (2, 1)
-    assert report.grid == "worker 0: F0 F1 .. B0 .. B1\nworker 1: .. F0 B0 F1 B1"
+    written = Written(2, rows=("F0 F1 B0 B1", "F0 B0 F1 B1"))
+    assert check(written, 2).in_flight == (2, 1)
+    assert grid(written, 2) == "worker 0: F0 F1 .. B0 .. B1\nworker 1: .. F0 B0 F1 B1"
 
 
 def test_a_deadlock_marks_every_waiting_action() -> None:
@@ -85,10 +85,11 @@ def test_the_fullest_moments() -> None:
 
 
 def test_what_is_held_until_its_weight_gradients() -> None:
-    report = check(WrittenApart(2, rows=("F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1")), 2)
+    written = WrittenApart(2, rows=("F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"))
+    report = check(written, 2)
     assert report.in_flight == (2, 1)
     assert report.held == (2, 2)
-    assert report.grid == "worker 0: F0 F1 .. B0 W0 B1 W1\nworker 1: .. F0 B0 F1 B1 W0 W1"
+    assert grid(written, 2) == "worker 0: F0 F1 .. B0 W0 B1 W1\nworker 1: .. F0 B0 F1 B1 W0 W1"
 
 
 def test_the_offences_of_all_workers_are_told_at_once() -> None:
