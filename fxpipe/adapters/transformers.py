@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader
 
 from fxpipe.adapters.epochs import Epochs, epochs
 from fxpipe.adapters.said_once import is_first_process
-from fxpipe.adapters.trainer_arguments import best_metric, commands, refuse, unheard
-from fxpipe.adapters.trainer_order import in_order
+from fxpipe.adapters.trainer import best_metric, commands, in_order, refuse, unheard
 from fxpipe.errors import TaskError
 from fxpipe.messages import say, warn
 from fxpipe.task.meta import on_meta

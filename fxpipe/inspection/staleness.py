@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fxpipe.inspection.formats import plural
 from fxpipe.policy.base import Policy
-from fxpipe.policy.copies import delay
+from fxpipe.policy.costs import delay
 from fxpipe.schedule.versions import Versions
 
 

@@ -22,7 +22,7 @@ from fxpipe.planner.workers import Recomputation
 from fxpipe.policy import default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
-from fxpipe.policy.shares import check_shares
+from fxpipe.policy.recipe import check_shares
 from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text, schedule_text, with_replicas
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.csv_rows import RowsOfText

@@ -13,7 +13,7 @@ from fxpipe.planner.links import Links
 from fxpipe.planner.workers import Ratios, Recomputation, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
-from fxpipe.policy.work import seconds_per_owned_byte
+from fxpipe.policy.costs import seconds_per_owned_byte
 from fxpipe.schedule import Schedule, from_csv, make, with_replicas
 from fxpipe.schedule.check import moments
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from fxpipe.errors import PolicyError, near
 from fxpipe.policy.base import Policy, PredictingPolicy
-from fxpipe.policy.copies import copies
+from fxpipe.policy.costs import copies
 from fxpipe.policy.double_buffer import DoubleBuffer
 from fxpipe.policy.latest import Latest
 from fxpipe.policy.lwp import LinearWeightPrediction

@@ -10,7 +10,6 @@ from fxpipe.errors import PolicyError, ScheduleError
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.base import Policy
 from fxpipe.policy.demand import Demand
-from fxpipe.policy.shares import check_shares
 from fxpipe.schedule.base import Schedule
 
 
@@ -78,3 +77,21 @@ def refuse_crossing(plan: Plan, demand: Demand) -> None:
                 f"worker {owner}, and its replicas would not all see one version",
                 hint="--schedule 1f1b; or --cuts same, if no weights are tied",
             )
+
+
+def check_shares(policy: Policy) -> None:
+    """Refuse a policy that asks the optimizer about all parameters of a worker.
+
+    Raises:
+        PolicyError: it predicts weights, or repairs steps.
+    """
+    if policy.predicts:
+        what = "predicts weights, for which every replica needs the velocity of every parameter"
+    elif policy.ef:
+        what = "repairs the steps of late gradients, for which it follows the optimizer from step to step"
+    else:
+        return
+    raise PolicyError(
+        f"policy '{policy}' {what}; with --shard optimizer each has that of its own share alone",
+        hint="policy latest or stash, a synchronous schedule, or compile without --shard",
+    )

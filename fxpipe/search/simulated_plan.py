@@ -14,7 +14,7 @@ from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Workers
 from fxpipe.policy import make as make_policy
-from fxpipe.policy.copies import delay
+from fxpipe.policy.costs import delay
 from fxpipe.schedule import Schedule
 from fxpipe.schedule.versions import versions_of
 from fxpipe.search.candidate import Candidate, Question, Sized

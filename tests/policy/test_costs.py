@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.policy import make as make_policy
+from fxpipe.policy.costs import predictions, seconds_per_owned_byte
 from fxpipe.policy.optimizers.predict import Predictor
-from fxpipe.policy.work import predictions, seconds_per_owned_byte
 from fxpipe.schedule import make as make_schedule
 
 
