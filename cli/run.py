@@ -76,9 +76,8 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
     fxpipe run build/ --steps 500 --backend onnxruntime
     torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
     """
-    from fxpipe.runtime.process.first_cause import ended_by_exit
+    from fxpipe.runtime.process.ends import Stopped, ended_by_exit
     from fxpipe.runtime.process.launch import running_under_torchrun
-    from fxpipe.runtime.process.requests import Stopped
 
     options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())
     if options.checkpoint_every not in (None, EPOCH):
@@ -97,7 +96,7 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
             raise ended_by_exit(error, f"worker {os.environ['RANK']}" if joined else "the run") from None
         _finish(options, summary, as_json)
     if joined:
-        from fxpipe.runtime.process.end_process import end_process
+        from fxpipe.runtime.process.ends import end_process
 
         end_process(0)
     return 0
@@ -132,7 +131,7 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
     from fxpipe.runtime.process.resume import resumed_options
 
     if joined:
-        from fxpipe.runtime.process.end_process import end_process
+        from fxpipe.runtime.process.ends import end_process
         from fxpipe.runtime.process.rank import join
 
         if node := _other_node(options.build):
@@ -183,9 +182,8 @@ def _other_node(build: str) -> str | None:
 def _checked_plan(options: RunOptions) -> Plan:
     """The build's plan, after checking that it can do what is asked, is whole and current, and the output can be
     written."""
-    from fxpipe.runtime.process.check_run import check_run
+    from fxpipe.runtime.process.check_run import check_evaluation, check_run
     from fxpipe.runtime.process.goal import Goal
-    from fxpipe.runtime.worker.evaluation_check import check_evaluation
 
     plan, _ = check_run(options)
     if options.eval_every is not None:

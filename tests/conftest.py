@@ -15,9 +15,9 @@ import torch
 from hypothesis import settings
 from warm import Popen, forking
 
-from fxpipe.runtime.process import worker_processes
+from fxpipe.runtime.process import launch
 
-worker_processes.subprocess = forking(Popen)  # type: ignore[attr-defined]  # what a test launches imports nothing
+launch.subprocess = forking(Popen)  # type: ignore[attr-defined]  # what a test launches imports nothing
 torch.set_num_threads(1)
 for profile, examples in (("quick", 25), ("ci", 100), ("nightly", 300)):  # see --hypothesis-profile
     settings.register_profile(profile, max_examples=examples, deadline=None, derandomize=profile == "quick")

@@ -250,8 +250,8 @@ class Build:
                 evaluate, and the build has no evaluation (see `fxpipe.compile`).
         """
         from fxpipe.runtime.options import RunOptions
+        from fxpipe.runtime.process.check_run import check_evaluation
         from fxpipe.runtime.process.rank import join
-        from fxpipe.runtime.worker.evaluation_check import check_evaluation
 
         if self.folder is None:
             raise BuildError(

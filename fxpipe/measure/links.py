@@ -33,8 +33,7 @@ from fxpipe.planner.links import Links, matrix
 from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.child import only_here
 from fxpipe.runtime.process.device import common_backend, own_device
-from fxpipe.runtime.process.end_process import end_process
-from fxpipe.runtime.process.first_cause import first_cause, leave_error
+from fxpipe.runtime.process.ends import end_process, first_cause, leave_error
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.wires.distributed import Wires
 from fxpipe.runtime.wires.doors import make_secret

@@ -2,8 +2,8 @@
 
 `options` holds the options of a run; every layer passes them on whole. In the order of a run:
 
-- `process/launch` starts (`worker_processes`, `guardian`) a `process/child`, which imports torch and forks the workers,
-  that run `process/rank`, and watches them (`requests`, `first_cause`); or `process/local_run` trains all workers in
+- `process/launch` starts (`guardian`) a `process/child`, which imports torch and forks the workers,
+  that run `process/rank`, and watches them (`ends`); or `process/local_run` trains all workers in
   this process, with `process/local`. `wires/group` connects the processes (`doors`).
 - `worker/feed` gives the data. `worker/assembly` loads a worker: `initial_weights` (from `checkpoint` or
   `model_initial_values`), `weights` with its `update` (`gradients`, `clip`), `executor`.
@@ -13,5 +13,5 @@
   `addresses`.
 - Between two actions, and at the end, `worker/evaluator` evaluates (`evaluation_data`; `process/local_evaluation` or
   `process/distributed_evaluation`; `wires/moves`: the tensors that it reads from other workers).
-- `worker/final_weights`, `wires/collect_trace` (`clocks`) and `process/run_summary` write the results of the run.
+- `worker/final_weights`, `process/collect_trace` and `process/run_summary` write the results of the run.
 """

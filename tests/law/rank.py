@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.end_process import end_process
+from fxpipe.runtime.process.ends import end_process
 from fxpipe.runtime.process.rank import join
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import json, os, sys
 from pathlib import Path
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.end_process import end_process
+from fxpipe.runtime.process.ends import end_process
 from fxpipe.runtime.process.rank import join
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])

@@ -20,10 +20,10 @@ from fxpipe import load
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, BuildError, RunError, TaskError
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
 from fxpipe.runtime.wires.moves import moves
-from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import means
 from fxpipe.task.model_file import Task

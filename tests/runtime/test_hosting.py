@@ -16,7 +16,7 @@ from strict_wires import run_in_threads
 from fxpipe.build.build import Build
 from fxpipe.plan.spec import Mesh
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.process_name import process_name
+from fxpipe.runtime.process.ends import process_name
 
 FOLDED, ROUNDS = (0, 1, 1, 0), (0, 1, 0, 1)
 PLACED = [("zb-v", FOLDED), ("zb-h2", ROUNDS), ("zb-h1", (0, 1, 0, 0)), ("zb-h1", (0, 2, 1, 0))]

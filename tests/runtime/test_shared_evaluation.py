@@ -10,7 +10,7 @@ from evaluated import build_of, write_evaluated
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.worker.shared_evaluation import sharing
+from fxpipe.runtime.process.distributed_evaluation import sharing
 
 
 def test_batches_that_change_buffers_are_not_shared_out(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def worker_errors(command: Sequence[str], workers: int, timeout: float) -> list[
 def work(folder: Path) -> None:
     """One of the processes."""
     import fxpipe
-    from fxpipe.runtime.process.end_process import end_process
+    from fxpipe.runtime.process.ends import end_process
 
     rank = int(os.environ["RANK"])
     for number, loop in enumerate(json.loads((folder / "loops.json").read_text())):

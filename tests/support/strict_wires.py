@@ -22,11 +22,10 @@ from fxpipe.runtime.process.coming_shapes import ComingShapes, several_shapes
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.training_loop import train
-from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import LocalExchange
-from fxpipe.runtime.wires.loopback import Loopback, Passing
-from fxpipe.runtime.wires.process_line import ProcessLine
+from fxpipe.runtime.wires.mailbox import Loopback, Passing
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor

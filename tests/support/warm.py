@@ -226,8 +226,8 @@ def _take(begin: dict[str, Any], files: list[int]) -> None:
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     line = "\0".join(begin["arguments"]).encode()[: ROOM - 1]
     ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
-    worker_processes = importlib.import_module("fxpipe.runtime.process.worker_processes")
-    worker_processes.subprocess = forking(Forked)  # type: ignore[attr-defined]
+    launch = importlib.import_module("fxpipe.runtime.process.launch")
+    launch.subprocess = forking(Forked)  # type: ignore[attr-defined]
 
 
 def _run(arguments: Sequence[str]) -> None:

@@ -13,9 +13,12 @@ from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.options import RunOptions
+from fxpipe.task.callbacks import ON_EVAL, ON_STEP
+from fxpipe.task.paced_scheduler import EPOCH
 
 if TYPE_CHECKING:
     from fxpipe.runtime.worker.checkpoint import Checkpoint
+    from fxpipe.task.model_file import Task
 
 
 class Checked(NamedTuple):
@@ -93,3 +96,78 @@ def check_unchanged(files: Snapshot) -> None:
         names = listed([path.name for path in changed], 5)
         where = str(changed[0].parent)
         raise BuildError(f"{names} changed while the run read the build", where=where, hint=START_AGAIN)
+
+
+def evaluates(plan: Plan, task: Task, eval_every: int | str | None) -> bool:
+    """Whether a run evaluates in its pipeline.
+
+    Raises:
+        RunError: `eval_every` is given, but the build or the task has no evaluation.
+    """
+    if eval_every is not None:
+        what = "evaluation every epoch" if eval_every == EPOCH else f"evaluation every {eval_every} steps"
+        check_evaluation(plan, what)
+        if not task.validates:
+            raise RunError(f"{what} needs eval_data", hint="give both, or neither")
+    return bool(plan.evaluations) and task.validates
+
+
+def check_evaluation(plan: Plan, what: str) -> None:
+    """Refuse `what` for a build without evaluation.
+
+    Raises:
+        RunError: the build has none; the message says why.
+    """
+    if plan.evaluations:
+        return
+    reason = f": {plan.not_evaluated}" if plan.not_evaluated else ""
+    hint = "define eval_data() and metrics(model, batch) in the model file, and compile it again"
+    if reason:
+        hint = "fix that and compile again; without it, `fxpipe run` evaluates the trained weights in one process"
+    raise RunError(f"{what} needs a build with evaluation, and this one has none{reason}", hint=hint)
+
+
+def decides_alike(plan: Plan, options: RunOptions) -> bool:
+    """Whether all replicas evaluate the same weights.
+
+    Those that train apart do so right after outer steps without a delay.
+    """
+    outer, every = plan.outer, options.eval_every
+    if outer is None or every is None:  # at the end, all have the same
+        return True
+    return isinstance(every, int) and every % outer.every == 0 and not outer.delay
+
+
+def unlike(what: str, plan: Plan) -> RunError:
+    """The error that says why something cannot follow evaluations."""
+    assert plan.outer is not None
+    return RunError(
+        f"{what} follows evaluations, and the weights of replicas that train apart differ then",
+        hint="compile with --outer-delay 0: after its outer steps all have the same"
+        if plan.outer.delay
+        else f"--eval-every {plan.outer.every}, or a multiple of it: then all have the same",
+    )
+
+
+def check_replicas_apart(plan: Plan, options: RunOptions, task: Task) -> None:
+    """Refuse what such replicas would decide each for itself, and differently.
+
+    Args:
+        options: which count epochs in steps.
+
+    Raises:
+        RunError: names what decides.
+    """
+    callbacks = task.callbacks
+    if plan.outer is None:
+        return
+    if found := [name for name in (ON_STEP, ON_EVAL) if name in callbacks.names]:
+        raise RunError(
+            f"{found[0]}() is called with numbers, and replicas that train apart have each its own: they would decide "
+            "differently",
+            where=None if callbacks.path is None else callbacks.path.name,
+            hint="take it out, and read metrics.jsonl; or compile without --outer",
+        )
+    for name, given in (("--save-best", options.save_best), ("--patience", options.patience)):
+        if given is not None and not decides_alike(plan, options):
+            raise unlike(name, plan)

@@ -1,7 +1,7 @@
 """The worker processes that `launch` starts: `python -m fxpipe.runtime.process.child OPTIONS LAUNCHER FD RANK…`.
 
 One process imports torch, forks a worker for each of the ranks, and ends: the launcher takes its orphans in (see
-`fxpipe.runtime.process.worker_processes`). Before the forks nothing is computed, so there is no thread and no CUDA
+`fxpipe.runtime.process.launch`). Before the forks nothing is computed, so there is no thread and no CUDA
 context that they could lose. A process with one rank is that worker itself. Each worker writes its rank and its process
 id to FD, and has its rank in its name, for `ps` and `top`.
 
@@ -39,8 +39,7 @@ def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn
     import torch._dynamo  # noqa: F401  the first optimizer of torch imports it: a second of each worker's, were it not here
 
     from fxpipe.runtime.options import RunOptions
-    from fxpipe.runtime.process.end_process import end_process
-    from fxpipe.runtime.process.first_cause import leave_error
+    from fxpipe.runtime.process.ends import end_process, leave_error
     from fxpipe.runtime.process.rank import join
 
     gc.freeze()
@@ -82,7 +81,7 @@ def _name(build: str, rank: int) -> str:
     """What to call this process."""
     from fxpipe.errors import FxpipeError
     from fxpipe.plan.build_folder import read_plan
-    from fxpipe.runtime.process.process_name import process_name
+    from fxpipe.runtime.process.ends import process_name
 
     try:
         return process_name(rank, read_plan(build).mesh)

@@ -7,16 +7,20 @@ a worker before it has begun on the one before, so that none waits for a message
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.wires.addresses import BATCH
-from fxpipe.runtime.wires.process_line import ProcessLine
+from fxpipe.runtime.wires.addresses import BATCH, ProcessLine
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.feed import Feed
 from fxpipe.schedule.action import LOOKAHEAD
+from fxpipe.stages.minibatch import ShapedMinibatches
 
 AHEAD = LOOKAHEAD + 1
 """Minibatches: none of the actions whose receives are posted is of a later one."""
@@ -86,3 +90,31 @@ class ComingShapes:
         if self._read is None:
             self._hear(shape)
         self._shapes[minibatch] = shape
+
+
+class BatchesRead:
+    """Worker 0's microbatches of each minibatch in turn: read when a forward needs them, or ahead for several shapes.
+
+    Attributes:
+        ahead: minibatches are read before they are due, by `read`.
+    """
+
+    def __init__(self, feed: Feed, minibatches: ShapedMinibatches, watch: Watch, ahead: bool) -> None:
+        self.ahead = ahead
+        self._feed, self._minibatches, self._watch = feed, minibatches, watch
+        self._read: deque[list[tuple[Any, ...]]] = deque()
+
+    def __call__(self, minibatch: int) -> list[tuple[Any, ...]]:
+        """Those of a minibatch that is due."""
+        return self._read.popleft() if self.ahead else self._next(minibatch)[1]
+
+    def read(self, minibatch: int) -> int:
+        """Read a minibatch before it is due; returns its shape."""
+        self._watch.open("data")
+        shape, leaves = self._next(minibatch)
+        self._watch.close()
+        self._read.append(leaves)
+        return shape
+
+    def _next(self, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
+        return self._minibatches(self._feed.next_batch(), minibatch)

@@ -6,7 +6,7 @@ Every worker hears all metrics of every evaluation and comes to the same conclus
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.best_weights import PARTIAL
-from fxpipe.runtime.process.coming_shapes import several_shapes
-from fxpipe.runtime.process.early_stop import lead
+from fxpipe.runtime.process.check_run import decides_alike, unlike
+from fxpipe.runtime.process.coming_shapes import AHEAD, several_shapes
 from fxpipe.runtime.process.goal import Goal, metrics_of
-from fxpipe.runtime.process.replicas_apart import decides_alike, unlike
 from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.schedule.action import LOOKAHEAD, Event
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.check import held
 
 PATIENCE = "patience"
 """What `run.json` gives as the reason of an early end."""
@@ -220,3 +222,42 @@ def _check_metric(metric: str | None, options: RunOptions, plan: Plan) -> None:
             f"name{near(metric, known)}",
             hint=f"one of {', '.join(known)}",
         )
+
+
+def lead(recipe: Recipe, shapes: bool) -> int:
+    """How many steps after a version a run can end, if its workers hear of it at that version.
+
+    What ends it is known between two actions, when all workers have made the same number of updates (the version). By
+    then some have begun later minibatches, have posted receives for those after them, and count on weights that are
+    read later still. So the end is some steps on, where none of that reaches:
+
+        evaluated at version 20 ─→ the run ends after step 20 + `lead`
+
+    Args:
+        shapes: batches have several shapes: worker 0 reads some ahead.
+    """
+    demand = recipe.demand
+    reach = max(demand.reach(owner) for owner in range(demand.plan.workers))  # who reads weights that are expected
+    return furthest(recipe.schedule) + reach + 1 + (AHEAD if shapes else 0)
+
+
+def furthest(schedule: Schedule) -> int:
+    """How far a worker at version v has looked ahead, at most: to an action of minibatch v plus this."""
+    begun = -(-max(held(schedule)) // schedule.microbatches) + schedule.late
+    expected = -(-(LOOKAHEAD + 1) // schedule.microbatches)
+    return begun + expected + 1
+
+
+def ending(row: Iterator[Event], end: Callable[[], int], recipe: Recipe) -> Iterator[Event]:
+    """What a row has of minibatches before `end()`, which may become smaller meanwhile.
+
+    As `Schedule.until` has it, all of them come before so many later ones.
+    """
+    patience = 4 * recipe.schedule.workers * recipe.schedule.microbatches
+    for event in row:
+        if event[1].minibatch < end():
+            yield event
+        else:
+            patience -= 1
+            if patience < 0:
+                return

@@ -4,9 +4,12 @@
     worker k     receives the shape, passes it on, runs its code: receives, sends, keeps its metrics
     at the end   metrics go to worker 0; once it has all of them, they go from process to process, and all train on
 
-Replicas of the pipeline share the batches out (see `shared_evaluation`). A worker waits for the workers after it only
-until they have what it sent two batches ago, so that no worker runs far ahead. It receives the shape of a batch, and
-posts that batch's receives, before it computes the batch before it.
+Replicas of the pipeline share the batches out: replica j of R evaluates batch b if b mod R is j. Each replica of worker
+0 reads all batches, and gets what the workers of its own pipeline have made of its share. Then they give each other the
+numbers: the metrics are added up as without replicas, in the order of the batches.
+
+A worker waits for the workers after it only until they have what it sent two batches ago, so that no worker runs far
+ahead. It receives the shape of a batch, and posts that batch's receives, before it computes the batch before it.
 
 Of a process with several workers, worker k computes a batch k − j turns after worker j: then what it receives was sent
 a turn ago, and all processes compute at the same time. With workers 0 and 2 here, and 1 and 3 there:
@@ -18,6 +21,7 @@ a turn ago, and all processes compute at the same time. With workers 0 and 2 her
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,16 +32,14 @@ from torch import Tensor
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.process.goal import metrics_of
-from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat
 from fxpipe.runtime.wires.collective import Collective, Key
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
-from fxpipe.runtime.wires.process_line import ProcessLine
-from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.evaluation_data import EvaluationData, Placed
 from fxpipe.runtime.worker.evaluator import Evaluator, means
-from fxpipe.runtime.worker.shared_evaluation import put_together, sharing
+from fxpipe.runtime.worker.replicas_alike import check_read_alike
 
 AHEAD = 2
 """How many batches a worker may be ahead: it has sent their values, and no worker has received them yet."""
@@ -307,3 +309,47 @@ class _Batch(NamedTuple):
 
     shape: int
     leaves: tuple[Any, ...] | None
+
+
+def sharing(plan: Plan) -> int:
+    """How many replicas of each worker share an evaluation's batches out.
+
+    One, which evaluates all, where a batch changes buffers that the next one reads, or replicas have weights of their
+    own.
+    """
+    carries = any(stage.part.updates for spec in plan.evaluations for stage in spec.stages)
+    return 1 if carries or plan.outer is not None else plan.dp
+
+
+def put_together(
+    plan: Plan, read: Sequence[Placed], values: Sequence[Sequence[float]], collective: Collective
+) -> list[list[float]]:
+    """The metrics of all batches by worker, as `means` takes them; called by all replicas of worker 0.
+
+    Args:
+        read: all batches.
+        values: the metrics that each worker of this pipeline computed, batch after batch of its share.
+
+    Raises:
+        RunError: the replicas have read different batches.
+        PeerLost: another replica is gone.
+    """
+    replica, replicas = collective.replica, collective.replicas
+    said = torch.zeros(replicas, 2, dtype=torch.int64)
+    said[replica, 0] = len(read)
+    said[replica, 1] = zlib.crc32(repr([(batch.shape, batch.weight, batch.checksum) for batch in read]).encode())
+    collective.start_sum(("evaluation", 0), said.to(plan.device).flatten())
+    of_replicas = collective.take(("evaluation", 0)).reshape(replicas, 2).tolist()
+    check_read_alike(of_replicas, "an evaluation", "eval_data()")
+    evaluations = [plan.evaluations[batch.shape] for batch in read]
+    counts = [[len(spec.stages[worker].part.metrics) for spec in evaluations] for worker in range(plan.workers)]
+    rows: list[float] = []
+    for of_worker, made in zip(counts, map(iter, values), strict=True):
+        for number, count in enumerate(of_worker):
+            own = number % replicas == replica
+            rows += [next(made) if own else 0.0 for _ in range(count)]
+    if not rows:
+        return [[] for _ in values]
+    collective.start_sum(("metrics", 0), torch.tensor(rows, dtype=torch.float64, device=plan.device))
+    found: Iterator[float] = iter(collective.take(("metrics", 0)).tolist())
+    return [[next(found) for _ in range(sum(of_worker))] for of_worker in counts]

@@ -19,11 +19,10 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.best_weights import BestWeights
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
 from fxpipe.runtime.process.run_summary import averages_evaluated, evaluated_last, write_run
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, weights_are_safe
+from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, DistributedFinalFiles, weights_are_safe
 from fxpipe.schedule.action import Action
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.errors import BatchError, FxpipeError, RunError
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.alike import ALIKE, REFUSED, Calls
 from fxpipe.runtime.process.allocator import reuse_freed_memory
-from fxpipe.runtime.process.calls import ALIKE, REFUSED, Calls
-from fxpipe.runtime.process.check_run import check_unchanged
+from fxpipe.runtime.process.check_run import check_evaluation, check_unchanged
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.epochs import in_steps
@@ -29,15 +29,13 @@ from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recip
 from fxpipe.runtime.process.step_loss import Losses, StepLoss
 from fxpipe.runtime.process.together import agree_on, gathered, of_worker_0
 from fxpipe.runtime.process.warnings import warn_if_edited
-from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import StoreExchange
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.throttled import open_wires
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.checkpoint import Checkpoint
-from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import LOOKAHEAD, Action

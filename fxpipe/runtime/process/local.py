@@ -23,6 +23,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.between_actions import between_actions
+from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.epochs import in_steps, tell_epoch
 from fxpipe.runtime.process.local_evaluation import LocalEvaluation
@@ -31,13 +32,12 @@ from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, wr
 from fxpipe.runtime.process.own_loop import OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of, restore, resumed_options
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
+from fxpipe.runtime.wires.addresses import ReplicaSeat
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
-from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.checkpoint import Checkpoint
-from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.runtime.worker.final_weights import copies

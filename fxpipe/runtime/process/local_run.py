@@ -14,15 +14,22 @@ from fxpipe.observe.live import Board
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
+from fxpipe.runtime.process.check_run import (
+    check_replicas_apart,
+    check_run,
+    check_unchanged,
+    evaluates,
+    files_read,
+    writing,
+)
+from fxpipe.runtime.process.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.process.consequences import Consequences
+from fxpipe.runtime.process.ends import PoliteStop
 from fxpipe.runtime.process.epochs import counted, epoch_of, in_steps
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.local_best import LocalBest
 from fxpipe.runtime.process.new_shapes import of_run
-from fxpipe.runtime.process.polite_stop import PoliteStop
-from fxpipe.runtime.process.replicas_apart import check_replicas_apart
 from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import (
@@ -34,8 +41,6 @@ from fxpipe.runtime.process.run_summary import (
     worker_row,
 )
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
-from fxpipe.runtime.wires.collect_trace import WorkerTrace, write_trace
-from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import FinalFiles, held, warn_of_little_room, weights_are_safe

@@ -18,9 +18,8 @@ from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, StorePulses
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.agreement import Agreed, agree
-from fxpipe.runtime.process.end_process import end_process
+from fxpipe.runtime.process.ends import end_process, process_name
 from fxpipe.runtime.process.last_saved import name_checkpoint
-from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
 from fxpipe.runtime.wires.group import (
     close_group,

@@ -9,14 +9,17 @@ receive for a minibatch of this shape. A worker that hears a number it does not 
 
 from __future__ import annotations
 
+import base64
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -25,6 +28,7 @@ from fxpipe.errors import BatchError, BuildError, FxpipeError
 from fxpipe.messages import say
 from fxpipe.observe.pulse import Pulse
 from fxpipe.observe.record import samples_of
+from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.options import PipelineOptions, RunOptions
@@ -33,11 +37,44 @@ from fxpipe.runtime.wires.exchange import Exchange
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.assembly import on_engines
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.shape_text import ShapeOfWorker, plan_of_text
 from fxpipe.stages.loaded import load_stage_text
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.batch import check_divisible, shape_text
 from fxpipe.task.step_hooks import StepHooks
+from fxpipe.typed_json import convert
+
+
+@dataclass(frozen=True)
+class ShapeOfWorker:
+    """What a worker needs for batches of one more shape, as the workers of a run tell it each other.
+
+    Attributes:
+        files: the texts of its files by name: its stage, and on worker 0 what computes totals.
+        tensors: the constants that the shape brings and that the worker reads, by name.
+    """
+
+    files: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+
+    def to_text(self) -> str:
+        """As text; `of_text` is its inverse."""
+        tensors = safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()})
+        return json.dumps({"files": dict(self.files), "tensors": base64.b64encode(tensors).decode()})
+
+    @staticmethod
+    def of_text(text: str) -> ShapeOfWorker:
+        """Read `to_text`'s text."""
+        body = json.loads(text)
+        return ShapeOfWorker(body["files"], safetensors.torch.load(base64.b64decode(body["tensors"])))
+
+
+def plan_of_text(text: str) -> Plan:
+    """Read the text of a plan (`Plan.to_json`) that another worker of this run has written."""
+    body = json.loads(text)
+    plan = convert({name: value for name, value in body.items() if name not in ("format", "digest")}, Plan)
+    check(plan)
+    return plan
+
 
 MOST = 8
 """How many shapes are made where the options do not say it."""

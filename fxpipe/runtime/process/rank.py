@@ -19,27 +19,21 @@ from fxpipe.observe.pulse import Pulse, Pulses
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.agreed_stop import AgreedStop
 from fxpipe.runtime.process.agreement import Agreed
 from fxpipe.runtime.process.allocator import reuse_freed_memory
-from fxpipe.runtime.process.batches_read import BatchesRead
 from fxpipe.runtime.process.between_actions import between_actions
-from fxpipe.runtime.process.check_run import check_unchanged
+from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.coming_shapes import ComingShapes, several_shapes
-from fxpipe.runtime.process.consequences import Consequences
+from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks
+from fxpipe.runtime.process.coming_shapes import BatchesRead, ComingShapes, several_shapes
+from fxpipe.runtime.process.consequences import Consequences, ending
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, HeardEvaluation
-from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
-from fxpipe.runtime.process.early_stop import ending
+from fxpipe.runtime.process.ends import PoliteStop, process_name, say_stopped
 from fxpipe.runtime.process.epochs import agree_epoch, agree_length
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import membership
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
-from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
-from fxpipe.runtime.process.process_name import process_name
-from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
-from fxpipe.runtime.process.replicas_apart import check_replicas_apart
 from fxpipe.runtime.process.resume import (
     begin_or_go_on,
     opened,
@@ -51,25 +45,22 @@ from fxpipe.runtime.process.resume import (
 )
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row
+from fxpipe.runtime.process.together import AgreedStop
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
-from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat
 from fxpipe.runtime.wires.clocks import ClockOffset
-from fxpipe.runtime.wires.collect_trace import WorkerTrace
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
-from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.wires.throttled import open_wires
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
-from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
-from fxpipe.runtime.worker.final_weights import warn_of_little_room, weights_are_safe
+from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, warn_of_little_room, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Event
 from fxpipe.stages.minibatch import ShapedMinibatches, number_of

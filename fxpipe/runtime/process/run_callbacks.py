@@ -7,7 +7,7 @@ Every process calls them, with the same numbers, when its worker has made the up
 
 The loss of a step is known before any backward of it, so no worker waits for one that it would not wait for anyway.
 Learning rates are set from the next update on. A checkpoint, or the end of the run, must be known some steps ahead
-(`early_stop.lead`): what is decided after step s is done after step s + lead.
+(`consequences.lead`): what is decided after step s is done after step s + lead.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
+from fxpipe.runtime.process.alike import Decision, Decisions
 from fxpipe.runtime.process.checkpoints import DECIDED, Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
-from fxpipe.runtime.process.decisions import Decision, Decisions
 from fxpipe.runtime.process.step_loss import Losses, StepLoss
-from fxpipe.runtime.wires.process_line import ProcessLine
+from fxpipe.runtime.wires.addresses import ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP, Callbacks

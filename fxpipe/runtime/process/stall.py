@@ -16,8 +16,8 @@ from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import PERIOD, Pulse, Signs, StorePulses
 from fxpipe.plan.spec import MESH, Mesh
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.ends import process_name
 from fxpipe.runtime.process.last_saved import LOOK, finish_writing, name_checkpoint
-from fxpipe.runtime.process.process_name import process_name
 
 GROWTH = 2
 """How much longer each time until it is said again."""

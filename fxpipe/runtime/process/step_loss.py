@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.wires.addresses import LOSS
-from fxpipe.runtime.wires.process_line import ProcessLine
+from fxpipe.runtime.wires.addresses import LOSS, ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.task.metrics import named_numbers
 

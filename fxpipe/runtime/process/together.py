@@ -1,7 +1,12 @@
-"""What all processes of a run do at once, at a point that all of them come to."""
+"""What all processes of a run do at once, at a point that all of them come to; or how one stops all."""
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -44,3 +49,59 @@ def agree_on(error: FxpipeError | None, rank: int, workers: int) -> None:
     """Raise this worker's error, or that of another, on all of them."""
     if (found := agreed_error(error, rank, workers)) is not None:
         raise found
+
+
+PERIOD = 1.0
+"""Seconds between two looks into the store."""
+PATIENCE = 5.0
+"""Seconds for which the worker that stops waits for the others' answers."""
+_ASKED = "fxpipe/stop"
+
+
+class AgreedStop:
+    """A worker's part in how one of them stops the run, and first asks the others what they see; made inside `peers`.
+
+    The others wait for messages that will never come, and cannot be told by a message. So each has a thread that looks
+    into the process group's store once a second.
+
+    Args:
+        look: says what this worker sees, as JSON; called in another thread than the training's.
+    """
+
+    def __init__(self, rank: int, workers: int, look: Callable[[], Any]) -> None:
+        self._rank, self._workers, self._look = rank, workers, look
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def ask(self) -> list[Any]:
+        """What all workers see, this one first; only those that answer in time."""
+        self._over.set()
+        found = [self._look()]
+        missing = [rank for rank in range(self._workers) if rank != self._rank]
+        with suppress(RuntimeError):  # the store ends with the process that holds it
+            self._store.set(_ASKED, b"1")
+            end = monotonic() + PATIENCE
+            while missing and monotonic() < end:
+                for rank in [rank for rank in missing if self._store.check([_answer(rank)])]:
+                    found.append(json.loads(self._store.get(_answer(rank))))
+                    missing.remove(rank)
+                sleep(0.05)
+        return found
+
+    def end(self) -> None:
+        """Stop listening."""
+        self._over.set()
+        self._thread.join(PERIOD)
+
+    def _listen(self) -> None:
+        with suppress(RuntimeError):
+            while not self._over.wait(PERIOD):
+                if self._store.check([_ASKED]):
+                    self._store.set(_answer(self._rank), json.dumps(self._look()))
+                    return
+
+
+def _answer(rank: int) -> str:
+    return f"{_ASKED}/{rank}"

@@ -1,8 +1,9 @@
-"""Where every message of a plan travels: its channel and its tag, the same in every process."""
+"""Where every message of a plan travels: its channel and its tag, its replica, its process; all know the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.plan.spec import EdgeSpec, Plan
@@ -77,3 +78,78 @@ class Addresses:
 def _edge_channel(edge: EdgeSpec) -> Channel:
     """Messages of a channel stay in order, so it has one phase at each end: the ends interleave phases differently."""
     return ("edge", edge.src, edge.dst, edge.kind, edge.src_phase, edge.dst_phase)
+
+
+@dataclass(frozen=True)
+class ReplicaSeat:
+    """One replica of a worker, as its messages see it.
+
+    Microbatch i of the whole minibatch is done by replica i mod r of a worker that has r: that decides who sends and
+    receives the value of an edge. What does not depend on a microbatch (weights, losses, norms, shapes) all replicas of
+    a worker have alike: replica i takes it from replica i mod r. Where all have equally many, both stay in the pipeline
+    of replica i.
+
+    Attributes:
+        replicas: how many each worker has; empty where each has one, or messages of each pipeline are apart.
+    """
+
+    worker: int
+    replica: int = 0
+    replicas: tuple[int, ...] = ()
+
+    def number(self, own: int) -> int:
+        """The number, in the whole minibatch, of an own microbatch."""
+        return own * self._count(self.worker) + self.replica
+
+    def peer(self, worker: int, own: int) -> int:
+        """The replica of another worker that has an own microbatch, too."""
+        return self.number(own) % self._count(worker)
+
+    def told(self, worker: int) -> tuple[int, ...]:
+        """The replicas of another worker that this one tells what does not depend on a microbatch."""
+        return tuple(range(self.replica, self._count(worker), self._count(self.worker)))
+
+    def teller(self, worker: int) -> int:
+        """The replica of another worker that tells this one."""
+        return self.replica % self._count(worker)
+
+    def _count(self, worker: int) -> int:
+        return self.replicas[worker] if self.replicas else 1
+
+
+@dataclass(frozen=True)
+class ProcessLine:
+    """The processes of a run in a line, along which they tell each other what concerns processes and not workers.
+
+    For each process the first of its workers speaks; who has the earlier one comes before. So what begins at worker 0
+    goes the way of the forwards. With one worker a rank, it is all workers in their order.
+
+    Attributes:
+        speakers: the workers that speak, in rising order.
+        own: this process's.
+    """
+
+    speakers: tuple[int, ...]
+    own: int
+
+    @staticmethod
+    def of(plan: Plan, rank: int) -> ProcessLine:
+        """That of a run, as this rank sees it."""
+        speakers = [plan.hosted(each)[0] for each in range(plan.ranks)]
+        return ProcessLine(tuple(sorted(speakers)), speakers[rank])
+
+    @property
+    def before(self) -> int | None:
+        """The speaker before this one; None for the first, which is worker 0."""
+        place = self.speakers.index(self.own)
+        return self.speakers[place - 1] if place else None
+
+    @property
+    def after(self) -> int | None:
+        """The speaker after this one; None for the last."""
+        return next(iter(self.speakers[self.speakers.index(self.own) + 1 :]), None)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All speakers but this one."""
+        return tuple(speaker for speaker in self.speakers if speaker != self.own)

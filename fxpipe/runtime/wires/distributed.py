@@ -10,7 +10,7 @@ time: gloo's `is_completed` says nothing before `wait`.
 Over gloo, what waits its turn (`fxpipe.plan.urgency`) goes through an outbox; over NCCL all goes at once.
 
 A process may have several workers. Whoever sends and receives names workers; where a worker is, the wires know. What
-workers of one process send each other stays there (`loopback`).
+workers of one process send each other stays there (`mailbox`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh, Plan
 from fxpipe.plan.urgency import URGENT, turn_of
-from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
+from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel, ReplicaSeat
 from fxpipe.runtime.wires.group import group_among, peers
-from fxpipe.runtime.wires.loopback import Loopback, Passing
+from fxpipe.runtime.wires.mailbox import Loopback, Passing
 from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
 from fxpipe.runtime.wires.rendezvous import NcclLine
-from fxpipe.runtime.wires.replica_seat import ReplicaSeat
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import unreceived

@@ -20,9 +20,8 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
-from fxpipe.runtime.worker.replicas_data import check_read_alike
-from fxpipe.runtime.worker.stage_code import explained, reseed
-from fxpipe.runtime.worker.stage_of_shape import StageOfShape
+from fxpipe.runtime.worker.replicas_alike import check_read_alike
+from fxpipe.runtime.worker.stage_code import StageOfShape, explained, reseed
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import LoadedStage

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fxpipe.errors import RunError
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.wires.collective import Collective
-from fxpipe.runtime.worker.replicas_data import unlike_first
+from fxpipe.runtime.worker.replicas_alike import unlike_first
 
 BATCHES = "batches"
 

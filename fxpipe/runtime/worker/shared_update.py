@@ -15,7 +15,7 @@ from torch import nn
 
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.clip import norms_of
-from fxpipe.runtime.worker.vector import VectorPart, in_one
+from fxpipe.runtime.worker.gradients import VectorPart, in_one
 
 
 class SharedUpdate:

@@ -1,16 +1,21 @@
-"""What surrounds a call of emitted code: the seed of its random numbers, and errors that say where they came from."""
+"""One worker's stage for one shape of batch, and what surrounds a call of its code: its seed, and its errors' place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.plan.spec import EdgeSpec, Phase, Plan
 from fxpipe.random_state import seed_of, seed_torch
-from fxpipe.stages.loaded import stage_line
+from fxpipe.runtime.wires.transport import EdgeComm, Transport
+from fxpipe.stages.loaded import LoadedStage, stage_line
 
 IN_A_STAGE = "if the file was edited, undo the edit; else step into it: fxpipe run BUILD --local --steps 1"
 
@@ -42,3 +47,72 @@ def explained(path: Path, worker: int, what: Callable[[], str], out_of_memory: s
             where=stage_line(error, path) or str(path),
             hint=out_of_memory if isinstance(error, torch.OutOfMemoryError) else IN_A_STAGE,
         ) from error
+
+
+class StageOfShape:
+    """A worker's stage for one shape.
+
+    Weights are read, and gradients added up, as the stage of the first shape has them: another shape's reads some of
+    those weights, and makes some of those gradients.
+
+    Args:
+        plan: of this shape.
+        first: of the first shape.
+        seed: of the run.
+        replica: which one of the worker it is for.
+
+    Attributes:
+        parts: the interfaces of its functions.
+        last: the phase of the last one, which makes gradients.
+        incoming: the edges that each part receives.
+        batch: the places of its leaves among those of a microbatch.
+        buffers, updates: the names of buffers that each part reads and that it updates, those of the worker.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        code: LoadedStage,
+        transport: Transport,
+        first: Plan,
+        seed: int = 0,
+        replica: int = 0,
+    ) -> None:
+        spec, of_first = plan.stages[worker], first.stages[worker]
+        self.code = code
+        self.parts = spec.parts
+        self.last = next(reversed(self.parts))
+        places = {leaf.name: i for i, leaf in enumerate(plan.batch)}
+        self.batch = [places[name] for name in spec.forward.batch]
+        self.incoming: dict[Phase, list[EdgeSpec]] = {
+            phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in self.parts
+        }
+        edges = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
+        number = partial(plan.microbatch, worker=worker, replica=replica)
+        self.comm = EdgeComm(edges, transport, transport.watch, seed, number)
+        aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
+        self.buffers = {phase: [aliases[name] for name in part.buffers] for phase, part in self.parts.items()}
+        self.updates = [aliases[name] for name in spec.forward.updates]
+        self._weights = {
+            phase: _places(part.weights, of_first.part(phase).weights) for phase, part in self.parts.items()
+        }
+        self._gradients = _places(of_first.gradients, spec.gradients)
+
+    def weights(self, phase: Phase, held: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The weights that its code takes, out of those that the first shape's takes."""
+        places = self._weights[phase]
+        return held if places is None else tuple([held[i] for i in places if i is not None])
+
+    def gradients(self, made: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients that the first shape's code returns, None for those that this one does not make."""
+        places = self._gradients
+        return made if places is None else [None if i is None else made[i] for i in places]
+
+
+def _places(wanted: Sequence[str], held: Sequence[str]) -> list[int | None] | None:
+    """Where each wanted name is among those that are held; None if they are the same."""
+    if tuple(wanted) == tuple(held):
+        return None
+    places = {name: i for i, name in enumerate(held)}
+    return [places.get(name) for name in wanted]

@@ -21,7 +21,7 @@ from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
-from fxpipe.runtime.worker.replicas_optimizer import check_optimizers_alike
+from fxpipe.runtime.worker.replicas_alike import check_optimizers_alike
 from fxpipe.task.model_file import Task
 from fxpipe.task.paced_scheduler import paced, without_order_warning
 from fxpipe.task.several_optimizers import may_draw

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe.runtime.process.early_stop import ending, furthest
+from fxpipe.runtime.process.consequences import ending, furthest
 from fxpipe.schedule import SCHEDULES, make
 from fxpipe.schedule.action import LOOKAHEAD
 

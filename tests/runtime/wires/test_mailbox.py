@@ -14,10 +14,9 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Mesh
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
-from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.distributed import DistTransport
-from fxpipe.runtime.wires.loopback import Loopback
-from fxpipe.runtime.wires.process_line import ProcessLine
+from fxpipe.runtime.wires.mailbox import Loopback
 from fxpipe.runtime.wires.throttled import ThrottledWires
 
 PLACEMENT = (0, 1, 0)

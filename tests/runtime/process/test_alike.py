@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.process.decisions import Decision, Decisions
+from fxpipe.runtime.process.alike import Decision, Decisions
+from fxpipe.runtime.wires.addresses import ProcessLine
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
-from fxpipe.runtime.wires.process_line import ProcessLine
 
 
 def compared(*decided: Decision) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fxpipe.errors import BatchError, PeerLost, WorkerLost
 from fxpipe.observe.pulse import STEP, Pulse, Signs
 from fxpipe.plan.spec import Mesh
-from fxpipe.runtime.process.first_cause import first_cause, is_explained, leave_error
+from fxpipe.runtime.process.ends import first_cause, is_explained, leave_error
 
 
 def signs(phase: Any, step: int = 0) -> Signs:

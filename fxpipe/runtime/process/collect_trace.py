@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from fxpipe.observe.trace.writer import TraceWriter
 from fxpipe.observe.watch import Cause, Spans, Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
-from fxpipe.runtime.wires.clocks import ClockOffset, aligned
+from fxpipe.runtime.process.run_summary import add_trace
+from fxpipe.runtime.wires.clocks import ClockOffset, aligned, read_offset
+from fxpipe.runtime.wires.group import peers
 from fxpipe.schedule.action import Action
 
 _NUMBERS = ("kinds", "causes", "minibatches", "microbatches", "begins", "ends")
@@ -151,3 +154,48 @@ def _name(kind: Kind, cause: Cause | None, minibatch: int, microbatch: int) -> s
     if kind == "F" or kind == "B" or kind == "W":
         return str(Action(kind, minibatch, microbatch))
     return f"update {minibatch}" if kind == "update" else kind
+
+
+def compare_clocks(path: str | None, rank: int, ranks: int) -> ClockOffset:
+    """Compare this process's clock with worker 0's, if there is a trace, which alone needs it."""
+    if path is None:
+        return ClockOffset(0, 0, 0)
+    with peers(rank):
+        return read_offset(rank, ranks)
+
+
+def collect_trace(
+    path: str,
+    process: int,
+    plan: Plan,
+    recipe: Recipe,
+    own: Sequence[WorkerTrace],
+    summary: dict[str, Any] | None,
+    seconds: float,
+) -> None:
+    """Send what was recorded to rank 0, which receives it from all workers even if it cannot write it.
+
+    Args:
+        own: of the workers here.
+        summary: of the run, on worker 0: it gets the trace's path.
+        seconds: the run's.
+    """
+    if summary is None:
+        with peers(process):
+            for trace in own:
+                send_trace(trace)
+        return
+    here = dict(zip(plan.hosted(0), own, strict=True))
+    others = iter([(replica, worker) for replica, worker in seats(plan) if replica or worker not in here])
+
+    def fetch(worker: int, replica: int) -> WorkerTrace:
+        if not replica and worker in here:
+            return here[worker]
+        next(others)
+        with peers(process):
+            return receive_trace(plan.process_of(worker, replica))
+
+    add_trace(summary, path, lambda: write_trace(path, plan, recipe, seconds, fetch))
+    for replica, worker in others:
+        with peers(process):
+            receive_trace(plan.process_of(worker, replica))

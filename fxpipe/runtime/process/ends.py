@@ -1,0 +1,256 @@
+"""How a process of a run ends: by its own end, by a signal that asks it to, by an error; and which end came first."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from fxpipe import errors
+from fxpipe.errors import FxpipeError, PeerLost, PeerRefused, RunError, WorkerLost, listed
+from fxpipe.messages import say, warn
+from fxpipe.observe.pulse import Signs
+from fxpipe.plan.spec import MESH, Mesh
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process without tearing the interpreter down.
+
+    Threads of gloo may still hold Python objects: a thread that releases one while the interpreter shuts down aborts
+    the process (SIGABRT). And the interpreter would wait for the threads of a broken process group.
+    """
+    if code == 0:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Stopped(SystemExit):
+    """A signal ended the run; the exit code is 128 + its number."""
+
+
+@contextmanager
+def heeding(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, signals are the handler's. Those that the process ignores it goes on ignoring (`nohup`); and in a thread
+    other than the main one, which gets none, nothing changes."""
+    main = threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in SIGNALS} if main else {}
+    before = {number: old for number, old in found.items() if old is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def give_up(number: int) -> NoReturn:
+    """Do what a signal asked for, now that all is put in order.
+
+    Raises:
+        KeyboardInterrupt: it was Ctrl-C.
+        Stopped: it was another one.
+    """
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise Stopped(128 + number)
+
+
+class StopRequests:
+    """Inside, signals only count (see `heeding`): the first asks a run to stop, a second one to stop at once.
+
+    Attributes:
+        asked: the signals so far.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self._heeding = ExitStack()
+
+    def __enter__(self) -> StopRequests:
+        self._heeding.enter_context(heeding(self._ask))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._heeding.close()
+        if self.asked and kind is None:  # it came too late to stop anything, but it was meant
+            self.give_up()
+
+    def give_up(self) -> NoReturn:
+        """Do what the first signal asked for (see the function)."""
+        give_up(self.asked[0])
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        self.asked.append(number)
+
+
+class PoliteStop:
+    """What was asked of a process whose run is saved: the first signal asks for a last checkpoint, the second ends it.
+
+    Attributes:
+        asked: the signal that asked it to stop; None before.
+    """
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self._last: tuple[int, Path | None] | None = None
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside, signals ask (see `heeding`)."""
+        return heeding(self._ask)
+
+    def saved(self, step: int, path: Path | None) -> None:
+        """The last checkpoint is over; called in any thread."""
+        self._last = (step, path)
+
+    def give_up_if_saved(self) -> None:
+        """Stop, if the last checkpoint is over.
+
+        Raises:
+            KeyboardInterrupt: it was Ctrl-C that asked.
+            Stopped: it was another signal.
+        """
+        if self._last is None or self.asked is None:
+            return
+        say_stopped(*self._last)
+        give_up(self.asked)
+
+    def exit(self) -> NoReturn:
+        """End the process as the signal would have."""
+        os._exit(128 + (self.asked or signal.SIGTERM))
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        if self.asked is not None:
+            self.exit()
+        self.asked = number
+
+
+def say_stopped(step: int, saved: Path | None) -> None:
+    """Tell the user where a run that was asked to stop goes on."""
+    if saved is None:
+        warn(f"the run stops, and its last checkpoint, at step {step}, could not be written")
+    else:
+        say(f"stopped; saved after step {step} in {saved}: go on with --resume")
+
+
+def process_name(process: int, mesh: Mesh = MESH) -> str:
+    """`worker 2`, or `rank 1 (workers 1 and 3)`; of replicas, `worker 2, replica 1`.
+
+    Args:
+        mesh: the plan's; one worker a process as long as that is not known.
+    """
+    rank, replica = mesh.seat(process)
+    hosted = [worker for worker, own in enumerate(mesh.placement) if own == rank] or [rank]
+    which = f", replica {replica}" if len(mesh.of_rank(rank)) > 1 else ""
+    if len(hosted) == 1:
+        return f"worker {hosted[0]}{which}"
+    return f"rank {rank}{which} (workers {listed([str(worker) for worker in hosted])})"
+
+
+ECHOES = (PeerLost.__name__, PeerRefused.__name__)
+"""Kinds of errors that only follow from another worker's."""
+
+
+def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") -> None:
+    """In a worker process: write down why it ends.
+
+    Args:
+        who: what to call it (see `process_name`).
+    """
+    if isinstance(error, SystemExit):
+        error = ended_by_exit(error, who or process_name(rank))
+    if isinstance(error, FxpipeError):
+        said = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
+        entry = {"kind": type(error).__name__, **said}
+    else:
+        trace = "".join(traceback.format_exception(error))
+        entry = {"kind": None, "what": f"{type(error).__name__}: {error}", "trace": trace}
+    path = exchange / f"{rank}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({**entry, "rank": rank, "time": time.time()}))
+    os.replace(temporary, path)
+
+
+def ended_by_exit(error: SystemExit, who: str) -> WorkerLost:
+    """What it means that the user's code has called `sys.exit`."""
+    from fxpipe.tracing.user_lines import user_traceback
+
+    shown = "" if error.code is None else repr(error.code)
+    return WorkerLost(
+        f"{who} was ended by sys.exit({shown})",
+        where=user_traceback(error),
+        hint="the model file, or code that it calls, ends the process: raise an error that says why",
+    )
+
+
+def known_errors(exchange: Path) -> list[dict[str, Any]]:
+    """What workers have written down, the earliest first."""
+    left = sorted((json.loads(path.read_text()) for path in exchange.glob("*.json")), key=lambda e: e.get("time", 0))
+    return [entry for entry in left if "kind" in entry]
+
+
+def is_explained(exchange: Path, ends: dict[int, int]) -> bool:
+    """Whether the first cause is known: an end of its own, not only lost connections, which follow from others."""
+    echoes = {entry["rank"] for entry in known_errors(exchange) if entry["kind"] in ECHOES}
+    return any(rank not in echoes for rank in ends)
+
+
+def first_cause(exchange: Path, ends: dict[int, int], signs: Sequence[Signs], mesh: Mesh = MESH) -> FxpipeError:
+    """The error that ended a run.
+
+    A worker's own error comes before a death without words, and both before lost connections, which only follow.
+
+    Args:
+        exchange: where workers have left their errors.
+        ends: exit codes by rank, in the order in which they came; negative: ended by that signal. Only those that
+            came before the launcher ended the rest.
+        signs: of all processes: where they were.
+        mesh: the plan's.
+    """
+    left = known_errors(exchange)
+    for entry in left:
+        if entry["kind"] not in ECHOES:
+            return _rebuilt(entry, signs, mesh)
+    told = {entry["rank"] for entry in left}
+    for rank, code in ends.items():
+        if rank not in told:
+            return _without_words(process_name(rank, mesh), code, signs[rank])
+    return _rebuilt(left[0], signs, mesh) if left else WorkerLost("the workers stopped without an error")
+
+
+def _without_words(who: str, code: int, signs: Signs) -> WorkerLost:
+    if code < 0:
+        name = signal.Signals(-code).name
+        memory = "the system's out-of-memory killer does that: try smaller batches"
+        what, hint = f"was killed by signal {-code} ({name})", memory if code == -signal.SIGKILL else None
+    else:
+        what = f"exited with code {code} before its work was done"
+        hint = "what it wrote to stderr is above; code that calls os._exit ends it without a word"
+    return WorkerLost(f"{who} {what}", where=signs.place, hint=hint)
+
+
+def _rebuilt(entry: dict[str, Any], signs: Sequence[Signs], mesh: Mesh) -> FxpipeError:
+    if entry["kind"] is None:
+        return WorkerLost(
+            f"{process_name(entry['rank'], mesh)} stopped on an unexpected error\n{entry['trace'].rstrip()}",
+            where=signs[entry["rank"]].place,
+            hint="this is a defect of fxpipe: please report it with the lines above",
+        )
+    kind = getattr(errors, entry["kind"], RunError)
+    error: FxpipeError = kind(entry["what"], where=entry["where"], hint=entry["hint"], page=entry["page"])
+    return error
