@@ -20,7 +20,7 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
-from fxpipe.runtime.worker.replicas_alike import check_read_alike
+from fxpipe.runtime.worker.replicas_alike import check_read_alike, start_comparison
 from fxpipe.runtime.worker.stage_code import StageOfShape, explained, reseed
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
@@ -222,10 +222,8 @@ class Executor:
         if self.store.outer is not None:
             self.store.outer.read(minibatch, number)
         elif self.collective is not None:
-            numbers = torch.zeros(self.collective.replicas, dtype=torch.int64)
-            numbers[self.replica] = number
             self._batches.add(minibatch)
-            self.collective.start_sum(("batch", minibatch), numbers.to(self.device))
+            start_comparison(("batch", minibatch), number, self.collective, self.device)
 
     def can_begin(self, action: Action) -> bool:
         """Whether the buffers that a minibatch begins with have come from replica 0; for drivers of several in turn."""

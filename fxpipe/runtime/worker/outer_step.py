@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import RunError
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.wires.collective import Collective
-from fxpipe.runtime.worker.replicas_alike import unlike_first
+from fxpipe.runtime.worker.replicas_alike import check_read_alike, start_comparison
 
 BATCHES = "batches"
 
@@ -201,9 +200,8 @@ class OuterStep:
         numbers = [self._read.pop(minibatch) for minibatch in read]
         self._compared = min(read, default=0), len(read)
         if numbers:
-            found = torch.zeros(self._collective.replicas, dtype=torch.int64)
-            found[self._collective.replica] = zlib.crc32(repr(numbers).encode())
-            self._collective.start_sum((BATCHES, version), found.to(self._device))
+            digest = zlib.crc32(repr(numbers).encode())
+            start_comparison((BATCHES, version), digest, self._collective, self._device)
         self._since = self._under_way = version
 
     def _exchange(self, version: int, weights: Mapping[str, Tensor]) -> None:
@@ -239,14 +237,6 @@ class OuterStep:
 
     def _check_batches(self, version: int) -> None:
         first, count = self._compared
-        if not count:
-            return
-        numbers = self._collective.take((BATCHES, version)).tolist()
-        if others := unlike_first(numbers):
-            raise RunError(
-                f"the replicas of worker 0 read different batches in steps {first + 1} to {version}: {others} "
-                "others than replica 0",
-                where="train_data()",
-                hint="every replica reads all data and takes its share: they must come in the same order in every "
-                "process, as with random numbers of the process's own generators, which are seeded alike",
-            )
+        if count:
+            numbers = self._collective.take((BATCHES, version)).tolist()
+            check_read_alike(numbers, f"steps {first + 1} to {version}", "train_data()")

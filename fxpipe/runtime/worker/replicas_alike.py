@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError, listed
-from fxpipe.runtime.wires.collective import Collective
+from fxpipe.runtime.wires.collective import Collective, Key
 
 
 def unlike_first(numbers: Sequence[object]) -> str:
     """The replicas whose number is not that of replica 0, for a message; empty if there are none."""
     others = [f"replica {j}" for j, number in enumerate(numbers) if number != numbers[0]]
     return listed(others) if others else ""
+
+
+def start_comparison(key: Key, number: int, collective: Collective, device: torch.device | str) -> None:
+    """Begin to compare a number with those of the worker's other replicas, which are what is then taken of this key."""
+    found = torch.zeros(collective.replicas, dtype=torch.int64)
+    found[collective.replica] = number
+    collective.start_sum(key, found.to(device))
 
 
 def check_read_alike(numbers: Sequence[object], what: str, hook: str) -> None:
@@ -32,7 +39,7 @@ def check_read_alike(numbers: Sequence[object], what: str, hook: str) -> None:
     """
     if others := unlike_first(numbers):
         raise RunError(
-            f"the replicas of worker 0 read different batches in {what}: {others} another than replica 0",
+            f"the replicas of worker 0 read different batches in {what}: {others} not those of replica 0",
             where=hook,
             hint="every replica reads all data and takes its share: they must come in the same order in every "
             "process, as with random numbers of the process's own generators, which are seeded alike",
@@ -56,9 +63,8 @@ def check_optimizers_alike(
     Raises:
         RunError: a replica has another one than replica 0.
     """
-    found = torch.zeros(collective.replicas, dtype=torch.int64)
-    found[collective.replica] = zlib.crc32(repr(_description(optimizer, scheduler, names)).encode())
-    collective.start_sum(_KEY, found.to(device))
+    described = zlib.crc32(repr(_description(optimizer, scheduler, names)).encode())
+    start_comparison(_KEY, described, collective, device)
     numbers = collective.take(_KEY).tolist()
     if others := unlike_first(numbers):
         raise RunError(
