@@ -99,19 +99,6 @@ class StrictWires:
         key = self.key(rank, self.rank, channel, tag)
         return self.hub.put(self.hub.receives, key, torch.empty(count, dtype=dtype))
 
-    def isend_numbers(self, numbers: Tensor, to: int, tag: int, replica: int = 0) -> Message | None:
-        target = self.process_of(to, replica)
-        if target == self.rank:
-            self.loopback.send(tag, numbers)
-            return None
-        return self.hub.put(self.hub.sends, (self.rank, target, "numbers", tag), numbers)
-
-    def irecv_numbers(self, count: int, source: int, tag: int, replica: int = 0) -> Message | Passing:
-        if (rank := self.process_of(source, replica)) == self.rank:
-            return self.loopback.expect(tag)
-        numbers = torch.empty(count, dtype=torch.float64)
-        return self.hub.put(self.hub.receives, (rank, self.rank, "numbers", tag), numbers)
-
     def rank_of(self, worker: int) -> int:
         return self.mesh.placement[worker] if self.mesh.placement else worker
 
@@ -125,15 +112,13 @@ class StrictWires:
         return channel if tag is None else tag
 
     def key(self, source: int, target: int, channel: Any, tag: int | None) -> Any:
-        return (source, target, channel if self.ordered or tag is None else tag)
+        return (source, target, channel if channel and (self.ordered or tag is None) else tag)
 
     def passing(self, pending: Message | Passing) -> Passing | None:
         return pending if isinstance(pending, Passing) else None
 
-    def received(self, message: Message) -> Tensor:
+    def received(self, message: Message, numbers: bool = False) -> Tensor:
         return message.flat
-
-    received_numbers = received
 
     def finished(self, message: Message | None) -> None:
         assert message is None or message.over.wait(10), "deadlock"
@@ -251,9 +236,7 @@ def run_in_threads(
             for executor in own:
                 executor.evaluates = lambda version: 0 < version < len(data)
             source = EvaluationData(plan, lambda: evaluated, 0) if rank == 0 else None
-            evaluation = DistributedEvaluation(
-                plan, ProcessLine.of(plan, rank), plan.hosted(rank), str(folder), 0, wires, addresses, source
-            )
+            evaluation = DistributedEvaluation(plan, own, str(folder), 0, wires, addresses, source)
             evaluations[-1] = _Evaluating(run, own, evaluation)
         for executor in own:
             executor.store.begin(0, len(data))
@@ -266,5 +249,5 @@ def run_in_threads(
     if not run.failures:
         assert not any(hub.sends.values())
         assert not any(hub.receives.values())
-        assert all(loopback.is_empty for loopback in loopbacks)
+        assert not any(loopback.left for loopback in loopbacks)
     return run

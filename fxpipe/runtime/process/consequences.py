@@ -10,17 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fxpipe.errors import TaskError, near
 from fxpipe.messages import say
 from fxpipe.observe.record import BEST_WEIGHTS
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.best_weights import PARTIAL
+from fxpipe.runtime.process.best_weights import PARTIAL, BestWeights, Write
 from fxpipe.runtime.process.check_run import decides_alike, unlike
 from fxpipe.runtime.process.coming_shapes import AHEAD, several_shapes
 from fxpipe.runtime.process.goal import Goal, metrics_of
-from fxpipe.runtime.worker.evaluator import every
+from fxpipe.runtime.process.resume import run_before
+from fxpipe.runtime.process.run_summary import write_run
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.schedule.base import Schedule
@@ -42,6 +45,8 @@ class Consequences:
     Attributes:
         goal: what `--save-best` asks for; None if it asks for nothing.
         best: the step and the value of the best evaluation so far.
+        weights: the file that has its weights, in the process of worker 0; None where they are not kept.
+        keep: called with the tensors of each worker here, and with `best`, when that is a new one.
         end: after how many steps the run ends.
         stopped: why it ends before `total`: `patience`, or the callback that asks for it; None if it does not.
         on_end: called with the end, when it becomes an earlier one.
@@ -64,6 +69,8 @@ class Consequences:
     ) -> None:
         self.goal = Goal.of(options, plan)
         self.best: tuple[int, float] | None = None
+        self.weights: BestWeights | None = None
+        self.keep: Callable[[Sequence[Mapping[str, Tensor]], tuple[int, float]], object] = lambda states, best: None
         self.end = total
         self.stopped: str | None = None
         self.on_end: Callable[[int], None] = lambda end: None
@@ -76,9 +83,10 @@ class Consequences:
             _check_metric(executor.store.updater.metric, options, plan)
 
     def due(self, version: int) -> bool:
-        """Whether the run evaluates after so many updates, before its end."""
-        assert not isinstance(self._options.eval_every, str), "epochs are counted in steps by then"
-        return every(self._options.eval_every, self.end)(version)
+        """Whether the run evaluates after so many updates; not at its end, which is evaluated anyway."""
+        every = self._options.eval_every
+        assert not isinstance(every, str), "epochs are counted in steps by then"
+        return every is not None and 0 < version < self.end and version % every == 0
 
     def replay(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Call first, with the evaluations of the steps before."""
@@ -113,8 +121,22 @@ class Consequences:
         """Whether a worker of this process has a scheduler that waits for evaluations."""
         return any(executor.store.updater.metric is not None for executor in self._executors)
 
-    def heard(self, version: int, metrics: Mapping[str, float]) -> bool:
-        """All workers have evaluated the weights after so many updates; whether they are the best so far."""
+    def keep_weights(self, write: Write, plan: Plan) -> bool:
+        """Where worker 0 is, after `replay`: keep the best weights; whether those of the best evaluation are lost."""
+        assert self.goal is not None
+        assert self._options.out is not None
+        self.weights = BestWeights(
+            self._options.out, write, self.goal, plan.digest, self.best, run_before(self._options)
+        )
+        self.keep = self.weights.keep
+        return self.best is not None and self.weights.held is None
+
+    def heard(self, version: int, metrics: Mapping[str, float], states: Sequence[Mapping[str, Tensor]]) -> bool:
+        """All workers have evaluated the weights after so many updates; whether they are the best so far.
+
+        Args:
+            states: the tensors of each worker here.
+        """
         end = self.end
         best = self._judge(version, metrics)
         if version < end:
@@ -122,6 +144,8 @@ class Consequences:
         if self.end < end:
             self._tell_end()
         self.on_evaluation(version, metrics)
+        if best and self.best is not None:
+            self.keep(states, self.best)
         return best
 
     def earliest(self, version: int) -> int:
@@ -162,25 +186,27 @@ class Consequences:
             say(f"the weights of step {self.best[0]} are not in {self._options.out}: the best from here on are kept")
         self.best = None
 
-    @property
-    def tells(self) -> bool:
-        """Whether the summary says something of it."""
-        return self.goal is not None or self.stopped is not None
-
-    def tell(self, summary: dict[str, Any], held: int | None) -> None:
-        """Put the best evaluation, and why the run has ended early, into its summary.
+    def take_place(self, summary: dict[str, Any] | None) -> None:
+        """The run has trained to its end, and its weights are written.
 
         Args:
-            held: the step whose weights were kept.
+            summary: on worker 0.
         """
-        if not self.tells:
-            return
-        summary["stopped"] = self.stopped
+        if self.weights is not None:
+            self.weights.take_place()
+        if summary is not None:
+            self.tell(summary)
+            write_run(summary)
+
+    def tell(self, summary: dict[str, Any]) -> None:
+        """Put the best evaluation, and why the run has ended early, into its summary."""
+        if self.goal is not None or self.stopped is not None:
+            summary["stopped"] = self.stopped
         if self.goal is None:
             return
         summary["best"] = None
         if self.best is not None:
-            step, value = self.best
+            (step, value), held = self.best, None if self.weights is None else self.weights.held
             summary["best"] = {"metric": self.goal.metric, "step": step, "value": value, "kept": held == step}
 
     def _judge(self, version: int, metrics: Mapping[str, float]) -> bool:

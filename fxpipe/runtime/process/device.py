@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
 from fxpipe.messages import warn
-from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.process.together import gathered
 
 
 def own_device(kind: str) -> torch.device:
@@ -38,9 +37,7 @@ def common_backend(device: torch.device, rank: int, ranks: int) -> str:
     if device.type == "cuda" and dist.is_nccl_available():
         host = os.environ.get("NCCL_HOSTID") or socket.gethostname()  # as NCCL itself tells hosts apart
         own = host, str(torch.cuda.get_device_properties(device).uuid)
-    answers: list[Any] = [None] * ranks
-    with peers(rank):
-        dist.all_gather_object(answers, own)
+    answers = gathered(own, rank, ranks)
     if None not in answers and len(set(answers)) == ranks:
         return "nccl"
     if own is not None and rank == 0:

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +35,9 @@ from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat
 from fxpipe.runtime.wires.collective import Collective, Key
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
-from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.evaluation_data import EvaluationData, Placed
 from fxpipe.runtime.worker.evaluator import Evaluator, means
+from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.replicas_alike import check_read_alike
 
 AHEAD = 2
@@ -52,16 +51,11 @@ class DistributedEvaluation:
     """What one process does in the evaluations of a run.
 
     Args:
-        line: the processes of this replica of the pipeline; where pipelines cross, of the first replicas, which alone
-            evaluate.
-        hosted: the workers of this process, in rising order.
+        executors: of the workers of this process, in rising order. Where pipelines cross, the first replicas alone
+            evaluate, and tell the workers' others the metrics.
         folder: of the build.
         seed: of the run.
         data: the batches, on worker 0; None elsewhere.
-        resets: the hook `reset(model)`, if there is one.
-        seats: which replica of each worker this process has; empty where there are no others.
-        told: where pipelines cross, what the worker's other replicas, which do not evaluate, hear the metrics through.
-        replica: which one of the pipeline this process belongs to.
         collective: worker 0's end of what its replicas exchange, where that is; None without replicas.
 
     Attributes:
@@ -75,28 +69,27 @@ class DistributedEvaluation:
     def __init__(
         self,
         plan: Plan,
-        line: ProcessLine,
-        hosted: Sequence[int],
+        executors: Sequence[Executor],
         folder: str,
         seed: int,
         wires: Wires,
         addresses: Addresses,
         data: EvaluationData | None,
-        resets: BuffersReset | None = None,
-        seats: Mapping[int, ReplicaSeat] = MappingProxyType({}),
-        told: Collective | None = None,
-        replica: int = 0,
         collective: Collective | None = None,
     ) -> None:
         self.plan = plan
-        self._told, self._count = told, 0
-        self._hosted = hosted
+        first = executors[0]
+        self._told, self._count = first.collective if plan.crossing else None, 0
+        self._hosted = [executor.worker for executor in executors]
         self._replicas = sharing(plan)
-        self._replica = replica % self._replicas
+        self._replica = first.replica % self._replicas
+        counts = () if plan.crossing else plan.replicas
         edges, ahead = evaluation_edges(plan), AHEAD * self._replicas
         self._transports = {
-            worker: DistTransport(plan, worker, wires, addresses, edges, 1, ahead, seats.get(worker))
-            for worker in hosted
+            worker: DistTransport(
+                plan, worker, wires, addresses, edges, 1, ahead, ReplicaSeat(worker, first.replica, counts)
+            )
+            for worker in self._hosted
         }
         self._collective = collective if self._replicas > 1 else None
         self.evaluators = [
@@ -104,10 +97,10 @@ class DistributedEvaluation:
         ]
         if self._collective is not None:
             self._collective.watch = self._transports[0].watch
-        self._line, self._wires = line, wires
+        self._line, self._wires = ProcessLine.of(plan, plan.rank_of(first.worker)), wires
         self._speaks = self._transports[self._line.own]
         self._data = data
-        self._resets = resets
+        self._resets = first.resets
         self._names = metrics_of(plan)
         self.heard: dict[str, float] = {}
         self._batches: Iterator[Placed] | None = None

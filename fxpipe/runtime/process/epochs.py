@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from fxpipe.errors import TaskError
 from fxpipe.runtime.options import PipelineOptions, RunOptions, steps_or_epoch
-from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.process.together import gathered, of_worker_0
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.task.paced_scheduler import EPOCH
@@ -67,12 +65,8 @@ def agree_length(options: RunOptions, feed: Feed | None, rank: int, epochs: bool
         feed: on worker 0.
         epochs: as of `counted`.
     """
-    box: list[Any] = [None, None]
-    if feed is not None:
-        box = [*counted(options, feed, epochs)]
-    with peers(rank):
-        dist.broadcast_object_list(box, 0)
-    return int(box[0]), in_steps(dataclasses.replace(options, steps_per_epoch=box[1]))
+    total, epoch = of_worker_0((0, None) if feed is None else counted(options, feed, epochs), rank)
+    return total, in_steps(dataclasses.replace(options, steps_per_epoch=epoch))
 
 
 def agree_epoch(executors: Sequence[Executor], feed: Feed | None, rank: int, ranks: int) -> int | None:
@@ -82,15 +76,10 @@ def agree_epoch(executors: Sequence[Executor], feed: Feed | None, rank: int, ran
     Returns:
         How long one is, as far as this process knows.
     """
-    wanted: list[Any] = [None] * ranks
-    with peers(rank):
-        dist.all_gather_object(wanted, any(map(_must_know, executors)))
-    if any(wanted):
-        box = [None if feed is None else epoch_of(feed)]
-        with peers(rank):
-            dist.broadcast_object_list(box, 0)
+    if any(gathered(any(map(_must_know, executors)), rank, ranks)):
+        epoch = of_worker_0(None if feed is None else epoch_of(feed), rank)
         for executor in executors:
-            executor.store.updater.steps_per_epoch = box[0]
+            executor.store.updater.steps_per_epoch = epoch
     steps = executors[0].store.updater.steps_per_epoch
     for executor in executors:
         if executor.resets is not None:

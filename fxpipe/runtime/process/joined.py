@@ -332,22 +332,10 @@ class JoinedPipeline(OwnLoop):
             self._row = None
 
     def _make_evaluation(self) -> DistributedEvaluation:
-        options, data = self.options, None
+        folder, seed, data = self.options.build, self.options.seed, None
         if self.rank == 0:
-            data = EvaluationData(self.plan, lambda: self._given, options.seed, self._task.loss_weight)
-        resets = self.executor.resets
-        wires, addresses = self._wires, self._addresses
-        return DistributedEvaluation(
-            self.plan,
-            ProcessLine.of(self.plan, self.rank),
-            [self.rank],
-            options.build,
-            options.seed,
-            wires,
-            addresses,
-            data,
-            resets,
-        )
+            data = EvaluationData(self.plan, lambda: self._given, seed, self._task.loss_weight)
+        return DistributedEvaluation(self.plan, self.executors, folder, seed, self._wires, self._addresses, data)
 
     def _watched(self) -> None:
         self._pulse.follow([self.executor.watch], [] if self._evaluation is None else self._evaluation.watches)

@@ -19,7 +19,7 @@ from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import Evaluator, means
 from fxpipe.runtime.worker.executor import Executor
 
-Follow = Callable[[int, dict[str, float], list[dict[str, Tensor]]], None]
+Follow = Callable[[int, dict[str, float], list[dict[str, Tensor]]], object]
 
 
 class LocalEvaluation:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fxpipe.errors import FxpipeError, NotFiniteError
+from fxpipe.errors import FxpipeError, NotFiniteError, RunError
 from fxpipe.observe.live import Board
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
@@ -28,7 +30,6 @@ from fxpipe.runtime.process.ends import PoliteStop
 from fxpipe.runtime.process.epochs import counted, epoch_of, in_steps
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.local import LocalPipeline
-from fxpipe.runtime.process.local_best import LocalBest
 from fxpipe.runtime.process.new_shapes import of_run
 from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
@@ -43,7 +44,7 @@ from fxpipe.runtime.process.run_summary import (
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.feed import Feed
-from fxpipe.runtime.worker.final_weights import FinalFiles, held, warn_of_little_room, weights_are_safe
+from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, FinalFiles, held, warn_of_little_room, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import task_of_build
@@ -127,9 +128,14 @@ def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop
                 )
                 pipeline.waits |= hooks.on_eval is not None
                 callbacks.go_on(pipeline.checkpoints, pipeline.state_before)
-            best = LocalBest(options, plan, pipeline, record, ends)
             if data is not None:
-                best.begin(data, run_before(options))
+                _evaluate_while_training(pipeline, options, data, record, ends)
+
+            def end_at(total: int) -> None:
+                record.total = total
+
+            ends.on_end = end_at
+            end_at(ends.end)
             check_unchanged(files)
             if pipeline.resumed is not None:
                 say_resumed(pipeline.resumed)
@@ -147,7 +153,9 @@ def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop
                 checkpoints.asked = lambda: stop.asked is not None
                 checkpoints.writer.ended = stop.saved
             pipeline.begin()
-            best.go_on()
+            ends.go_on()
+            if ends.missing:
+                pipeline.evaluation.after()
             while (step := pipeline.fed) < ends.end:
                 stop.give_up_if_saved()
                 watches[0].at(Action("F", step))
@@ -172,10 +180,10 @@ def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop
                 final.write(AVERAGED_WEIGHTS, lambda t: held(executors[t.worker], t, averages[t.worker]))
             if final is not None:
                 final.check()
-                take_place(options, plan, record, executors, averages is not None)
+                take_place(options, record, averages is not None)
             recipe = pipeline.recipe
             summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
-            best.take_place(summary)
+            ends.take_place(summary)
             if (path := options.trace) is not None:
                 traces = {(each.replica, each.worker): WorkerTrace.of(each.watch) for each in pipeline.every}
                 add_trace(
@@ -189,7 +197,8 @@ def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop
                 begin = perf_counter()
                 with weights_are_safe(options.out):
                     metrics = pipeline.evaluate(data)
-                kept = best.last(summary, metrics)
+                kept = ends.heard(ends.end, metrics, [executor.state(ends.end) for executor in executors])
+                ends.tell(summary)
                 evaluated_last(record, summary, metrics, perf_counter() - begin, kept)
                 if averages is not None:
                     with weights_are_safe(options.out):
@@ -207,3 +216,28 @@ def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop
                 pipeline.checkpoints.abandon()  # which may still make one whole, with the record's lines so far
             record.close()
         return summary
+
+
+def _evaluate_while_training(
+    pipeline: LocalPipeline, options: RunOptions, data: EvaluationData, record: Record, ends: Consequences
+) -> None:
+    """From now on, evaluate when it is due, and do what follows: as `WorkerEvaluations` in one of several processes."""
+    plan, evaluation, out = pipeline.plan, pipeline.evaluation, options.out
+    ends.replay([] if pipeline.resumed is None else record.evaluations)
+    if ends.goal is not None and out is not None:
+
+        def write(name: str, states: Sequence[Mapping[str, Tensor]]) -> RunError | None:
+            files = FinalFiles(out, plan, pauses=SHORT_PAUSES)
+            files.write(name, lambda t: held(pipeline.executors[t.worker], t, states[t.worker]))
+            return files.problem
+
+        if ends.keep_weights(write, plan):
+            ends.forget_best()
+
+    def report(version: int, metrics: dict[str, float], seconds: float) -> None:
+        record.evaluated(version, metrics, seconds, ends.is_best(version))
+
+    evaluation.follow = ends.heard
+    evaluation.while_training(ends.due, data, report)
+    if ends.missing:
+        evaluation.evaluated = pipeline.fed - 1

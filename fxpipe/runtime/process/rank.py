@@ -45,10 +45,10 @@ from fxpipe.runtime.process.resume import (
 )
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row
-from fxpipe.runtime.process.together import AgreedStop
+from fxpipe.runtime.process.together import AgreedStop, gathered
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
-from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
@@ -169,26 +169,9 @@ class RankRun:
             data = None
             if rank == 0 and not listening:
                 data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task)
-            resets = executors[0].resets
             evaluation = HeardEvaluation if listening else DistributedEvaluation
-            seats = {each: ReplicaSeat(each, replica, () if plan.crossing else plan.replicas) for each in hosted}
-            told = executors[0].collective if plan.crossing else None
             of_first = None if self.others is None or rank else self.others.of_worker(0)
-            self.evaluation = evaluation(
-                plan,
-                self.line,
-                hosted,
-                options.build,
-                options.seed,
-                wires,
-                addresses,
-                data,
-                resets,
-                seats,
-                told,
-                replica,
-                of_first,
-            )
+            self.evaluation = evaluation(plan, executors, options.build, options.seed, wires, addresses, data, of_first)
         self.watches = [executor.watch for executor in executors]
         pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
         self.consequences = Consequences(options, plan, recipe, self.total, self.step, executors, process == 0)
@@ -266,7 +249,7 @@ class RankRun:
             warn_of_little_room(options.out, plan, first.store.averages is not None)
         record = self.record
         self.consequences.on_end = self._ends
-        self.evaluations.begin(record, self.resumed is not None, run_before(options))
+        self.evaluations.begin(record)
         self._ends(self.consequences.end)
         try:
             with self.stop.listening() if self.checkpoints is not None else nullcontext():
@@ -286,11 +269,11 @@ class RankRun:
                 if averages is not None:
                     files.write(AVERAGED_WEIGHTS, averages)
                 files.check()
-                take_place(options, plan, record, self.executors, averages is not None)
+                take_place(options, record, averages is not None)
             summary = None
             if record is not None:
                 summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
-            self.evaluations.take_place(summary)
+            self.consequences.take_place(summary)
             if options.trace is not None:
                 collect_trace(options.trace, self.process, plan, self.recipe, traces, summary, self.watches[0].elapsed)
             self.evaluations.last(summary, averages)
@@ -306,12 +289,10 @@ class RankRun:
         return summary
 
     def _rows(self, peak: dict[str, Any]) -> list[dict[str, Any]]:
-        """On rank 0, what each worker did, and the most memory that its process took."""
-        found: list[Any] = [None] * self.plan.processes
+        """What each worker did, and the most memory that its process took."""
         own = [worker_row(executor, self.rank, self.replica) | peak for executor in self.executors]
-        with peers(self.process):
-            dist.gather_object(own, found if self.process == 0 else None)
-        return sorted((row for rows in found for row in rows or ()), key=lambda row: (row["replica"], row["worker"]))
+        found = gathered(own, self.process, self.plan.processes)
+        return sorted((row for rows in found for row in rows), key=lambda row: (row["replica"], row["worker"]))
 
     def _train(self) -> list[WorkerTrace]:
         record, resumed = self.record, self.resumed

@@ -104,9 +104,9 @@ class Resumed:
         check_files(self.path, self.manifest, state_files(worker, workers, replica))
         return read_shard(self.path, self.step, worker, workers, replica)
 
-    def actions(self, recipe: Recipe, worker: int, stop: int | None = None) -> Iterator[Action]:
+    def actions(self, recipe: Recipe, worker: int) -> Iterator[Action]:
         """The rest of a worker's row."""
-        return recipe.schedule.after(worker, self.step, self._start, stop)
+        return recipe.schedule.after(worker, self.step, self._start)
 
     def row(self, recipe: Recipe, rank: int, stop: int) -> Iterator[Event]:
         """The rest of a rank's row."""

@@ -90,14 +90,11 @@ def peak_row(device: torch.device) -> dict[str, int]:
     return {"peak_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
 
 
-def take_place(
-    options: RunOptions, plan: Plan, record: Record | None, executors: Sequence[Executor], averages: bool
-) -> None:
+def take_place(options: RunOptions, record: Record | None, averages: bool) -> None:
     """The weights of a run are written: its logs take the places of an earlier run's.
 
     Args:
         record: in worker 0's process.
-        executors: of the workers in this process.
         averages: those of the weights are written, too.
     """
     if record is not None:

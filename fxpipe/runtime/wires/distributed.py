@@ -79,60 +79,47 @@ class Wires:
             self._connect(channels)
 
     def isend(
-        self, flat: Tensor, to: int, channel: Channel, tag: int | None = None, turn: int = URGENT, replica: int = 0
+        self,
+        flat: Tensor,
+        to: int,
+        channel: Channel | None,
+        tag: int | None = None,
+        turn: int = URGENT,
+        replica: int = 0,
     ) -> Pending | None:
         """Begin to send to a worker; the caller keeps the pair until it has waited for the work.
 
         Args:
+            channel: None for a few numbers that are on the CPU, and have a tag: over gloo, with any backend.
             turn: the same for all messages of a tag.
             replica: which one of the worker.
 
         Returns:
             None if there is nothing to wait for: the worker is in this process.
         """
-        rank = self._process_of(to, replica)
+        rank, tag = self._process_of(to, replica), self._tag_of(channel, tag)
         if rank == self.rank:
-            self._loopback.send(self._tags[channel] if tag is None else tag, flat)
+            self._loopback.send(tag, flat)
             return None
         flat = flat.cpu() if self.staged else flat
-        return self._begin(flat, rank, channel, self._tags[channel] if tag is None else tag, turn), flat
+        return self._begin(flat, rank, channel, tag, turn), flat
 
     def irecv(
         self,
         count: int,
         dtype: torch.dtype,
         source: int,
-        channel: Channel,
+        channel: Channel | None,
         tag: int | None = None,
         turn: int = URGENT,
         replica: int = 0,
     ) -> Pending:
         """Begin to receive from a replica of a worker, into new memory, what is sent with the same turn."""
-        rank = self._process_of(source, replica)
-        if rank == self.rank:
-            return self._loopback.expect(self._tags[channel] if tag is None else tag), _NOTHING
-        flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged else self.device)
-        return self._expect(flat, rank, channel, self._tags[channel] if tag is None else tag, turn), flat
-
-    def isend_numbers(self, numbers: Tensor, to: int, tag: int, replica: int = 0) -> Pending | None:
-        """Begin to send a replica of a worker a few float64 numbers that are on the CPU: over gloo, with any backend.
-
-        Returns:
-            As `isend`.
-        """
-        rank = self._process_of(to, replica)
-        if rank == self.rank:
-            self._loopback.send(tag, numbers)
-            return None
-        return self._begin(numbers, rank, None, tag, URGENT), numbers
-
-    def irecv_numbers(self, count: int, source: int, tag: int, replica: int = 0) -> Pending:
-        """Begin to receive the float64 numbers that `isend_numbers` sends."""
-        rank = self._process_of(source, replica)
+        rank, tag = self._process_of(source, replica), self._tag_of(channel, tag)
         if rank == self.rank:
             return self._loopback.expect(tag), _NOTHING
-        numbers = torch.empty(count, dtype=torch.float64)
-        return self._expect(numbers, rank, None, tag, URGENT), numbers
+        flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
+        return self._expect(flat, rank, channel, tag, turn), flat
 
     def stays(self, edge: EdgeSpec) -> bool:
         """Whether both ends of an edge are in one process."""
@@ -142,13 +129,9 @@ class Wires:
         """A receive of what another worker of this process sends: it has come, or never will. None for any other."""
         return pending[0] if isinstance(pending[0], Passing) else None
 
-    def received(self, pending: Pending) -> Tensor:
-        """The tensor of a finished receive, on the device."""
-        return pending[1].to(self.device) if self.staged else pending[1]
-
-    def received_numbers(self, pending: Pending) -> Tensor:
-        """The numbers of a finished receive, where they came."""
-        return pending[1]
+    def received(self, pending: Pending, numbers: bool = False) -> Tensor:
+        """The tensor of a finished receive, on the device; numbers, which have no channel, on the CPU."""
+        return pending[1].to(self.device) if self.staged and not numbers else pending[1]
 
     def finished(self, pending: Pending | None) -> None:
         """Wait until a send has left, or a receive has come."""
@@ -179,6 +162,12 @@ class Wires:
                 return dist.irecv(flat, source, tag=tag)
             data = flat.view(torch.uint8)
             return Coming([dist.irecv(data[place], source, tag=tag) for place in pieces(len(data))])
+
+    def _tag_of(self, channel: Channel | None, tag: int | None) -> int:
+        if tag is None:
+            assert channel is not None
+            return self._tags[channel]
+        return tag
 
     def _waits(self, turn: int) -> bool:
         return turn != URGENT and self.backend == "gloo"
@@ -354,12 +343,13 @@ class DistTransport(Transport):
     def expect_note(self, source: int, what: Note, count: int) -> None:
         tag = self.addresses.tag_of_note(what[0], source, self.worker)
         teller = self._seat.teller(source)
-        self._posted["note", source, what] = self.wires.irecv_numbers(count, source, tag, teller)
+        pending = self.wires.irecv(count, torch.float64, source, None, tag, replica=teller)
+        self._posted["note", source, what] = pending
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
         tag = self.addresses.tag_of_note(what[0], self.worker, to)
         for replica in self._seat.told(to):
-            self._keep(self.wires.isend_numbers(numbers, to, tag, replica), to)
+            self._keep(self.wires.isend(numbers, to, None, tag, replica=replica), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
         return self._wait(("note", source, what), _cause(what[0], source), numbers=True)
@@ -412,7 +402,7 @@ class DistTransport(Transport):
         self.watch.open("wait", cause)
         self.wires.finished(pending)
         self.watch.close()
-        return self.wires.received_numbers(pending) if numbers else self.wires.received(pending)
+        return self.wires.received(pending, numbers)
 
     def _reap(self, sent: deque[_Sent], before: int) -> None:
         while sent and sent[0].at < before:

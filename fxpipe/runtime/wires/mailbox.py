@@ -75,30 +75,28 @@ class LocalTransport(Transport):
 
 
 class Loopback:
-    """What workers of this process have sent each other and not yet received, by tag and place among those of the tag.
+    """What workers of this process have sent each other and not yet received.
 
     As on other wires, the receive that was announced first gets what was sent first; but it may be waited for last.
+
+    Attributes:
+        left: what was not received, by tag and place among those of the tag.
     """
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], Tensor] = {}
+        self.left: dict[tuple[int, int], Tensor] = {}
         self._counts: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
 
     def send(self, tag: int, flat: Tensor) -> None:
         """Hand over a tensor; it must not change afterwards."""
-        self._sent[tag, self._counts[tag]] = flat
+        self.left[tag, self._counts[tag]] = flat
         self._counts[tag] += 1
 
     def expect(self, tag: int) -> Passing:
         """A receive of the first message of a tag that has none yet."""
         self._expected[tag] += 1
-        return Passing(self._sent, (tag, self._expected[tag] - 1))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all that was sent was received."""
-        return not self._sent
+        return Passing(self.left, (tag, self._expected[tag] - 1))
 
 
 class Passing:

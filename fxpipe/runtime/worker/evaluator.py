@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +120,3 @@ def means(
         }
         rows.append((weight, {n: made[n] if n in made else spec.constants[n] for n in spec.metrics}))
     return weighted_means(rows)
-
-
-def every(steps: int | str | None, total: int) -> Callable[[int], bool]:
-    """Whether a run evaluates after so many updates; not after its last one, since the end is evaluated anyway.
-
-    Args:
-        steps: between two evaluations; None makes none.
-    """
-    assert not isinstance(steps, str), "epochs are counted in steps by then"
-    return lambda version: steps is not None and 0 < version < total and version % steps == 0

@@ -32,10 +32,10 @@ def test_a_receive_may_come_before_its_send_and_be_waited_for_last() -> None:
     loopback.send(7, sent[1])
     assert second.take() is sent[1]
     assert other.take() is sent[2]
-    assert not loopback.is_empty
+    assert loopback.left
     assert first.take() is sent[0]
     assert first.take() is None
-    assert loopback.is_empty
+    assert not loopback.left
 
 
 def transports(folder: Path) -> dict[int, DistTransport]:
