@@ -20,8 +20,8 @@ from digits import eval_data, loss, metrics, model, train_data
 
 import fxpipe
 from fxpipe import codecs
-from fxpipe.codecs.bits import Bits
 from fxpipe.codecs.carry_over import CarryOver
+from fxpipe.codecs.lossless import Bits
 from fxpipe.inspection.codecs import codec_facts
 from fxpipe.plan.spec import TensorSpec
 

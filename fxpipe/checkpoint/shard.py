@@ -25,10 +25,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.checkpoint.manifest import FileEntry
+from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from fxpipe.checkpoint.tensor_file import TensorFile, write_bytes, write_tensors
 from fxpipe.checkpoint.tree import Decoder, Encoder
 from fxpipe.errors import CheckpointError
+from fxpipe.files import sync_folder
 from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
@@ -123,6 +124,23 @@ def write_index(folder: Path, plan: Plan) -> FileEntry:
     weight_map = {name: _files(worker, plan.workers)["model"] for name, worker in owners.items()}
     body = {"metadata": {"total_size": size}, "weight_map": weight_map}
     return write_bytes(folder / INDEX, json.dumps(body, indent=1).encode())
+
+
+def complete(
+    folder: Path, plan: Plan, step: int, start: int, about: Mapping[str, Any], files: Mapping[str, FileEntry]
+) -> None:
+    """Make a checkpoint of the files that all workers have written into a folder.
+
+    Args:
+        about: what the manifest says of the run: `plan`, `run`, `versions`.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    of_all = {**files, INDEX: write_index(folder, plan)}
+    manifest = Manifest(step, start, plan.workers, **about, files=of_all)
+    write_bytes(folder / MANIFEST, manifest.to_json().encode())
+    sync_folder(folder)
 
 
 def replicas_that_write(plan: Plan, worker: int) -> int:

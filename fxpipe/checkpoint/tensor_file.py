@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fxpipe.checkpoint.manifest import FileEntry
-from fxpipe.checkpoint.safetensors_writer import header
-from fxpipe.checkpoint.tensor_digests import bytes_of
+from fxpipe.checkpoint.safetensors_file import bytes_of, header
 from fxpipe.errors import CheckpointError
 from fxpipe.plan.spec import TensorSpec
 

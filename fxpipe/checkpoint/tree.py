@@ -31,6 +31,12 @@ class Unwritable(ValueError):
     """A value that has no form in JSON; says which, and where in the tree it is."""
 
 
+def said(error: Exception) -> str:
+    """What an error of writing says; with its kind, where that is unforeseen."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {text}"
+
+
 class Encoder:
     """Makes JSON of values, and collects their tensors.
 

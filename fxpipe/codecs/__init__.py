@@ -5,12 +5,11 @@ from __future__ import annotations
 import keyword
 from typing import TypeVar
 
-from fxpipe.codecs.bits import Bits
 from fxpipe.codecs.casts import Bf16, Fp16
 from fxpipe.codecs.codec import Codec, is_without_codecs, without_codecs
 from fxpipe.codecs.int4 import Int4
 from fxpipe.codecs.int8 import Int8
-from fxpipe.codecs.int32 import Int32
+from fxpipe.codecs.lossless import Bits, Int32
 from fxpipe.codecs.lowrank import LowRank
 from fxpipe.codecs.topk import TopK
 from fxpipe.errors import CodecError, near

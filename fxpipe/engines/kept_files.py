@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from fxpipe.files import replaced
 
 DIGEST = ".sha256"
 
@@ -48,15 +49,10 @@ def names_of(kept: str) -> tuple[str, str]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file of the cache so that no process ever sees half of it; if it cannot be written, do without."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(path) as file:
+            file.write(content)
 
 
 def _record_of(kept: Path) -> Path:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fxpipe.build.build import Build
-from fxpipe.checkpoint.tensor_digests import read_digests
+from fxpipe.checkpoint.safetensors_file import read_digests
 from fxpipe.errors import ExportError, listed
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.runtime.worker.final_weights import final_tensors

@@ -11,7 +11,7 @@
   executor reads weights (`pending_reads`: which will be read again; `predictions`), calls emitted code (`stage_code`),
   and sends and receives over a `wires/transport`: `mailbox` in one process, `distributed` between processes, by its
   `addresses`.
-- Between two actions, and at the end, `worker/evaluator` evaluates (`evaluation_data`; `process/local_evaluation` or
+- Between two actions, and at the end, `worker/evaluation` evaluates (`process/local_evaluation` or
   `process/distributed_evaluation`; `wires/moves`: the tensors that it reads from other workers).
 - `worker/final_weights`, `process/collect_trace` and `process/run_summary` write the results of the run.
 """

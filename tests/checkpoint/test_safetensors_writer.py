@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fxpipe.checkpoint.safetensors_writer import DTYPES, SafetensorsWriter
+from fxpipe.checkpoint.safetensors_file import DTYPES, SafetensorsWriter
 from fxpipe.task.batch import tensor_spec
 
 

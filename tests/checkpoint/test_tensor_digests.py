@@ -13,8 +13,7 @@ from model_files import write_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fxpipe.checkpoint.safetensors_writer import SafetensorsWriter
-from fxpipe.checkpoint.tensor_digests import read_digests
+from fxpipe.checkpoint.safetensors_file import SafetensorsWriter, read_digests
 from fxpipe.errors import BuildError
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.final_weights import final_tensors

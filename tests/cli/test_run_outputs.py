@@ -14,7 +14,7 @@ from commands import QUICK, files, finish, fxpipe, start_module, unchanged
 from model_files import write_model
 from safetensors.torch import load_file
 
-from fxpipe.checkpoint import safetensors_writer
+from fxpipe.checkpoint import safetensors_file
 from fxpipe.files import temporary
 from fxpipe.runtime.worker import final_weights
 
@@ -124,16 +124,16 @@ class _Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, times: int) -> None:
         self.folder, self.times = folder, times
-        self._write = safetensors_writer.SafetensorsWriter.write
+        self._write = safetensors_file.SafetensorsWriter.write
         disk = self
 
-        def write(writer: safetensors_writer.SafetensorsWriter, tensor: object) -> None:
+        def write(writer: safetensors_file.SafetensorsWriter, tensor: object) -> None:
             if writer.path.is_relative_to(disk.folder) and disk.times:
                 disk.times -= 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             disk._write(writer, tensor)
 
-        monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "write", write)
+        monkeypatch.setattr(safetensors_file.SafetensorsWriter, "write", write)
         monkeypatch.setattr(final_weights, "PAUSES", (0.01, 0.01))
 
 

@@ -27,7 +27,7 @@ from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import LocalExchange
 from fxpipe.runtime.wires.mailbox import Loopback, Passing
 from fxpipe.runtime.worker.assembly import open_worker
-from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import given_task

@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.checkpoint.interval import Interval
-from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
-from fxpipe.checkpoint.shard import INDEX, Shard, replicas_that_write, write_index, write_shard
+from fxpipe.checkpoint.manifest import FileEntry
+from fxpipe.checkpoint.shard import Shard, complete, replicas_that_write, write_shard
 from fxpipe.checkpoint.shelf import Shelf
-from fxpipe.checkpoint.tensor_file import write_bytes
-from fxpipe.checkpoint.tree import Unwritable
+from fxpipe.checkpoint.tree import said
 from fxpipe.errors import CheckpointError, PeerLost
-from fxpipe.files import sync_folder
 from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
@@ -272,7 +270,7 @@ class ShardWriter:
                 files = write_shard(partial, self.plan, worker, shard, replica)
             report: dict[str, Any] = {"files": {name: asdict(entry) for name, entry in files.items()}}
         except Exception as error:  # whatever it is: training would wait for ever for a thread that has ended
-            report = {"error": _said(error)}
+            report = {"error": said(error)}
         if self.whole:
             self._waiting.setdefault(shard.step, shard.start)
         self.exchange.set(_key(shard.step, worker, replica), json.dumps(report))
@@ -298,10 +296,7 @@ class ShardWriter:
             if failed:
                 raise OSError("; ".join(failed))
             files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
-            files[INDEX] = write_index(partial, self.plan)
-            manifest = Manifest(step, start, self.plan.workers, **self.about, files=files)
-            write_bytes(partial / MANIFEST, manifest.to_json().encode())
-            sync_folder(partial)
+            complete(partial, self.plan, step, start, self.about, files)
             self.logs()
             if not self._anchored:
                 self.shelf.anchor()
@@ -309,7 +304,7 @@ class ShardWriter:
             self.shelf.commit(step)
         except Exception as error:  # as above
             warn(
-                f"the checkpoint at step {step} could not be written: {_said(error)}; training goes on, and the "
+                f"the checkpoint at step {step} could not be written: {said(error)}; training goes on, and the "
                 "checkpoints before it stay"
             )
             shutil.rmtree(partial, ignore_errors=True)
@@ -318,11 +313,6 @@ class ShardWriter:
         if step == self._last:
             self.exchange.set(_over(step), "")
             self.ended(step, self.shelf.path(step) if self.shelf.path(step).is_dir() else None)
-
-
-def _said(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error)
-    return text if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {text}"
 
 
 def _who(worker: int, replica: int) -> str:

@@ -35,8 +35,7 @@ from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat
 from fxpipe.runtime.wires.collective import Collective, Key
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
-from fxpipe.runtime.worker.evaluation_data import EvaluationData, Placed
-from fxpipe.runtime.worker.evaluator import Evaluator, means
+from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, means
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.replicas_alike import check_read_alike
 

@@ -36,7 +36,7 @@ from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.throttled import open_wires
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.checkpoint import Checkpoint
-from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import LOOKAHEAD, Action
 from fxpipe.stages.minibatch import ShapedMinibatches

@@ -38,7 +38,7 @@ from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.checkpoint import Checkpoint
-from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.runtime.worker.final_weights import copies
 from fxpipe.schedule.action import Action

@@ -15,8 +15,7 @@ from fxpipe.observe.record import OnEvaluation
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
-from fxpipe.runtime.worker.evaluation_data import EvaluationData
-from fxpipe.runtime.worker.evaluator import Evaluator, means
+from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, means
 from fxpipe.runtime.worker.executor import Executor
 
 Follow = Callable[[int, dict[str, float], list[dict[str, Tensor]]], object]

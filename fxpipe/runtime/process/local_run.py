@@ -42,7 +42,7 @@ from fxpipe.runtime.process.run_summary import (
     worker_row,
 )
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
-from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, FinalFiles, held, warn_of_little_room, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite

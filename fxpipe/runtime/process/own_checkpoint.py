@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
-from fxpipe.checkpoint.shard import INDEX, write_index, write_shard
-from fxpipe.checkpoint.tensor_file import write_bytes
-from fxpipe.checkpoint.tree import Unwritable
+from fxpipe.checkpoint.manifest import FileEntry
+from fxpipe.checkpoint.shard import complete, write_shard
+from fxpipe.checkpoint.tree import said
 from fxpipe.errors import CheckpointError, FxpipeError, PeerLost
-from fxpipe.files import replacing, sync_folder
+from fxpipe.files import replacing
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
@@ -37,9 +36,8 @@ def write_own(folder: Path, plan: Plan, executor: Executor) -> Written:
     try:
         return write_shard(folder, plan, executor.worker, shard_at_rest(executor), executor.replica)
     except Exception as error:  # of the user's objects, too: the other workers are to hear of it
-        text = getattr(error, "strerror", None) or str(error)
-        text = text if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {text}"
-        raise CheckpointError(f"worker {executor.worker} cannot write its part of a checkpoint: {text}") from error
+        what = f"worker {executor.worker} cannot write its part of a checkpoint: {said(error)}"
+        raise CheckpointError(what) from error
 
 
 def write_together(
@@ -87,10 +85,7 @@ def write_whole(
         OSError: the disk does not take it.
     """
     files = {name: entry for of_worker in written for name, entry in of_worker.items()}
-    files[INDEX] = write_index(folder, plan)
-    manifest = Manifest(step, step, plan.workers, **about_run(options, recipe, plan), files=files)
-    write_bytes(folder / MANIFEST, manifest.to_json().encode())
-    sync_folder(folder)
+    complete(folder, plan, step, step, about_run(options, recipe, plan), files)
 
 
 def open_checkpoint(

@@ -57,7 +57,7 @@ from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
 from fxpipe.runtime.wires.throttled import open_wires
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
-from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, warn_of_little_room, weights_are_safe

@@ -10,9 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fxpipe.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
-from fxpipe.checkpoint.safetensors_writer import DTYPES
+from fxpipe.checkpoint.safetensors_file import DTYPES, read_digests
 from fxpipe.checkpoint.shard import INDEX
-from fxpipe.checkpoint.tensor_digests import read_digests
 from fxpipe.errors import BuildError, listed
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.checkpoint.safetensors_writer import SafetensorsWriter
+from fxpipe.checkpoint.safetensors_file import SafetensorsWriter
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.errors import FxpipeError, PeerLost, RunError, listed
 from fxpipe.messages import warn

@@ -24,8 +24,7 @@ from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
 from fxpipe.runtime.wires.moves import moves
-from fxpipe.runtime.worker.evaluation_data import EvaluationData
-from fxpipe.runtime.worker.evaluator import means
+from fxpipe.runtime.worker.evaluation import EvaluationData, means
 from fxpipe.task.model_file import Task
 
 STEPS = 7

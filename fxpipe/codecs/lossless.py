@@ -1,4 +1,4 @@
-"""`bits`: eight truth values a byte."""
+"""Codecs that keep every bit: `bits`, eight truth values a byte; `int32`, whole numbers of 64 bits in half of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fxpipe.codecs.codec import Codec
 from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.errors import RunError
 from fxpipe.plan.spec import TensorSpec
 
 _SPREAD = ((7, 0x0101010101010101), (14, 0x0003000300030003), (28, 0x0000000F0000000F))
@@ -47,3 +48,31 @@ class Bits(Codec):
         for shift, mask in reversed(_SPREAD):
             words = (words | (words << shift)) & mask
         return words.view(torch.uint8)[: math.prod(shape)].view(tuple(shape)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Int32(Codec):
+    """int64 as int32: indices and classes fit. A value that does not is an error, and never another value."""
+
+    name: ClassVar[str] = "int32"
+    lossless: ClassVar[bool] = True
+
+    def refusal(self, tensor: TensorSpec) -> str:
+        return "" if tensor.dtype == "int64" else f"int64, and this is {tensor.dtype}"
+
+    def packed(self, tensor: TensorSpec) -> TensorSpec:
+        return TensorSpec((math.prod(tensor.shape),), (1,), "int32")
+
+    def encode(self, value: Tensor, state: EdgeState | None) -> Tensor:
+        flat = value.reshape(-1)
+        packed = flat.to(torch.int32)
+        if not torch.equal(packed.to(torch.int64), flat):
+            low, high = flat.aminmax()
+            raise RunError(
+                f"whole numbers from {int(low)} to {int(high)} are sent as int32, and do not fit",
+                hint="compile with none for their kind of edge, as in --codec activation=int8,input=none",
+            )
+        return packed
+
+    def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return packed.to(dtype, copy=True).view(tuple(shape))
