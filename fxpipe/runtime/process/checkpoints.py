@@ -45,50 +45,27 @@ LOOK = 0.05
 
 
 class Checkpoints:
-    """The checkpoints of a run, for the workers of one process.
+    """The checkpoints that the options of a run ask for, for the workers of one process.
+
+    The first replica of a worker writes what all have, and each what it alone has, if there is anything.
 
     Args:
-        every: how often.
-        step: the run's first.
+        out: the run's output folder.
         executors: this process's.
-        shards: of each, those of the checkpoint that minibatches in flight go on from; empty if none do.
-        shapes: batches have several shapes: worker 0 reads some ahead.
+        resumed, shards: the checkpoint that the run goes on from, and of each executor what it has read of it.
+        exchange: with the other processes of the run; None if there are none.
 
     Attributes:
         data: tells, on worker 0, where the data stand after so many minibatches (see `Feed.mark`).
         decided: tells what was decided up to a step and is yet to be done (see `RunCallbacks`).
         asked: whether the run is to stop after one more; asked where worker 0 is.
+
+    Raises:
+        CheckpointError: there is no output folder for them.
     """
 
     def __init__(
         self,
-        every: Interval,
-        step: int,
-        executors: Sequence[Executor],
-        writer: ShardWriter,
-        exchange: Exchange,
-        shards: Sequence[Sequence[Shard]] = (),
-        shapes: bool = False,
-    ) -> None:
-        self.every = every
-        self.writer = writer
-        self.data: Callable[[int], Any] = lambda step: None
-        self.decided: Callable[[int], Any] | None = None
-        self.asked: Callable[[], bool] = lambda: False
-        demand = executors[0].store.demand
-        reach = max(demand.reach(owner) for owner in range(demand.plan.workers))
-        ahead = reach + 1 + (AHEAD if shapes else 0)
-        self.agenda = Agenda(exchange, step, ahead, every.seconds, writer.whole, lambda: self.asked())
-        before = [(of_worker[0].past, of_worker[0].sent) for of_worker in shards] or [({}, {}) for _ in executors]
-        self._captures = {
-            (executor.worker, executor.replica): Captures(executor, self.due, past, sent)
-            for executor, (past, sent) in zip(executors, before, strict=True)
-        }
-        for executor in executors:
-            executor.beginning = partial(self._begin, self._captures[executor.worker, executor.replica])
-
-    @staticmethod
-    def of(
         options: PipelineOptions,
         plan: Plan,
         recipe: Recipe,
@@ -97,35 +74,37 @@ class Checkpoints:
         resumed: Resumed | None,
         shards: Sequence[Sequence[Shard]] = (),
         exchange: Exchange | None = None,
-        replica: int = 0,
-    ) -> Checkpoints | None:
-        """Those that the options ask for; None if they ask for none.
-
-        Args:
-            resumed, shards: the checkpoint that the run goes on from, and of each executor what it has read of it.
-            exchange: with the other processes of the run; None if there are none.
-            replica: which one of its workers this process has. The first writes what all have, and each what it alone
-                has, if there is anything.
-
-        Raises:
-            CheckpointError: there is no output folder for them.
-        """
-        if options.checkpoint_every is None:
-            return None
+    ) -> None:
+        assert options.checkpoint_every is not None
         if out is None:
             raise CheckpointError("checkpoints need an output folder", hint="give out=FOLDER, where they will stand")
+        self.every = Interval.of(options.checkpoint_every)
+        replica = executors[0].replica
         whole = replica == 0 and any(executor.worker == 0 for executor in executors)
         shelf = Shelf.of(out)
         if whole:
             shelf.clear()
         exchange = exchange or LocalExchange()
-        writer = ShardWriter(
+        self.writer = ShardWriter(
             *(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep),
             writing=replica < replicas_that_write(plan, executors[0].worker),
         )
-        every, step = Interval.of(options.checkpoint_every), 0 if resumed is None else resumed.step
+        self.data: Callable[[int], Any] = lambda step: None
+        self.decided: Callable[[int], Any] | None = None
+        self.asked: Callable[[], bool] = lambda: False
+        demand = executors[0].store.demand
+        reach = max(demand.reach(owner) for owner in range(plan.workers))
+        ahead = reach + 1 + (AHEAD if several_shapes(plan, options) else 0)
+        step = 0 if resumed is None else resumed.step
+        self.agenda = Agenda(exchange, step, ahead, self.every.seconds, whole, lambda: self.asked())
         exact = shards[: len(executors)] if resumed is not None and resumed.exact else ()
-        return Checkpoints(every, step, executors, writer, exchange, exact, several_shapes(plan, options))
+        before = [(of_worker[0].past, of_worker[0].sent) for of_worker in exact] or [({}, {}) for _ in executors]
+        self._captures = {
+            (executor.worker, executor.replica): Captures(executor, self.due, past, sent)
+            for executor, (past, sent) in zip(executors, before, strict=True)
+        }
+        for executor in executors:
+            executor.beginning = partial(self._begin, self._captures[executor.worker, executor.replica])
 
     def take(self, executor: Executor) -> None:
         """Call between two actions of a worker: has its shard written if it has reached a step that is due.

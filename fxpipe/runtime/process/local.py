@@ -160,7 +160,9 @@ class LocalPipeline(OwnLoop):
         self._shards = [] if resumed is None else restore(self.every, resumed)
         self.shapes.attach(self.every, self._minibatches)
         own = self._shards[: len(self._writers)]
-        self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self._writers, resumed, own)
+        self.checkpoints: Checkpoints | None = None
+        if options.checkpoint_every is not None:
+            self.checkpoints = Checkpoints(options, plan, self.recipe, self._out, self._writers, resumed, own)
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}  # by minibatch and, of that, microbatch
         self._losses: dict[int, Tensor] = {}
         self._unreported: deque[tuple[int, float | None, float | None]] = deque()

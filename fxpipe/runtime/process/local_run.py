@@ -31,7 +31,7 @@ from fxpipe.runtime.process.epochs import counted, epoch_of, in_steps
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.new_shapes import of_run
-from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before, say_resumed
+from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import (
     add_trace,
@@ -41,10 +41,10 @@ from fxpipe.runtime.process.run_summary import (
     take_place,
     worker_row,
 )
-from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
+from fxpipe.runtime.process.warnings import say_first, warn_if_edited
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.feed import Feed
-from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, FinalFiles, held, warn_of_little_room, weights_are_safe
+from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, FinalFiles, held, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import task_of_build
@@ -137,13 +137,8 @@ def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop
             ends.on_end = end_at
             end_at(ends.end)
             check_unchanged(files)
-            if pipeline.resumed is not None:
-                say_resumed(pipeline.resumed)
-            else:
-                warn_of_hurry(executors[0], total, record.steps_per_epoch)
-            warn_of_staleness(pipeline.recipe, executors[0])
-            warn_of_codecs(plan)
-            warn_of_little_room(options.out, plan, executors[0].store.averages is not None)
+            resumed, recipe = pipeline.resumed, pipeline.recipe
+            say_first(resumed, plan, recipe, executors[0], options.out, total, record.steps_per_epoch)
             for watch in watches:
                 watch.begin()
             record.begin(Board(lambda: [watch.status for watch in watches[: plan.workers]]))
@@ -181,7 +176,6 @@ def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop
             if final is not None:
                 final.check()
                 take_place(options, record, averages is not None)
-            recipe = pipeline.recipe
             summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
             ends.take_place(summary)
             if (path := options.trace) is not None:

@@ -41,13 +41,12 @@ from fxpipe.runtime.process.resume import (
     restore,
     resumed_step,
     run_before,
-    say_resumed,
 )
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row
 from fxpipe.runtime.process.together import AgreedStop, gathered
 from fxpipe.runtime.process.training_loop import train
-from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
+from fxpipe.runtime.process.warnings import say_first, warn_if_edited
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.distributed import DistTransport
@@ -60,7 +59,7 @@ from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
-from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, warn_of_little_room, weights_are_safe
+from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Event
 from fxpipe.stages.minibatch import ShapedMinibatches, number_of
@@ -199,9 +198,11 @@ class RankRun:
             for executor in executors:
                 executor.shape_of = self.coming
         check_unchanged(agreed.files)
-        self.checkpoints = Checkpoints.of(
-            options, plan, recipe, options.out, executors, resumed, self._shards, exchange, replica
-        )
+        self.checkpoints: Checkpoints | None = None
+        if options.checkpoint_every is not None:
+            self.checkpoints = Checkpoints(
+                options, plan, recipe, options.out, executors, resumed, self._shards, exchange
+            )
         self.callbacks: RunCallbacks | None = None
         if (hooks := task.callbacks).names:
             per_epoch, ends = self.options.steps_per_epoch, self.consequences
@@ -240,13 +241,7 @@ class RankRun:
                 self.checkpoints.writer.logs = self.record.sync
             self.record.scaled = first.scaled_step
             self.record.samples_of = samples_by_shape(lambda: self.shapes.plan, first.shape_of)
-            if self.resumed is not None:
-                say_resumed(self.resumed)
-            else:
-                warn_of_hurry(first, self.total, self.epoch)
-            warn_of_staleness(self.recipe, first)
-            warn_of_codecs(plan)
-            warn_of_little_room(options.out, plan, first.store.averages is not None)
+            say_first(self.resumed, plan, self.recipe, first, options.out, self.total, self.epoch)
         record = self.record
         self.consequences.on_end = self._ends
         self.evaluations.begin(record)

@@ -122,7 +122,7 @@ class Executor:
         self._handed: dict[int, dict[str, list[str]]] = {}  # the buffers that minibatches begin with, by type
         self._apart = plan.outer  # replicas that train apart have losses and buffers of their own
         self._joint = collective if plan.outer is None else None
-        self._mean_at = -1  # the version of the buffers that were last made the mean of the replicas'
+        self._handed_at = -1  # the minibatch whose buffers were last handed out
         if collective is not None:
             store.gathered = self._gathered
 
@@ -243,7 +243,7 @@ class Executor:
         with torch.no_grad():
             self.take_buffers(version)
             self.store.outer.begin_meeting(version)
-            self._average_buffers(list(dict.fromkeys(n for stage in self._stages for n in stage.updates)), version - 1)
+            self._hand_out_buffers([name for stage in self._stages for name in stage.updates], version - 1)
 
     def end_meeting(self) -> None:
         """Once all replicas here have begun it: now they have the same weights and buffers."""
@@ -368,8 +368,8 @@ class Executor:
             self._check(len(saved), len(part.saved), "saved values")
         for name, value in zip(stage.updates, new, strict=True):
             self.buffers[name] = value
-        if action.microbatch == self._last:
-            self._hand_out_buffers(stage, action.minibatch)
+        if action.microbatch == self._last and self._meets(action.minibatch):
+            self._hand_out_buffers(stage.updates, action.minibatch)
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
             if self._apart is None:
                 self.take_buffers(action.minibatch + 1)
@@ -468,36 +468,25 @@ class Executor:
         if self._now.microbatch == self._last:
             self.store.reduce(bucket, self._now.minibatch, gradients)
 
-    def _hand_out_buffers(self, stage: StageOfShape, minibatch: int) -> None:
-        """Replica 0's buffers, as a minibatch's forwards have left them, are those that all begin the next one with."""
-        if self.collective is None or not stage.updates:
-            return
-        if self._apart is not None:
-            if not self._apart.delay and (minibatch + 1) % self._apart.every == 0:
-                self._average_buffers(list(dict.fromkeys(stage.updates)), minibatch)
-            return
-        of_dtypes: dict[str, list[str]] = {}
-        for name in dict.fromkeys(stage.updates):
-            of_dtypes.setdefault(f"buffers {self.buffers[name].dtype}", []).append(name)
-        for kind, names in of_dtypes.items():
-            self.collective.start_copy((kind, minibatch), torch.cat([self.buffers[name].reshape(-1) for name in names]))
-        if self.replica:
-            self._handed[minibatch + 1] = of_dtypes
+    def _meets(self, minibatch: int) -> bool:
+        """Whether replicas have the same buffers after a minibatch."""
+        apart = self._apart
+        return apart is None or (not apart.delay and (minibatch + 1) % apart.every == 0)
 
-    def _average_buffers(self, names: Sequence[str], minibatch: int) -> None:
-        """Begin to make buffers, as a minibatch's forwards have left them, the mean of the replicas'.
+    def _hand_out_buffers(self, names: Sequence[str], minibatch: int) -> None:
+        """Begin to give all replicas the buffers, as a minibatch's forwards have left them, that the next begins with.
 
-        The mean has no sense for whole numbers, such as how many batches were seen: these are replica 0's.
+        They are replica 0's. Of replicas that train apart they are the mean, which has no sense for whole numbers, such
+        as how many batches were seen: these are replica 0's there, too.
         """
-        assert self.collective is not None
-        if self._mean_at == minibatch + 1:
+        if self.collective is None or not names or self._handed_at == minibatch:
             return
-        self._mean_at = minibatch + 1
+        self._handed_at = minibatch
         of_dtypes: dict[str, list[str]] = {}
-        for name in names:
+        for name in dict.fromkeys(names):
             value = self.buffers[name]
-            what = "mean of buffers" if value.is_floating_point() or value.is_complex() else "buffers"
-            of_dtypes.setdefault(f"{what} {value.dtype}", []).append(name)
+            averaged = self._apart is not None and (value.is_floating_point() or value.is_complex())
+            of_dtypes.setdefault(f"{'mean of ' if averaged else ''}buffers {value.dtype}", []).append(name)
         for kind, of_dtype in of_dtypes.items():
             flat = torch.cat([self.buffers[name].reshape(-1) for name in of_dtype])
             start = self.collective.start_sum if kind.startswith("mean") else self.collective.start_copy
