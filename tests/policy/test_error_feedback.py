@@ -102,7 +102,7 @@ def test_without_delay_it_is_plain_bit_for_bit() -> None:
     feedback = ErrorFeedback(optimizer, dict.fromkeys(repaired[:2], 0))
     train(optimizer, feedback)
     assert all(torch.equal(a, b) for a, b in zip(plain, repaired, strict=True))
-    assert not any(feedback.held(p) for p in repaired)
+    assert not feedback.state()
 
 
 def test_it_keeps_a_step_for_each_update_of_delay_and_one_more() -> None:
@@ -110,7 +110,9 @@ def test_it_keeps_a_step_for_each_update_of_delay_and_one_more() -> None:
     optimizer = SGD(parameters, lr=0.1, momentum=0.9)
     feedback = ErrorFeedback(optimizer, dict(zip(parameters, DELAYS, strict=True)))
     train(optimizer, feedback)
-    assert [len({id(t) for t in feedback.held(p)}) for p in parameters] == [d + 1 if d else 0 for d in DELAYS]
+    kept = {id(parameter): len(steps) for parameter, _, steps in feedback.state()}
+    assert [kept.get(id(p), 0) for p in parameters] == DELAYS
+    assert all(late.spare is not None for late in feedback._late)
 
 
 def test_what_the_optimizer_leaves_alone_is_taken_back_and_stays() -> None:
@@ -128,7 +130,7 @@ def test_what_the_optimizer_leaves_alone_is_taken_back_and_stays() -> None:
     assert not torch.equal(used, start[0])
     assert_close(paused.detach(), plain)
     assert torch.equal(frozen, start[2])
-    assert not feedback.held(frozen)
+    assert all(parameter is not frozen for parameter, _, _ in feedback.state())
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,10 @@ def held(store: WeightStore) -> int:
         if predictor is not None:
             found |= {id(tensor) for tensor in predictor._spare[id(live)]}
             found |= {id(predictor._update[id(live)])} if id(live) in predictor._update else set()
-        if store.updater.feedback is not None:
-            found |= {id(tensor) for tensor in store.updater.feedback.held(live)}
+        feedback = store.updater.feedback
+        for late in () if feedback is None else feedback._late:
+            spare = [] if late.spare is None else [late.spare]
+            found |= {id(kept[i]) for i, w in enumerate(late.weights) if w is live for kept in (*late.steps, *spare)}
         most = max(most, len(found))
     return most
 

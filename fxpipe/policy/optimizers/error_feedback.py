@@ -112,16 +112,6 @@ class ErrorFeedback:
                 for step in steps:
                     weight.add_(step)
 
-    def held(self, parameter: Tensor) -> list[Tensor]:
-        """What is kept for a parameter."""
-        return [
-            kept[place]
-            for late in self._late
-            for place, weight in enumerate(late.weights)
-            if weight is parameter
-            for kept in (*late.steps, *([late.spare] if late.spare is not None else []))
-        ]
-
 
 def momentum_of(group: Mapping[str, Any]) -> float | None:
     """The share of earlier gradients in a step, by what a group calls it; None if its options do not say."""

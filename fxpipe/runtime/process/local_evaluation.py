@@ -5,7 +5,7 @@ Of replicas, which have the same weights, the first evaluates all batches: in on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -60,22 +60,17 @@ class LocalEvaluation:
         self,
         data: EvaluationData,
         version: int,
-        instead: Sequence[Mapping[str, Tensor]] | None = None,
         states: Sequence[dict[str, Tensor]] | None = None,
     ) -> dict[str, float]:
         """The mean of every metric after `version` updates, all of which every worker has made.
 
         Args:
-            instead: for each worker, tensors to evaluate in place of those of these names.
-            states: of each worker, if they were asked for already.
+            states: the tensors of each worker; by default those that it has then.
 
         Raises:
             FxpipeError: making the data, or computing with them, failed.
         """
-        states = self.states(version) if states is None else states
-        if instead is not None:
-            states = [{**state, **own} for state, own in zip(states, instead, strict=True)]
-        held = [dict(state) for state in states]
+        held = [dict(state) for state in (self.states(version) if states is None else states)]
         for executor, own in zip(self._executors, held, strict=True):
             if executor.resets is not None:
                 executor.resets(own, "evaluation")
@@ -121,7 +116,7 @@ class LocalEvaluation:
             executor.watch.open("evaluate")
         begin = perf_counter()
         states = self.states(version)
-        metrics = self.run(data, version, states=states)
+        metrics = self.run(data, version, states)
         self.follow(version, metrics, states)
         for executor in self._executors:
             executor.watch.close()

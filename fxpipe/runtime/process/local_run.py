@@ -196,7 +196,9 @@ def _run(options: RunOptions, task: Task | None, progress: Progress | None, stop
                 evaluated_last(record, summary, metrics, perf_counter() - begin, kept)
                 if averages is not None:
                     with weights_are_safe(options.out):
-                        averages_evaluated(summary, pipeline.evaluation.run(data, pipeline.fed, averages))
+                        pairs = zip(executors, averages, strict=True)
+                        states = [{**executor.state(ends.end), **own} for executor, own in pairs]
+                        averages_evaluated(summary, pipeline.evaluation.run(data, ends.end, states))
             if pipeline.callbacks is not None:
                 pipeline.callbacks.over()
         except FxpipeError as error:

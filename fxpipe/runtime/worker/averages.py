@@ -23,9 +23,6 @@ class Averages(Protocol):
     def read(self) -> dict[str, Tensor]:
         """The averages as they are now, by name; a parameter without one is its own."""
 
-    def load(self, averages: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from what `read` gave after so many updates."""
-
 
 class MovingAverage:
     """`torch.optim.swa_utils.AveragedModel` over the worker's own parameters, as eager has it over all of them.
@@ -44,6 +41,7 @@ class MovingAverage:
             self._averaged.update_parameters(self._live)
 
     def load(self, averages: Mapping[str, Tensor], updates: int) -> None:
+        """Go on from what `read` gave after so many updates."""
         if not self._names:
             return
         for name, average in zip(self._names, self._averaged.module.parameters(), strict=True):
@@ -64,9 +62,6 @@ class KeptByOptimizer:
 
     def update(self) -> None:
         """The optimizer keeps them itself."""
-
-    def load(self, averages: Mapping[str, Tensor], updates: int) -> None:
-        """They are in the optimizer's state."""
 
     def read(self) -> dict[str, Tensor]:
         """Copies of the averages; each is checked to be like its parameter, and lies in memory as that does.

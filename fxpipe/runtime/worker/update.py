@@ -295,10 +295,6 @@ class Updater:
                     self._reseed("lr_scheduler", update)
                     self.scheduler.step()
 
-    def gradients(self) -> list[Tensor | None]:
-        """The last update's mean gradients, if they are kept."""
-        return [parameter.grad for parameter in self.parameters]
-
     def _update(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
         if not (skips := self.clip is not None and self.clip.skips):
             self._step_optimizer(minibatch, optimizer)

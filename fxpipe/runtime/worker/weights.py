@@ -446,8 +446,7 @@ class WeightStore:
 
     def gradients(self) -> dict[str, Tensor]:
         """The mean gradients of the last update, by parameter name (needs `keep_gradients`)."""
-        found = zip(self.trained, self.updater.gradients(), strict=True)
-        return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
+        return {name: p.grad.detach().clone() for name, p in self.trained.items() if p.grad is not None}
 
     def _make(self, minibatch: int) -> None:
         """The optimizer's step; begin what replicas exchange after it."""
