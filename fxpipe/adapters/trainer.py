@@ -13,6 +13,43 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from fxpipe.errors import TaskError
 from fxpipe.runtime.process.goal import SMALLER
 
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+"""Those that look at each parameter alone and ask nothing of the model; `fxpipe compile` tries them all the same."""
+
+REFUSED = {
+    "fp16": "bf16=True needs no scaling of the loss; or leave it out, and compile with --autocast fp16 --schedule 1f1b",
+    "fp16_full_eval": "evaluations compute in the weights' own type",
+    "bf16_full_eval": "evaluations compute in the weights' own type",
+    "deepspeed": "fxpipe divides the model itself: take it out",
+    "fsdp": "fxpipe divides the model itself: take it out",
+    "parallelism_config": "fxpipe divides the model itself: take it out",
+    "use_liger_kernel": "change the model in its factory",
+    "neftune_noise_alpha": "add the noise in the model",
+    "label_smoothing_factor": "compute the smoothed loss in the model",
+    "auto_find_batch_size": "give per_device_train_batch_size",
+    "resume_from_checkpoint": "fxpipe run --resume goes on from its own checkpoints",
+    "push_to_hub": "push what save_pretrained() has written",
+    "optim_target_modules": "choose the parameters by requires_grad, in the model's factory",
+}
+"""What would train otherwise, or is waited for in vain: anything but false or empty is an error."""
+
+UNHEARD = {
+    "torch_compile": "fxpipe compile --backend inductor",
+    "logging_steps": "every step is a line of OUT/metrics.jsonl",
+    "report_to": "fxpipe run --tensorboard DIR",
+    "eval_delay": "evaluations begin with the first interval",
+    "eval_on_start": "evaluations begin with the first interval",
+    "full_determinism": "a run gives the same bits again anyway",
+    "dataloader_persistent_workers": "its processes are started for each epoch",
+    "save_only_model": "a checkpoint is the whole run",
+    "torch_empty_cache_steps": "no cache is emptied",
+    "eval_accumulation_steps": "evaluations keep nothing but their sums",
+    "batch_eval_metrics": "metrics are those of each batch, and their mean",
+    "include_for_metrics": "metrics are those of each batch, and their mean",
+    "include_num_input_tokens_seen": "tokens are not counted",
+}
+"""What changes no weights and is not done: anything but the default is a warning."""
+
 
 def in_order(dataset: Any, args: Any, options: Mapping[str, Any]) -> Callable[[int], DataLoader[Any]]:
     """A function that gives the loader of an epoch: always the same one, set to that epoch.
@@ -77,44 +114,6 @@ def _batches(dataset: Any, args: Any) -> Any:
         seed = args.seed if args.data_seed is None else args.data_seed
         sampler = SeedableRandomSampler(dataset, data_seed=seed)
     return BatchSampler(sampler, args.per_device_train_batch_size, args.dataloader_drop_last)
-
-
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
-"""Those that look at each parameter alone and ask nothing of the model; `fxpipe compile` tries them all the same."""
-
-REFUSED = {
-    "fp16": "bf16=True needs no scaling of the loss; or leave it out, and compile with --autocast fp16 --schedule 1f1b",
-    "fp16_full_eval": "evaluations compute in the weights' own type",
-    "bf16_full_eval": "evaluations compute in the weights' own type",
-    "deepspeed": "fxpipe divides the model itself: take it out",
-    "fsdp": "fxpipe divides the model itself: take it out",
-    "parallelism_config": "fxpipe divides the model itself: take it out",
-    "use_liger_kernel": "change the model in its factory",
-    "neftune_noise_alpha": "add the noise in the model",
-    "label_smoothing_factor": "compute the smoothed loss in the model",
-    "auto_find_batch_size": "give per_device_train_batch_size",
-    "resume_from_checkpoint": "fxpipe run --resume goes on from its own checkpoints",
-    "push_to_hub": "push what save_pretrained() has written",
-    "optim_target_modules": "choose the parameters by requires_grad, in the model's factory",
-}
-"""What would train otherwise, or is waited for in vain: anything but false or empty is an error."""
-
-UNHEARD = {
-    "torch_compile": "fxpipe compile --backend inductor",
-    "logging_steps": "every step is a line of OUT/metrics.jsonl",
-    "report_to": "fxpipe run --tensorboard DIR",
-    "eval_delay": "evaluations begin with the first interval",
-    "eval_on_start": "evaluations begin with the first interval",
-    "full_determinism": "a run gives the same bits again anyway",
-    "dataloader_persistent_workers": "its processes are started for each epoch",
-    "save_only_model": "a checkpoint is the whole run",
-    "torch_empty_cache_steps": "no cache is emptied",
-    "eval_accumulation_steps": "evaluations keep nothing but their sums",
-    "batch_eval_metrics": "metrics are those of each batch, and their mean",
-    "include_for_metrics": "metrics are those of each batch, and their mean",
-    "include_num_input_tokens_seen": "tokens are not counted",
-}
-"""What changes no weights and is not done: anything but the default is a warning."""
 
 
 def refuse(args: Any) -> None:

@@ -33,6 +33,13 @@ MOST_HEADER = 100_000_000
 """Bytes, as the format has it."""
 _HINT = "copy the file again from where it was written, or take another"
 
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
 
 def key(name: str) -> str:
     """The metadata's name for the digest of a tensor."""
@@ -94,14 +101,6 @@ def read_digests(path: Path) -> TensorDigests:
     if own is None or hashlib.sha256(text.replace(own.encode(), ZEROS.encode(), 1)).hexdigest() != own:
         raise BuildError(f"the header of {path.name} was changed after it was written", where=str(path), hint=_HINT)
     return TensorDigests(path, of)
-
-
-DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-    "uint16": "U16", "uint32": "U32", "uint64": "U64", "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
 
 
 class SafetensorsWriter:

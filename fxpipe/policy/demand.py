@@ -193,7 +193,7 @@ class Demand:
 
     def _group(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:
         places: dict[tuple[int, int | None], list[tuple[str, int]]] = {}
-        for position, name in enumerate(self._weights(worker, phase)):
+        for position, name in enumerate(self.plan.stages[worker].part(phase).weights):
             parameter = self.parameters[name]
             if parameter.trained:
                 where = parameter.owner, self._forward_of(parameter, worker, phase)
@@ -231,6 +231,3 @@ class Demand:
             return None
         forwards = self._forwards.get(parameter.name, ())
         return min(forwards, key=lambda w: (abs(w - worker), w), default=None)
-
-    def _weights(self, worker: int, phase: Phase) -> tuple[str, ...]:
-        return self.plan.stages[worker].part(phase).weights

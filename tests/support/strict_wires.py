@@ -18,8 +18,8 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.coming_shapes import ComingShapes, several_shapes
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.process.minibatch_notes import ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine

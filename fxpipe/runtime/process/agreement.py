@@ -42,6 +42,9 @@ OWN = ("progress", "exchange", "plan_digest")
 """Options that are a process's own affair."""
 MOST_LINES = 12
 
+Gather = Callable[[Any], list[Any]]
+"""What each worker gives, by worker; all of them call it."""
+
 
 @dataclass(frozen=True)
 class Agreed:
@@ -218,10 +221,6 @@ def differences(facts: Mapping[str, str], first: Mapping[str, str]) -> list[str]
         for name in names
         if facts.get(name) != first.get(name)
     ]
-
-
-Gather = Callable[[Any], list[Any]]
-"""What each worker gives, by worker; all of them call it."""
 
 
 @dataclass(frozen=True)

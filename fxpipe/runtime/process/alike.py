@@ -20,6 +20,8 @@ CALLS = ("step", REFUSED, "flush", "evaluate", "reset", "set_lr", "save", "load"
 
 ALIKE = "every process makes the same calls in the same order: decide by numbers that all of them have"
 
+_ENDS, _SAVES, _RATES = 1, 2, 4
+
 
 class Calls:
     """The calls of one process of a user's own loop, in turn: each hears which from the one before it.
@@ -73,9 +75,6 @@ class Calls:
                 f"worker 0 refuses the batch of this step, call {self._count}", hint="its own error says why"
             )
         return given
-
-
-_ENDS, _SAVES, _RATES = 1, 2, 4
 
 
 class Decision(NamedTuple):

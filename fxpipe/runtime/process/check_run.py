@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fxpipe.runtime.worker.checkpoint import Checkpoint
     from fxpipe.task.model_file import Task
 
+START_AGAIN = "start the run again, and compile into another folder while runs begin"
+
 
 class Checked(NamedTuple):
     """What a run is about to train: the build's plan, and the checkpoint to start from, if any."""
@@ -72,9 +74,6 @@ def writing(out: str | None) -> AbstractContextManager[None]:
         return nullcontext()
     check_output(out)
     return locked(run_lock(out), out, "--out")
-
-
-START_AGAIN = "start the run again, and compile into another folder while runs begin"
 
 
 def files_read(options: RunOptions) -> Snapshot:

@@ -30,8 +30,8 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.agenda import Agenda
-from fxpipe.runtime.process.coming_shapes import AHEAD, several_shapes
 from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing, shown_alive
+from fxpipe.runtime.process.minibatch_notes import AHEAD, several_shapes
 from fxpipe.runtime.process.resume import Resumed, about_run
 from fxpipe.runtime.wires.exchange import Exchange, LocalExchange
 from fxpipe.runtime.worker.captures import Captures

@@ -22,6 +22,10 @@ from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import Signs
 from fxpipe.plan.spec import MESH, Mesh
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ECHOES = (PeerLost.__name__, PeerRefused.__name__)
+"""Kinds of errors that only follow from another worker's."""
+
 
 def end_process(code: int) -> NoReturn:
     """End this process without tearing the interpreter down.
@@ -34,9 +38,6 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Stopped(SystemExit):
@@ -160,10 +161,6 @@ def process_name(process: int, mesh: Mesh = MESH) -> str:
     if len(hosted) == 1:
         return f"worker {hosted[0]}{which}"
     return f"rank {rank}{which} (workers {listed([str(worker) for worker in hosted])})"
-
-
-ECHOES = (PeerLost.__name__, PeerRefused.__name__)
-"""Kinds of errors that only follow from another worker's."""
 
 
 def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") -> None:

@@ -22,11 +22,11 @@ from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.epochs import in_steps
 from fxpipe.runtime.process.membership import Member, membership
+from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_together
 from fxpipe.runtime.process.own_loop import OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of
-from fxpipe.runtime.process.step_loss import Losses, StepLoss
 from fxpipe.runtime.process.together import agree_on, gathered, of_worker_0
 from fxpipe.runtime.process.warnings import warn_if_edited
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine

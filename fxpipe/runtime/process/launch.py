@@ -32,6 +32,22 @@ from fxpipe.runtime.wires.doors import make_secret
 
 _PR_SET_CHILD_SUBREAPER = 36
 
+GLANCE = 0.05
+"""Seconds between two looks at the workers."""
+
+ECHO = 1.0
+"""Seconds that the first cause has to appear when all that is known are lost connections."""
+
+GRACE = 5.0
+"""Seconds that workers have to stop when they are asked to; then they are ended."""
+
+SAVING = 600.0
+"""The same for workers that save a checkpoint first."""
+
+RESTARTED = (WorkerLost, PeerLost)
+"""Errors after which another start may go well: a worker died, by a signal, by an exit of its process or by an error
+that nobody foresaw, or it stood still. An error that explains itself would come again."""
+
 
 class WorkerProcesses:
     """Processes that run `fxpipe.runtime.process.child`, each the leader of a session of its own: Ctrl-C reaches the
@@ -163,23 +179,6 @@ class WorkerProcesses:
             return None
         self._gone.add(process)
         return os.waitstatus_to_exitcode(status)
-
-
-GLANCE = 0.05
-"""Seconds between two looks at the workers."""
-
-ECHO = 1.0
-"""Seconds that the first cause has to appear when all that is known are lost connections."""
-
-GRACE = 5.0
-"""Seconds that workers have to stop when they are asked to; then they are ended."""
-
-SAVING = 600.0
-"""The same for workers that save a checkpoint first."""
-
-RESTARTED = (WorkerLost, PeerLost)
-"""Errors after which another start may go well: a worker died, by a signal, by an exit of its process or by an error
-that nobody foresaw, or it stood still. An error that explains itself would come again."""
 
 
 def running_under_torchrun() -> bool:

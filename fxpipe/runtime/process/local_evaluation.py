@@ -129,8 +129,6 @@ class LocalEvaluation:
 
     def states(self, version: int) -> list[dict[str, Tensor]]:
         """The tensors of each worker after so many updates; may be asked for once."""
-        return [self._state(worker, version) for worker in range(self.plan.workers)]
-
-    def _state(self, worker: int, version: int) -> dict[str, Tensor]:
-        passed = (worker, version) in self._passed
-        return self._passed.pop((worker, version)) if passed else self._executors[worker].state(version)
+        passed = [self._passed.pop((executor.worker, version), None) for executor in self._executors]
+        pairs = zip(passed, self._executors, strict=True)
+        return [executor.state(version) if state is None else state for state, executor in pairs]

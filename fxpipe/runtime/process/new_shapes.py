@@ -32,7 +32,7 @@ from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.options import PipelineOptions, RunOptions
-from fxpipe.runtime.process.coming_shapes import several_shapes
+from fxpipe.runtime.process.minibatch_notes import several_shapes
 from fxpipe.runtime.wires.exchange import Exchange
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.assembly import on_engines
@@ -42,6 +42,12 @@ from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.batch import check_divisible, shape_text
 from fxpipe.task.step_hooks import StepHooks
 from fxpipe.typed_json import convert
+
+MOST = 8
+"""How many shapes are made where the options do not say it."""
+
+LOOK = 0.01
+"""Seconds until a text that is on its way is looked for again."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +80,6 @@ def plan_of_text(text: str) -> Plan:
     plan = convert({name: value for name, value in body.items() if name not in ("format", "digest")}, Plan)
     check(plan)
     return plan
-
-
-MOST = 8
-"""How many shapes are made where the options do not say it."""
-
-LOOK = 0.01
-"""Seconds until a text that is on its way is looked for again."""
 
 
 def of_run(options: RunOptions, plan: Plan) -> RunOptions:

@@ -25,7 +25,6 @@ from fxpipe.runtime.process.between_actions import between_actions
 from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks
-from fxpipe.runtime.process.coming_shapes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.consequences import Consequences, ending
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, HeardEvaluation
@@ -33,6 +32,7 @@ from fxpipe.runtime.process.ends import PoliteStop, process_name, say_stopped
 from fxpipe.runtime.process.epochs import agree_epoch, agree_length
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import membership
+from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.resume import (
     begin_or_go_on,

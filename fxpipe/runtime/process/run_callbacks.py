@@ -24,7 +24,7 @@ from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.process.alike import Decision, Decisions
 from fxpipe.runtime.process.checkpoints import DECIDED, Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
-from fxpipe.runtime.process.step_loss import Losses, StepLoss
+from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
 from fxpipe.runtime.wires.addresses import ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.executor import Executor
@@ -236,12 +236,9 @@ class RunCallbacks:
 
     def decided(self, step: int) -> list[list[Any]]:
         """What was decided up to a step, and is not yet done there, as a shard has it."""
-        self._pending = [row for row in self._pending if row[1] >= self._oldest]
+        oldest = min(executor.store.version for executor in self._executors)
+        self._pending = [row for row in self._pending if row[1] >= oldest]
         return [list(row) for row in self._pending if row[0] <= step <= row[1]]
-
-    @property
-    def _oldest(self) -> int:
-        return min(executor.store.version for executor in self._executors)
 
     def _call_on_epoch(self, version: int) -> Decision:
         on_epoch, per_epoch = self._hooks.on_epoch, self._per_epoch

@@ -16,6 +16,14 @@ from fxpipe.runtime.wires.group import peers
 
 T = TypeVar("T")
 
+PERIOD = 1.0
+"""Seconds between two looks into the store."""
+
+PATIENCE = 5.0
+"""Seconds for which the worker that stops waits for the others' answers."""
+
+_ASKED = "fxpipe/stop"
+
 
 def gathered(own: T, rank: int, workers: int) -> list[T]:
     """What each process gives, by rank, on all of them."""
@@ -49,13 +57,6 @@ def agree_on(error: FxpipeError | None, rank: int, workers: int) -> None:
     """Raise this worker's error, or that of another, on all of them."""
     if (found := agreed_error(error, rank, workers)) is not None:
         raise found
-
-
-PERIOD = 1.0
-"""Seconds between two looks into the store."""
-PATIENCE = 5.0
-"""Seconds for which the worker that stops waits for the others' answers."""
-_ASKED = "fxpipe/stop"
 
 
 class AgreedStop:

@@ -69,7 +69,8 @@ def open_worker(
     for of_shape in plan.of_shapes:
         spec = of_shape.stages[worker]
         stages.append(on_engines(of_shape, worker, load_stage(folder / spec.file, spec), folder, options, device))
-    read = {recipe.demand.parameters[n].name for n in _weight_names(plan, worker)}
+    parts = plan.stages[worker].parts.values()
+    read = {recipe.demand.parameters[name].name for part in parts for name in part.weights}
     if continue_after is not None:  # the owners send the others
         read = {p.name for p in plan.parameters if p.name in read and not p.trained}
     parameters = [p for p in plan.parameters if p.owner == worker or p.name in read]
@@ -99,7 +100,7 @@ def open_worker(
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device, collective)
     executor.scaler = scaler
     executor.offload = Offload(device) if options.offload else None
-    executor.resets = BuffersReset.of(plan, task, options.seed)
+    executor.resets = BuffersReset(plan, task, options.seed) if task.resets else None
     return executor
 
 
@@ -134,7 +135,3 @@ def _check_shares(options: PipelineOptions, task: Task) -> None:
         f"{what}, and of a build with --shard optimizer each replica has its own share of it",
         hint=f"{hint}; or compile without --shard",
     )
-
-
-def _weight_names(plan: Plan, worker: int) -> set[str]:
-    return {name for part in plan.stages[worker].parts.values() for name in part.weights}

@@ -28,11 +28,6 @@ class BuffersReset:
         self._device = torch.device(plan.device)
         self.every: int | None = None
 
-    @staticmethod
-    def of(plan: Plan, task: Task, seed: int) -> BuffersReset | None:
-        """None if the task has no such hook."""
-        return BuffersReset(plan, task, seed) if task.resets else None
-
     def due(self, minibatch: int) -> bool:
         """Whether a minibatch, counted from 0, is the first of an epoch."""
         return self.every is not None and minibatch % self.every == 0

@@ -12,6 +12,8 @@ from torch import Tensor
 from fxpipe.errors import RunError, listed
 from fxpipe.runtime.wires.collective import Collective, Key
 
+_KEY = ("optimizer", -1)
+
 
 def unlike_first(numbers: Sequence[object]) -> str:
     """The replicas whose number is not that of replica 0, for a message; empty if there are none."""
@@ -44,9 +46,6 @@ def check_read_alike(numbers: Sequence[object], what: str, hook: str) -> None:
             hint="every replica reads all data and takes its share: they must come in the same order in every "
             "process, as with random numbers of the process's own generators, which are seeded alike",
         )
-
-
-_KEY = ("optimizer", -1)
 
 
 def check_optimizers_alike(
