@@ -93,7 +93,7 @@ def _chosen(
             raise
         step = _captured(model, loss, batch, others, options.of_microbatches(1), say)
         late = _late(step.options)
-        return _warning_of(
+        return _late_warned(
             step,
             f"one microbatch a minibatch, so that forwards miss {late} updates: not "
             f"{'several' if decided is None else decided.count}, since {error.what}",
@@ -103,13 +103,13 @@ def _chosen(
     if late <= 1:
         return step
     if step.options.count < without.count:
-        return _warning_of(
+        return _late_warned(
             step,
             f"{_microbatches(step.options.count)}, so that forwards miss {late} updates: not {without.count}, which do "
             f"not divide the last, smaller batch of an epoch ({shape_text(last)})",
             f"drop_last=True gives {without.count}",
         )
-    return _warning_of(
+    return _late_warned(
         step,
         f"the minibatches' samples can be cut into {step.options.count} equal microbatches, not about "
         f"{options.workers}, so that forwards miss {late} updates",
@@ -149,7 +149,7 @@ def _idle(step: CapturedStep, usual: int, last: Any) -> CapturedStep:
         f"do not divide the last, smaller batch of an epoch ({shape_text(last)}); drop_last=True in the DataLoader "
         f"gives {usual}, or choose a batch size that leaves no such rest"
     )
-    return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
+    return _warned(step, text)
 
 
 def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Any, last: Any) -> CapturedStep:
@@ -159,14 +159,12 @@ def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Any, las
     try:
         _check_divisible(step.program, batch, last, step.options)
     except BatchError as error:
-        text = f"{left_out.format(error.what)}{error.hint}"
-        return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
+        return _warned(step, f"{left_out.format(error.what)}{error.hint}")
     left_out += "give the DataLoader drop_last=True"
     try:
         shape = capture_shape(model, loss, last, step.options)
     except FxpipeError as error:
-        text = left_out.format(error.what)
-        return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
+        return _warned(step, left_out.format(error.what))
     return replace(step, shapes=(*step.shapes, replace(shape, left_out=left_out)))
 
 
@@ -175,10 +173,13 @@ def _late(options: CompileOptions) -> int:
     return most_missed(options.made_schedule)
 
 
-def _warning_of(step: CapturedStep, what: str, hint: str) -> CapturedStep:
+def _late_warned(step: CapturedStep, what: str, hint: str) -> CapturedStep:
     """The step with a warning of late weights, which also says what they cost where that was studied."""
     cost = lost_by(step.options.policy or SpecTrain.name, _late(step.options))
-    text = "; ".join([what, *([cost] if cost else []), hint])
+    return _warned(step, "; ".join([what, *([cost] if cost else []), hint]))
+
+
+def _warned(step: CapturedStep, text: str) -> CapturedStep:
     return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
 
 
@@ -214,8 +215,7 @@ def _check_shares(batch: Any, options: CompileOptions) -> None:
     """
     if options.dp == 1:
         return
-    dims = None if options.microbatch_dims is None else options.dims(batch)
-    size = samples_of(batch, dims, options.constant_batch)
+    size = options.samples(batch)
     if size % options.count == 0:
         return
     own = options.own_count

@@ -24,7 +24,6 @@ from fxpipe.planner.profile import Profile
 from fxpipe.planner.workers import Ratios
 from fxpipe.schedule.loss_scaling import FLOAT16
 from fxpipe.search import Counts, Question, Sized, counted, microbatch_counts, schedules_of, search
-from fxpipe.task.batch import samples_of
 from fxpipe.task.model_view import of_parameters
 from fxpipe.tracing.capture import Loss
 
@@ -166,8 +165,7 @@ def counts_of(options: CompileOptions, batches: Sequence[Any]) -> Counts:
     if options.microbatches is not None:
         return Counts((options.microbatches,))
     try:
-        dims = None if options.microbatch_dims is None else options.dims(batches[0])
-        samples = math.gcd(*(samples_of(batch, dims, options.constant_batch) for batch in batches)) // options.dp
+        samples = math.gcd(*map(options.samples, batches)) // options.dp
     except BatchError:
         return Counts((1,))
     return microbatch_counts(options.workers, max(1, samples), question(options).schedules)

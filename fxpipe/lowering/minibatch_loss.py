@@ -19,13 +19,12 @@ from fxpipe.lowering.own_rounding import in_float64, rounding_text, without_roun
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.lowering.step_costs import has_no_values
+from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Share
 from fxpipe.passes.analysis.whole_call import beside
 from fxpipe.passes.fold import Fold
-from fxpipe.passes.join_metrics import JoinMetrics
 from fxpipe.passes.keep_layouts import KeepLayouts
-from fxpipe.passes.scale_loss import ScaleLoss
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
 from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, LeafSpec
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
@@ -56,7 +55,8 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
     """
     if options.count == 1:
         return capture(model, loss, batch, autocast=options.autocast, constant_batch=options.constant_batch)
-    ways = [options.dims(batch)] if options.microbatch_dims is not None else _ways(describe(batch)[0])
+    asked = options.dims(batch)
+    ways = _ways(describe(batch)[0]) if asked is None else [asked]
     whole: Program | str | None = None
     first: Program | None = None
     best: Program | None = None
@@ -166,33 +166,48 @@ def checked_loss(
     tried = options.whole_loss()
     if has_no_values(program):
         return program, tried
-    batch = _whole_batch(batch, options, {b.leaf.name: b.leaf.dim for b in program.batch})
+    dims = {b.leaf.name: b.leaf.dim for b in program.batch}
+    batch = _whole_batch(batch, options, dims)
     options = replace(options, dp=options.joint)
-    if tried is None:
-        return _check_step(program, model, loss, batch, options), None
-    parts = split(batch, options.count, {b.leaf.name: b.leaf.dim for b in program.batch})
+    parts = split(batch, options.count, dims)
+    made = _made(program, tried)
     steady = SteadyRandomness()
     with steady:
         eager = _whole(program, model, loss, batch, options.count)
-        made = _made(tried, program)
         found = _step(made, parts, options)
-    agreement = compare(found, eager, FLOOR_OF_SUMS)
-    limit = _limit(program)
-    if not steady.unknown:
-        tried = replace(tried, unlike=_unlike(found, eager, max(UNLIKE, limit)))
+    agreement, limit = compare(found, eager, FLOOR_OF_SUMS), _limit(program)
+    checked = tried
+    if tried is not None:
+        if not steady.unknown:
+            tried = replace(tried, unlike=_unlike(found, eager, max(UNLIKE, limit)))
+        checked = replace(tried, checked=_count_differently(parts, program, options))
     if agreement.largest <= limit:
-        return program, replace(tried, checked=_count_differently(parts, program, options))
+        return program, checked
     if steady.unknown or made.differs_from_whole:
         return program, tried
-    proved = _is_weighed(made) or not _unproved(made)
-    if made.batch_norm and proved and _same(found.loss, eager.loss, max(GROWN, limit)):
-        return program, replace(tried, checked=_count_differently(parts, program, options))
-    agreement = _without_rounding(program, model, loss, batch, options.count, agreement, found, eager)
+    if _is_rough(made, tried, limit) and _same(found.loss, eager.loss, max(GROWN, limit)):
+        return program, checked
+
+    def exact() -> Step | None:
+        with SteadyRandomness():
+            return in_float64(lambda m, b: _whole(program, m, loss, b, options.count), model, batch)
+
+    if program.autocast is None:
+        agreement = without_rounding(agreement, found, eager, limit, FLOOR_OF_SUMS, exact)
     if agreement.largest <= limit:
-        return _noted(program, agreement), replace(tried, checked=_count_differently(parts, program, options))
+        return replace(program, warnings=(*program.warnings, rounding_text(agreement))), checked
+    if tried is None:
+        raise _unseen(found.loss, eager, agreement)
     if options.accept_microbatch_loss:
         return program, replace(tried, accepted=True)
     raise _differs(made, found.loss, eager, agreement, options)
+
+
+def _is_rough(made: Program, tried: WholeLoss | None, limit: float) -> bool:
+    """Whether rounding grows so large in a step that its loss alone can be compared, if what it computes is proved."""
+    if tried is None:
+        return limit > EXACT or bool(microbatches_of(made).batch_norms)
+    return bool(made.batch_norm) and (_is_weighed(made) or not _unproved(made))
 
 
 def _unlike(found: Step, eager: Step, limit: float) -> tuple[str, ...]:
@@ -205,71 +220,17 @@ def _unlike(found: Step, eager: Step, limit: float) -> tuple[str, ...]:
     )
 
 
-def _without_rounding(
-    program: Program,
-    model: nn.Module,
-    loss: Loss,
-    batch: Any,
-    microbatches: int,
-    agreement: Agreement,
-    found: Step,
-    eager: Step,
-) -> Agreement:
-    """The agreement without what float32's own rounding explains, of which a step in float64 tells."""
-
-    def exact() -> Step | None:
-        if program.autocast is not None:
-            return None
-        with SteadyRandomness():
-            return in_float64(lambda m, b: _whole(program, m, loss, b, microbatches), model, batch)
-
-    return without_rounding(agreement, found, eager, _limit(program), FLOOR_OF_SUMS, exact)
-
-
-def _noted(program: Program, agreement: Agreement) -> Program:
-    return replace(program, warnings=(*program.warnings, rounding_text(agreement)))
-
-
-def _check_step(program: Program, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> Program:
-    """Refuse a program that computes something else than eager PyTorch, on the one microbatch that there is."""
-    steady = SteadyRandomness()
-    with steady:
-        eager = _whole(program, model, loss, batch, 1)
-        found = _step(KeepLayouts()(_scaled(JoinMetrics()(Fold()(program)))), [batch], options)
-    agreement = compare(found, eager, FLOOR_OF_SUMS)
-    limit = _limit(program)
-    if agreement.largest <= limit or steady.unknown:
-        return program
-    rounds = limit > EXACT or bool(microbatches_of(Fold()(program)).batch_norms)
-    if rounds and _same(found.loss, eager.loss, max(GROWN, limit)):
-        return program
-    agreement = _without_rounding(program, model, loss, batch, 1, agreement, found, eager)
-    if agreement.largest <= limit:
-        return _noted(program, agreement)
-    name, error = agreement.worst_gradient
-    far = f"its loss is {found.loss:.6g}, eager PyTorch's {eager.loss:.6g}"
-    if _same(found.loss, eager.loss):
-        far += f", and the gradient of {name} differs by {error:.1e}"
-    raise CaptureError(
-        f"the captured step computes something else than eager PyTorch on the same batch: {far}",
-        hint="something changes the step that capture does not see: a value from outside the model and the batch, such "
-        "as a file, the clock or a counter, or torch traces an operator otherwise than it runs it",
-    )
-
-
 def _limit(program: Program) -> float:
     """How far errors of rounding may go, relative."""
     dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
     return tolerance(dtypes, program.autocast)
 
 
-def _made(whole_loss: WholeLoss, program: Program) -> Program:
+def _made(program: Program, whole_loss: WholeLoss | None) -> Program:
     """The captured program as it can run."""
-    return KeepLayouts()(_scaled(JoinMetrics(whole_loss.microbatches)(whole_loss(Fold()(program)))))
-
-
-def _scaled(program: Program) -> Program:
-    return program if _scale(program) is None else ScaleLoss()(program)
+    for step in front_passes(False, whole_loss, bool(program.metrics()), program.scales_loss):
+        program = step(program)
+    return program
 
 
 def _scale(program: Program) -> float | None:
@@ -365,12 +326,26 @@ def _same(found: Tensor, expected: Tensor, far: float = SMALL) -> bool:
     return torch.allclose(found.double(), expected.double(), rtol=far, atol=SMALL * SMALL, equal_nan=True)
 
 
+def _unseen(found: Tensor, eager: Step, agreement: Agreement) -> CaptureError:
+    """The error that says how far the program is from the step that it was captured of."""
+    return CaptureError(
+        "the captured step computes something else than eager PyTorch on the same batch: "
+        + _apart(f"its loss is {found:.6g}, eager PyTorch's {eager.loss:.6g}", found, eager, agreement),
+        hint="something changes the step that capture does not see: a value from outside the model and the batch, such "
+        "as a file, the clock or a counter, or torch traces an operator otherwise than it runs it",
+    )
+
+
+def _apart(losses: str, found: Tensor, eager: Step, agreement: Agreement) -> str:
+    """How far two steps are apart: by their losses, or if these are one, by a gradient."""
+    name, error = agreement.worst_gradient
+    return f"{losses}, and the gradient of {name} differs by {error:.1e}" if _same(found, eager.loss) else losses
+
+
 def _differs(program: Program, found: Tensor, eager: Step, agreement: Agreement, options: CompileOptions) -> BatchError:
     """The error that says how far the microbatches' loss is from the whole batch's, why, and what cures it."""
-    name, error = agreement.worst_gradient
     numbers = f"the loss of the whole batch is {eager.loss:.6g}, that of its {options.count} microbatches {found:.6g}"
-    if _same(found, eager.loss):
-        numbers += f", and the gradient of {name} differs by {error:.1e}"
+    numbers = _apart(numbers, found, eager, agreement)
     why = _unproved(program)
     if _is_weighed(program):
         why = ["each microbatch's loss is weighed by loss_weight(batch)"]

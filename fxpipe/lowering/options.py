@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import CutError, FxpipeError, ScheduleError, near
-from fxpipe.options import option
+from fxpipe.options import flags, option
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS, replicas_of_text
 from fxpipe.plan.spec import OuterSpec
@@ -387,8 +387,6 @@ class CompileOptions:
                     f"outer_{min(given)} is given, and no outer steps are asked for", hint=f"--outer {OUTER}"
                 )
             return None
-        if self.outer != OUTER:
-            raise CutError(f"outer={self.outer!r} is no kind of outer steps", hint=repr(OUTER))
         if self.dp == 1:
             what = "and there is one" if not self.replicas else "as many of each worker"
             raise CutError(f"outer steps bring replicas together, {what}", hint="--dp R with R above 1")
@@ -411,11 +409,17 @@ class CompileOptions:
             )
         return spec
 
-    def dims(self, batch: Any) -> dict[str, int | None]:
-        """Along which dimension each leaf of a batch is cut, as it is asked."""
+    def dims(self, batch: Any) -> dict[str, int | None] | None:
+        """Along which dimension each leaf of a batch is cut, if it is asked."""
         from fxpipe.task.batch import asked_dims
 
-        return asked_dims(batch, self.microbatch_dims)
+        return None if self.microbatch_dims is None else asked_dims(batch, self.microbatch_dims)
+
+    def samples(self, batch: Any) -> int:
+        """How many samples a batch has where it is cut; the errors are those of `samples_of`."""
+        from fxpipe.task.batch import samples_of
+
+        return samples_of(batch, self.dims(batch), self.constant_batch)
 
     def padding(self, batches: Sequence[Any]) -> tuple[PadSpec, ...]:
         """How batches are padded, as it is asked; the arguments and errors are those of `padding_of`."""
@@ -534,8 +538,6 @@ class CompileOptions:
         Raises:
             BatchError: a batch cannot be cut.
         """
-        from fxpipe.task.batch import samples_of
-
         if self.microbatches is not None:
             return self
         if (made := self.from_file) is not None:
@@ -543,13 +545,9 @@ class CompileOptions:
         kind = self.kind
         if not self.replicas and kind.usual_microbatches(self.workers, 2 * self.workers) == 1:
             return self.of_microbatches(1)  # of any batch, also of one that cannot be cut
-        sizes = [
-            samples_of(batch, None if self.microbatch_dims is None else self.dims(batch), self.constant_batch)
-            for batch in batches
-        ]
-        multiple = math.lcm(*self.replicas)
+        samples, multiple = math.gcd(*map(self.samples, batches)), math.lcm(*self.replicas)
         # What replicas cannot share is refused with the batch.
-        shares, ranks = max(1, math.gcd(*sizes) // (self.dp * multiple)), -(-self.processes // (self.dp * multiple))
+        shares, ranks = max(1, samples // (self.dp * multiple)), -(-self.processes // (self.dp * multiple))
         return self.of_microbatches(multiple * kind.usual_microbatches(ranks, shares))
 
     def of_microbatches(self, count: int) -> CompileOptions:
@@ -579,22 +577,18 @@ class CompileOptions:
         """Refuse what makes no sense for any model.
 
         Raises:
-            CutError: cuts or costs that do not exist; cuts that are both chosen and given.
+            CutError: a word that is none of an option's choices; cuts that are both chosen and given.
             ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
         """
-        modes = get_args(CutsMode)
-        if not isinstance(self.cuts, Cuts) and self.cuts not in modes:
-            text: Any = self.cuts
-            near_text = near(text, modes) if isinstance(text, str) else ""
-            raise CutError(f"cuts={text!r} is neither Cuts nor one of {', '.join(modes)}{near_text}")
+        for name in ("cuts", "recompute", "cost", "shard", "outer"):
+            given, known = getattr(self, name), flags(CompileOptions)[name].choices
+            if given not in (None, *known) and not (name == "cuts" and isinstance(given, Cuts)):
+                nearest = near(given, known) if isinstance(given, str) else ""
+                raise CutError(f"{name}={given!r} is none of {', '.join(known)}{nearest}")
         if (self.forward_at or self.backward_at) and self.cuts != "auto":
             raise CutError(
                 "cuts are chosen or pinned, not both", hint="leave out cuts=, or forward_at= and backward_at="
             )
-        if self.recompute not in get_args(Recomputation):
-            raise CutError(f"recompute={self.recompute!r} is none of {', '.join(get_args(Recomputation))}")
-        if self.cost not in (None, *get_args(CostMode)):
-            raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
         self._check_replicas()
         if self.synchronous and not self.kind.synchronous:
             raise not_synchronous(self.schedule)
@@ -635,8 +629,6 @@ class CompileOptions:
     def _check_shard(self) -> None:
         if self.shard is None:
             return
-        if self.shard not in get_args(ShardMode):
-            raise CutError(f"shard={self.shard!r} is none of {', '.join(get_args(ShardMode))}")
         if self.replicas:
             numbers = ",".join(map(str, self.replicas))
             raise CutError(

@@ -206,7 +206,7 @@ def test_replicas_that_read_other_batches_are_told_in_the_outer_step(tmp_path: P
     [
         ({"outer_every": 4}, "outer_every is given, and no outer steps are asked for"),
         ({"outer": "diloco"}, "outer steps bring replicas together, and there is one"),
-        ({"outer": "fedavg", "dp": 2}, "outer='fedavg' is no kind of outer steps"),
+        ({"outer": "fedavg", "dp": 2}, "outer='fedavg' is none of diloco"),
         ({"outer": "diloco", "dp": 2, "outer_every": 0}, "outer steps make no sense with every=0"),
         ({"outer": "diloco", "dp": 2, "outer_momentum": 1.0}, "outer steps make no sense with momentum=1.0"),
         ({"outer": "diloco", "dp": 2, "outer_lr": float("nan")}, "outer steps make no sense with lr=nan"),
