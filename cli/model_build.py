@@ -62,8 +62,8 @@ def build_model(
     Raises:
         click.UsageError, FxpipeError: for everything that the user can fix.
     """
+    from fxpipe.lowering.first_of_each import first_of_each
     from fxpipe.lowering.lower import compile
-    from fxpipe.lowering.padding_doubts import telling_batches
     from fxpipe.lowering.shapes import further_shapes
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.allocator import reuse_freed_memory
@@ -92,7 +92,7 @@ def build_model(
     with working("compiling") as say:
         read, last = first.apart()
         padding = options.padding(first.batches)
-        told = list(telling_batches([example, *read], padding, options.constant_batch))[1:]
+        told = list(first_of_each([example, *read], options.constant_batch, padding))[1:]
         if made.device is not None:  # only what is compiled or compared, not all that was read
             told, last = moved(made.device, (told, last))
         after = (padded(batch, padding) for batch in told)
@@ -125,7 +125,7 @@ def _last(
 
     last = found
     if last is None:
-        last = shortened(known[0], first, None if options.microbatch_dims is None else options.dims(known[0]))
+        last = shortened(known[0], first, options.dims(known[0]))
     if last is None:
         return None
     every = [*known, padded(last, padding)]

@@ -20,9 +20,10 @@ from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError, listed
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines, run_passes
-from fxpipe.lowering.first_of_each import SHAPES, first_of_each
+from fxpipe.lowering.first_of_each import first_of_each, one_of_each
 from fxpipe.lowering.name_constants import name_constants
-from fxpipe.lowering.padding_doubts import evaluation_doubts, telling_batches
+from fxpipe.lowering.padding_doubts import evaluation_doubts
+from fxpipe.passes import evaluation_passes, totals_passes
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, PadSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.wires.moves import first_names
@@ -32,6 +33,8 @@ from fxpipe.task.padding import padded
 from fxpipe.tracing.capture import CapturedEvaluation, Metrics, capture_evaluation
 from fxpipe.tracing.carried_buffers import buffers_carried
 from fxpipe.tracing.refusals import DATA_DEPENDENT
+
+_TOO_MANY = ("eval_data() gives", "pad them (--pad-to), or use drop_last=True")
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,12 @@ def capture_evaluations(
     """
     try:
         with random_state_kept():
-            reading, given = tee(telling_batches(batches, padding, constant_batch))
-            examples = one_of_each((padded(batch, padding) for batch in reading), constant_batch)
+            reading, given = tee(first_of_each(batches, constant_batch, padding))
+            examples = one_of_each((padded(batch, padding) for batch in reading), constant_batch, *_TOO_MANY)
     except (BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error))
+    if not examples:
+        return Evaluations(reason="eval_data() gave no batch")
     if loss_weight is not None:
         for example in examples:
             weight_of(loss_weight, example)
@@ -83,25 +88,6 @@ def capture_evaluations(
     programs = buffers_carried([one.program for one in captured])
     rows = zip(captured, programs, strict=True)
     return Evaluations(tuple(dataclasses.replace(one, program=program) for one, program in rows), doubts=doubts)
-
-
-def one_of_each(batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> list[Any]:
-    """The first batch of every shape.
-
-    Raises:
-        BatchError: there is none, there are too many shapes, or a batch is no pytree of tensors.
-    """
-    found: list[Any] = []
-    for batch in first_of_each(batches, constant_batch):
-        found.append(batch)
-        if len(found) > SHAPES:
-            raise BatchError(
-                f"eval_data() gives batches of more than {SHAPES} shapes",
-                hint="pad them (--pad-to), or use drop_last=True",
-            )
-    if not found:
-        raise BatchError("eval_data() gave no batch")
-    return found
 
 
 def _reason(error: FxpipeError) -> str:
@@ -138,8 +124,6 @@ def with_evaluations(build: Build, evaluations: Evaluations, command: str, obser
 def _with_evaluation(
     build: Build, captured: CapturedEvaluation, shape: int, command: str, observers: Sequence[Observer]
 ) -> Build:
-    from fxpipe.passes import evaluation_passes
-
     plan = build.plan
     owners = {p.name: p.owner for p in plan.parameters}
     owners |= {b.name: b.home for b in plan.buffers if b.home is not None}
@@ -203,21 +187,46 @@ def spec_of(program: Program, metrics: tuple[str, ...], constants: dict[str, flo
     )
 
 
+def with_totals(build: Build, totals: Program, command: str, shape: int = 0) -> Build:
+    """The build with the file, and the rows of the plan, that computing totals takes; worker 0 reads their constants.
+
+    Args:
+        totals: of a minibatch, which its loss is divided by: what `WholeLoss` left of the training program.
+        command: what is written into the file's header.
+        shape: the number of its batches' shape.
+    """
+    passes, lines = totals_passes(command, shape), PassLines()
+    program = run_passes(totals, passes, [lines], dumped_as=f"totals_{shape}_" if shape else "totals_")
+    spec = spec_of(program, tuple(program.metrics()), {})
+    return dataclasses.replace(
+        build,
+        plan=dataclasses.replace(build.plan, totals=spec, buffers=buffers_read(build.plan, program, spec.stages)),
+        files={**build.files, **program.files},
+        passes=(*build.passes, *(f"totals: {line}" for line in lines.lines)),
+    )
+
+
 def buffers_read(plan: Plan, program: Program, stages: Sequence[EvaluationStage]) -> tuple[BufferSpec, ...]:
-    """The plan's buffers, with those that evaluation alone reads, and its workers as readers of what nobody updates."""
+    """The plan's buffers, and those that evaluation alone reads; its workers are among the readers."""
     readers: dict[str, tuple[int, ...]] = {}
     for worker, stage in enumerate(stages):
         for name in stage.part.buffers:
             readers[name] = (*readers.get(name, ()), worker)
-    known = {b.name for b in plan.buffers}
-    alone = [row for row in program.buffers if row.names[0] in readers.keys() - known]
-    return (
-        *(b if b.home is not None else _read_by(b, readers.get(b.name, ())) for b in plan.buffers),
-        *(
+    return with_readers(
+        plan.buffers,
+        [
             BufferSpec(row.names, tensor_spec(program.values[row.node]), False, None, readers[row.names[0]])
-            for row in alone
-        ),
+            for row in program.buffers
+            if row.names[0] in readers
+        ],
     )
+
+
+def with_readers(buffers: Sequence[BufferSpec], more: Sequence[BufferSpec]) -> tuple[BufferSpec, ...]:
+    """Buffers that nobody updates get the readers that they have in `more` too, whose own buffers follow."""
+    known, read = {b.name for b in buffers}, {b.name: b.workers for b in more}
+    shared = (b if b.home is not None else _read_by(b, read.get(b.name, ())) for b in buffers)
+    return (*shared, *(b for b in more if b.name not in known))
 
 
 def _read_by(buffer: BufferSpec, workers: Sequence[int]) -> BufferSpec:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.lowering.agreement import Step, compare, metric_errors
 from fxpipe.lowering.compare_with_eager import run_eagerly
+from fxpipe.lowering.first_of_each import first_of_each
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import PadSpec
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS
-from fxpipe.task.batch import describe, dump, is_named, shape_key, shape_text
+from fxpipe.task.batch import describe, is_named, shape_text
 from fxpipe.task.loss_weights import weight_of
 from fxpipe.task.meta import are_on_meta
 from fxpipe.task.padding import padded
@@ -25,27 +26,6 @@ from fxpipe.tracing.eval_mode import eval_mode
 ROUGH = 1e-2
 """What counts as rounding, relative, where numbers are narrower than float32; else `EXACT`. Padding that a model does
 not mask changes more."""
-
-
-def telling_batches(
-    batches: Iterable[Any], padding: Sequence[PadSpec], constant_batch: Sequence[str] = ()
-) -> Iterator[Any]:
-    """Of some batches, as they are, the first of every shape that there is after padding, and the first that padding
-    changes.
-
-    Raises:
-        BatchError: a batch is no pytree of tensors.
-    """
-    known, changed = set(), set()
-    for batch in batches:
-        after = padded(batch, padding)
-        leaves, _, tree = describe(after, constant_batch)
-        key = shape_key(dump(tree), leaves)
-        if key not in known or (after is not batch and key not in changed):
-            yield batch
-        known.add(key)
-        if after is not batch:
-            changed.add(key)
 
 
 def padding_doubts(
@@ -66,7 +46,7 @@ def padding_doubts(
         return ()
     if are_on_meta(list(model.parameters())):
         return ("whether padding changes the loss was not compared: parameters have no values (--meta)",)
-    told = list(telling_batches(batches, padding, options.constant_batch))
+    told = first_of_each(batches, options.constant_batch, padding)
     pairs = [(batch, after) for batch in told if (after := padded(batch, padding)) is not batch]
     if not pairs:
         return (

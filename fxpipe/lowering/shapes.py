@@ -17,12 +17,12 @@ from fxpipe.errors import BatchError, CutError
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import PassLines, run_passes
 from fxpipe.lowering.choose_codecs import like
-from fxpipe.lowering.first_of_each import SHAPES, first_of_each
+from fxpipe.lowering.evaluation import with_readers, with_totals
+from fxpipe.lowering.first_of_each import one_of_each
 from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.lowering.totals import with_totals
 from fxpipe.passes import emitting_passes, front_passes, wiring_passes
 from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.cost import Cost
@@ -56,18 +56,13 @@ def further_shapes(first: Any, batches: Iterable[Any], constant_batch: Sequence[
     Raises:
         BatchError: there are too many shapes.
     """
-
-    found: list[Any] = []
-    for batch in first_of_each(chain([first], batches), constant_batch):
-        found.append(batch)
-        if len(found) > SHAPES:
-            raise BatchError(
-                f"the training data have batches of more than {SHAPES} shapes",
-                hint="pad them to a few lengths (--pad-to 64), or drop the last, smaller batch (drop_last=True); or "
-                "read fewer before the run (a smaller --scan), and let it make stages for others (--new-shapes N)",
-                page="batch-shapes",
-            )
-    return found[1:]
+    return one_of_each(
+        chain([first], batches),
+        constant_batch,
+        "the training data have",
+        "pad them to a few lengths (--pad-to 64), or drop the last, smaller batch (drop_last=True); or "
+        "read fewer before the run (a smaller --scan), and let it make stages for others (--new-shapes N)",
+    )[1:]
 
 
 def capture_shape(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> CapturedShape:
@@ -121,17 +116,7 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
         whole_numbers=made.whole_numbers,
         totals=alone.plan.totals,
     )
-    known = {b.name for b in alone.plan.buffers}
-    read = {b.name: b.workers for b in made.buffers}
-    buffers = (
-        *(
-            b
-            if b.home is not None
-            else dataclasses.replace(b, workers=tuple(sorted({*b.workers, *read.get(b.name, ())})))
-            for b in alone.plan.buffers
-        ),
-        *(b for b in made.buffers if b.name not in known),
-    )
+    buffers = with_readers(alone.plan.buffers, made.buffers)
     values = {row.names[0]: part.values[row.node] for part in (program, program.totals) if part for row in part.buffers}
     more = {b.name for b in buffers} - {b.name for b in plan.buffers}
     return dataclasses.replace(
