@@ -78,7 +78,7 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
         counted = replace(asked, microbatches=microbatches)
         if asked.schedule == AUTO and microbatches is not None:
             counted = for_count(asked, microbatches)
-        found = profile_model(model, task.loss, batch, counted, three_way=three_way, say=say, yardstick=yardstick)
+        found = profile_model(model, task.loss, batch, counted, three_way=three_way, say=say, yardstick=yardstick).input
         for warning in found.warnings:
             if warning not in told:
                 told[warning] = None

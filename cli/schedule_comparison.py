@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +16,6 @@ from fxpipe.schedule import OneFOneB, Schedule, kind_of
 
 if TYPE_CHECKING:
     from fxpipe.plan.cost_records import ScheduleForecast
-    from fxpipe.search import Sized
 
 
 def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool = False) -> bool:
@@ -78,43 +77,12 @@ def compare_schedules(
     Raises:
         FxpipeError: no number can be captured, or nothing fits into memory: says what would.
     """
-    from fxpipe.errors import FxpipeError
-    from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
-    from fxpipe.lowering.choose_schedule import for_count, question, refusal, sized
-    from fxpipe.search import Counts, counted, search
-
-    encoding = options.encoding
-    ratios = ratios_of(PLAIN if encoding.auto else encoding)
-    refused: list[ScheduleForecast] = []
-    failures: list[FxpipeError] = []
-    momentum = batch_norm = False
-
-    def read(count: int) -> Sized | None:
-        nonlocal momentum, batch_norm
-        try:
-            found = source.read(count, True, lambda text: say(f"{counted(count)}: {text}"))
-        except FxpipeError as error:
-            failures.append(error)
-            refused.append(refusal(count, error))
-            return None
-        momentum, batch_norm = found.optimizer.momentum, batch_norm or bool(found.batch_norm)
-        own = replace(for_count(options, 1), microbatches=found.microbatches)
-        profiles = found.whole, found.apart
-        return sized(own, found.device, found.optimizer, profiles, found.samples, None, ratios)
-
-    def larger(count: int) -> Sized | None:
-        more = None if batch_norm else wanted.after(count)
-        return None if more is None else read(more)
+    from fxpipe.lowering.choose_schedule import compare
+    from fxpipe.search import Counts
 
     wanted = Counts(tuple(counts)) if counts else source.counts(options)
-    sizes = [found for found in map(read, wanted.first) if found is not None]
-    if not sizes:
-        raise failures[0]
-    asked = replace(question(options, momentum), modes=tuple(modes))
-    if options.schedule != AUTO:
-        asked = replace(asked, schedules=(options.schedule,))
-    ranking = search(sizes, asked, say, larger)
-    return Schedules((*ranking.rows, *refused), sizes[0].samples, ranking.best.schedule)
+    found = compare(lambda count, say: source.read(count, True, say), options, wanted, say, modes=modes)
+    return Schedules(found.rows, found.samples, found.best.schedule)
 
 
 def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most: int | None = None) -> None:

@@ -78,15 +78,14 @@ def compile(
     padding = options.padding(batches)
     doubts = padding_doubts(model, loss, [*batches, *([] if last is None else [last])], padding, options)
     batch, *batches = (padded(one, padding) for one in batches)
-    options = replace(options, pad=None, pad_to=None)
     bare, last = _bare(model), padded(last, padding)
+    options = replace(options, pad=None, pad_to=None, optimizer=of_parameters(options.optimizer, bare))
     chosen = None
     if options.schedule == AUTO:
-        chosen = choose_schedule(model, loss, batch, options, batches, last, bare, say)
+        chosen = choose_schedule(model, loss, batch, options, batches, last, say)
         step = chosen.step
     else:
         step = captured_step(model, loss, batch, options, batches, last, say)
-    options = replace(step.options, optimizer=of_parameters(step.options.optimizer, bare))
     evaluations = None
     if evaluation is not None:
         evaluations = capture_evaluations(
@@ -99,7 +98,7 @@ def compile(
         )
     build = lower(
         step.program,
-        options,
+        step.options,
         whole_loss=step.whole_loss,
         shapes=step.shapes,
         evaluations=evaluations,

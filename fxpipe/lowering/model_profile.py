@@ -28,16 +28,34 @@ class StepProfile:
     """What a captured step's units cost, and where that is from.
 
     Attributes:
+        step: as it was captured.
         program: with its units numbered, without metrics.
         whole, apart: as in `PlanInput`.
         costs_of_whole, costs_of_apart: those of their nodes, and the optimizer's.
     """
 
+    step: CapturedStep
     program: Program
     whole: Profile
     apart: Profile
     costs_of_whole: StepCosts
     costs_of_apart: StepCosts
+
+    @property
+    def input(self) -> PlanInput:
+        """What is planned."""
+        program, optimizer, count = self.program, self.costs_of_whole.optimizer, self.step.options.count
+        first = next(b.leaf.tensor for b in self.step.program.batch if b.leaf.tensor is not None)
+        return PlanInput(
+            self.whole,
+            self.apart,
+            count,
+            (first.shape[0] if first.shape else 1) * count,
+            optimizer,
+            program.device,
+            (*program.warnings, *([optimizer.doubt] if optimizer.doubt else [])),
+            program.batch_norm,
+        )
 
 
 def profile_model(
@@ -49,7 +67,7 @@ def profile_model(
     three_way: bool = True,
     say: Callable[[str], None] = lambda text: None,
     yardstick: Yardstick | None = None,
-) -> PlanInput:
+) -> StepProfile:
     """Capture the step and cost it; nothing is cut or written.
 
     Args:
@@ -63,48 +81,10 @@ def profile_model(
         FxpipeError: the step cannot be captured, or fails.
     """
     say("capturing")
-    batch = padded(batch, options.padding([batch]))
-    step = captured_step(model, loss, batch, options)
+    step = captured_step(model, loss, padded(batch, options.padding([batch])), options)
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
-    found = profile_step(step, options, three_way=three_way, say=say, yardstick=yardstick)
-    program, optimizer = found.program, found.costs_of_whole.optimizer
-    return PlanInput(
-        found.whole,
-        found.apart,
-        options.count,
-        samples_of_step(step),
-        optimizer,
-        program.device,
-        (*program.warnings, *([optimizer.doubt] if optimizer.doubt else [])),
-        program.batch_norm,
-    )
-
-
-def samples_of_step(step: CapturedStep) -> int:
-    """How many samples a minibatch has."""
-    first = next(b.leaf.tensor for b in step.program.batch if b.leaf.tensor is not None)
-    return (first.shape[0] if first.shape else 1) * step.options.count
-
-
-def profile_step(
-    step: CapturedStep,
-    options: CompileOptions,
-    *,
-    three_way: bool = True,
-    say: Callable[[str], None] = lambda text: None,
-    yardstick: Yardstick | None = None,
-) -> StepProfile:
-    """Cost a captured step.
-
-    Args:
-        options: those of the step, with the optimizer as costs take it.
-        three_way, say, yardstick: as for `profile_model`.
-
-    Raises:
-        FxpipeError: the step fails.
-    """
-    captured, whole_loss = step.program, step.whole_loss
-    asked = whole_loss, bool(captured.metrics()), captured.scales_loss
+    captured = step.program
+    asked = step.whole_loss, bool(captured.metrics()), captured.scales_loss
     program = run_passes(captured, front_passes(False, *asked))
     split_up = run_passes(captured, front_passes(True, *asked)) if three_way else program
     say("costing the step")
@@ -118,4 +98,4 @@ def profile_step(
         say("costing the step with split backward operators")
         again = step_costs(split_up, options, costs.optimizer, yardstick)
         apart = profile_of(without_metrics(run_passes(split_up, [again.of_nodes])), rate, levels)
-    return StepProfile(planned, whole, apart, costs, again)
+    return StepProfile(step, planned, whole, apart, costs, again)
