@@ -150,13 +150,13 @@ def capture_evaluation(
         found.update(values)
         # Copies: a metric may be a parameter, or have two names.
         made = [v for v in values.values() if isinstance(v, torch.Tensor)]
-        return [v.detach().clone() for v in (*made, *(new[row] for row in replaced))]
+        return [v.detach().clone() for v in (*(new[row] for row in replaced), *made)]
 
     with eval_mode(model), tensors.python.preserved():
         graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.values), *example.inputs], watch)
     computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
     notes += [f"it changes {change}: the change is not kept" for change in told(tensors.changes)]
-    traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed)
+    traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed, evaluates=True)
     program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, None)
     constants = {name: float(v) for name, v in found.items() if name not in computed}
     return CapturedEvaluation(program, tuple(found), constants)
@@ -272,7 +272,7 @@ def _trace(
     if (line := watch.operators.get("register_hook")) is not None:
         own.append(f"a gradient hook ({watch.where(line)})")
     said = listed(own, 4) if own else ""
-    return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), None, tuple(named), said)
+    return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), tuple(named), own_backward=said)
 
 
 def _state_notes(

@@ -40,18 +40,17 @@ _EFFECTS = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")  # outputs that o
 class Traced(NamedTuple):
     """The joint graph, and what became of the tensors the step has replaced.
 
-    `replaced`: their rows, in the order of the outputs after the loss, or after the metrics of an evaluation; `lost`:
-    rows whose new value has another shape or dtype, or is not a tensor. `metrics`: the names of an evaluation's first
-    outputs; it has no loss. `step_metrics`: the names of the outputs after those, which the step returned next to the
-    loss. `own_backward`: as in `Program`.
+    `replaced`: their rows, in the order of the outputs after the loss; `lost`: rows whose new value has another shape
+    or dtype, or is not a tensor. `metrics`: the names of the outputs after those. `evaluates`: it is an evaluation,
+    which has no loss. `own_backward`: as in `Program`.
     """
 
     graph_module: fx.GraphModule
     replaced: tuple[int, ...]
     lost: tuple[int, ...]
     warnings: tuple[str, ...]
-    metrics: tuple[str, ...] | None = None
-    step_metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...]
+    evaluates: bool = False
     own_backward: str = ""
 
 
@@ -61,12 +60,7 @@ class Reader:
     def __init__(
         self, traced: Traced, tensors: HeldTensors, leaves: Sequence[Any], inputs: Sequence[torch.Tensor]
     ) -> None:
-        self.traced = traced.graph_module
-        self.replaced = traced.replaced
-        self.lost = traced.lost
-        self.metrics = traced.metrics
-        self.step_metrics = traced.step_metrics
-        self.own_backward = traced.own_backward
+        self.traced = traced
         self.tensors = tensors
         self.leaves = leaves
         self.inputs = inputs
@@ -80,7 +74,7 @@ class Reader:
         self.tokens: set[fx.Node] = set()
 
     def program(self, batch_spec: str, device: str, autocast: str | None) -> Program:
-        nodes = list(self.traced.graph.nodes)
+        nodes = list(self.traced.graph_module.graph.nodes)
         slots = self._placeholders(nodes)
         forward = {n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"}
         origins = self._forward_origins(nodes, forward)
@@ -112,7 +106,7 @@ class Reader:
                 )
             elif i < self.tensors.parameters:
                 trained = any(o.kind == "gradient" and o.target == node_name for o in outputs)
-                if self.tensors.values[i].requires_grad and not trained and self.metrics is None:
+                if self.tensors.values[i].requires_grad and not trained and not self.traced.evaluates:
                     self.warnings.append(f"parameter {names[0]} {NO_GRADIENT}: it keeps its value")
                 parameters.append(Parameter(node_name, names, trained))
             else:
@@ -137,7 +131,7 @@ class Reader:
             device=device,
             autocast=autocast,
             warnings=tuple(self.warnings),
-            own_backward=self.own_backward,
+            own_backward=self.traced.own_backward,
         )
 
     def _placeholders(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -178,9 +172,9 @@ class Reader:
         Raises:
             CaptureError: it reads one, or one is saved with the weights.
         """
-        what = "the step" if self.metrics is None else "metrics(model, batch)"
-        for row in self.lost:
-            saved = self.tensors.persistent[row] and self.metrics is None
+        what = "metrics(model, batch)" if self.traced.evaluates else "the step"
+        for row in self.traced.lost:
+            saved = self.tensors.persistent[row] and not self.traced.evaluates
             if saved or self.mapped[slots[row]].users:
                 raise CaptureError(
                     f"{what} replaces {self.tensors.names[row][0]} by something of another shape or dtype",
@@ -190,10 +184,10 @@ class Reader:
             if row < self.tensors.registered:
                 self.warnings.append(
                     f"{what} replaces {self.tensors.names[row][0]} by something of another shape, without reading "
-                    f"it: it does so {'in every step' if self.metrics is None else 'for every batch'}, and the buffer "
+                    f"it: it does so {'for every batch' if self.traced.evaluates else 'in every step'}, and the buffer "
                     "is not kept"
                 )
-        return self.lost
+        return self.traced.lost
 
     def _tangent(self, node: fx.Node) -> None:
         """The gradient of the loss with respect to itself: the constant 1."""
@@ -262,7 +256,7 @@ class Reader:
         return node in self.tokens
 
     def _constant(self, node: fx.Node) -> None:
-        found: Any = self.traced
+        found: Any = self.traced.graph_module
         for attribute in str(node.target).split("."):
             found = getattr(found, attribute)
         if not isinstance(found, torch.Tensor):
@@ -308,23 +302,20 @@ class Reader:
         outputs: list[Output] = []
         nodes: list[fx.Node] = []
         batch_start = len(self.tensors.values)
-        first = 1 if self.metrics is None else len(self.metrics)  # of the new values, after the loss or the metrics
+        replaced, first = self.traced.replaced, 0 if self.traced.evaluates else 1  # new values come after the loss
         for made, desc in zip(pytree.tree_leaves(node.args[0]), node.meta["desc"], strict=True):
             kind = type(desc).__name__
             if made is None or not isinstance(made, fx.Node) or kind in _EFFECTS:
                 continue
-            if kind == "PlainAOTOutput" and self.metrics is not None and desc.idx < len(self.metrics):
+            if kind == "PlainAOTOutput" and (place := desc.idx - first) < 0:
+                outputs.append(Output("loss"))
+            elif kind == "PlainAOTOutput" and place >= len(replaced):
                 computed = _without_copies(made)
                 if viewed(computed).op == "call_function":  # not in a weight's memory
                     made = computed
-                outputs.append(Output("metric", self.metrics[desc.idx]))
-            elif kind == "PlainAOTOutput" and self.metrics is None and desc.idx == 0:
-                outputs.append(Output("loss"))
-            elif kind == "PlainAOTOutput" and (metric := desc.idx - first - len(self.replaced)) >= 0:
-                made = _without_copies(made)
-                outputs.append(Output("metric", self.step_metrics[metric]))
+                outputs.append(Output("metric", self.traced.metrics[place - len(replaced)]))
             elif kind == "PlainAOTOutput":
-                row = self.replaced[desc.idx - first]
+                row = replaced[place]
                 if row >= self.tensors.registered and not self.mapped[slots[row]].users:
                     continue  # kept for the user to look at (`self.attention = …`): not state
                 made = _without_copies(made)
@@ -342,7 +333,7 @@ class Reader:
                 outputs.append(Output("gradient", self.mapped[slots[index]].name))
             elif kind == "InputMutationAOTOutput":
                 index = desc.mutated_input.idx
-                if index in self.replaced:
+                if index in replaced:
                     continue  # changed in place, then replaced
                 if index >= batch_start:
                     self.warnings.append("the step changes its batch in place; the change stays inside the step")
@@ -355,7 +346,7 @@ class Reader:
                         "changed copy, such as scale.clamp(max=4.6) for scale.clamp_(max=4.6)",
                     )
                 outputs.append(Output("buffer", self.mapped[slots[index]].name))
-                if self.metrics is None and info(self.mapped[made]).region is not None:
+                if not self.traced.evaluates and info(self.mapped[made]).region is not None:
                     self.warnings.append(
                         f"buffer {self.tensors.names[index][0]} changes inside a torch.utils.checkpoint region: it is "
                         "updated once a step; eager PyTorch updates it again when it recomputes the region"

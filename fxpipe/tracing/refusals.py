@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from fxpipe.tracing import autograd_graph, origin, user_lines
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.step_calls import is_outside
+from fxpipe.tracing.step_metrics import check_metric
 
 _USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
 _NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__", "__complex__")
@@ -350,29 +350,12 @@ def scalars(metrics: Any, where: str | None) -> dict[str, Any]:
         CaptureError: it is not a dictionary of such values by name, or contains no tensor.
     """
     if not isinstance(metrics, Mapping):
-        raise CaptureError(f"metrics(model, batch) returned {_kind(metrics)}, not a dictionary of scalars", where=where)
+        kind = "a tensor" if isinstance(metrics, torch.Tensor) else f"a {type(metrics).__name__}"
+        raise CaptureError(f"metrics(model, batch) returned {kind}, not a dictionary of scalars", where=where)
     for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise CaptureError(f"metrics(model, batch) calls a metric {name!r}, which is not a string", where=where)
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1 or value.is_complex():
-                raise CaptureError(
-                    f"metrics(model, batch) returned {name!r} as a tensor of shape {list(value.shape)} and "
-                    f"{value.dtype}, not as one real number",
-                    where=where,
-                    hint="reduce it: .mean() or .sum()",
-                )
-        elif not isinstance(value, numbers.Real):
-            raise CaptureError(
-                f"metrics(model, batch) returned {name!r} as {_kind(value)}, not as a number", where=where
-            )
+        check_metric("metrics(model, batch)", name, value, where)
     if not any(isinstance(value, torch.Tensor) for value in metrics.values()):
         raise CaptureError(
             "metrics(model, batch) returned no tensor", where=where, hint="return what is computed as tensors"
         )
     return dict(metrics)
-
-
-def _kind(value: Any) -> str:
-    """The user's word for it: while a step is traced, its tensors have an internal type."""
-    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

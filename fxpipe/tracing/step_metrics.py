@@ -28,35 +28,46 @@ def metric_tensors(metrics: Mapping[Any, Any], device: str, where: str | None) -
     return {name: _scalar(name, value, device, where) for name, value in metrics.items()}
 
 
-def _scalar(name: Any, value: Any, device: str, where: str | None) -> Tensor:
+def check_metric(hook: str, name: Any, value: Any, where: str | None) -> None:
+    """Refuse what is no metric.
+
+    Args:
+        hook: what returned it, in words.
+
+    Raises:
+        CaptureError: it has no name, or is not one real number.
+    """
     if not isinstance(name, str) or not name or "\n" in name:
+        raise CaptureError(f"{hook} calls a metric {name!r}", where=where, hint="name metrics by strings of one line")
+    if not isinstance(value, (Tensor, numbers.Real)):
         raise CaptureError(
-            f"loss(model, batch) calls a metric {name!r}", where=where, hint="name metrics by strings of one line"
+            f"{hook} returned the metric {name!r} as a {type(value).__name__}, not as a number",
+            where=where,
+            hint="return a scalar tensor or a number",
         )
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise CaptureError(
+            f"{hook} returned the metric {name!r} as a tensor of shape {list(value.shape)} and {value.dtype}, not as "
+            "one real number",
+            where=where,
+            hint="reduce it: .mean() or .sum()",
+        )
+
+
+def _scalar(name: Any, value: Any, device: str, where: str | None) -> Tensor:
+    check_metric("loss(model, batch)", name, value, where)
     if name in TAKEN:
         raise CaptureError(
             f"loss(model, batch) returned a metric named {name!r}, which the step has already",
             where=where,
             hint="name it otherwise: 'ce'",
         )
-    if isinstance(value, Tensor):
-        if value.dim() > 0 or value.is_complex():
-            raise CaptureError(
-                f"loss(model, batch) returned the metric {name!r} as a tensor of shape {list(value.shape)} and "
-                f"{value.dtype}, not as a real scalar",
-                where=where,
-                hint="reduce it: .mean()",
-            )
-        if value.device.type != torch.device(device).type and not value.is_meta:
-            return value.detach().to(device, torch.float32)
-        return value.detach().float().clone()  # a copy: it may be the loss, a parameter, or have two names
-    if not isinstance(value, numbers.Real):
-        raise CaptureError(
-            f"loss(model, batch) returned the metric {name!r} as a {type(value).__name__}, not as a number",
-            where=where,
-            hint="return a scalar tensor or a number",
-        )
-    return torch.full((), float(value), dtype=torch.float32, device=device)
+    if not isinstance(value, Tensor):
+        return torch.full((), float(value), dtype=torch.float32, device=device)
+    value = value.detach().reshape(()) if value.dim() else value.detach()
+    if value.device.type != torch.device(device).type and not value.is_meta:
+        return value.to(device, torch.float32)
+    return value.float().clone()  # a copy: it may be the loss, a parameter, or have two names
 
 
 def forget_numbers(graph: fx.Graph, count: int) -> None:
