@@ -5,6 +5,9 @@ order than the kernel does. If the arguments have different layouts, the fake re
 the real result that of another (torch 2.11 to 2.15). A graph traced this way contains views that the real values do not
 allow. Margin losses of a single sample have a dimension more in torch's fakes than in its kernels, which is corrected
 here as well. When torch has fixed this, these corrections change nothing and can go.
+
+These are the operators that networks are made of. What others give is laid out anew, where it may lie otherwise than
+foretold (`fxpipe/passes/keep_layouts.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +30,6 @@ def _in_order(*places: int) -> Layout:
 
 def _contiguous(*args: Any) -> torch.Tensor:
     return torch.empty(args[1].shape)  # the gradient of a loss may be one number
-
-
-def _like(place: int) -> Layout:
-    return lambda *args: torch.empty_like(args[place])
 
 
 def _channels_last_like(place: int) -> Layout:
@@ -62,43 +61,20 @@ def _margin_loss(place: int, dims: int) -> Layout:
     return layout
 
 
-def _rrelu_backward(*args: Any) -> torch.Tensor:
-    """A product with the noise; without noise the backward of a leaky relu."""
-    _, _, _, lower, upper, train, *_ = args
-    return (_in_order(2, 0) if train and upper - lower > 1e-6 else _in_order(1, 0))(*args)
-
-
 _LAYOUTS: dict[Any, Layout] = {
     aten._log_softmax_backward_data.default: _contiguous,
-    aten.binary_cross_entropy_backward.default: _like(1),
-    aten.copysign.Tensor: _in_order(0, 1),
-    aten.div.Tensor_mode: _in_order(0, 1),
     aten.elu_backward.default: _in_order(0, 5),
-    aten.floor_divide.default: _in_order(0, 1),
     aten.hardsigmoid_backward.default: _in_order(0, 1),
     aten.hardswish_backward.default: _in_order(0, 1),
     aten.hardtanh_backward.default: _in_order(0, 1),
-    aten.heaviside.default: _in_order(0, 1),
-    aten.huber_loss_backward.default: _contiguous,
     aten.leaky_relu_backward.default: _in_order(1, 0),
-    aten.logaddexp.default: _in_order(0, 1),
-    aten.logaddexp2.default: _in_order(0, 1),
-    aten.logical_and.default: _in_order(0, 1),
-    aten.logical_or.default: _in_order(0, 1),
-    aten.logical_xor.default: _in_order(0, 1),
-    aten.logit_backward.default: _in_order(0, 1),
     aten.mse_loss_backward.default: _contiguous,
     aten.multi_margin_loss.default: _margin_loss(5, dims=1),
     aten.multilabel_margin_loss_forward.default: _margin_loss(2, dims=2),
     aten.native_batch_norm_backward.default: _channels_last_like(1),
     aten.native_layer_norm_backward.default: _contiguous,
-    aten.rrelu_with_noise_backward.default: _rrelu_backward,
-    aten.smooth_l1_loss_backward.default: _contiguous,
-    aten.soft_margin_loss_backward.default: _like(2),
     aten.softplus_backward.default: _in_order(0, 1),
-    aten.special_xlog1py.default: _in_order(0, 1),
     aten.threshold_backward.default: _in_order(1, 0),
-    aten.xlogy.Tensor: _in_order(0, 1),
 }
 _CPU_LAYOUTS: dict[Any, Layout] = {
     aten._native_batch_norm_legit.no_stats: _channels_last_like(0),

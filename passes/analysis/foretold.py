@@ -16,7 +16,11 @@ from fxpipe.tracing.fake_strides import is_corrected
 aten = torch.ops.aten
 
 # Whatever the layout of their inputs. zoo/test_layouts.py compares all of them with their kernels on the CPU.
-_UNSURE = frozenset({aten.ldexp.Tensor, aten.pow.Scalar})  # element by element, and yet foretold otherwise
+_UNSURE = frozenset({  # element by element, and yet foretold otherwise
+    aten.copysign.Tensor, aten.div.Tensor_mode, aten.heaviside.default, aten.ldexp.Tensor, aten.logaddexp.default,
+    aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
+    aten.logit_backward.default, aten.pow.Scalar, aten.special_xlog1py.default, aten.xlogy.Tensor,
+})  # fmt: skip
 PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default})
 ON_CPU = frozenset({
     # networks

@@ -31,20 +31,12 @@ BACKWARD = {
     aten.tanh_backward.default: (),
     aten.leaky_relu_backward.default: (0.1, False),
     aten.softshrink_backward.default: (0.5,),
-    aten.logit_backward.default: (),
-    aten.copysign.Tensor: (),
-    aten.xlogy.Tensor: (),
     aten.atan2.default: (),
-    aten.floor_divide.default: (),
     aten._softmax_backward_data.default: (-1, torch.float32),
     aten._log_softmax_backward_data.default: (-1, torch.float32),
 }
 THREE = {
-    aten.huber_loss_backward.default: (1, 1.0),
-    aten.smooth_l1_loss_backward.default: (1, 1.0),
     aten.mse_loss_backward.default: (1,),
-    aten.soft_margin_loss_backward.default: (1,),
-    aten.binary_cross_entropy_backward.default: (None, 1),
 }
 
 
