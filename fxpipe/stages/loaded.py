@@ -29,21 +29,15 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class LoadedStage:
-    """A stage ready to run: its functions by phase and their engines, its file, and whether someone edited it."""
+    """A stage ready to run: its functions by phase and their engines, its file, and whether someone edited it.
+
+    One of an evaluation has F alone.
+    """
 
     path: Path
     functions: Mapping[Phase, Callable[..., Any]]
     edited: bool
     engines: tuple[str, str] = ("eager", "eager")
-
-
-@dataclass(frozen=True)
-class LoadedEvaluation:
-    """A worker's stage of an evaluation, ready to run: its function, its file, and whether someone edited it."""
-
-    path: Path
-    evaluate: Callable[..., Any]
-    edited: bool
 
 
 def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
@@ -77,7 +71,7 @@ def load_stage_text(text: str, spec: StageSpec) -> LoadedStage:
     return _stage_of_text(Path(f"<build {next(_serial)}>") / spec.file, text, spec)
 
 
-def load_evaluation(source: Path | Mapping[str, str], spec: EvaluationStage) -> LoadedEvaluation:
+def load_evaluation(source: Path | Mapping[str, str], spec: EvaluationStage) -> LoadedStage:
     """Import a worker's stage of an evaluation, or the totals: from the build's folder, or from texts by file name.
 
     Raises:
@@ -87,7 +81,7 @@ def load_evaluation(source: Path | Mapping[str, str], spec: EvaluationStage) -> 
         _read(source / spec.file) if isinstance(source, Path) else (Path(spec.file), source[spec.file].encode())
     )
     functions = functions_of(path, text, {"evaluate": spec.part})
-    return LoadedEvaluation(path, functions["evaluate"], is_edited(text, spec))
+    return LoadedStage(path, {"F": functions["evaluate"]}, is_edited(text, spec))
 
 
 def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> dict[str, Callable[..., Any]]:
@@ -221,16 +215,13 @@ def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> l
 def _message_names(nodes: Iterable[ast.AST], comm: str, calls: Collection[str]) -> list[str]:
     names = []
     for node in nodes:
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in calls
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == comm
-        ):
-            first = node.args[0] if node.args else None
-            text = isinstance(first, ast.Constant) and isinstance(first.value, str)
-            names.append(first.value if text else "a computed name")  # type: ignore[union-attr]
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(owner), call), args) if owner == comm and call in calls:
+                match args:
+                    case [ast.Constant(str(name)), *_]:
+                        names.append(name)
+                    case _:
+                        names.append("a computed name")
     return names
 
 

@@ -63,7 +63,7 @@ class Minibatches:
         self._totals: Callable[..., tuple[Tensor, ...]] | None = None
         if plan.totals is not None:
             (spec,) = plan.totals.stages
-            self._totals = load_evaluation(source, spec).evaluate
+            self._totals = load_evaluation(source, spec).functions["F"]
             self._arguments = spec.part.batch
             self._buffers = tuple(tensors[name] for name in spec.part.buffers)
 

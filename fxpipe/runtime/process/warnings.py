@@ -11,7 +11,7 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.process.resume import Resumed, say_resumed
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import warn_of_little_room
-from fxpipe.stages.loaded import LoadedEvaluation, LoadedStage
+from fxpipe.stages.loaded import LoadedStage
 from fxpipe.task.several_optimizers import parts_of
 
 
@@ -64,7 +64,7 @@ def _warn_of_hurry(executor: Executor, total: int, epoch: int | None) -> None:
         warn(found)
 
 
-def warn_if_edited(*stages: LoadedStage | LoadedEvaluation) -> None:
+def warn_if_edited(*stages: LoadedStage) -> None:
     """Warn about files that were edited since they were emitted."""
     for stage in stages:
         if stage.edited:

@@ -18,7 +18,7 @@ from fxpipe.random_state import RandomState, random_state, random_state_kept, se
 from fxpipe.runtime.wires.moves import first_names
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
 from fxpipe.runtime.worker.stage_code import explained, reseed
-from fxpipe.stages.loaded import LoadedEvaluation, load_evaluation
+from fxpipe.stages.loaded import LoadedStage, load_evaluation
 from fxpipe.stages.minibatch import number_of
 from fxpipe.task.batch import describe, dump, said, shape_key
 from fxpipe.task.containers import flatten, tree_text
@@ -185,7 +185,7 @@ class Evaluator:
         transport.watch = Watch()
         aliases = first_names(plan)
         edges: dict[str, EdgeSpec] = {}
-        self.loaded: list[LoadedEvaluation] = []
+        self.loaded: list[LoadedStage] = []
         self._stages: list[EvaluationStage] = []
         self._arguments: list[tuple[list[str], list[str], list[int], list[str]]] = []
         for spec in plan.evaluations:
@@ -227,7 +227,7 @@ class Evaluator:
             what = f"evaluating batch {number + 1} of eval_data()"
             hint = "let eval_data() give smaller batches"
             stack.enter_context(explained(loaded.path, self.worker, lambda: what, hint))
-            found = loaded.evaluate(
+            found = loaded.functions["F"](
                 tuple([state[name] for name in weights]),
                 tuple([state[name] for name in buffers]),
                 () if leaves is None else tuple([leaves[i] for i in batch]),
