@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fxpipe.build.build import Build
 from fxpipe.ir.program import Buffer, Parameter, Program
@@ -60,8 +61,6 @@ class Emitter:
 
     program: Program
     costs: StepCosts
-    profile: Profile
-    planned: Program
     options: CompileOptions
     setting: Setting
     codec_times: Mapping[str, CodecTimes]
@@ -69,19 +68,15 @@ class Emitter:
     known: Mapping[Ratios, Partition] = field(default_factory=dict)
     reduce: Reduce | None = None
 
-    @staticmethod
-    def of(
-        program: Program,
-        costs: StepCosts,
-        options: CompileOptions,
-        setting: Setting,
-        codec_times: Mapping[str, CodecTimes],
-        first: int,
-    ) -> Emitter:
-        """With the profile of the program, whose metrics decide nothing about the cuts."""
-        planned = without_metrics(program)
-        profile = profile_of(planned, costs.optimizer.seconds_per_byte, options.recomputes)
-        return Emitter(program, costs, profile, planned, options, setting, codec_times, first)
+    @cached_property
+    def planned(self) -> Program:
+        """The program without its metrics, which decide nothing about the cuts."""
+        return without_metrics(self.program)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """What its units cost."""
+        return profile_of(self.planned, self.costs.optimizer.seconds_per_byte, self.options.recomputes)
 
     def choose(self, setting: Setting) -> Choice:
         """The cuts, as asked for or as the planner finds best.

@@ -203,8 +203,8 @@ def lower(
     program = run_passes(program, [costs.of_nodes], training, first=len(front) + 1)
     setting = options.setting(program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
-    emitter = Emitter.of(program, costs, options, setting, times, first=len(front) + 2)
-    emitter = replace(emitter, reduce=reduce, known={} if chosen is None else chosen.known)
+    known = {} if chosen is None else chosen.known
+    emitter = Emitter(program, costs, options, setting, times, len(front) + 2, known, reduce)
     program, build = emit_encoded(emitter, options.encoding, training, lines)
     build = _with_optimizer(build, options)
     if chosen is not None:

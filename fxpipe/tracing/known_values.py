@@ -9,6 +9,7 @@ nothing unknown is written into them.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -141,7 +142,7 @@ class KnownValues:
             del self._known[i]
 
     def _values(self, value: Any) -> Any:
-        return _mapped(value, lambda tensor: self._known[id(tensor)].value)
+        return mapped(value, lambda tensor: self._known[id(tensor)].value)
 
     def _numbers(self, value: Any) -> Any:
         """With numbers in place of known tensors of no dimension."""
@@ -152,7 +153,7 @@ class KnownValues:
                 return tensor
             return _computed(torch.Tensor.item, [known.value], {})
 
-        return _mapped(value, number)
+        return mapped(value, number)
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,14 +187,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors([value.start, value.stop, value.step])
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Arguments of a torch call with other things in place of tensors."""
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Arguments of a torch call with other things in place of tensors; a list in which none is another stays itself."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(_mapped(member, change) for member in value)
+        members = [mapped(member, change) for member in value]
+        return value if all(map(operator.is_, members, value)) else type(value)(members)
     if isinstance(value, dict):
-        return {key: _mapped(member, change) for key, member in value.items()}
+        return {key: mapped(member, change) for key, member in value.items()}
     if isinstance(value, slice):
-        return slice(*(_mapped(part, change) for part in (value.start, value.stop, value.step)))
+        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
     return value

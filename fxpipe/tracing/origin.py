@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
 from fxpipe.tracing import unseen
-from fxpipe.tracing.known_values import UNKNOWN, KnownValues
+from fxpipe.tracing.known_values import UNKNOWN, KnownValues, mapped
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.torch_versions import TESTED
 from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
@@ -197,16 +196,8 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def replaced(self, value: Any) -> Any:
-        """Arguments of a torch call with stand-ins; a list without any stays the same object."""
-        if isinstance(value, torch.Tensor):
-            return self.stand_ins.get(id(value), value)
-        if type(value) in (tuple, list):
-            members = [self.replaced(member) for member in value]
-            same = all(map(operator.is_, members, value))
-            return value if same else type(value)(members)
-        if type(value) is dict:
-            return {key: self.replaced(member) for key, member in value.items()}
-        return value
+        """Arguments of a torch call with stand-ins."""
+        return mapped(value, lambda tensor: self.stand_ins.get(id(tensor), tensor))
 
     def is_update(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether `tensor.data = value` is a copy_: the model's own tensor, not trained, and a fresh value."""
