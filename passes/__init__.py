@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxpipe.passes.codegen import TOTALS, Codegen
+from fxpipe.passes.codegen import Codegen
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
@@ -106,30 +106,15 @@ def emitting_passes(
     ]
 
 
-def totals_passes(command: str, shape: int = 0) -> list[Pass]:
-    """The program of a minibatch's totals in, the file that worker 0 computes them with out.
-
-    Args:
-        shape: the number of its batches' shape.
-    """
-    return [
-        Fold(),
-        KeepLayouts(),
-        Units(),
-        Cost(),
-        PlaceEvaluation(1, {}),
-        Comm(),
-        Split(),
-        Codegen(command, f"totals_{shape}.py" if shape else TOTALS),
-    ]
-
-
-def evaluation_passes(workers: int, owners: Mapping[str, int], shape: int, command: str) -> list[Pass]:
-    """Captured evaluation in, the files of its workers out.
+def evaluation_passes(
+    workers: int, owners: Mapping[str, int], shape: int, command: str, files: str = "evaluate_{worker}"
+) -> list[Pass]:
+    """Captured evaluation in, or the program of a minibatch's totals, the files of its workers out.
 
     Args:
         owners: the worker that holds a parameter or an updated buffer, by its first name.
         shape: the number of its batches' shape.
+        files: what their names begin with.
     """
     return [
         Fold(),
@@ -142,7 +127,7 @@ def evaluation_passes(workers: int, owners: Mapping[str, int], shape: int, comma
         Rematerialize(),  # masks and positions are made where they are read
         Comm(prefix=f"evaluate.{shape}:"),  # edges of their own, next to those of training
         Split(),
-        Codegen(command, f"evaluate_{{worker}}_{shape}.py" if shape else "evaluate_{worker}.py"),
+        Codegen(command, f"{files}_{shape}.py" if shape else f"{files}.py"),
     ]
 
 

@@ -7,10 +7,8 @@ import keyword
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
-from fxpipe.passes.analysis.last_uses import last_uses
 from torch import fx
 
 from fxpipe.ir.printer import argument_text, bucket_text, call_text, heading, type_text
@@ -22,7 +20,8 @@ from fxpipe.plan.spec import EdgeSpec
 from fxpipe.tracing.custom_operators import registering
 
 WIDTH = 110
-TOTALS = "totals.py"
+TOTALS = "totals"
+"""What the name of the file of totals begins with."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Codegen(Pass):
     def __call__(self, program: Program) -> Program:
         edges = {edge.name: edge for edge in program.wires.values()}
         header = _training_header if "B" in program.phases else _evaluation_header
-        if self.file.startswith(Path(TOTALS).stem):
+        if self.file.startswith(TOTALS):
             header = _totals_header
         stages = []
         for stage in program.stages:
@@ -272,4 +271,4 @@ class _Function:
 
     def _last_uses(self) -> dict[fx.Node, list[str]]:
         """By node, the names that are dropped after it."""
-        return {node: [self.names[n] for n in dying] for node, dying in last_uses(self.part).items()}
+        return {node: [self.names[n] for n in dying] for node, dying in self.part.last_uses().items()}

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import fx
 
-from fxpipe.ir.wire import is_recv, is_unpack
+from fxpipe.ir.wire import is_recv, is_reduce, is_send, is_unpack
 from fxpipe.plan.spec import PartSpec, Phase
 
 
@@ -36,6 +36,25 @@ class Part:
     def passed(self) -> tuple[str, ...]:
         """The names of the values that the function before it left for it."""
         return {"backward": self.spec.saved, "weights": self.spec.deferred}.get(self.function, ())
+
+    def last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+        """By node, the values that the code drops after it: those with memory that nothing below reads.
+
+        Weights and buffers are not the part's to drop.
+        """
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_function" and not (is_send(node) or is_reduce(node)):
+                last[node] = node  # until something reads it
+            for source in node.all_input_nodes:
+                last[source] = node
+        given = len(self.spec.weights) + len(self.spec.buffers)
+        kept = {n for n in list(self.graph.nodes)[:given] if n.op == "placeholder"}
+        dying: dict[fx.Node, list[fx.Node]] = {}
+        for node, reader in last.items():
+            if reader.op != "output" and node not in kept:
+                dying.setdefault(reader, []).append(node)
+        return dying
 
 
 @dataclass(frozen=True)

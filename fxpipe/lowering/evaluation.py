@@ -23,7 +23,8 @@ from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.first_of_each import first_of_each, one_of_each
 from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.padding_doubts import evaluation_doubts
-from fxpipe.passes import evaluation_passes, totals_passes
+from fxpipe.passes import evaluation_passes
+from fxpipe.passes.codegen import TOTALS
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, PadSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.wires.moves import first_names
@@ -195,7 +196,7 @@ def with_totals(build: Build, totals: Program, command: str, shape: int = 0) -> 
         command: what is written into the file's header.
         shape: the number of its batches' shape.
     """
-    passes, lines = totals_passes(command, shape), PassLines()
+    passes, lines = evaluation_passes(1, {}, shape, command, TOTALS), PassLines()
     program = run_passes(totals, passes, [lines], dumped_as=f"totals_{shape}_" if shape else "totals_")
     spec = spec_of(program, tuple(program.metrics()), {})
     return dataclasses.replace(

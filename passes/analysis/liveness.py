@@ -1,8 +1,8 @@
 """How much memory the functions of a stage hold while they run: a walk over their code, call by call.
 
-A value lives from the call that makes it to the `del` that codegen writes after its last reader (`last_uses`). Values
-that share memory count once: which do, the operators' schemas say. Weights and buffers are not the part's own, and
-count elsewhere.
+A value lives from the call that makes it to the `del` that codegen writes after its last reader (`Part.last_uses`).
+Values that share memory count once: which do, the operators' schemas say. Weights and buffers are not the part's own,
+and count elsewhere.
 
 What an operator allocates for itself while it runs is not known here.
 """
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from fxpipe.passes.analysis.last_uses import last_uses
 from torch import Tensor, fx
 
 from fxpipe.ir.aten import aten, is_getitem
@@ -70,7 +69,7 @@ class _CodeWalk:
         self._held: dict[fx.Node, _Held] = {}
         self._names: Counter[_Storage] = Counter()  # how many values show it, and whether it is on its way
         self._sent: dict[_Storage, None] = {}
-        self._dying = last_uses(part)
+        self._dying = part.last_uses()
         self.now = self.peak = 0
         self._take(passed, unreceived)
         self._batch = 0 if part.passed else self.now
