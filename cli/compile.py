@@ -14,7 +14,7 @@ from fxpipe.cli.output import echo, emit_json, note, print_columns, print_table,
 from fxpipe.cli.program_after_pass import print_after
 from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
 
-from fxpipe.lowering.options import CompileOptions, outer_options
+from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.messages import plain
 from fxpipe.task.model_options import ModelOptions
 
@@ -175,17 +175,7 @@ def _like(folder: str) -> dict[str, Any]:
     from fxpipe.plan.build_folder import read_plan
 
     plan, context = read_plan(folder), click.get_current_context()
-    found = {
-        "schedule": plan.schedule,
-        "policy": plan.policy,
-        "dp": plan.dp,
-        **outer_options(plan.outer),
-        "replicas": plan.replicas if plan.crossing else None,
-        "microbatches": plan.own_microbatches,
-        "autocast": plan.autocast,
-        "codec": plan.codec,
-        "accept_microbatch_loss": bool(plan.differs_from_whole),
-    }
+    found = options_like(plan)
     given = {name for name in found if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     if "schedule" in given and context.params["schedule"] != plan.schedule:
         given.add("policy")  # it belongs to the schedule

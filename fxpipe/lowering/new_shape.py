@@ -11,7 +11,7 @@ from torch import nn
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.ir.program import Program
-from fxpipe.lowering.options import CompileOptions, outer_options
+from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.lowering.shapes import capture_shape, with_shape
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
@@ -69,19 +69,12 @@ def options_of(plan: Plan, batch: Any, hooks: StepHooks) -> CompileOptions:
     dims = {leaf.name: leaf.dim if leaf.tensor else None for leaf in given}
     cuts = Cuts.of(plan)
     return CompileOptions(
+        **options_like(plan),
         workers=plan.ranks,
         virtual=None if plan.rows else plan.workers // plan.ranks,
-        schedule="\n".join(plan.rows) or plan.schedule,
-        policy=plan.policy,
-        dp=plan.dp,
-        **outer_options(plan.outer),
-        replicas=plan.replicas if plan.crossing else (),
-        microbatches=plan.own_microbatches,
         microbatch_dims=dims if leaves == list(dims) and plan.microbatches > 1 else None,
         constant_batch=constants,
         loss_weight=hooks.loss_weight if plan.loss_weight else None,
-        accept_microbatch_loss=bool(plan.differs_from_whole),
-        autocast=plan.autocast,
         split_backward=cuts.weights != cuts.backward,
         command=COMMAND,
     )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fxpipe.codecs.encoding import Encoding
     from fxpipe.passes.reduce import Reduce
     from fxpipe.passes.whole_loss import WholeLoss
-    from fxpipe.plan.spec import PadSpec
+    from fxpipe.plan.spec import PadSpec, Plan
     from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
     from fxpipe.task.padding import Pad
 
@@ -68,11 +68,20 @@ def not_synchronous(schedule: str) -> ScheduleError:
     )
 
 
-def outer_options(outer: OuterSpec | None) -> dict[str, Any]:
-    """The options of a compile that ask for outer steps."""
-    if outer is None:
-        return {}
-    return {"outer": OUTER, **{f"outer_{name}": number for name, number in asdict(outer).items()}}
+def options_like(plan: Plan) -> dict[str, Any]:
+    """The options of a compile that go on as a plan does: what its runs and its checkpoints depend on."""
+    outer = {} if plan.outer is None else {"outer": OUTER, **{f"outer_{n}": v for n, v in asdict(plan.outer).items()}}
+    return {
+        "schedule": "\n".join(plan.rows) or plan.schedule,
+        "policy": plan.policy,
+        "dp": plan.dp,
+        **outer,
+        "replicas": plan.replicas if plan.crossing else (),
+        "microbatches": plan.own_microbatches,
+        "autocast": plan.autocast,
+        "codec": plan.codec,
+        "accept_microbatch_loss": bool(plan.differs_from_whole),
+    }
 
 
 def _dims(text: str) -> dict[str, int | None]:
