@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from fxpipe.passes.whole_loss import call, read_instead
+from fxpipe.passes.whole_loss import begins_of, read_instead, times, with_leaf
 
 from fxpipe.errors import TaskError, listed
-from fxpipe.ir.program import BatchInput, Level, Program, info, value
+from fxpipe.ir.program import Level, Program, value
 from fxpipe.ir.transform import Pass
-from fxpipe.plan.spec import LOSS_SCALE, LeafSpec
-from fxpipe.task.batch import tensor_spec
-
-aten = torch.ops.aten
+from fxpipe.plan.spec import LOSS_SCALE
 
 
 @dataclass(frozen=True)
@@ -41,22 +38,14 @@ class ScaleLoss(Pass):
     def __call__(self, program: Program) -> Program:
         program = program.copy()
         _check_parameters(program)
-        graph = program.graph
-        with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
-            leaf = graph.placeholder(LOSS_SCALE)
-        begins = [n for n in program if info(n).phase == "B" and n.name == "d_loss"]
-        leaf.meta["val"] = value(begins[0]).new_empty((), dtype=torch.float32)
+        begins = begins_of(program)
+        shown = value(begins[0]).new_empty((), dtype=torch.float32)
+        program, leaf = with_leaf(program, LOSS_SCALE, LOSS_SCALE, shown)
         for begin in begins:
-            with graph.inserting_before(begin.next):
-                factor = leaf
-                if value(begin).dtype != torch.float32:
-                    factor = call(graph, aten._to_copy.default, (leaf,), {"dtype": value(begin).dtype}, begin)
-                made = call(graph, aten.mul.Tensor, (begin, factor), {}, begin)
-                made._rename("d_scaled_loss")
+            made = times(begin, leaf)
+            made._rename("d_scaled_loss")
             read_instead(begin, made)
-        real = torch.ones((), device=program.device)
-        row = BatchInput(leaf.name, LeafSpec(LOSS_SCALE, tensor_spec(real)))
-        return replace(program, batch=(*program.batch, row), example={**program.example, leaf.name: real})
+        return program
 
 
 def _check_parameters(program: Program) -> None:

@@ -150,28 +150,45 @@ def _update(node: fx.Node, numbers: Mapping[Place, Any]) -> None:
 
 def _weighted(program: Program) -> Program:
     """Multiply the loss, and the gradient that backward begins with, by a leaf of the batch."""
-    graph, loss = program.graph, program.loss_node
+    loss = program.loss_node
     assert loss is not None
-    with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
-        leaf = graph.placeholder(LOSS_WEIGHT)
-    leaf.meta["val"] = value(loss).new_empty((), dtype=torch.float32)
-    factor = leaf
-    if value(loss).dtype != torch.float32:
-        with graph.inserting_before(loss.next):
-            factor = call(graph, aten._to_copy.default, (leaf,), {"dtype": value(loss).dtype}, loss)
-    with graph.inserting_before(factor.next if factor is not leaf else loss.next):
-        weighed = call(graph, aten.mul.Tensor, (loss, factor), {}, loss)
+    program, leaf = with_leaf(program, LOSS_WEIGHT, LOSS_WEIGHT, value(loss).new_empty((), dtype=torch.float32))
+    weighed = times(loss, leaf)
     weighed.meta[CORRECTS] = True
-    output = graph.output_node()
     outputs = zip(program.output_nodes, program.outputs, strict=True)
-    output.args = (tuple(weighed if o.kind == "loss" else node for node, o in outputs),)
-    for begin in [n for n in program if info(n).phase == "B" and n.name == "d_loss"]:
-        with graph.inserting_before(begin.next):
-            made = call(graph, aten.mul.Tensor, (begin, factor), {}, begin)
-        read_instead(begin, made)
-    real = torch.ones((), device=program.device)
-    row = BatchInput(leaf.name, LeafSpec(LOSS_WEIGHT, tensor_spec(real)))
-    return replace(program, batch=(*program.batch, row), example={**program.example, leaf.name: real})
+    program.graph.output_node().args = (tuple(weighed if o.kind == "loss" else node for node, o in outputs),)
+    for begin in begins_of(program):
+        read_instead(begin, times(begin, leaf))
+    return program
+
+
+def with_leaf(program: Program, node: str, name: str, shown: torch.Tensor) -> tuple[Program, fx.Node]:
+    """The program with a leaf of the batch that the user's batches do not have, and the leaf's node.
+
+    Args:
+        node, name: what the node is called, and the leaf.
+        shown: its fake value.
+    """
+    with program.graph.inserting_after([n for n in program.graph.nodes if n.op == "placeholder"][-1]):
+        made = program.graph.placeholder(node)
+    made.meta["val"] = shown
+    real = torch.ones(shown.shape, dtype=shown.dtype, device=program.device)
+    row = BatchInput(made.name, LeafSpec(name, tensor_spec(real)))
+    return replace(program, batch=(*program.batch, row), example={**program.example, made.name: real}), made
+
+
+def times(node: fx.Node, leaf: fx.Node) -> fx.Node:
+    """A value times a leaf of the batch, right behind it and in its own dtype."""
+    graph = node.graph
+    with graph.inserting_before(node.next):
+        if value(node).dtype != value(leaf).dtype:
+            leaf = call(graph, aten._to_copy.default, (leaf,), {"dtype": value(node).dtype}, node)
+        return call(graph, aten.mul.Tensor, (node, leaf), {}, node)
+
+
+def begins_of(program: Program) -> list[fx.Node]:
+    """The gradients of the loss that the backward begins with."""
+    return [n for n in program if info(n).phase == "B" and n.name == "d_loss"]
 
 
 def read_instead(node: fx.Node, made: fx.Node) -> None:
@@ -190,15 +207,11 @@ class _Substitution:
         self.source = program
         self.graph = program.graph
         self.microbatches = microbatches
-        self.batch = list(program.batch)
-        self.example = dict(program.example)
         self.addends = _Addends(program)
-        self.last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         self.replaced: dict[fx.Node, fx.Node] = {}
 
     def program(self) -> Program:
-        totals = self.addends.program() if self.addends.outputs else None
-        return replace(self.source, batch=tuple(self.batch), example=self.example, totals=totals)
+        return replace(self.source, totals=self.addends.program() if self.addends.outputs else None)
 
     def total(self, node: fx.Node, share: Share) -> None:
         """The whole minibatch's value in the place of a sum or a mean over the batch."""
@@ -258,14 +271,7 @@ class _Substitution:
     def _leaf(self, addend: fx.Node) -> fx.Node:
         """A new leaf of the batch: the sum over the microbatches of what `addend` computes."""
         index = len(self.addends.outputs) - 1
-        with self.graph.inserting_after(self.last):
-            made = self.graph.placeholder(f"total_{index}")
-        self.last = made
-        shown = value(addend)
-        made.meta["val"] = shown
-        real = torch.ones(shown.shape, dtype=shown.dtype, device=self.source.device)
-        self.batch.append(BatchInput(made.name, LeafSpec(f"total.{index}", tensor_spec(real))))
-        self.example[made.name] = real
+        self.source, made = with_leaf(self.source, f"total_{index}", f"total.{index}", value(addend))
         return made
 
     def _call(
