@@ -81,9 +81,8 @@ class Recompute(Pass):
         if not tight:
             return program.copy()
         choices = {k: Choices(program, plain, k) for k in tight}
-        found = _TriedChoices(program, choices)
-        taken = _places(found, {k: self.rooms[k] for k in tight})
-        left = found.left(taken)
+        taken = _places(program, choices, {k: self.rooms[k] for k in tight})
+        left = _left(program, choices, taken)
         again = [Again()] * len(self.rooms)
         for k in tight:
             names = choices[k].names(taken[k])
@@ -99,14 +98,14 @@ def _again(values: tuple[str, ...], before: LeftValues, after: LeftValues) -> Ag
     return Again(values, max(after.seconds - before.seconds, 0.0), before.saved - after.saved)
 
 
-def _places(search: _TriedChoices, rooms: dict[int, Room]) -> dict[int, int]:
+def _places(program: Program, choices: dict[int, Choices], rooms: dict[int, Room]) -> dict[int, int]:
     """For each worker, the fastest of its choices that fits; the smallest if none does."""
     low = dict.fromkeys(rooms, 0)
-    high = {k: search.choices[k].last for k in rooms}
+    high = {k: choices[k].last for k in rooms}
     tried: dict[int, dict[int, LeftValues]] = {k: {} for k in rooms}
 
     def look(places: dict[int, int]) -> None:
-        for k, left in search.left(places).items():
+        for k, left in _left(program, choices, places).items():
             tried[k][places[k]] = left
 
     look(low)  # of one microbatch at a time, nothing is smaller than to save all
@@ -134,21 +133,14 @@ def _best(room: Room, tried: dict[int, LeftValues]) -> int:
     return min(tried, key=lambda place: room.filled(tried[place]))
 
 
-class _TriedChoices:
-    """What workers leave with one of their choices each."""
-
-    def __init__(self, program: Program, choices: dict[int, Choices]) -> None:
-        self.program = program
-        self.choices = choices
-        self.workers = program.cuts.workers if program.cuts else 0
-
-    def left(self, places: dict[int, int]) -> dict[int, LeftValues]:
-        """By worker, what its forward leaves with the choice at its place."""
-        again = [Again()] * self.workers
-        for k, place in places.items():
-            again[k] = Again(tuple(self.choices[k].names(place)))
-        found = left_values(Rematerialize()(replace(self.program, again=tuple(again))))
-        return {k: found[k] for k in places}
+def _left(program: Program, choices: dict[int, Choices], places: dict[int, int]) -> dict[int, LeftValues]:
+    """By worker, what its forward leaves with the choice at its place."""
+    assert program.cuts is not None
+    again = [Again()] * program.cuts.workers
+    for k, place in places.items():
+        again[k] = Again(tuple(choices[k].names(place)))
+    found = left_values(Rematerialize()(replace(program, again=tuple(again))))
+    return {k: found[k] for k in places}
 
 
 class Choices:

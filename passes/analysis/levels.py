@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fxpipe.passes.analysis.left_values import copies_held, memory_of
 from fxpipe.passes.analysis.sources import sources_of
@@ -38,7 +38,7 @@ def levels_of_units(program: Program) -> list[tuple[SavingLevel, ...]]:
     for step in range(1, choices.last // STEPS + 1):
         names = choices.names(step * STEPS)
         again = Rematerialize()(replace(placed, again=(Again(tuple(names)),)))
-        found.append(_LevelOfOneWorker(again, names, anywhere).of_units(count, seconds))
+        found.append(_level(again, names, anywhere, seconds))
     return list(zip(*found, strict=True)) if found else [()] * count
 
 
@@ -54,58 +54,41 @@ def _backward(program: Program) -> Iterable[fx.Node]:
     return (node for node in program if info(node).phase != "F")
 
 
-@dataclass(frozen=True)
-class _LevelOfOneWorker:
-    """One level of a program on one worker, after `rematerialize`.
+def _level(
+    program: Program, names: frozenset[str], anywhere: frozenset[str], seconds: Sequence[float]
+) -> list[SavingLevel]:
+    """What each unit saves at one level.
 
-    Attributes:
+    Args:
+        program: on one worker, after `rematerialize`.
         names: what backward computes again of forward.
         anywhere: what counts as neither saved nor sent: masks, casts of weights.
+        seconds: of backward, by unit, if nothing is computed again.
     """
-
-    program: Program
-    names: frozenset[str]
-    anywhere: frozenset[str]
-
-    def of_units(self, count: int, seconds: Sequence[float]) -> list[SavingLevel]:
-        """Each unit's; `seconds` are those of backward if nothing is computed again."""
-        saved, made, deferred, alive = ([0.0] * count for _ in range(4))
-        inputs = {b.node for b in self.program.batch if b.node}
-        for memory, readers in self._readers().items():
-            size = size_of(value(memory))
-            if memory.op == "placeholder":
-                is_saved = memory.name in inputs
-            else:
-                is_saved = info(memory).phase == "F" and memory.name not in self.anywhere
-            if is_saved:
-                saved[max(info(n).unit for n in readers)] += size
-            elif self._is_chosen(memory):
-                own = [n for n in readers if not self._is_chosen(n)]
-                made[info(memory).unit] += size if own else 0.0
-                deferred[info(memory).unit] += size if any(info(n).weight for n in own) else 0.0
-        for unit, held in self._held():
-            alive[unit] = max(alive[unit], held)
-        now = _seconds(self.program, count)
-        again = [1e3 * max(after - before, 0.0) for after, before in zip(now, seconds, strict=True)]
-        return [SavingLevel(*row) for row in zip(saved, again, made, alive, deferred, strict=True)]
-
-    def _readers(self) -> dict[fx.Node, list[fx.Node]]:
-        """The calls of backward that read a value or a view of it."""
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in _backward(self.program):
-            for source in node.all_input_nodes:
-                found.setdefault(memory_of(source), []).append(node)
-        return found
-
-    def _is_chosen(self, node: fx.Node) -> bool:
-        return node.meta.get(AGAIN) in self.names
-
-    def _held(self) -> Iterable[tuple[int, float]]:
-        """For each call of backward its unit, and how much that was computed again is there; copies are for the next
-        call that is none."""
-        most = 0
-        for node, now in copies_held(list(_backward(self.program)), self.names):
-            most = max(most, now)
-            if not self._is_chosen(node):
-                yield info(node).unit, most
-                most = 0
+    saved, made, deferred, alive = ([0.0] * len(seconds) for _ in range(4))
+    inputs = {b.node for b in program.batch if b.node}
+    readers: dict[fx.Node, list[fx.Node]] = {}  # of a value or a view of it
+    for node in _backward(program):
+        for source in node.all_input_nodes:
+            readers.setdefault(memory_of(source), []).append(node)
+    for memory, found in readers.items():
+        size = size_of(value(memory))
+        if memory.op == "placeholder":
+            is_saved = memory.name in inputs
+        else:
+            is_saved = info(memory).phase == "F" and memory.name not in anywhere
+        if is_saved:
+            saved[max(info(n).unit for n in found)] += size
+        elif memory.meta.get(AGAIN) in names:
+            own = [n for n in found if n.meta.get(AGAIN) not in names]
+            made[info(memory).unit] += size if own else 0.0
+            deferred[info(memory).unit] += size if any(info(n).weight for n in own) else 0.0
+    most = 0  # of what was computed again, for the next call that is no copy
+    for node, held in copies_held(list(_backward(program)), names):
+        most = max(most, held)
+        if node.meta.get(AGAIN) not in names:
+            alive[info(node).unit] = max(alive[info(node).unit], most)
+            most = 0
+    now = _seconds(program, len(seconds))
+    again = [1e3 * max(after - before, 0.0) for after, before in zip(now, seconds, strict=True)]
+    return [SavingLevel(*row) for row in zip(saved, again, made, alive, deferred, strict=True)]
