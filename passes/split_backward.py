@@ -49,46 +49,36 @@ class SplitBackward(Pass):
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> None:
-    parts = {
-        _Half("input", _INPUT, (True, False, False)): [n for n in node.users if n.args[1] == 0],
-        _Half("weight", _WEIGHT, (False, True, True)): [n for n in node.users if n.args[1] != 0],
-    }
-    if not all(parts.values()):
+    elements = [n for n in node.users if n.args[1] == 0], [n for n in node.users if n.args[1] != 0]
+    if not all(elements):
         return  # it makes only one kind, as the first convolution of a model does
-    for half, elements in parts.items():
-        made = half.make(graph, node)
-        for element in reversed(elements):
+    halves = (
+        _half(graph, node, "input", _INPUT, (True, False, False)),
+        _half(graph, node, "weight", _WEIGHT, (False, True, True)),
+    )
+    for made, own in zip(halves, elements, strict=True):
+        for element in reversed(own):
             element.replace_input_with(node, made)
             made.append(element)  # here, so that the input's gradient can go before the weight's is made
     graph.erase_node(node)
 
 
-@dataclass(frozen=True)
-class _Half:
-    """One of the two calls: which argument gets a stand-in, and which gradients it makes."""
-
-    name: str
-    stands_in: int
-    makes: tuple[bool, bool, bool]
-
-    def make(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
-        """The call, before `node`."""
-        whole, mask = node.args[self.stands_in], node.args[_MASK]
-        assert isinstance(whole, fx.Node)
-        assert isinstance(mask, Sequence)
-        like, wanted = value(whole), [bool(m) and k for m, k in zip(mask, self.makes, strict=True)]
-        layout = (list(like.shape), list(like.stride()))
-        options = {"dtype": like.dtype, "device": torch.device(like.device.type)}
-        with graph.inserting_before(node):
-            empty = graph.create_node(
-                "call_function", aten.empty_strided.default, layout, options, name=f"{node.name}_like_{self.name}"
-            )
-            made = graph.create_node(
-                "call_function", node.target, node.args, dict(node.kwargs), name=f"{node.name}_{self.name}"
-            )
-        made.update_arg(self.stands_in, empty)
-        made.update_arg(_MASK, wanted)
-        results = tuple(v if k else None for v, k in zip(value(node), wanted, strict=True))
-        for new, val in ((empty, like), (made, results)):
-            new.meta = {**node.meta, "val": val, INFO: copy.copy(node.meta[INFO])}
-        return made
+def _half(graph: fx.Graph, node: fx.Node, name: str, stands_in: int, makes: tuple[bool, bool, bool]) -> fx.Node:
+    """One of the two calls, before `node`: an argument gets a stand-in, and only some gradients are made."""
+    whole, mask = node.args[stands_in], node.args[_MASK]
+    assert isinstance(whole, fx.Node)
+    assert isinstance(mask, Sequence)
+    like, wanted = value(whole), [bool(m) and k for m, k in zip(mask, makes, strict=True)]
+    layout = (list(like.shape), list(like.stride()))
+    options = {"dtype": like.dtype, "device": torch.device(like.device.type)}
+    with graph.inserting_before(node):
+        empty = graph.create_node(
+            "call_function", aten.empty_strided.default, layout, options, name=f"{node.name}_like_{name}"
+        )
+        made = graph.create_node("call_function", node.target, node.args, dict(node.kwargs), name=f"{node.name}_{name}")
+    made.update_arg(stands_in, empty)
+    made.update_arg(_MASK, wanted)
+    results = tuple(v if k else None for v, k in zip(value(node), wanted, strict=True))
+    for new, val in ((empty, like), (made, results)):
+        new.meta = {**node.meta, "val": val, INFO: copy.copy(node.meta[INFO])}
+    return made

@@ -20,15 +20,11 @@ class SeparateBatchNorm(TorchFunctionMode):
 
     Args:
         microbatches: how many a batch has, along dimension 0 of what is normalised.
-
-    Attributes:
-        seen: whether a batch norm was taken apart.
     """
 
     def __init__(self, microbatches: int) -> None:
         super().__init__()
         self.microbatches = microbatches
-        self.seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,7 +37,6 @@ class SeparateBatchNorm(TorchFunctionMode):
         batch = given.pop("input")
         if not given.get("training", False) or batch.shape[0] % self.microbatches:
             return func(*args, **kwargs)
-        self.seen = True
         return torch.cat([func(part, **given) for part in batch.chunk(self.microbatches)])
 
     @contextlib.contextmanager
