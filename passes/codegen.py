@@ -176,7 +176,7 @@ class _Function:
         for node in part.graph.nodes:
             if not (is_send(node) or is_reduce(node)):
                 self.names[node] = self._unique(node.name)
-        self.dying = self._last_uses()
+        self.dying = {node: [self.names[n] for n in dying] for node, dying in part.last_uses().items()}
 
     def _unique(self, name: str) -> str:
         made = name
@@ -268,7 +268,3 @@ class _Function:
 
     def _tuple(self, nodes: Sequence[fx.Node]) -> str:
         return argument_text(tuple(nodes), self.names.__getitem__)
-
-    def _last_uses(self) -> dict[fx.Node, list[str]]:
-        """By node, the names that are dropped after it."""
-        return {node: [self.names[n] for n in dying] for node, dying in self.part.last_uses().items()}

@@ -57,7 +57,7 @@ class Fold(Pass):
                 _forget_running_statistics(node)
             elif node.target in _ATTENTIONS:
                 _forget_seeds(node)
-            elif node.target in _COMPUTED and not _is_lazy(value(node)):
+            elif node.target in _COMPUTED and not (value(node).is_conj() or value(node).is_neg()):
                 node.target = _COMPUTED[node.target]
         remove_dead(program.graph)
         return program
@@ -75,10 +75,6 @@ def _stride_over_base(node: fx.Node) -> None:
     if isinstance(value(base), torch.Tensor):
         node.args = (base, *node.args[1:3], offset)
         node.kwargs = {}
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def _forget_running_statistics(node: fx.Node) -> None:

@@ -196,10 +196,6 @@ def read_instead(node: fx.Node, made: fx.Node) -> None:
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
-def _is_of(node: fx.Node, number: Any) -> bool:
-    return info(node).phase == "B" and node.meta.get("seq_nr") == number
-
-
 class _Substitution:
     """A program in change: the totals that it takes from outside by and by, and the program that computes them."""
 
@@ -238,7 +234,8 @@ class _Substitution:
         scaled.meta[CORRECTS] = True
         reader.replace_input_with(current, scaled)
         number = node.meta.get("seq_nr")
-        for call in [n for n in self.graph.nodes if n.op == "call_function" and _is_of(n, number)]:
+        backward = [n for n in self.source if info(n).phase == "B" and n.meta.get("seq_nr") == number]
+        for call in backward:
             for gradient in [n for n in call.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]:
                 if gradient.meta.get("seq_nr") != number:
                     made = self._call(call, aten.div.Scalar, (gradient, self.microbatches))

@@ -225,10 +225,7 @@ def buffers_read(plan: Plan, program: Program, stages: Sequence[EvaluationStage]
 
 def with_readers(buffers: Sequence[BufferSpec], more: Sequence[BufferSpec]) -> tuple[BufferSpec, ...]:
     """Buffers that nobody updates get the readers that they have in `more` too, whose own buffers follow."""
-    known, read = {b.name for b in buffers}, {b.name: b.workers for b in more}
-    shared = (b if b.home is not None else _read_by(b, read.get(b.name, ())) for b in buffers)
-    return (*shared, *(b for b in more if b.name not in known))
-
-
-def _read_by(buffer: BufferSpec, workers: Sequence[int]) -> BufferSpec:
-    return dataclasses.replace(buffer, workers=tuple(dict.fromkeys((*buffer.workers, *workers))))
+    read = {b.name: b.workers for b in more}
+    readers = {b.name: tuple(dict.fromkeys((*b.workers, *read.get(b.name, ())))) for b in buffers}
+    shared = (b if b.home is not None else dataclasses.replace(b, workers=readers[b.name]) for b in buffers)
+    return (*shared, *(b for b in more if b.name not in readers))

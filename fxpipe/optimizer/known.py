@@ -20,8 +20,7 @@ _TRIED = {
 
 def looks_at_each_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is known to: one of torch's own without hooks on its step, or of those that were tried."""
-    return all(not changes_torchs(part) or _is_tried(type(part)) for part in parts_of(optimizer))
-
-
-def _is_tried(kind: type[torch.optim.Optimizer]) -> bool:
-    return kind.__name__ in _TRIED and kind.__module__.startswith(_PACKAGES)
+    return all(
+        not changes_torchs(part) or (type(part).__name__ in _TRIED and type(part).__module__.startswith(_PACKAGES))
+        for part in parts_of(optimizer)
+    )

@@ -56,7 +56,10 @@ class Draw:
         if self.target is aten.native_dropout.default:
             return self._mask(device)
         args, kwargs = pytree.tree_map_only(
-            TensorSpec, lambda spec: _blank(spec, device), (self.args, dict(self.kwargs)), is_leaf=_is_spec
+            TensorSpec,
+            lambda spec: _blank(spec, device),
+            (self.args, dict(self.kwargs)),
+            is_leaf=lambda value: isinstance(value, TensorSpec),
         )
         result: Tensor = self.target(*args, **kwargs)
         return result
@@ -140,10 +143,6 @@ class _Hoist:
             user.replace_all_uses_with(out if user.args[1] == 0 else mask)
             graph.erase_node(user)
         graph.erase_node(node)
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, TensorSpec)
 
 
 def _blank(spec: TensorSpec, device: torch.device | str) -> Tensor:

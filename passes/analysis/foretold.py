@@ -71,7 +71,9 @@ def foretells(operator: OpOverload, inputs: Iterable[object]) -> bool:
 
 def is_block(tensor: object) -> bool:
     """Whether it fills one block of memory, without gaps or overlaps, in one of several orders of its dimensions."""
-    return isinstance(tensor, torch.Tensor) and _has_order(tensor) and is_non_overlapping_and_dense_or_false(tensor)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        return False
+    return sum(size > 1 for size in tensor.shape) > 1 and is_non_overlapping_and_dense_or_false(tensor)
 
 
 def order_in_memory(tensor: torch.Tensor) -> list[int]:
@@ -83,7 +85,3 @@ def order_in_memory(tensor: torch.Tensor) -> list[int]:
 def lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape have the same strides, where strides say anything."""
     return all(x == y for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size > 1)
-
-
-def _has_order(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and sum(size > 1 for size in tensor.shape) > 1

@@ -68,9 +68,6 @@ class OperatorCall:
             self.found.totals[node] = share
         return is_same(share) or node in self.found.totals
 
-    def first_rows(self) -> Rows | None:
-        return next((k for n in self.tensors if isinstance(k := self.known(n), Rows)), None)
-
 
 def is_same(known: Any) -> bool:
     """Whether a value is the same in every microbatch."""

@@ -32,7 +32,7 @@ from fxpipe.ir.program import info, value
 
 def _drawn(call: OperatorCall) -> Known:
     """Filled, or drawn, in the shape of an argument; what is made from nothing is `same_of`'s."""
-    return call.first_rows() or UNIFORM
+    return next((k for n in call.tensors if isinstance(k := call.known(n), Rows)), UNIFORM)
 
 
 def _filled(call: OperatorCall) -> Known:
