@@ -16,11 +16,13 @@ from fxpipe.search.candidate import (
     schedules_of,
 )
 from fxpipe.search.search import Ranking, search
+from fxpipe.search.simulated_plan import SimulatedPlan
 
 __all__ = [
     "Counts",
     "Question",
     "Ranking",
+    "SimulatedPlan",
     "Sized",
     "candidates",
     "counted",

@@ -232,12 +232,14 @@ def _var(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
 
 TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten._native_batch_norm_legit_functional.default: _batch_norm,
-    aten._native_batch_norm_legit.no_stats: lambda *args: _batch_norm(*args[:3], None, None, *args[3:])[:3],
+    aten._native_batch_norm_legit.no_stats: lambda x, weight, bias, *more: _batch_norm(
+        x, weight, bias, None, None, *more
+    )[:3],
     aten._batch_norm_with_update_functional.default: _with_update_functional,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     # The last argument of these two is a buffer of the kernel's own.
-    aten.cudnn_batch_norm_backward.default: lambda x, grad, *args: _batch_norm_backward(
-        grad, x, *args[:-2], True, args[-2], [True, True, True]
+    aten.cudnn_batch_norm_backward.default: lambda x, grad, weight, running_mean, running_var, mean, rstd, eps, _: (
+        _batch_norm_backward(grad, x, weight, running_mean, running_var, mean, rstd, True, eps, [True, True, True])
     ),
     aten.batch_norm_backward.default: lambda *args: _batch_norm_backward(*args[:-1]),
     aten.native_layer_norm_backward.default: _layer_norm_backward,
