@@ -13,12 +13,9 @@ import threading
 from array import array
 from collections.abc import Callable, MutableSequence, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from fxpipe.observe.trace import KINDS
-
-if TYPE_CHECKING:
-    from fxpipe.observe.watch import Watch
 
 Phase = Literal[
     "starting", "importing", "loading", "training", "evaluating", "compiling a shape", "writing results", "done"
@@ -146,6 +143,18 @@ Pulses = PulseFile | StorePulses
 """Where the pulses of all workers can be read, by rank."""
 
 
+class Followed(Protocol):
+    """What a pulse asks of a watch: `fxpipe.observe.watch.Watch`."""
+
+    pulse: MutableSequence[int]
+
+    @property
+    def doing(self) -> tuple[Any, Any] | None: ...
+
+    @property
+    def status(self) -> Status: ...
+
+
 class Pulse:
     """The pulse of one process. The last watch in which a span is open says what it does.
 
@@ -156,8 +165,8 @@ class Pulse:
     def __init__(self, numbers: MutableSequence[int] | None = None) -> None:
         self.numbers = no_numbers() if numbers is None else numbers
         self.after_beat: Callable[[], None] = lambda: None
-        self._watches: Sequence[Watch] = ()
-        self._besides: Sequence[Watch] = ()
+        self._watches: Sequence[Followed] = ()
+        self._besides: Sequence[Followed] = ()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="fxpipe pulse", daemon=True)
 
@@ -180,7 +189,7 @@ class Pulse:
         """The worker makes progress."""
         self.numbers[MOVES] += 1
 
-    def follow(self, watches: Sequence[Watch], besides: Sequence[Watch] = ()) -> None:
+    def follow(self, watches: Sequence[Followed], besides: Sequence[Followed] = ()) -> None:
         """From now on the spans of these watches are progress, and say what the process does.
 
         Args:
