@@ -116,7 +116,9 @@ class PlannedCuts:
         print_columns(_table(rows), stdout_console(), whole=True)
         ideal, units = f"\nideal {1e3 * self.first.ideal:.2f} ms a microbatch", f"{len(subject.whole.units)} units"
         counted = [f"{subject.microbatches} microbatches a minibatch"] if shared else []
-        echo(" · ".join([ideal, *counted, units, described_links(self.setting.links)]))
+        machines = self.setting.machines
+        where = f" between machines of {machines.size}, {described_links(machines.inner)} in them" if machines else ""
+        echo(" · ".join([ideal, *counted, units, f"{described_links(self.setting.links)}{where}"]))
         multiple = math.lcm(*self.first.replicas)
         if shared and self.setting.evenly and subject.microbatches % multiple:
             echo(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from fxpipe.cli.cost_options import CostOptions, cost_options
+from fxpipe.cli.cost_options import CostOptions, cost_options, typed_quantity
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, note, working
 from fxpipe.cli.partition_tables import PlannedCuts
@@ -16,7 +16,9 @@ from fxpipe.cli.schedule_comparison import Schedules, asked_schedule, compare_sc
 
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
-from fxpipe.planner.links import Links
+from fxpipe.planner import quantity
+from fxpipe.planner.links import NCCL_NODE, Links
+from fxpipe.planner.workers import Machines
 from fxpipe.schedule import to_csv
 from fxpipe.task.model_options import ModelOptions
 
@@ -46,6 +48,17 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     CompileOptions,
     replicas="Replicas of each worker, such as 2,1,1.",
     dp="Replicas of every worker: data parallelism.",
+)
+@click.option(
+    "--machine",
+    type=click.IntRange(1, MOST_WORKERS),
+    metavar="N",
+    help="N processes share a machine; --bandwidth is between machines.",
+)
+@click.option(
+    "--inner-bandwidth",
+    metavar="RATE",
+    help="Bandwidth between processes of a machine. [default: that of PCIe]",
 )
 @click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all three]")
 @click.option("--compare", is_flag=True, help="Compare all schedules, each with its best cuts, by the simulator.")
@@ -91,6 +104,8 @@ def plan_command(
     gpus: int | None,
     replicas: tuple[int, ...] | None,
     dp: int,
+    machine: int | None,
+    inner_bandwidth: str | None,
     cuts: tuple[str, ...],
     compare: bool,
     counts: tuple[int, ...],
@@ -116,8 +131,9 @@ def plan_command(
     --gpus N chooses the replicas of every worker, too: processes that have the same stage and do its microbatches in
     turn. The plan says how many each has, as PipeDream writes it (15-1: fifteen processes of the first stage, one of
     the last), what a minibatch takes, and what plain data parallelism and a plain pipeline of as many processes would
-    take. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. --microbatches is the number in the whole
-    minibatch; with --dp, that of one replica of the pipeline, as for `compile`.
+    take. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. --machine says how many processes share a machine;
+    --bandwidth is then between machines, each of which has one link for all its processes. --microbatches is the number
+    in the whole minibatch; with --dp, that of one replica of the pipeline, as for `compile`.
 
     \b
     fxpipe plan examples/gpt.py -n 8 --microbatches 1,4,8
@@ -128,6 +144,7 @@ def plan_command(
     fxpipe plan build/profile.json -n 4 --speed 1,1,0.5,0.5 --json
     fxpipe plan examples/gpt.py -n 2 --schedule zb-v --microbatches 4 --save-schedule zb-v.csv
     fxpipe plan vgg16.txt --gpus 16 --bandwidth 10Gbit
+    fxpipe plan vgg16.txt --gpus 16 --machine 4 --inner-bandwidth 10GB/s --bandwidth 10Gbit --microbatches 30
     fxpipe plan examples/gpt.py --replicas 2,1,1 --bandwidth 10Gbit
     fxpipe plan examples/gpt.py -n 2 --dp 4 --bandwidth 10Gbit --json
     """
@@ -151,6 +168,7 @@ def plan_command(
         options = options.of_microbatches(dp * given.microbatches)
     if not is_model:
         _refuse_model_options(options, costs)
+    machines = _machines(machine, inner_bandwidth, processes)
     options = costs.applied(options, meta=meta)
     if no_communication:
         options = replace(options, links=Links())
@@ -160,7 +178,7 @@ def plan_command(
         source = of_model(target, made, options) if is_model else of_profile(target, weight_fraction)
         found: PlannedCuts | Schedules
         if processes:
-            found = plan_replicas(source, options, processes, replicas, modes or MODES, is_model, say)
+            found = plan_replicas(source, options, processes, replicas, machines, modes or MODES, is_model, say)
         elif compare:
             found = compare_schedules(source, options, counts, modes, say)
         else:
@@ -189,6 +207,20 @@ def _replicas(gpus: int | None, replicas: tuple[int, ...] | None, dp: int, worke
     if replicas is not None and n not in (None, len(replicas)):
         raise click.UsageError(f"--replicas is for {len(replicas)} workers, -n says {n}")
     return replicas or ((dp,) * workers if dp > 1 else ())
+
+
+def _machines(size: int | None, inner_bandwidth: str | None, processes: int) -> Machines | None:
+    """The machines, if the processes are on several."""
+    if size is None and inner_bandwidth is not None:
+        raise click.UsageError("--inner-bandwidth is within machines: say how many processes each has with --machine")
+    if size is None:
+        return None
+    if not processes:
+        raise click.UsageError("--machine is for plans with replicas: give --gpus, --replicas or --dp")
+    if inner_bandwidth is None:
+        return Machines(size, NCCL_NODE)
+    rate = typed_quantity(inner_bandwidth, "--inner-bandwidth", quantity.bandwidth)
+    return Machines(size, Links(rate, NCCL_NODE.latency))
 
 
 def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:

@@ -17,6 +17,7 @@ from fxpipe.task.model_options import ModelOptions
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Partition
     from fxpipe.planner.setting import Setting
+    from fxpipe.planner.workers import Machines
     from fxpipe.search import Counts
 
 Say = Callable[[str], None]
@@ -123,6 +124,7 @@ def plan_replicas(
     options: CompileOptions,
     processes: int,
     given: tuple[int, ...],
+    machines: Machines | None,
     modes: Sequence[str],
     is_model: bool,
     say: Say,
@@ -132,6 +134,7 @@ def plan_replicas(
     Args:
         processes: of all workers together.
         given: how many of them each worker has; empty if that is to be chosen.
+        machines: those that processes share; None where each has its own links.
 
     Raises:
         CutError: nothing fits into memory; processes differ; there are fewer microbatches than replicas.
@@ -152,6 +155,7 @@ def plan_replicas(
     setting = replace(
         counted.setting(subject.device, subject.optimizer),
         ratios=ratios_of(encoding),
+        machines=machines,
         evenly=asked is None,
         speeds=tuple(options.speeds)[:1] if len(set(options.speeds)) == 1 else tuple(options.speeds),
     )

@@ -37,9 +37,9 @@ of a minibatch's M, rounded up. All that comes with every microbatch counts by t
 each. The sums of their weights' gradients are exchanged once a minibatch, in the backward of the last microbatch, and
 count for what that backward does not hide. What many processes send to few, or few to many, occupies the wires of the
 few; weights that a worker with replicas reads leave their owner once for each, as if it had only one process.
-`link_times` says what all this costs. Costs are per microbatch of the minibatch, so that workers with more and fewer
-replicas compare. Where whole pipelines train together (`Workers.dp`), the exchange counts likewise, and all else is as
-of one.
+`link_times` says what all this costs, on one machine and between machines. Costs are per microbatch of the minibatch,
+so that workers with more and fewer replicas compare. Where whole pipelines train together (`Workers.dp`), the exchange
+counts likewise, and all else is as of one.
 
 Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer state, what the policy keeps) + weight
 copies and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
@@ -67,7 +67,7 @@ from numpy.typing import NDArray
 
 from fxpipe.errors import CutError
 from fxpipe.planner.crossing import Crossing
-from fxpipe.planner.link_times import LinkTimes, exchange, link_from
+from fxpipe.planner.link_times import LinkTimes, all_reduce, exposed_exchange, fans, link_from
 from fxpipe.planner.profile import Profile, SavingLevel
 from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, Span, Trim, back, both, front, hull, prefix, total
 from fxpipe.planner.workers import Workers
@@ -250,7 +250,7 @@ class CostModel:
         own_backward = total(self.backward, spans.backward) / speed
         in_front, in_back = share * self._weight_copies(spans, "in", 0), share * self._weight_copies(spans, "in", 1)
         if (readers := self.workers.replicas_of(worker)) > 1:  # the owner sends the weights to each of them
-            in_front, in_back = in_front * readers, in_back * readers
+            in_front, in_back = in_front * readers / before.sharing, in_back * readers / behind.sharing
         out_front, out_back = share * self._weight_copies(spans, "out", 0), share * self._weight_copies(spans, "out", 1)
         handed = total(self._handed, spans.weight) - total(self._handed, both(spans.weight, spans.backward))
         handed = ratios.gradient * handed
@@ -277,9 +277,8 @@ class CostModel:
         if self.workers.replicas or self.workers.dp > 1:
             weights = total(self._parameters, spans.weight)
             hidden = own_backward + (total(self.weight, spans.weight) - total(self._update, spans.weight)) / speed
-            late, copied = exchange(self.workers, worker, weights, hidden)
-            waits = waits + late / own
-            busy = busy + copy * done * copied / own
+            waits = waits + exposed_exchange(self.workers, worker, weights, hidden) / own
+            busy = busy + copy * done * all_reduce(self.workers, worker).copied * weights / own
         if self.workers.replicas:
             wire = np.maximum(wire, self._fan(worker, begins, ends))
         return busy, waits * done, wire * done
@@ -287,9 +286,10 @@ class CostModel:
     def _fan(self, worker: int, begins: Places, ends: Places) -> Floats:
         """How long what a process sends to its neighbours' processes occupies the wires, in milliseconds."""
         ratios = self.workers.ratios
+        front, back = fans(self.workers, worker)
         found = [
-            link.occupied(ratio * crossing)
-            for link, at in zip(self._links(worker), (begins, ends), strict=True)
+            fan * ratio * crossing
+            for fan, at in ((front, begins), (back, ends))
             for ratio, crossing in (
                 (ratios.activation, self._entering[at[:, 0]]),
                 (ratios.gradient, self._leaving[at[:, 1]]),

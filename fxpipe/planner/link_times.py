@@ -1,52 +1,128 @@
-"""What messages between the processes of workers cost: from neighbours, and the sums of gradients among replicas.
+"""What messages between the processes of workers cost: from neighbours, among replicas, and from few to many.
 
-Every process has a link of its own to any other. The sums are exchanged as a run does it (docs/design/0048): each of r
-replicas owns a part, gets that part from the others and hands the result out, which sends 2(r − 1)/r of the bytes from
-each.
+Without machines every process has a link of its own to any other. With machines (`Workers.machines`), what leaves a
+machine goes over one link that its processes share. A worker's messages with a neighbour stay within a machine if all
+its own processes are on one, and the neighbour's nearest process, too. If the neighbour has others elsewhere, what they
+send and receive occupies the link of that machine (`fans`), and the neighbour is charged for it. So a worker's cost
+depends on where its own processes are, and not on the replicas of its neighbours.
+
+The sums of gradients are exchanged as a run does it (docs/design/0048): each of r replicas owns a part, gets that part
+from the others and hands the result out, which sends 2(r − 1)/r of the bytes from each. Where c of them share a
+machine, c(r − c)/r of the bytes leave it, twice: a ring would send less between machines, but adds in another order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fxpipe.planner.sums_over_runs import Floats
-from fxpipe.planner.workers import Workers
+
+if TYPE_CHECKING:
+    from fxpipe.planner.workers import Workers
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """One link: milliseconds per byte, and latency in milliseconds."""
+    """One link: milliseconds per byte, and latency in milliseconds.
+
+    Attributes:
+        copied: bytes that the processor copies for each byte.
+        sharing: processes that the link serves in turn, which the rate has in it.
+    """
 
     rate: float
     latency: float
+    copied: float = 1.0
+    sharing: int = 1
 
     def occupied(self, size: Floats) -> Floats:
         """How long that many bytes occupy the link."""
         return size * self.rate
 
 
+@dataclass(frozen=True)
+class GradientExchange(LinkTimes):
+    """The exchange of sums among the replicas of a worker; `occupied` has the latency of its two rounds in it."""
+
+    def occupied(self, size: Floats) -> Floats:
+        """How long the exchange of so many bytes of gradients takes."""
+        return size * self.rate + 2 * self.latency
+
+
 def link_from(workers: Workers, other: int, worker: int) -> LinkTimes:
     """The link on which one process of a worker receives from a neighbour; free if there is no such worker."""
     if not 0 <= other < workers.count:
         return LinkTimes(0.0, 0.0)
-    links = workers.links
-    return LinkTimes(1e3 / links.bandwidth_of(other, worker), 1e3 * links.latency_of(other, worker))
+    links, machines = workers.links, workers.machines
+    if machines is None:
+        return LinkTimes(1e3 / links.bandwidth_of(other, worker), 1e3 * links.latency_of(other, worker))
+    counts, first, end = _places(workers, worker)
+    border = first if other < worker else end
+    if len(counts) == 1 and border % machines.size:
+        inner = machines.inner
+        return LinkTimes(1e3 / inner.bandwidth_of(0, 0), 1e3 * inner.latency_of(0, 0))
+    shared = max(counts)
+    return LinkTimes(1e3 * shared / links.bandwidth_of(0, 0), 1e3 * links.latency_of(0, 0), sharing=shared)
 
 
-def exchange(workers: Workers, worker: int, weights: Floats, hidden: Floats) -> tuple[Floats, Floats]:
-    """What the exchange of gradients among a worker's replicas takes of a minibatch.
+def all_reduce(workers: Workers, worker: int) -> GradientExchange:
+    """What the exchange of gradients among a worker's replicas takes, for each byte of its weights."""
+    links, machines, count = workers.links, workers.machines, workers.dp * workers.replicas_of(worker)
+    if count == 1:
+        return GradientExchange(0.0, 0.0, 0.0)
+    sent = 2 * (count - 1) / count
+    if machines is None:
+        bandwidth, latency = links.slowest(workers.count)
+        return GradientExchange(1e3 * sent / bandwidth, 1e3 * latency, 2 * sent)
+    counts, _, _ = _places(workers, worker)
+    inner = machines.inner
+    within = 2 * (max(counts) - 1) / count / inner.bandwidth_of(0, 0)
+    if len(counts) == 1:
+        return GradientExchange(1e3 * within, 1e3 * inner.latency_of(0, 0), 2 * sent)
+    between = max(2 * here * (count - here) / count for here in counts) / links.bandwidth_of(0, 0)
+    return GradientExchange(1e3 * max(within, between), 1e3 * links.latency_of(0, 0), 2 * sent)
+
+
+def exposed_exchange(workers: Workers, worker: int, weights: Floats, hidden: Floats) -> Floats:
+    """Milliseconds of a minibatch for which a worker's update waits for the exchange of gradients.
 
     Args:
         weights: bytes of what it owns.
         hidden: milliseconds of the backward of the last microbatch, meanwhile.
-
-    Returns:
-        The milliseconds for which its update waits, and the bytes that its processor copies.
     """
-    count = workers.dp * workers.replicas_of(worker)
-    sent = 2 * (count - 1) / count * weights
-    bandwidth, latency = workers.links.slowest(workers.count)
-    taken = np.where(sent > 0, 1e3 * (sent / bandwidth + 2 * latency), 0.0)
-    return np.maximum(taken - hidden, 0.0), 2 * sent
+    taken = np.where(weights > 0, all_reduce(workers, worker).occupied(weights), 0.0)
+    found: Floats = np.maximum(taken - hidden, 0.0)
+    return found
+
+
+def fans(workers: Workers, worker: int) -> tuple[float, float]:
+    """Milliseconds per byte that crosses the boundary before a worker, and after it, that its messages occupy a wire.
+
+    Per microbatch of one process. It is what the process itself sends; or where the nearest process of the neighbour is
+    on one of several machines that the worker is on, what all processes on the others have to do with that machine.
+    """
+    found = []
+    for other in (worker - 1, worker + 1):
+        if not 0 <= other < workers.count:
+            found.append(0.0)
+            continue
+        rate, machines = link_from(workers, other, worker).rate, workers.machines
+        if machines is not None:
+            counts, first, end = _places(workers, worker)
+            near, border = (counts[0], first) if other < worker else (counts[-1], end)
+            if len(counts) > 1 and border % machines.size:
+                elsewhere = workers.replicas_of(worker) - near
+                rate = max(rate, 1e3 * elsewhere / workers.links.bandwidth_of(0, 0))
+        found.append(rate)
+    return found[0], found[1]
+
+
+def _places(workers: Workers, worker: int) -> tuple[tuple[int, ...], int, int]:
+    """How many of a worker's processes each machine has, and the first process and the end of them."""
+    assert workers.machines is not None
+    first = sum(workers.replicas_of(k) for k in range(worker))
+    count = workers.replicas_of(worker)
+    return workers.machines.counts(first, count), first, first + count

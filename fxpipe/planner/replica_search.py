@@ -3,8 +3,8 @@
 A plan is a path from the first boundary to the last, and each of its workers takes some of the processes. From the
 back, `best[processes left][boundary]` is the smallest bottleneck of the workers from that boundary on: the problem of
 PipeDream (SOSP 2019, section 3.1), for boundaries (f, b, w, r) instead of layers, and with the costs of `cost_model`.
-What a worker costs depends on its two boundaries, its replicas, and on the processes before and after it (how many
-microbatches it holds for them); for memory and policies also on the number of workers after it.
+What a worker costs depends on its two boundaries, its replicas, and on the processes before and after it (where they
+are, and how many microbatches it holds for them); for memory and policies also on the number of workers after it.
 
 All that is priced once for given boundaries: pairs of them that are within a bound, for each number of replicas.
 """
@@ -78,6 +78,7 @@ class ReplicaSearch:
     ) -> None:
         self.costs, self.setting, self.processes, self.totals = costs, setting, processes, tuple(totals)
         self.limited = bool(np.isfinite(setting.memory).any()) or setting.recompute == "full"
+        self.placed = self.limited or setting.machines is not None  # where processes are makes a difference
         last = setting.stages_of(most_workers)
         first = 1  # the least number of workers from which on all end alike, as far as some of them tell
         for count in _SOME_COUNTS:
@@ -105,7 +106,7 @@ class ReplicaSearch:
         found: dict[int, ReplicatedPath] = {}
         for stages in (*self.alone, self.shared):
             counts = range(len(self.alone) + 1, self.processes + 1) if stages is self.shared else (len(stages),)
-            for total in self.totals if self.limited else self.totals[-1:]:
+            for total in self.totals if self.placed else self.totals[-1:]:
                 for path in through.paths(stages, total):
                     if len(path.replicas) not in counts:
                         continue
@@ -162,9 +163,9 @@ class _PlansThroughRows:
                         continue
                     if after and (not source or not np.isfinite(source[after].value).any()):
                         continue
-                    if used < total or not search.limited:
+                    if used < total or not search.placed:
                         self._extend(tables[used], source, stage, (total - used, own, after))
-                    if used == total or not search.limited:
+                    if used == total or not search.placed:
                         value = self._first(source, stage, own, after)
                         if value is not None:
                             firsts.append((value, used, own))
@@ -224,7 +225,7 @@ class _PlansThroughRows:
 
     def _edges(self, stage: StageDemands, front: int, own: int, after: int) -> _PricedWorkers:
         """All workers with `own` replicas within the bound, of those that begin at the start if none is in front."""
-        if not self.search.limited:
+        if not self.search.placed:
             front, after = min(front, 1), min(after, 1)
         asked = (stage, front, own, after)
         if asked not in self.known:
@@ -277,6 +278,8 @@ class _PlansThroughRows:
 def _key(workers: Workers, worker: int, front: int, after: int, limited: bool) -> tuple[float, ...]:
     """What the price of a worker depends on."""
     key: tuple[float, ...] = (front > 0, after > 0, workers.replicas[worker], workers.owned_ms[worker])
+    if workers.machines is not None:
+        key += (front % workers.machines.size,)
     if limited:
         held = (workers.in_flight[worker], workers.deferred[worker], workers.in_flight_before[worker])
         key += (*held, workers.owned_factor[worker])

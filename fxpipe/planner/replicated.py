@@ -48,7 +48,7 @@ def replicated_partitions(
     With a flush, the least time of a minibatch counts, filling and draining included; else the least bottleneck.
 
     Args:
-        setting: of equal processes; its links between any two of them.
+        setting: of equal processes; its links between any two of them, or between machines.
         budget: pairs of boundaries that may be priced in one search.
 
     Raises:
@@ -77,10 +77,10 @@ def replicated_partitions(
 
 
 def totals_of(processes: int, setting: Setting) -> tuple[int, ...]:
-    """The numbers of processes that a plan may have: any, if they are few or memory has no limit, else eighths."""
-    if processes <= _ALL_TOTALS or not np.isfinite(setting.memory).any():
+    """The numbers of processes that a plan may have: any, if they are few, else whole machines or eighths."""
+    if processes <= _ALL_TOTALS or (setting.machines is None and not np.isfinite(setting.memory).any()):
         return tuple(range(1, processes + 1))
-    step = processes // 8
+    step = max(setting.machines.size if setting.machines else 1, processes // 8)
     return tuple(sorted({1, *range(step, processes + 1, step), processes}))
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.planner.links import Links
-from fxpipe.planner.workers import Ratios, Recomputation, Workers
+from fxpipe.planner.workers import Machines, Ratios, Recomputation, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.costs import seconds_per_owned_byte
@@ -59,7 +59,7 @@ class Setting:
         recompute: what backwards may compute again to save memory.
         dp: how many replicas each worker has; `microbatches` are those of one.
         replicas: where workers have different numbers of them: those of each, which share the microbatches.
-        evenly: as for `Workers`.
+        machines, evenly: as for `Workers`.
     """
 
     schedule: str = "async"
@@ -77,6 +77,7 @@ class Setting:
     recompute: Recomputation = "none"
     dp: int = 1
     replicas: tuple[int, ...] = ()
+    machines: Machines | None = None
     evenly: bool = False
 
     def schedule_of(self, count: int) -> Schedule:
@@ -199,6 +200,7 @@ class Setting:
             recompute=self.recompute,
             replicas=replicas,
             evenly=self.evenly,
+            machines=self.machines,
         )
         own = [math.ceil(found.own_microbatches(k)) for k in range(count)]
         each = list(zip(stages, replicas, after, own, strict=True))

@@ -1,4 +1,4 @@
-"""The workers that a profile is planned for."""
+"""The workers that a profile is planned for, and the machines that they are on."""
 
 from __future__ import annotations
 
@@ -25,6 +25,31 @@ Recomputation = Literal["none", "auto", "full"]
 
 
 @dataclass(frozen=True)
+class Machines:
+    """Machines of equal size. Processes are numbered, and fill one after another.
+
+    Attributes:
+        size: the processes of a machine.
+        inner: links between them. What leaves a machine goes over one link that they share.
+    """
+
+    size: int
+    inner: Links
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise CutError("a machine has at least one process")
+        if isinstance(self.inner.bandwidth, tuple) or isinstance(self.inner.latency, tuple):
+            raise CutError("the links within a machine have one bandwidth and one latency")
+
+    def counts(self, first: int, count: int) -> tuple[int, ...]:
+        """How many of the processes [first, first + count) each machine has, of those that have any."""
+        end = first + count
+        machines = range(first // self.size, (end - 1) // self.size + 1)
+        return tuple(min(end, (m + 1) * self.size) - max(first, m * self.size) for m in machines)
+
+
+@dataclass(frozen=True)
 class Workers:
     """The workers that a profile is planned for; by default plain `async` on equal workers without limits.
 
@@ -46,6 +71,7 @@ class Workers:
         dp: how many pipelines like this one train together, each with microbatches of its own: a worker adds up its
             gradients with as many processes.
         evenly: whether a worker's microbatches count as shared out evenly, though its replicas may not divide them.
+        machines: what processes share one, numbered from worker 0's first on; `links` are then between machines.
         in_flight_before: the most microbatches of a process that hold what the worker in front saved for them; empty
             means what that worker itself holds.
     """
@@ -64,6 +90,7 @@ class Workers:
     replicas: tuple[int, ...] = ()
     dp: int = 1
     evenly: bool = False
+    machines: Machines | None = None
     in_flight_before: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.spec import Phase
 from fxpipe.plan.urgency import turn_of
-from fxpipe.planner.link_times import exchange
+from fxpipe.planner.link_times import all_reduce, exposed_exchange
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Ratios, Workers
@@ -48,8 +48,8 @@ def _time(profile: Profile, partition: Partition, workers: Workers, k: int, sche
         backward, weight = backward + weight, 0.0
     if workers.dp > 1:
         size = sum(unit.parameter_bytes for unit in profile.units[partition.weights[k] : partition.weights[k + 1]])
-        waits, copied = exchange(workers, k, np.array([size]), np.array([1e3 * (weight or backward)]))
-        update += float(waits[0]) / 1e3 + workers.links.copy * float(copied[0])
+        waits = exposed_exchange(workers, k, np.array([size]), np.array([1e3 * (weight or backward)]))
+        update += float(waits[0]) / 1e3 + workers.links.copy * all_reduce(workers, k).copied * size
     return StageTime(load.forward, backward, update, weight)
 
 

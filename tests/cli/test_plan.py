@@ -196,6 +196,14 @@ def test_replicas_are_given(heavy_end: Path) -> None:
     assert not alike["shared_out_evenly"]
 
 
+def test_machines_have_links_of_their_own(heavy_end: Path) -> None:
+    asked = ("plan", heavy_end, "-n", "1", "--dp", "4", "--bandwidth", "100MB/s", "--cuts", "same", "--json")
+    far = fxpipe(*asked).json["same"]["minibatch_ms"]
+    near = fxpipe(*asked, "--machine", "4", "--inner-bandwidth", "10GB/s").json["same"]["minibatch_ms"]
+    two = fxpipe(*asked, "--machine", "2", "--inner-bandwidth", "10GB/s").json["same"]["minibatch_ms"]
+    assert near < far < two  # two on each machine send over one link
+
+
 def test_a_models_batch_is_cut_for_all_processes(digits: Path) -> None:
     found = fxpipe("plan", digits, "--gpus", "4", "--cuts", "same", "--cost", "analytic", "--json").json
     assert found["microbatches"] >= 4
@@ -212,6 +220,8 @@ def test_a_models_batch_is_cut_for_all_processes(digits: Path) -> None:
         ("--replicas 2,1 -n 3", "is for 2 workers, -n says 3"),
         ("--gpus 4 -n 2", "leave out -n"),
         ("--gpus 4 --replicas 2,1", "give one of them"),
+        ("--gpus 4 --inner-bandwidth 1GB/s", "--machine"),
+        ("--machine 4", "give --gpus, --replicas or --dp"),
         ("--gpus 4 --compare", "one schedule and one number of microbatches"),
         ("--gpus 4 --microbatches 4,8", "one schedule and one number of microbatches"),
         ("--dp 4 --speed 1,0.5", "replicas are planned for equal ones"),

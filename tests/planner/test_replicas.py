@@ -17,12 +17,13 @@ from judged_plans import partition, profiles, ratios
 from fxpipe.errors import CutError
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.link_times import all_reduce
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import TooLittleMemory, of_cuts
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
 from fxpipe.planner.replicated import minibatch_seconds, notation, replicated_partitions
 from fxpipe.planner.setting import Setting
-from fxpipe.planner.workers import Workers
+from fxpipe.planner.workers import Machines, Workers
 from fxpipe.schedule import make
 
 
@@ -58,12 +59,17 @@ def brute_force(profile: Profile, setting: Setting, processes: int, mode: str) -
 
 @st.composite
 def settings_of_processes(draw: st.DrawFn) -> Setting:
+    links = draw(st.sampled_from([Links(), Links(250.0), Links(1000.0, 0.001), Links(8000.0, 0.0, 0.0005)]))
+    machines = None
+    if not links.free and draw(st.booleans()):
+        machines = Machines(2, draw(st.sampled_from([Links(2000.0), Links(50000.0, 0.0001)])))
     return Setting(
         microbatches=draw(st.sampled_from([3, 4, 12])),
-        links=draw(st.sampled_from([Links(), Links(250.0), Links(1000.0, 0.001), Links(8000.0, 0.0, 0.0005)])),
+        links=links,
         memory=draw(st.sampled_from([(), (30.0,), (60.0,), (120.0,)])),
         recompute=draw(st.sampled_from(["none", "auto"])),
         ratios=draw(ratios()),
+        machines=machines,
         evenly=draw(st.booleans()),
         outer_bytes=draw(st.sampled_from([0.0, 2.0])),
     )
@@ -165,6 +171,27 @@ def test_one_replica_each_is_a_plain_pipeline(mode: str) -> None:
     ones = partition(profile, setting.workers(3, (1, 1, 1)), mode)
     assert ones.bottleneck == pytest.approx(plain.bottleneck)
     assert [load.memory for load in ones.loads] == [load.memory for load in plain.loads]
+
+
+def test_the_exchange_between_machines_goes_over_the_link_that_they_share() -> None:
+    inner, outer = Links(8e6), Links(1e6)
+
+    def per_byte(*replicas: int, worker: int = 0) -> float:
+        workers = Workers(len(replicas), links=outer, microbatches=8, replicas=replicas, machines=Machines(4, inner))
+        return all_reduce(workers, worker).rate / 1e3
+
+    assert per_byte(1) == 0
+    assert per_byte(4) == pytest.approx(2 * 3 / 4 / 8e6)
+    assert per_byte(8) == pytest.approx(2 * 4 * 4 / 8 / 1e6)  # four on each machine send to four on the other, twice
+    assert per_byte(3, 2, worker=1) == pytest.approx(2 * 1 / 2 / 1e6)
+    assert per_byte(4, 2, worker=1) == pytest.approx(2 * 1 / 2 / 8e6)
+
+
+def test_messages_within_a_machine_use_its_links() -> None:
+    profile = chain(*(Unit(f"u{i}", 1.0, 1.0, output_bytes=1000.0) for i in range(4)))
+    workers = Workers(4, links=Links(1e5), microbatches=4, replicas=(1, 1, 1, 1), machines=Machines(2, Links(1e6)))
+    found = of_cuts(profile, workers, Cuts((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)))
+    assert [1e3 * load.total for load in found.loads] == pytest.approx([2 + 1, 2 + 1 + 10, 2 + 10 + 1, 2 + 1])
 
 
 def test_replicas_hold_what_keeps_all_processes_busy() -> None:
