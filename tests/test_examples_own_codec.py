@@ -12,7 +12,7 @@ from commands import QUICK, fxpipe
 
 import fxpipe as api
 from fxpipe.codecs import CODECS, codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import EdgeState
 from fxpipe.errors import CodecError
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.task.model_file import load_task

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.codecs import Codec, codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import EdgeState
 from fxpipe.plan.spec import TensorSpec
 
 HERE = Path(__file__).resolve().parent

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.codecs.blocks import float_refusal, in_range
-from fxpipe.codecs.codec import Codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import Codec, EdgeState
 from fxpipe.plan.spec import TensorSpec
 
 

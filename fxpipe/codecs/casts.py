@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxpipe.codecs.codec import Codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import Codec, EdgeState
 from fxpipe.plan.spec import TensorSpec
 
 _WIDE = ("float32", "float64")

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fxpipe.codecs.codec import Codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import Codec, EdgeState
 from fxpipe.plan.packing import ALIGNMENT, Layout, Pack
 from fxpipe.plan.spec import TensorSpec
 

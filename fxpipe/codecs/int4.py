@@ -22,8 +22,7 @@ from fxpipe.codecs.blocks import (
     steps_in,
     value_of,
 )
-from fxpipe.codecs.codec import Codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import Codec, EdgeState
 from fxpipe.plan.spec import TensorSpec
 
 TILE = 32

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxpipe.codecs.codec import Codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import Codec, EdgeState
 from fxpipe.errors import RunError
 from fxpipe.plan.spec import TensorSpec
 

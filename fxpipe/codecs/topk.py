@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.codecs.carry_over import CarryOver, in_range_if_finite
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import EdgeState
 from fxpipe.errors import CodecError
 from fxpipe.plan.spec import TensorSpec
 

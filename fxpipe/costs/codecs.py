@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fxpipe.codecs import codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import EdgeState
 from fxpipe.costs.timer import Rounds, clock_of, quartile, seconds_of
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.plan.spec import TensorSpec

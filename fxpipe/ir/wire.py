@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpipe.codecs import codec as make_codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import EdgeState
 
 TAKEN = ("torch", "aten", "codec", "weights", "buffers", "batch", "saved", "comm", "forward", "backward")
 """What emitted code calls things of its own."""

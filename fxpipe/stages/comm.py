@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import EdgeState
 
 
 @dataclass(frozen=True)

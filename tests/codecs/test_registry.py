@@ -12,7 +12,7 @@ from packed_values import gaussian, spec_of
 from torch import Tensor
 
 from fxpipe.codecs import CODECS, Codec, codec, register
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import EdgeState
 from fxpipe.codecs.encoding import Encoding
 from fxpipe.errors import CodecError
 

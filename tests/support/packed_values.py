@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.codecs import Codec
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import EdgeState
 from fxpipe.plan.spec import TensorSpec
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

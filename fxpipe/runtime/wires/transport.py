@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.codecs.codec import EdgeState
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause, Watch
 from fxpipe.plan.spec import EdgeSpec
