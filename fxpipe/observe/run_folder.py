@@ -75,22 +75,15 @@ class _Run(TypedDict, total=False):
     evaluations: list[_Evaluation]
     schedule: str
     policy: str
-    transport: str
-    throttle: str
     trace: str
     steps: int
     samples: int
     microbatches: int
     seconds: float
-    evaluation_seconds: float
     samples_per_second: float
     bubble: float
     efficiency: float
-    device: str
     threads: int
-    seed: int
-    clip_norm: float
-    ema: float
     loss_scaling: _LossScaling
 
 

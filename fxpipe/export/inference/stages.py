@@ -36,7 +36,6 @@ class InferenceStage:
         files: names in the folder: the model, and its `.data` if the weights are in a file next to it.
         nodes: how many ONNX nodes it has.
         weights: the model's own names of its parameters and buffers, including large constants.
-        weight_bytes: what they take.
     """
 
     worker: int
@@ -45,7 +44,6 @@ class InferenceStage:
     outputs: tuple[Port, ...]
     nodes: int
     weights: tuple[str, ...] = field(repr=False)
-    weight_bytes: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Writer:
         count = len(model.graph.node)
         weights_file = model_file.write(path, model, weights, self.form if fits else "external")
         files = (path.name,) if weights_file is None else (path.name, weights_file.name)
-        return InferenceStage(stage.worker, files, stage.inputs, stage.outputs, count, tuple(weights), size)
+        return InferenceStage(stage.worker, files, stage.inputs, stage.outputs, count, tuple(weights))
 
     def _converted(self, name: str, graph: EvalGraph, stage: ChainStage) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
         program, weights = _program(graph, stage)
