@@ -12,7 +12,7 @@ from fxpipe.engines import BACKENDS
 from fxpipe.errors import CutError, FxpipeError, ScheduleError, near
 from fxpipe.options import flags, option
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
-from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS, replicas_of_text
+from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
@@ -97,10 +97,10 @@ def _dims(text: str) -> dict[str, int | None]:
 
 def _replicas(text: str) -> tuple[int, ...]:
     """`2,1,1` as numbers."""
-    found = replicas_of_text(text)
-    if found is None:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(len(part) < 9 and part.isdecimal() and 0 < int(part) <= MOST_WORKERS for part in parts):
         raise FxpipeError(f"{text!r} is not a number of processes for each worker", hint="such as 2,1,1")
-    return found
+    return tuple(map(int, parts))
 
 
 @dataclass(frozen=True)
