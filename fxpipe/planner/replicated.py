@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -114,15 +114,6 @@ def notation(replicas: Sequence[int]) -> str:
     return "-".join(parts)
 
 
-@dataclass(frozen=True)
-class _PlanInTime:
-    """A partition, the path it was made of, and what counts: seconds of a minibatch."""
-
-    partition: Partition
-    path: ReplicatedPath
-    seconds: float
-
-
 class _SearchByModes:
     """Finds the best plan of one mode after another."""
 
@@ -137,7 +128,7 @@ class _SearchByModes:
         self.search = ReplicaSearch(
             self.costs, setting, processes, self.flush, totals_of(processes, setting), most_workers=most
         )
-        self.known: list[_PlanInTime] = []
+        self.known: list[Partition] = []  # each better than the one before
         self.ideal = profile.total_ms(setting.microbatches) / self.costs.workers.speeds[0] / processes
 
     def best(self, mode: str, narrower: Partition | None) -> Partition | None:
@@ -155,12 +146,12 @@ class _SearchByModes:
                 exact = self._through(rows, bound, self.budget)
                 self._keep(exact)
                 proved = True
-                least = min([bound, *(f.path.bottleneck for f in exact)])
+                least = min([bound, *(1e3 * found.bottleneck for found in exact)])
         if not proved:
             self._improve(mode, where)
         if not self.known:
             return None
-        chosen = self.known[-1].partition
+        chosen = self.known[-1]
         if narrower is not None and self._seconds(narrower) <= self._seconds(chosen) * (1 + EPSILON):
             chosen = narrower
         least = min(least / 1e3, chosen.bottleneck)
@@ -188,23 +179,22 @@ class _SearchByModes:
         """In milliseconds, a bottleneck that the best plan does not exceed."""
         if not self.known:
             return np.inf
-        return 1e3 * self.known[-1].seconds / self.setting.microbatches
+        return 1e3 * self._seconds(self.known[-1]) / self.setting.microbatches
 
     def _seconds(self, partition: Partition) -> float:
+        """Of a minibatch: what counts."""
         workers = self.setting.workers(len(partition.replicas), partition.replicas)
         return minibatch_seconds(partition, workers, self.flush)
 
-    def _keep(self, found: Sequence[_PlanInTime]) -> bool:
-        """Whether one is better than what is known; the best is the last."""
-        if not found:
-            return False
-        best = min(found, key=lambda each: each.seconds)
-        if self.known and best.seconds >= self.known[-1].seconds * (1 - EPSILON):
-            return False
-        self.known.append(best)
-        return True
+    def _keep(self, found: Sequence[Partition]) -> None:
+        """Know the best of them, if it is better than what is known."""
+        best = min(found, key=self._seconds, default=None)
+        if best is not None and not (
+            self.known and self._seconds(best) >= self._seconds(self.known[-1]) * (1 - EPSILON)
+        ):
+            self.known.append(best)
 
-    def _through(self, rows: Places, bound: float, budget: int) -> list[_PlanInTime]:
+    def _through(self, rows: Places, bound: float, budget: int) -> list[Partition]:
         """The best plans through rows, by number of workers; none if there is none within the bound.
 
         Raises:
@@ -212,10 +202,9 @@ class _SearchByModes:
         """
         return [self._found(path) for path in self.search.best(rows, bound, budget).values()]
 
-    def _found(self, path: ReplicatedPath) -> _PlanInTime:
+    def _found(self, path: ReplicatedPath) -> Partition:
         workers = self.setting.workers(len(path.replicas), path.replicas)
-        partition = of_rows(self.costs.with_workers(workers), "three-way", path.cuts)
-        return _PlanInTime(partition, path, minibatch_seconds(partition, workers, self.flush))
+        return of_rows(self.costs.with_workers(workers), "three-way", path.cuts)
 
     def _all(self, mode: str, where: Positions, bound: float) -> Places | None:
         """All boundaries that plans within the bound can have; None if they are too many."""
@@ -241,13 +230,13 @@ class _SearchByModes:
         for turn in range(_ROUNDS):
             if not self.known:
                 return
-            before = self.known[-1].seconds
+            before = self._seconds(self.known[-1])
             self.say(f"{mode}: {1e3 * before / self.setting.microbatches:.3f} ms a microbatch after {turn} rounds")
-            self._improve_cuts(mode, self.known[-1].partition.replicas)
+            self._improve_cuts(mode, self.known[-1].replicas)
             rows = self._near(mode, where, patterns[turn % len(patterns)])
             with suppress(TooManyPairs):
                 self._keep(self._through(rows, self._bound(), self.budget))
-            fruitless = 0 if self.known[-1].seconds < before * (1 - _WORTH) else fruitless + 1
+            fruitless = 0 if self._seconds(self.known[-1]) < before * (1 - _WORTH) else fruitless + 1
             if fruitless >= len(patterns):
                 return
 
@@ -255,16 +244,13 @@ class _SearchByModes:
         """The best cuts of the mode for given replicas."""
         workers = self.setting.workers(len(replicas), replicas)
         try:
-            made = partitions(self.profile, workers, (mode,), budget=self.budget // 4, rounds=4)[mode]
+            self._keep([*partitions(self.profile, workers, (mode,), budget=self.budget // 4, rounds=4).values()])
         except TooLittleMemory:
             return
-        path = ReplicatedPath(boundaries(made.cuts), replicas, 1e3 * made.bottleneck)
-        self._keep([_PlanInTime(made, path, minibatch_seconds(made, workers, self.flush))])
 
     def _near(self, mode: str, where: Positions, offsets: Sequence[int]) -> Places:
         """Boundaries around those of the best plan, and shared ones, so that replicas can change place."""
-        cuts = self.known[-1].path.cuts
-        layers = window(self.costs, where, mode, cuts, offsets)[1:-1]
+        layers = window(self.costs, where, mode, boundaries(self.known[-1].cuts), offsets)[1:-1]
         return _inner(self.costs, np.concatenate([*layers, _thinned(self.costs, where, 200)]))
 
 
