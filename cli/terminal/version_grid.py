@@ -10,7 +10,7 @@ from fxpipe.cli.output import mark, print_text
 
 from fxpipe.inspection.grid import explained
 from fxpipe.inspection.report.marks import colour
-from fxpipe.schedule.picture import IDLE
+from fxpipe.schedule.order import IDLE
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -23,8 +23,7 @@ from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.order import play, read
-from fxpipe.schedule.picture import marked, picture
+from fxpipe.schedule.order import marked, picture, play, read
 from fxpipe.schedule.table import Table
 
 ENDING = ".csv"

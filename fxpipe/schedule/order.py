@@ -16,7 +16,9 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.merge import sender
-from fxpipe.schedule.picture import IDLE, marked, picture
+
+IDLE = ".."
+"""The cell of a unit of time in which nothing is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,25 @@ def timeline(schedule: Schedule, steps: Iterable[TimedAction], label: Callable[[
 def label_of(schedule: Schedule) -> Callable[[int, Action], str]:
     """The label of an action in a picture that shows actions only; with its worker, where a rank has several."""
     return (lambda worker, action: f"{worker}:{action}") if schedule.several else (lambda worker, action: str(action))
+
+
+def picture(rows: Sequence[Sequence[str]], of: str = "worker") -> str:
+    """One line per worker, or rank, the cells in columns of one width.
+
+    worker 0: F0 F1 .. B0
+    worker 1: .. F0 B0
+    """
+    width = max((len(cell) for row in rows for cell in row), default=0)
+    number = len(str(len(rows) - 1))
+    return "\n".join(
+        f"{of} {place:>{number}}: {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for place, row in enumerate(rows)
+    )
+
+
+def marked(action: object) -> str:
+    """The cell of an action that breaks a law: `>F3<`."""
+    return f">{action}<"
 
 
 def picture_of(schedule: Schedule, rows: Sequence[Sequence[str]]) -> str:
