@@ -18,6 +18,7 @@ from fxpipe.runtime.worker.feed import Feed
 
 @dataclass
 class Task:
+    path = None
     data: Callable[[], Iterable[Any]]
 
     def train_data(self) -> Iterable[Any]:
