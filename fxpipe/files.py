@@ -41,10 +41,7 @@ def process_began(pid: int) -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         state, *fields = status.rpartition(")")[2].split()
         return "" if state == "Z" else f"{boot} {fields[18]}"  # field 22 of proc(5); a zombie writes nothing any more
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return ""
-    except (OSError, IndexError):
+    except (OSError, IndexError):  # not Linux; or it is gone, or hidden from us
         pass
     try:
         os.kill(pid, 0)

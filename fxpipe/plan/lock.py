@@ -56,7 +56,7 @@ class LockHolder:
     @property
     def gone(self) -> bool:
         """Whether it has ended for certain: only of processes that this one could see."""
-        return self.host == host_of_processes() and process_began(self.pid) != self.started
+        return self.host == host_of_processes() and process_began(self.pid) not in (self.started, "unknown")
 
 
 def run_lock(out: str | Path) -> Path:

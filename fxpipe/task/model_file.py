@@ -256,7 +256,7 @@ class Task:
 
     def _data(self, hook: str) -> Iterable[Any]:
         data: Iterable[Any] = self._call(hook)
-        if not hasattr(data, "__iter__"):
+        if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
             raise TaskError(
                 f"{hook}() returned {type(data).__name__}, which cannot be iterated",
                 where=self._place(hook),

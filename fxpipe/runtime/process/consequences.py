@@ -194,7 +194,7 @@ class Consequences:
         """
         if self.weights is not None:
             self.weights.take_place()
-        if summary is not None:
+        if summary is not None and (self.goal is not None or self.stopped is not None):
             self.tell(summary)
             write_run(summary)
 

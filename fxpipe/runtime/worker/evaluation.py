@@ -23,7 +23,7 @@ from fxpipe.stages.minibatch import number_of
 from fxpipe.task.batch import describe, dump, said, shape_key
 from fxpipe.task.containers import flatten, tree_text
 from fxpipe.task.loss_weights import LossWeight, LossWeights, weighted_means
-from fxpipe.task.model_file import hook_raised
+from fxpipe.task.model_file import Task, hook_raised
 from fxpipe.task.padding import padded
 from fxpipe.task.splitter import Splitter
 
@@ -60,7 +60,7 @@ class EvaluationData:
         batches: Batches,
         seed: int,
         loss_weight: LossWeight | None = None,
-        task: object = None,
+        task: Task | None = None,
     ) -> None:
         self._shapes = Shapes(plan)
         self._weigh = LossWeights(plan, loss_weight)
@@ -92,7 +92,7 @@ class EvaluationData:
                 except FxpipeError:
                     raise
                 except Exception as error:
-                    raise hook_raised("eval_data", error, getattr(self._task, "path", None)) from error
+                    raise hook_raised("eval_data", error, self._task and self._task.path) from error
                 state = random_state()
             own = count % replicas == replica
             count += 1

@@ -326,7 +326,7 @@ class Executor:
             }
         self.store.load([shard.state for shard in shards], shards[0].step, same)
         if self.store.outer is not None and self.store.outer.together(shards[0].step):
-            self._mean_at = shards[0].step
+            self._handed_at = shards[0].step - 1
 
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""
