@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import CaptureError
 
@@ -19,22 +21,19 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         CaptureError: eval() changes weights, as in modules that merge other weights into theirs: what is evaluated
             would not be what is trained. All values are restored.
     """
-    modules, before = list(model.modules()), model.training
-    modes = [module.training for module in modules]
+    modes, before = {module: module.training for module in model.modules()}, model.training
+    changed: list[str] = []
     tensors = _tensors(model)
     memories = {name: tensor.detach() for name, tensor in tensors.items()}
-    # What modules do themselves about a mode may write into tensors; torch's own train() does not.
-    values = {name: old.clone() for name, old in memories.items() if any(map(_has_own_way, modules))}
-    changed: list[str] = []
+    writes = _Writes([*tensors.values()])
     try:
-        model.eval()
+        with writes:
+            model.eval()
         now = _tensors(model)
         changed = [
             name
             for name, old in memories.items()
-            if now.get(name) is not tensors[name]
-            or _memory(now[name]) != _memory(old)
-            or (name in values and not old.is_meta and not _equal(old, values[name]))
+            if _memory(old) in writes.values or now.get(name) is not tensors[name] or _memory(now[name]) != _memory(old)
         ]
         if changed:
             raise CaptureError(
@@ -45,21 +44,48 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         if changed:
             model.train(before)  # undoes what eval() did to attributes, too; then the exact values come back
-        for module, mode in zip(modules, modes, strict=True):
+        for module, mode in modes.items():
             module.training = mode
-        for name in changed:
-            if name in values:
-                memories[name].copy_(values[name])
-            tensors[name].data = memories[name]
+        for name, old in memories.items():
+            if _memory(tensors[name]) != _memory(old):
+                tensors[name].data = old
+        writes.undo()
 
 
-def _has_own_way(module: nn.Module) -> bool:
-    """Whether it does more than torch's modules when its mode changes."""
-    return "train" in vars(module) or (type(module).train, type(module).eval) != (nn.Module.train, nn.Module.eval)
+class _Writes(TorchDispatchMode):
+    """Keeps the values of some tensors that are overwritten.
 
+    Attributes:
+        values: by memory, the tensors in it, each with its former value.
+    """
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._watched: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._watched.setdefault(_memory(tensor), []).append(tensor.detach())
+        self.values: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's compiler takes seconds to load
+
+    def undo(self) -> None:
+        """Restore the former values of all of them."""
+        for pairs in self.values.values():
+            for tensor, value in pairs:
+                tensor.copy_(value)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in pytree.tree_leaves(given):
+                    memory = _memory(tensor) if isinstance(tensor, Tensor) else None
+                    if memory in self._watched and memory not in self.values:
+                        self.values[memory] = [(watched, watched.clone()) for watched in self._watched[memory]]
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
