@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.costs.yardstick import Yardstick
-from fxpipe.errors import BatchError, CaptureError, FxpipeError, ScheduleError
+from fxpipe.errors import BatchError, FxpipeError, ScheduleError
 from fxpipe.lowering.captured_step import CapturedStep, captured_step
 from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
 from fxpipe.lowering.choose_cuts import choose_cuts
@@ -149,7 +149,7 @@ def compare(
         """With so many microbatches; None: it cannot be captured so."""
         try:
             found = read(count, lambda text: say(f"{counted(count)}: {text}"))
-        except (BatchError, CaptureError) as error:
+        except FxpipeError as error:
             refused.append(ScheduleForecast("", "", count, why=error.what))
             failures.append(error)
             return None
@@ -167,7 +167,7 @@ def compare(
         counts = Counts(tuple(count for count in otherwise if count not in counts.first))
         sizes = [found for found in map(sized, counts.first) if found is not None]
     if not sizes:
-        raise failures[-1]
+        raise failures[-1 if otherwise else 0]
     asked = question(options, inputs[0].optimizer.momentum)
     if modes is not None:
         asked = replace(asked, modes=tuple(modes))

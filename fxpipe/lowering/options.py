@@ -590,8 +590,9 @@ class CompileOptions:
             ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
         """
         for name in ("cuts", "recompute", "cost", "shard", "outer"):
-            given, known = getattr(self, name), flags(CompileOptions)[name].choices
-            if given not in (None, *known) and not (name == "cuts" and isinstance(given, Cuts)):
+            given, flag = getattr(self, name), flags(CompileOptions)[name]
+            known = flag.choices
+            if given not in (flag.default, *known) and not (name == "cuts" and isinstance(given, Cuts)):
                 nearest = near(given, known) if isinstance(given, str) else ""
                 raise CutError(f"{name}={given!r} is none of {', '.join(known)}{nearest}")
         if (self.forward_at or self.backward_at) and self.cuts != "auto":

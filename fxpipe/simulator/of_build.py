@@ -93,7 +93,7 @@ def _weight_copies(demand: Demand, sizes: CopyMessages, owner: int) -> Iterator[
 
 
 def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibatch: float = 0.0) -> tuple[float, float]:
-    """What sums over its replicas take a worker of a minibatch; `planner.link_times.exchange`, bucket by bucket.
+    """What sums over its replicas take a worker of a minibatch: `link_times.exposed_exchange`, bucket by bucket.
 
     Each replica sends 2(R − 1)/R of every bucket, in two rounds (the bound is that of Patarasuk and Yuan 2009). Buckets
     go one after the other while the last microbatch's gradients are made; the last one is complete only at their end.

@@ -48,6 +48,7 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
             raise
         except Exception as error:
             raised = hook_raised("metrics", error, task.path)
+            raised.what = f"evaluating with {raised.what}"
             raised.hint = (
                 f"metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in {weights.name}"
             )

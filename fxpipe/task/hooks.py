@@ -34,7 +34,7 @@ def given_task(
     for hook, asks in (("optimizer()", optimizer and asks_for_model(optimizer)), ("reset(model)", reset)):
         if asks and seen is None:
             raise TaskError(
-                f"{hook} asks for the model, and there is none to be had: the build was loaded",
+                f"{hook} asks for the model, and there is none to be had: the build knows parameters alone",
                 hint="give model=, a function that makes the model that was compiled",
             )
     return Task(None, module, seen=seen, compiled=compiled)

@@ -63,18 +63,24 @@ def _margin_loss(place: int, dims: int) -> Layout:
 
 _LAYOUTS: dict[Any, Layout] = {
     aten._log_softmax_backward_data.default: _contiguous,
+    aten.copysign.Tensor: _in_order(0, 1),
+    aten.div.Tensor_mode: _in_order(0, 1),
     aten.elu_backward.default: _in_order(0, 5),
+    aten.floor_divide.default: _in_order(0, 1),
     aten.hardsigmoid_backward.default: _in_order(0, 1),
     aten.hardswish_backward.default: _in_order(0, 1),
     aten.hardtanh_backward.default: _in_order(0, 1),
+    aten.huber_loss_backward.default: _contiguous,
     aten.leaky_relu_backward.default: _in_order(1, 0),
     aten.mse_loss_backward.default: _contiguous,
     aten.multi_margin_loss.default: _margin_loss(5, dims=1),
     aten.multilabel_margin_loss_forward.default: _margin_loss(2, dims=2),
     aten.native_batch_norm_backward.default: _channels_last_like(1),
     aten.native_layer_norm_backward.default: _contiguous,
+    aten.smooth_l1_loss_backward.default: _contiguous,
     aten.softplus_backward.default: _in_order(0, 1),
     aten.threshold_backward.default: _in_order(1, 0),
+    aten.xlogy.Tensor: _in_order(0, 1),
 }
 _CPU_LAYOUTS: dict[Any, Layout] = {
     aten._native_batch_norm_legit.no_stats: _channels_last_like(0),
