@@ -10,7 +10,7 @@ from commands import QUICK, fxpipe
 from model_files import write_model
 
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.schedule import SCHEDULES
+from fxpipe.schedule import SCHEDULES, make, to_csv
 from fxpipe.search import schedules_of
 
 SAME = ("--cuts", "same")
@@ -86,6 +86,15 @@ def test_memory_that_nothing_fits_says_what_would(model: Path) -> None:
 def test_a_schedule_may_be_named_as_synchronous(model: Path) -> None:
     said = fxpipe("compile", "model.py", *QUICK, "--synchronous", "--schedule", "1f1b", "--json").json
     assert (said["schedule"], said["schedules"]) == ("1f1b", [])
+
+
+def test_a_compile_goes_on_with_the_schedule_of_a_file(model: Path) -> None:
+    Path("rows.csv").write_text(to_csv(make("1f1b", 2, 2)))
+    first = fxpipe("compile", "model.py", *QUICK, "-n", "2", "--schedule", "rows.csv", "-o", "first", "--json").json
+    Path("rows.csv").unlink()
+    again = fxpipe("compile", "model.py", *QUICK, "--like", "first", "-o", "again", "--json").json
+    assert again["schedule"] == first["schedule"]
+    assert again["microbatches"] == first["microbatches"]
 
 
 def test_plan_compares_schedules_of_a_model(model: Path) -> None:
