@@ -92,7 +92,7 @@ class EvaluationData:
                 except FxpipeError:
                     raise
                 except Exception as error:
-                    raise hook_raised("eval_data", error, self._task and self._task.path) from error
+                    raise hook_raised("eval_data", error, None if self._task is None else self._task.path) from error
                 state = random_state()
             own = count % replicas == replica
             count += 1
