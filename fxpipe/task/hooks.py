@@ -12,7 +12,7 @@ from fxpipe.errors import TaskError
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Plan
 from fxpipe.task.model_file import Task, load_task
-from fxpipe.task.model_view import asks_for_model
+from fxpipe.task.model_view import asks_for_model, no_model
 from fxpipe.task.step_hooks import StepHooks
 
 
@@ -33,10 +33,7 @@ def given_task(
     optimizer, reset = hooks.get("optimizer"), hooks.get("reset")
     for hook, asks in (("optimizer()", optimizer and asks_for_model(optimizer)), ("reset(model)", reset)):
         if asks and seen is None:
-            raise TaskError(
-                f"{hook} asks for the model, and there is none to be had: the build knows parameters alone",
-                hint="give model=, a function that makes the model that was compiled",
-            )
+            raise no_model(hook)
     return Task(None, module, seen=seen, compiled=compiled)
 
 

@@ -123,6 +123,15 @@ def without_values(model: nn.Module) -> nn.Module:
     return found
 
 
+def no_model(hook: str) -> TaskError:
+    """The error where a hook asks for the model, and there is none."""
+    otherwise = "; or ask for named_parameters alone" if hook == "optimizer()" else ""
+    return TaskError(
+        f"{hook} asks for the model, and there is none to be had: the build knows parameters alone",
+        hint=f"give model=, a function that makes the model that was compiled{otherwise}",
+    )
+
+
 def of_parameters(hook: Callable[..., Any] | None, make: Callable[[], nn.Module] | None) -> Any:
     """The hook as one that is called with named parameters alone.
 
@@ -135,10 +144,7 @@ def of_parameters(hook: Callable[..., Any] | None, make: Callable[[], nn.Module]
     if hook is None or not asks_for_model(hook):
         return hook
     if make is None:
-        raise TaskError(
-            "optimizer() asks for the model, and there is none to be had: the build knows parameters alone",
-            hint="give model=, a function that makes the model that was compiled; or ask for named_parameters alone",
-        )
+        raise no_model("optimizer()")
     views = ModelViews(make)
 
     def optimizer(named_parameters: Named) -> torch.optim.Optimizer:

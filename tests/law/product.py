@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import random
 import shutil
 import sys
@@ -14,7 +13,6 @@ from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 from unittest.mock import patch
 
@@ -22,13 +20,13 @@ import torch
 from case import STEPS, Case
 from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.model_build import build_model
+from own_loops import worker_errors
 from random_cuts import legal_cuts, with_units
 from safetensors.torch import load_file
 from task import MODELS, Task
 from torch import Tensor
 from torch.distributed import TCPStore
 from torch.utils import _pytree as pytree
-from warm import Popen
 
 import fxpipe
 from fxpipe.errors import ScheduleError
@@ -256,28 +254,7 @@ def run_in_processes(runs: list[RunOptions], processes: int, folder: Path) -> Ou
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]
     listed = [(store.port, options.to_json()) for store, options in zip(stores, runs, strict=True)]
     command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(folder), json.dumps(listed)]
-    shared = {
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "localhost",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    with ExitStack() as stack:
-        files = [stack.enter_context((folder / f"stderr_{rank}").open("w+")) for rank in range(processes)]
-        started = [
-            Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=file)
-            for rank, file in enumerate(files)
-        ]
-        until = monotonic() + 120
-        while monotonic() < until and any(process.poll() is None for process in started):
-            sleep(0.01)
-        codes = [process.poll() for process in started]
-        for process in started:
-            process.kill()
-            process.wait()
-        said = "\n".join(Path(file.name).read_text() for file in files)
-    assert codes == [0] * processes, f"exit codes {codes}\n{said}"
+    worker_errors(command, processes, 120)
     assert runs[-1].out is not None
     return outcome(json.loads((folder / f"summary_{len(runs) - 1}.json").read_text()), Path(runs[-1].out))
 

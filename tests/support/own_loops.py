@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -121,19 +122,26 @@ def worker_errors(command: Sequence[str], workers: int, timeout: float) -> list[
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    processes = [
-        Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(workers)
-    ]
-    found = []
-    try:
-        for process in processes:
-            _, err = process.communicate(timeout=timeout)
-            assert process.returncode == 0, err
-            found.append(err)
-    finally:
-        for process in processes:
-            process.kill()
+    with ExitStack() as stack:
+        files = [stack.enter_context(TemporaryFile("w+")) for _ in range(workers)]
+        processes = [
+            Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=file)
+            for rank, file in enumerate(files)
+        ]
+        try:
+            until = time.monotonic() + timeout
+            while time.monotonic() < until and any(process.poll() is None for process in processes):
+                time.sleep(0.01)
+            codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        found = []
+        for file in files:
+            file.seek(0)
+            found.append(file.read())
+    assert codes == [0] * workers, f"exit codes {codes}\n" + "\n".join(found)
     return found
 
 
