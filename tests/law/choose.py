@@ -95,10 +95,11 @@ def owed_by(case: Case) -> set[tuple[str, Pair]]:
 
 def seconds(case: Case) -> float:
     """About what a case takes."""
-    attends = case.model in ("gpt", "gpt-dropout", "texts")
-    searched = case.cuts == "three-way" and case.workers > 2
-    little = 0.3 * sum((case.evaluation != "none", case.replicas != "one", case.precision != "float64", case.stop > 0))
-    return 0.6 + 1.5 * (attends + (case.shapes == "new") + searched) + (2 + case.total) * case.processes + little
+    shapes = {"new": 1.0, "last": 0.9}.get(case.shapes, 0)
+    searched = 1.3 * (case.cuts == "three-way" and case.workers > 2)
+    processes = case.processes * (0.4 + 0.1 * case.total)
+    more = 1.2 * (case.stop > 0) + 0.9 * (case.precision != "float64") + 0.5 * (case.evaluation != "none")
+    return 0.3 + 1.5 * case.model.startswith("gpt") + shapes + searched + processes + more
 
 
 def possible_pairs(axes: Mapping[str, tuple[Any, ...]]) -> Iterator[Pair]:

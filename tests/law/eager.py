@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import padded_texts
 import torch
 from case import STEPS, Case
-from product import CLIP, DECAY, INTERVAL, OUTER_EVERY, SCALE, Outcome
-from task import RATES, Task, as_list, cycled, forget
+from product import CLIP, DECAY, INTERVAL, OUTER_EVERY, SCALE, SEED, Outcome, places
+from task import MODELS, RATES, Task, as_list, cycled, forget
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -34,20 +37,25 @@ class Trained:
         self.metrics: list[dict[str, float]] = []
         self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) if case.average else None
 
-    def step(self, parts: list[Any], number: int) -> float:
-        """One update by the mean of the losses of so many parts, unless it overflows; that mean."""
+    def step(self, parts: list[Any], number: int, numbers: range | None = None) -> float:
+        """One update by the mean of the losses of so many parts, unless it overflows; that mean.
+
+        Args:
+            numbers: of the parts, among all replicas' microbatches.
+        """
         losses, metrics = [], []
         if self.case.model == "lstm" and number % self.epoch == 0:
             forget(self.model)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         counts = [float(padded_texts.tokens(part)) if self.case.model == "texts" else 1.0 for part in parts]
-        for part, count in zip(parts, counts, strict=True):
+        for microbatch, part, count in zip(numbers or range(len(parts)), parts, counts, strict=True):
             share = count / sum(counts)
-            with _cast(self.case):
-                found = self.task.loss(self.model, part)
-            loss, own = found if isinstance(found, tuple) else (found, {})
-            (self.scale * share * loss).backward()
+            with self._drawing(number, microbatch):  # backward computes checkpoints again
+                with _cast(self.case):
+                    found = self.task.loss(self.model, part)
+                loss, own = found if isinstance(found, tuple) else (found, {})
+                (self.scale * share * loss).backward()
             losses.append(share * float(loss.detach()))
             metrics.append({name: float(value) for name, value in own.items()})
         self.metrics += [metrics[0]] if metrics[0] else []
@@ -64,6 +72,22 @@ class Trained:
             for scheduler in self.schedulers:
                 scheduler.step()
         return sum(losses)
+
+    @contextmanager
+    def _drawing(self, minibatch: int, microbatch: int) -> Iterator[None]:
+        """In this block, what a worker's forward draws follows from its place: see docs/concepts/versions.md."""
+
+        def begin(worker: int) -> None:
+            place = f"{SEED}/{worker}/F/{minibatch}/{microbatch}".encode()
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1)
+
+        with ExitStack() as stack:
+            for worker, place in enumerate(places(self.case)[0] if self.task.draws else (), 1):
+                module = self.model.get_submodule(MODELS[self.case.model].paths[place])
+                hook = module.register_forward_pre_hook(lambda *_, worker=worker: begin(worker))
+                stack.callback(hook.remove)
+            begin(0)
+            yield
 
     def average(self) -> None:
         """Take the weights after an update into their average."""
@@ -88,8 +112,8 @@ def _parts(case: Case, batch: Any) -> list[Any]:
 
 
 def _in_parts(case: Case) -> bool:
-    """Whether parts of a batch are other than the whole: each has statistics or a state, or may overflow alone."""
-    return case.model in ("conv", "lstm") or case.precision == "fp16"
+    """Whether parts are other than the whole batch: each has statistics, a state or draws, or may overflow alone."""
+    return case.model in ("conv", "lstm") or Task(case).draws or case.precision == "fp16"
 
 
 def _split(batch: Any, count: int) -> list[Any]:
@@ -134,7 +158,10 @@ def _apart(case: Case) -> Outcome:
     for m, batch in enumerate(cycled(runs[0].task.train_data(), STEPS)):
         parts = _split(batch, case.parts)
         shares = [parts[r :: case.dp] for r in range(case.dp)]
-        found = [run.step(own if _in_parts(case) else [_joined(own)], m) for run, own in zip(runs, shares, strict=True)]
+        found = [
+            run.step(own, m, range(r, len(parts), case.dp)) if _in_parts(case) else run.step([_joined(own)], m)
+            for r, (run, own) in enumerate(zip(runs, shares, strict=True))
+        ]
         losses.append(found[0])
         if (m + 1) % OUTER_EVERY == 0:
             if case.replicas == "outer":

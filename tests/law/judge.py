@@ -30,7 +30,8 @@ def references(case: Case) -> list[str]:
     """By what a case can be judged."""
     found = []
     own_state = case.model == "lstm" and case.replicas != "one"  # each replica goes on from its own
-    known = "dropout" not in case.model and not own_state and case.codec in ("none", "bf16", "int8")
+    known_draws = not Task(case).draws or case.cuts in PINNED or case.workers == 1  # each worker has its own seeds
+    known = known_draws and not own_state and case.codec in ("none", "bf16", "int8")
     if case.flushes and known:
         found.append("eager")
     if not case.flushes and _by_hand(case):

@@ -40,7 +40,7 @@ from fxpipe.schedule import from_csv, make, to_csv
 from fxpipe.task.batch import split
 from fxpipe.task.model_options import ModelOptions
 
-CLIP, DECAY = 0.5, 0.7
+SEED, CLIP, DECAY = 3, 0.5, 0.7
 OUTER_EVERY = 3
 SCALE, INTERVAL = 2.0**19, 2
 """The first loss scale, so great that steps overflow, and after how many good ones it doubles."""
@@ -218,7 +218,7 @@ def run_options(case: Case, folder: Path, out: str, **more: Any) -> RunOptions:
         out=str(folder / out),
         **{
             "steps": STEPS,
-            "seed": 3,
+            "seed": SEED,
             "threads": 1,
             "clip_norm": CLIP if case.clip else None,
             "ema": DECAY if case.average else None,
