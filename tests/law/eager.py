@@ -82,7 +82,8 @@ class Trained:
             torch.manual_seed(int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1)
 
         with ExitStack() as stack:
-            for worker, place in enumerate(places(self.case)[0] if self.task.draws else (), 1):
+            cut = self.task.draws and self.case.workers > 1
+            for worker, place in enumerate(places(self.case)[0] if cut else (), 1):
                 module = self.model.get_submodule(MODELS[self.case.model].paths[place])
                 hook = module.register_forward_pre_hook(lambda *_, worker=worker: begin(worker))
                 stack.callback(hook.remove)
