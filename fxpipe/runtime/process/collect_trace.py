@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,28 +169,27 @@ def collect_trace(
     process: int,
     plan: Plan,
     recipe: Recipe,
-    own: Sequence[WorkerTrace],
+    here: Mapping[tuple[int, int], WorkerTrace],
     summary: dict[str, Any] | None,
     seconds: float,
 ) -> None:
     """Send what was recorded to rank 0, which receives it from all workers even if it cannot write it.
 
     Args:
-        own: of the workers here.
+        here: of the workers here, by replica and worker.
         summary: of the run, on worker 0: it gets the trace's path.
         seconds: the run's.
     """
     if summary is None:
         with peers(process):
-            for trace in own:
+            for trace in here.values():
                 send_trace(trace)
         return
-    here = dict(zip(plan.hosted(0), own, strict=True))
-    others = iter([(replica, worker) for replica, worker in seats(plan) if replica or worker not in here])
+    others = iter([seat for seat in seats(plan) if seat not in here])
 
     def fetch(worker: int, replica: int) -> WorkerTrace:
-        if not replica and worker in here:
-            return here[worker]
+        if (replica, worker) in here:
+            return here[replica, worker]
         next(others)
         with peers(process):
             return receive_trace(plan.process_of(worker, replica))

@@ -51,11 +51,15 @@ class DistributedEvaluation:
 
     Args:
         executors: of the workers of this process, in rising order. Where pipelines cross, the first replicas alone
-            evaluate, and tell the workers' others the metrics.
+            evaluate, and tell the workers' others the metrics; and where all are in this process, since to share saves
+            no time there.
+        wires: of each of them.
         folder: of the build.
         seed: of the run.
         data: the batches, on worker 0; None elsewhere.
+        line: the processes.
         collective: worker 0's end of what its replicas exchange, where that is; None without replicas.
+        alone: there are no other processes.
 
     Attributes:
         evaluators: of its workers.
@@ -71,24 +75,26 @@ class DistributedEvaluation:
         executors: Sequence[Executor],
         folder: str,
         seed: int,
-        wires: Wires,
+        wires: Sequence[Wires],
         addresses: Addresses,
         data: EvaluationData | None,
+        line: ProcessLine,
         collective: Collective | None = None,
+        alone: bool = False,
     ) -> None:
         self.plan = plan
         first = executors[0]
-        self._told, self._count = first.collective if plan.crossing else None, 0
+        self._told, self._count = first.collective if plan.crossing and not alone else None, 0
         self._hosted = [executor.worker for executor in executors]
-        self._replicas = sharing(plan)
+        self._replicas = 1 if alone else sharing(plan)
         self._replica = first.replica % self._replicas
-        counts = () if plan.crossing else plan.replicas
+        counts = () if plan.crossing or alone else plan.replicas
         edges, ahead = evaluation_edges(plan), AHEAD * self._replicas
         self._transports = {
             worker: DistTransport(
-                plan, worker, wires, addresses, edges, 1, ahead, ReplicaSeat(worker, first.replica, counts)
+                plan, worker, own, addresses, edges, 1, ahead, ReplicaSeat(worker, first.replica, counts)
             )
-            for worker in self._hosted
+            for worker, own in zip(self._hosted, wires, strict=True)
         }
         self._collective = collective if self._replicas > 1 else None
         self.evaluators = [
@@ -96,7 +102,7 @@ class DistributedEvaluation:
         ]
         if self._collective is not None:
             self._collective.watch = self._transports[0].watch
-        self._line, self._wires = ProcessLine.of(plan, plan.rank_of(first.worker)), wires
+        self._line, self._device = line, first.device
         self._speaks = self._transports[self._line.own]
         self._data = data
         self._resets = first.resets
@@ -264,7 +270,7 @@ class DistributedEvaluation:
         if self._line.after is not None:
             self._speaks.send_note(self._line.after, ("heard", 0), heard)
         if self._told is not None:
-            self._told.start_copy(self._next_word(), heard.to(self._wires.device))
+            self._told.start_copy(self._next_word(), heard.to(self._device))
         self._finish()
 
     def _next_word(self) -> Key:
@@ -291,7 +297,7 @@ class HeardEvaluation(DistributedEvaluation):
     def run(self, states: Sequence[dict[str, Tensor]]) -> dict[str, float] | None:
         assert self._told is not None
         word = self._next_word()
-        self._told.start_copy(word, torch.zeros(len(self._names), dtype=torch.float64, device=self._wires.device))
+        self._told.start_copy(word, torch.zeros(len(self._names), dtype=torch.float64, device=self._device))
         self.heard = dict(zip(self._names, self._told.take(word).tolist(), strict=True))
         return None
 

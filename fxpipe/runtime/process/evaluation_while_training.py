@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.observe.pulse import Pulse
 from fxpipe.observe.record import BEST_WEIGHTS, Record
 from fxpipe.observe.watch import Cause
 from fxpipe.policy.recipe import Recipe
@@ -18,6 +17,7 @@ from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.run_summary import averages_evaluated, evaluated_last
 from fxpipe.runtime.process.together import of_worker_0
+from fxpipe.runtime.process.world import World
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, DistributedFinalFiles, weights_are_safe
 from fxpipe.schedule.action import Action
@@ -27,6 +27,7 @@ class WorkerEvaluations:
     """Those of the workers of one process, all of which have made as many updates whenever something is due.
 
     Args:
+        rows: how many are walked here.
         evaluation: what evaluates; None if the run has nothing to evaluate.
         step: the run's first.
     """
@@ -36,14 +37,16 @@ class WorkerEvaluations:
         options: RunOptions,
         recipe: Recipe,
         executors: Sequence[Executor],
-        rank: int,
+        rows: int,
         evaluation: DistributedEvaluation | None,
         consequences: Consequences,
-        pulse: Pulse,
+        world: World,
         step: int,
     ) -> None:
         self.evaluation, self.consequences = evaluation, consequences
-        self._options, self._recipe, self._executors, self._rank, self._pulse = options, recipe, executors, rank, pulse
+        self._options, self._recipe, self._executors = options, recipe, executors
+        self._rows, self._come = rows, 0
+        self._rank, self._pulse, self._turns = world.here[0], world.pulse, world.turns
         self._evaluated = self._step = step
         self._record: Record | None = None
         if evaluation is not None:
@@ -80,9 +83,17 @@ class WorkerEvaluations:
         return None if files.files is None else files.files.problem
 
     def if_due(self, version: int) -> None:
-        """Evaluate, between two actions, if the workers here have just reached a version that is due."""
-        if self.evaluation is None or version == self._evaluated or not self._executors[0].evaluates(version):
+        """Evaluate, between two actions of a row, if its workers have just reached a version that is due.
+
+        Where there are several rows, all wait for the last one.
+        """
+        if self.evaluation is None or version <= self._evaluated or not self._executors[0].evaluates(version):
             return
+        self._come += 1
+        if self._come < self._rows:
+            self._turns.wait(lambda: self._evaluated >= version, f"an evaluation after {version} updates")
+            return
+        self._come = 0
         self._evaluated = version
         watches = [executor.watch for executor in self._executors]
         flushed = self._recipe.schedule.synchronous

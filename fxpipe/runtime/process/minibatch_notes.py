@@ -76,7 +76,7 @@ class ComingShapes:
         Args:
             version: how many updates this worker has made: the minibatches before are forgotten.
         """
-        if minibatch + AHEAD < self.total:
+        if minibatch + AHEAD < self.total and minibatch + AHEAD not in self._shapes:
             self._learn(minibatch + AHEAD)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
+from fxpipe.checkpoint.shard import replicas_that_write
 from fxpipe.errors import NotFiniteError
 from fxpipe.observe.live import Board
 from fxpipe.observe.progress import Progress, default_progress
-from fxpipe.observe.pulse import Pulse, Pulses
+from fxpipe.observe.pulse import Pulse
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
@@ -26,34 +29,23 @@ from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchang
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks
 from fxpipe.runtime.process.consequences import Consequences, ending
-from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, HeardEvaluation
-from fxpipe.runtime.process.ends import PoliteStop, process_name, say_stopped
+from fxpipe.runtime.process.ends import PoliteStop, say_stopped
 from fxpipe.runtime.process.epochs import agree_epoch, agree_length
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import membership
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
-from fxpipe.runtime.process.resume import (
-    begin_or_go_on,
-    opened,
-    recipe_of,
-    restore,
-    resumed_step,
-    run_before,
-)
+from fxpipe.runtime.process.resume import begin_or_go_on, opened, recipe_of, restore, resumed_step, run_before
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row
-from fxpipe.runtime.process.together import AgreedStop, gathered
+from fxpipe.runtime.process.together import barrier, gathered
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import say_first, warn_if_edited
-from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
+from fxpipe.runtime.process.world import AmongProcesses, NotFiniteAnswers, World
+from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.distributed import DistTransport
-from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
-from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
-from fxpipe.runtime.wires.throttled import open_wires
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
@@ -64,9 +56,6 @@ from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weight
 from fxpipe.schedule.action import Event
 from fxpipe.stages.minibatch import ShapedMinibatches, number_of
 from fxpipe.task.model_file import Task
-
-TEXTS = "texts"
-"""The folder for what the processes of a run on one machine tell each other, in that of the run."""
 
 STOPPING = 1.0
 """Seconds that worker 0 of a run that stops leaves the others to see that it does."""
@@ -94,33 +83,39 @@ def join(
     with membership(options, task, pulse) as member:
         if options.progress and progress is None and member.rank == 0:
             progress = default_progress()
-        agreed = member.agreed
-        return RankRun(agreed, member.rank, own_device(agreed.plan.device), progress, member.pulse, member.pulses).run()
+        agreed, plan = member.agreed, member.agreed.plan
+        world = AmongProcesses(plan, agreed.options, member.rank, member.pulse, member.pulses)
+        return Run(agreed, world, progress).run()
 
 
-class RankRun:
-    """The run of one rank's workers."""
+@dataclass(frozen=True)
+class Row:
+    """A rank, or one of its replicas, in a run: what is walked one action after the other.
 
-    def __init__(
-        self,
-        agreed: Agreed,
-        process: int,
-        device: torch.device,
-        progress: Progress | None,
-        pulse: Pulse,
-        pulses: Pulses,
-    ) -> None:
+    Attributes:
+        process: the one that has it, if each has one row.
+        executors, transports: of its workers, in rising order.
+    """
+
+    process: int
+    rank: int
+    replica: int
+    executors: Sequence[Executor]
+    transports: Sequence[DistTransport]
+
+
+class Run:
+    """The part of a run that is in this process: the workers of one rank, or all of them."""
+
+    def __init__(self, agreed: Agreed, world: World, progress: Progress | None) -> None:
         options, plan, task = agreed.options, agreed.plan, agreed.task
-        self.options, self.plan, self.process, self.device, self.progress = options, plan, process, device, progress
-        self.rank, self.replica = rank, replica = plan.seat(process)
-        self.line, hosted = ProcessLine.of(plan, rank), plan.hosted(rank)
-        self.pulse, self.pulses = pulse, pulses
+        self.plan, self.world, self.progress, self.pulse = plan, world, progress, world.pulse
+        self.process = process = world.here[0]
         self.recipe = recipe = recipe_of(plan, options)
-        self._own_recipe = recipe.of_worker(hosted[0])
         self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)
         self.step = 0 if resumed is None else resumed.step
         # In the order of a local run: the data, then the rest of the user's code.
-        self.feed = Feed(task, options.seed) if rank == 0 else None
+        self.feed = Feed(task, options.seed) if plan.seat(process)[0] == 0 else None
         if self.feed is None:
             seed_everything(options.seed)
         self.total, options = agree_length(options, self.feed, process, task.callbacks.on_epoch is not None)
@@ -128,61 +123,31 @@ class RankRun:
         check_replicas_apart(plan, options, task)
         resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
-        listening = plan.crossing and replica > 0
-        self.backend = common_backend(device, process, plan.processes)
         addresses = Addresses(plan, recipe.demand)
-        wires = open_wires(plan, options.throttle, process, self.backend, addresses.channels, device)
-        group = replica_group(plan, process, self.backend)
-        self.others = None
-        if group is not None:
-            count, name = plan.replicas_of(hosted[0]), process_name(process, plan.mesh)
-            self.others = ReplicaProcess(group, replica, count, device, wires.staged, name)
-        self.transports = [
-            DistTransport.of_training(plan, worker, wires, addresses, self._own_recipe.schedule, replica)
-            for worker in hosted
-        ]
-        self.executors: list[Executor] = [
-            open_worker(
-                plan,
-                options.build,
-                transport.worker,
-                recipe,
-                transport,
-                task,
-                options,
-                device,
-                continue_after=self.step or None,
-                checkpoint=agreed.checkpoint,
-                collective=None if self.others is None else self.others.of_worker(transport.worker),
-            )
-            for transport in self.transports
-        ]
-        executors = self.executors
-        for executor in executors if not plan.sharded else ():  # else each has one for its own share
-            executor.store.updater.compare_replicas(executor.collective, device)
+        world.open(addresses)
+        self.rows = [self._open_row(each, addresses, agreed) for each in world.here]
+        self.executors = executors = [executor for row in self.rows for executor in row.executors]
+        if not plan.sharded and not world.alone:  # else each replica has one for its own share
+            for executor in executors:
+                executor.store.updater.compare_replicas(executor.collective, world.device)
+        self.first = first = sorted((e for e in executors if e.replica == self.rows[0].replica), key=lambda e: e.worker)
         self.epoch = agree_epoch(executors, self.feed, process, plan.processes)
         self._shards = [] if resumed is None else restore(executors, resumed)
         self.evaluation: DistributedEvaluation | None = None
         self.record: Record | None = None
         if evaluating:
-            data = None
-            if rank == 0 and not listening:
-                data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task)
-            evaluation = HeardEvaluation if listening else DistributedEvaluation
-            of_first = None if self.others is None or rank else self.others.of_worker(0)
-            self.evaluation = evaluation(plan, executors, options.build, options.seed, wires, addresses, data, of_first)
+            self.evaluation = self._open_evaluation(addresses, task)
         self.watches = [executor.watch for executor in executors]
-        pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
+        self.pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
         self.consequences = Consequences(options, plan, recipe, self.total, self.step, executors, process == 0)
         self.evaluations = WorkerEvaluations(
-            options, recipe, executors, process, self.evaluation, self.consequences, pulse, self.step
+            options, recipe, first, len(self.rows), self.evaluation, self.consequences, world, self.step
         )
         if options.trace:
             for watch in self.watches:
                 watch.record()
-        with peers(process):
-            exchange = StoreExchange() if options.exchange is None else FolderExchange(Path(options.exchange) / TEXTS)
-        self.shapes = NewShapes(options.build, plan, task.step_hooks, options, device, exchange, pulse)
+        exchange = world.exchange
+        self.shapes = NewShapes(options.build, plan, task.step_hooks, options, world.device, exchange, self.pulse)
         several = several_shapes(plan, options)
         self.batches: BatchesRead | None = None
         minibatches: ShapedMinibatches | None = None
@@ -193,35 +158,82 @@ class RankRun:
         self.coming: ComingShapes | None = None
         if several:
             read = None if self.batches is None else self.batches.read
-            speaks = self.transports[hosted.index(self.line.own)]
-            self.coming = ComingShapes(self.line, speaks, self.total, read, self.shapes.hear)
+            speaks = next(e.transport for e in first if e.worker == world.line.own)
+            self.coming = ComingShapes(world.line, speaks, self.total, read, self.shapes.hear)
             for executor in executors:
                 executor.shape_of = self.coming
         check_unchanged(agreed.files)
         self.checkpoints: Checkpoints | None = None
         if options.checkpoint_every is not None:
-            self.checkpoints = Checkpoints(
-                options, plan, recipe, options.out, executors, resumed, self._shards, exchange
-            )
+            write = [e.replica < replicas_that_write(plan, e.worker) or not world.alone for e in executors]
+            writers, shards = list(compress(executors, write)), list(compress(self._shards, write))
+            self.checkpoints = Checkpoints(options, plan, recipe, options.out, writers, resumed, shards, exchange)
         self.callbacks: RunCallbacks | None = None
         if (hooks := task.callbacks).names:
             per_epoch, ends = self.options.steps_per_epoch, self.consequences
+            line = None if world.alone else world.line
             self.callbacks = RunCallbacks(
-                hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, self.line
+                hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, line
             )
             self.callbacks.go_on(self.checkpoints, self._shards[0][0].state if self._shards else None)
+        self._told = -1  # the newest minibatch whose loss callbacks know
+        self._shares: dict[int, dict[int, list[tuple[Any, ...]]]] = {}  # read, by minibatch and replica
         self.stop = PoliteStop()
         if self.checkpoints is not None:
             self.checkpoints.asked = lambda: self.stop.asked is not None
-            self.checkpoints.writer.ended = self._stopped
+            self.checkpoints.writer.ended = self.stop.saved if world.alone else self._stopped
             if self.feed is not None:
                 self.feed.marks, self.checkpoints.data = self.checkpoints.due, self.feed.mark
+
+    def _open_row(self, process: int, addresses: Addresses, agreed: Agreed) -> Row:
+        plan, world, options = self.plan, self.world, self.options
+        rank, replica = plan.seat(process)
+        wires, executors, transports = world.wires(process), list[Executor](), list[DistTransport]()
+        for worker in plan.hosted(rank):
+            schedule = self.recipe.of_worker(worker).schedule
+            transport = DistTransport.of_training(plan, worker, wires, addresses, schedule, replica)
+            executor = open_worker(
+                plan,
+                options.build,
+                worker,
+                self.recipe,
+                transport,
+                agreed.task,
+                options,
+                world.device,
+                continue_after=self.step or None,
+                checkpoint=agreed.checkpoint,
+                collective=world.collective(worker, replica),
+            )
+            transports.append(transport)
+            executors.append(executor)
+        return Row(process, rank, replica, executors, transports)
+
+    def _open_evaluation(self, addresses: Addresses, task: Task) -> DistributedEvaluation:
+        plan, world, options, row = self.plan, self.world, self.options, self.rows[0]
+        listening = plan.crossing and row.replica > 0
+        data = None
+        if row.rank == 0 and not listening:
+            data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task)
+        kind = HeardEvaluation if listening else DistributedEvaluation
+        return kind(
+            plan,
+            self.first,
+            options.build,
+            options.seed,
+            [world.wires(plan.process_of(e.worker, e.replica)) for e in self.first],
+            addresses,
+            data,
+            world.line,
+            None if row.rank else world.collective(0, row.replica),
+            world.alone,
+        )
 
     def run(self) -> dict[str, Any] | None:
         """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""
         options, plan = self.options, self.plan
-        first = self.executors[0]
-        for executor in self.executors:
+        first = self.first[0]
+        for executor in self.first:
             warn_if_edited(*executor.stages)
         for evaluator in self.evaluation.evaluators if self.evaluation is not None else ():
             warn_if_edited(*evaluator.loaded)
@@ -249,17 +261,17 @@ class RankRun:
         try:
             with self.stop.listening() if self.checkpoints is not None else nullcontext():
                 traces = self._train()
-            peak = peak_row(self.device)
+            peak = {} if self.world.alone else peak_row(self.world.device)
             self.pulse.phase = "writing results"
             rows = self._rows(peak)
             if record is not None and not options.keep_going:
                 check_weights(self.total, rows)
             files = None
             if options.out is not None:
-                files = DistributedFinalFiles(options.out, plan, self.executors, self.process, self.pulse)
+                files = DistributedFinalFiles(options.out, plan, self.first, self.process, self.pulse)
                 files.write(FINAL_WEIGHTS)
             with weights_are_safe(options.out):
-                averages = averages_of([executor.store.averages for executor in self.executors])
+                averages = averages_of([executor.store.averages for executor in self.first])
             if files is not None:
                 if averages is not None:
                     files.write(AVERAGED_WEIGHTS, averages)
@@ -267,13 +279,14 @@ class RankRun:
                 take_place(options, record, averages is not None)
             summary = None
             if record is not None:
-                summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
+                summary = summarize_run(
+                    record, options, plan, self.recipe, rows, self.world.name, torch.get_num_threads()
+                )
             self.consequences.take_place(summary)
             if options.trace is not None:
                 collect_trace(options.trace, self.process, plan, self.recipe, traces, summary, self.watches[0].elapsed)
             self.evaluations.last(summary, averages)
-            if self.others is not None:
-                self.others.end()
+            self.world.end()
             if self.callbacks is not None:
                 self.callbacks.over()
         finally:
@@ -285,44 +298,42 @@ class RankRun:
 
     def _rows(self, peak: dict[str, Any]) -> list[dict[str, Any]]:
         """What each worker did, and the most memory that its process took."""
-        own = [worker_row(executor, self.rank, self.replica) | peak for executor in self.executors]
-        found = gathered(own, self.process, self.plan.processes)
+        plan = self.plan
+        own = [worker_row(e, plan.rank_of(e.worker), e.replica) | peak for e in self.executors]
+        found = gathered(own, self.process, plan.processes)
         return sorted((row for rows in found for row in rows), key=lambda row: (row["replica"], row["worker"]))
 
-    def _train(self) -> list[WorkerTrace]:
-        record, resumed = self.record, self.resumed
-        for place, (executor, transport) in enumerate(zip(self.executors, self.transports, strict=True)):
-            transport.begin(self.step)
+    def _train(self) -> dict[tuple[int, int], WorkerTrace]:
+        record, resumed, plan = self.record, self.resumed, self.plan
+        for row in self.rows:
+            for transport in row.transports:
+                transport.begin(self.step)
+        for place, executor in enumerate(self.executors):
             begin_or_go_on(executor, resumed, self._shards[place] if self._shards else [], self.total)
         self.consequences.go_on()
         if self.feed is not None:
             self.feed.go_on(self.step, self._shards[0][0].data if self._shards else None)
         self._shards = []
         before = self._clocks()
-        with peers(self.process):
-            stop = AgreedStop(
-                self.process, self.plan.processes, lambda: [asdict(NotFinite.of(e)) for e in self.executors]
-            )
-            dist.barrier()
-        of_loss = next((e for e in self.executors if e.worker == self.plan.loss_worker), self.executors[0])
-        look = check_loss(of_loss, self.options.keep_going, lambda *loss: self._not_finite(stop, *loss))
-        watch_peak(self.device)
+        stop = self.world.not_finite(self.executors)
+        barrier(self.process)
+        of_loss = [e for e in self.executors if e.worker == plan.loss_worker]
+        looks = [
+            check_loss(e, self.options.keep_going, lambda *loss: self._not_finite(stop, *loss))
+            for e in of_loss or self.executors[:1]
+        ]
+        watch_peak(self.world.device)
         for watch in self.watches:
             watch.begin()
         self.pulse.phase = "training"
         if record is not None:
-            record.begin(Board(lambda: [signs.status for signs in self.pulses.read()], self.plan.mesh.noun))
+            noun = "worker" if self.world.alone else plan.mesh.noun
+            record.begin(Board(lambda: self.world.statuses(self.watches), noun))
         try:
-            row = ending(self._row(), lambda: self.total, self.recipe)
-            feed = None if self.batches is None else self._share
-            report = None if record is None else looking(record.step, look)
             if self.coming is not None:
                 self.coming.begin(self.step)
-            tell = None if self.callbacks is None else self.callbacks.tell
-            between, reach = self._between, self._reach
-            train(self.plan, self.executors, self.transports, row, feed, report, between, reach, tell)
-            for transport in self.transports:
-                transport.finish()
+            self.world.turns.draws = any(executor.draws for executor in self.executors)
+            self.world.turns.walk([partial(self._walk, row, looks[0]) for row in self.rows])
             for executor in self.executors:
                 executor.begin_meeting()
             for executor in self.executors:
@@ -334,13 +345,36 @@ class RankRun:
         finally:
             stop.end()
         after = self._clocks()
-        return [WorkerTrace(watch.spans, before, after) for watch in self.watches]
+        return {(e.replica, e.worker): WorkerTrace(e.watch.spans, before, after) for e in self.executors}
 
-    def _row(self) -> Iterator[Event]:
-        """What this rank does until the run is to end."""
+    def _walk(self, row: Row, look: Callable[[int, float], None]) -> None:
+        """Walk one row to the end of the run."""
+        train(
+            self.plan,
+            row.executors,
+            row.transports,
+            ending(self._events(row), lambda: self.total, self.recipe),
+            None if row.rank or self.batches is None else partial(self._share, row),
+            None if row.process or self.record is None else looking(self.record.step, look),
+            partial(self._between, row),
+            self._reach,
+            self._tell if row.replica == 0 or self.plan.outer is None else None,
+        )
+        for transport in row.transports:
+            transport.finish()
+
+    def _events(self, row: Row) -> Iterator[Event]:
+        """What a rank does until the run is to end."""
+        recipe = self.recipe.of_worker(row.executors[0].worker)
         if self.resumed is not None:
-            return self.resumed.row(self._own_recipe, self.rank, self.total)
-        return self._own_recipe.schedule.row_until(self.rank, self.total)
+            return self.resumed.row(recipe, row.rank, self.total)
+        return recipe.schedule.row_until(row.rank, self.total)
+
+    def _tell(self, minibatch: int, loss: Tensor) -> None:
+        """A minibatch's loss is known here; its replicas tell the same."""
+        if self.callbacks is not None and minibatch > self._told:
+            self._told = minibatch
+            self.callbacks.tell(minibatch, loss)
 
     def _ends(self, total: int) -> None:
         """The run ends after so many steps, perhaps fewer than it was to have."""
@@ -351,9 +385,9 @@ class RankRun:
             self.record.total = total
 
     def _clocks(self) -> ClockOffset:
-        return compare_clocks(self.options.trace, self.process, self.plan.processes)
+        return compare_clocks(self.options.trace, self.process, 1 if self.world.alone else self.plan.processes)
 
-    def _not_finite(self, stop: AgreedStop, minibatch: int, loss: float, worker: int) -> NotFiniteError:
+    def _not_finite(self, stop: NotFiniteAnswers, minibatch: int, loss: float, worker: int) -> NotFiniteError:
         found = [NotFinite(**row) for rows in stop.ask() for row in rows]
         return not_finite(minibatch, loss, worker, found)
 
@@ -364,28 +398,38 @@ class RankRun:
             time.sleep(STOPPING)  # the others look for it
         self.stop.exit()
 
-    def _share(self, minibatch: int) -> list[tuple[Any, ...]]:
-        """The microbatches of a minibatch that this replica of worker 0 does."""
+    def _share(self, row: Row, minibatch: int) -> list[tuple[Any, ...]]:
+        """The microbatches of a minibatch that a replica of worker 0 does."""
         assert self.batches is not None
-        parts, replicas = self.batches(minibatch), self.plan.replicas_of(0)
-        if replicas > 1:
-            self.executors[0].compare_batch(minibatch, number_of(parts))
-        return parts[self.replica :: replicas]
+        replicas = self.plan.replicas_of(0)
+        if minibatch not in self._shares:
+            parts = self.batches(minibatch)
+            if replicas > 1 and not self.world.alone:
+                row.executors[0].compare_batch(minibatch, number_of(parts))
+            here = [each.replica for each in self.rows if each.rank == 0]
+            self._shares[minibatch] = {replica: parts[replica::replicas] for replica in here}
+        shares = self._shares[minibatch]
+        own = shares.pop(row.replica)
+        if not shares:
+            del self._shares[minibatch]
+        return own
 
-    def _between(self, version: int) -> None:
-        """Between two actions, after so many updates of each worker here."""
+    def _between(self, row: Row, version: int) -> None:
+        """Between two actions of a row, after so many updates of each worker of it."""
         between_actions(
-            self.executors,
+            row.executors,
             self.executors,
             self.callbacks,
             self.checkpoints,
             lambda: self.evaluations.if_due(version),
             self.consequences.changes_rates,
         )
+        self.stop.give_up_if_saved()
 
     def _reach(self, minibatch: int, version: int) -> None:
-        """The first forward of a minibatch is about to run."""
+        """The first forward of a minibatch is about to run in a row."""
         if self.coming is not None:
-            self.coming.reach(minibatch, version)
+            known = min(executor.store.version for executor in self.executors) - 1  # which may not be reported yet
+            self.coming.reach(minibatch, known)
         if self.callbacks is not None:
             self.callbacks.begins(minibatch)

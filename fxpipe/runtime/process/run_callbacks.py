@@ -154,10 +154,9 @@ class RunCallbacks:
                 self._checkpoints.add(at)
 
     def begins(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run in this process, which is one of several."""
-        if self._hooks.on_step is None:
+        """The first forward of a minibatch is about to run in this process."""
+        if self._hooks.on_step is None or self._losses is None:
             return
-        assert self._losses is not None
         assert self._decisions is not None
         self._coming[minibatch] = self._losses.step(minibatch)
         self._decisions.expect(ON_STEP, minibatch + 1)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError
-from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.group import alone, peers
 
 T = TypeVar("T")
 
@@ -27,6 +27,8 @@ _ASKED = "fxpipe/stop"
 
 def gathered(own: T, rank: int, workers: int) -> list[T]:
     """What each process gives, by rank, on all of them."""
+    if alone():
+        return [own]
     found: list[Any] = [None] * workers
     with peers(rank):
         dist.all_gather_object(found, own)
@@ -35,11 +37,20 @@ def gathered(own: T, rank: int, workers: int) -> list[T]:
 
 def of_worker_0(value: T, rank: int) -> T:
     """What worker 0 gives, on all of them."""
+    if alone():
+        return value
     box: list[Any] = [value]
     with peers(rank):
         dist.broadcast_object_list(box, 0)
     found: T = box[0]
     return found
+
+
+def barrier(rank: int) -> None:
+    """Wait until all have come here."""
+    if not alone():
+        with peers(rank):
+            dist.barrier()
 
 
 def agreed_error(error: FxpipeError | None, rank: int, workers: int) -> FxpipeError | None:

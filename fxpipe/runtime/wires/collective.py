@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.observe.watch import Watch
+from fxpipe.runtime.wires.turns import Turns
 
 Key = tuple[str, int]
 """What is exchanged, and the minibatch that it is of."""
@@ -99,8 +100,8 @@ def even_parts(length: int, replicas: int) -> list[int]:
 class ReplicaBoard:
     """What the replicas of one worker exchange in one process."""
 
-    def __init__(self, replicas: int) -> None:
-        self.replicas = replicas
+    def __init__(self, replicas: int, turns: Turns | None = None) -> None:
+        self.replicas, self.turns = replicas, turns
         self.given: dict[Key, dict[int, Tensor]] = {}
         self.results: dict[Key, tuple[Tensor, int]] = {}
 
@@ -133,10 +134,9 @@ class ReplicaBoard:
 class LocalCollective(Collective):
     """The end of a replica in one process with all others."""
 
-    in_turn = True
-
     def __init__(self, board: ReplicaBoard, replica: int) -> None:
         self.replica, self.replicas = replica, board.replicas
+        self.in_turn = board.turns is None
         self._board = board
         self._own: dict[Key, slice] = {}  # where its part is of what is scattered
 
@@ -159,6 +159,9 @@ class LocalCollective(Collective):
         return key in self._board.results
 
     def take(self, key: Key) -> Tensor:
+        if self._board.turns is not None and not self.arrived(key):
+            what = f"replica {self.replica} waits for the {key[0]} of minibatch {key[1]}"
+            self._board.turns.wait(lambda: self.arrived(key), what)
         found = self._board.take(key)
         return found[self._own.pop(key)].clone() if key in self._own else found
 

@@ -36,6 +36,7 @@ from fxpipe.runtime.wires.mailbox import Loopback, Passing
 from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
 from fxpipe.runtime.wires.rendezvous import NcclLine
 from fxpipe.runtime.wires.transport import Note, Transport
+from fxpipe.runtime.wires.turns import Turns
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import unreceived
 from fxpipe.task.callbacks import CALLBACKS
@@ -68,6 +69,7 @@ class Wires:
         self.rank = rank
         self._mesh = mesh
         self._loopback = Loopback()
+        self.turns = Turns()
         self.backend = backend
         self.device = device
         self.ordered = backend == "nccl"
@@ -388,17 +390,15 @@ class DistTransport(Transport):
         """What was received under a key: on the device, but for numbers.
 
         Raises:
-            RunError: another worker of this process was to send it, and has not.
+            RunError: workers of this process wait for each other.
         """
         pending = self._posted.pop(key)
         if (passing := self.wires.passing(pending)) is not None:
-            if (found := passing.take()) is None:
-                raise RunError(
-                    f"worker {self.worker} waits for {cause.name} of worker {cause.worker}, which runs in the same "
-                    "process and has not sent it",
-                    hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another needs",
-                )
-            return found
+            if not passing.arrived():
+                self.watch.open("wait", cause)
+                self.wires.turns.wait(passing.arrived, _waiting(self.worker, cause))
+                self.watch.close()
+            return passing.take()
         self.watch.open("wait", cause)
         self.wires.finished(pending)
         self.watch.close()
@@ -414,6 +414,10 @@ class DistTransport(Transport):
     def _keep(self, pending: Pending | None, to: int) -> None:
         if pending is not None:
             self._sent.append(_Sent(self._now, pending, to))
+
+
+def _waiting(worker: int, cause: Cause) -> str:
+    return f"worker {worker} waits for {cause.name} of worker {cause.worker}"
 
 
 def _cause(note: str, source: int) -> Cause:

@@ -158,6 +158,11 @@ def group_among(processes: Sequence[int], backend: str) -> Any:
     return group
 
 
+def alone() -> bool:
+    """Whether this process is the whole run: no group is open."""
+    return _group is None
+
+
 def close_group() -> None:
     """Leave it."""
     global _group, _outside

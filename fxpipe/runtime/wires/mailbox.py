@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -74,29 +74,39 @@ class LocalTransport(Transport):
         return ("note", source, self.worker, self._seat.replica, what) in self.box.letters
 
 
+Line = Hashable
+"""What leads from one worker to another: what is sent first on it is received first."""
+
+
 class Loopback:
     """What workers of this process have sent each other and not yet received.
 
     As on other wires, the receive that was announced first gets what was sent first; but it may be waited for last.
 
     Attributes:
-        left: what was not received, by tag and place among those of the tag.
+        left: what was not received, by line and place among all that travelled on it.
     """
 
     def __init__(self) -> None:
-        self.left: dict[tuple[int, int], Tensor] = {}
-        self._counts: Counter[int] = Counter()
-        self._expected: Counter[int] = Counter()
+        self.left: dict[tuple[Line, int], Tensor] = {}
+        self._counts: Counter[Line] = Counter()
+        self._expected: Counter[Line] = Counter()
 
-    def send(self, tag: int, flat: Tensor) -> None:
+    def send(self, line: Line, flat: Tensor) -> None:
         """Hand over a tensor; it must not change afterwards."""
-        self.left[tag, self._counts[tag]] = flat
-        self._counts[tag] += 1
+        self.left[line, self._counts[line]] = flat
+        self._counts[line] += 1
 
-    def expect(self, tag: int) -> Passing:
-        """A receive of the first message of a tag that has none yet."""
-        self._expected[tag] += 1
-        return Passing(self.left, (tag, self._expected[tag] - 1))
+    def expect(self, line: Line) -> Passing:
+        """A receive of the first message of a line that has none yet."""
+        self._expected[line] += 1
+        return Passing(self.left, (line, self._expected[line] - 1))
+
+    def clear(self) -> None:
+        """Forget all that is under way."""
+        self.left.clear()
+        self._counts.clear()
+        self._expected.clear()
 
 
 class Passing:
@@ -104,9 +114,13 @@ class Passing:
 
     __slots__ = ("_key", "_sent")
 
-    def __init__(self, sent: dict[tuple[int, int], Tensor], key: tuple[int, int]) -> None:
+    def __init__(self, sent: dict[tuple[Line, int], Tensor], key: tuple[Line, int]) -> None:
         self._sent, self._key = sent, key
 
-    def take(self) -> Tensor | None:
-        """The very tensor that was sent; None if it was not: waiting would not help."""
-        return self._sent.pop(self._key, None)
+    def arrived(self) -> bool:
+        """Whether it was sent."""
+        return self._key in self._sent
+
+    def take(self) -> Tensor:
+        """The very tensor that was sent, which has arrived."""
+        return self._sent.pop(self._key)

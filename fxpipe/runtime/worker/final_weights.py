@@ -24,7 +24,7 @@ from fxpipe.observe.record import FINAL_WEIGHTS
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import Plan, TensorSpec
 from fxpipe.planner.quantity import size
-from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.group import alone, peers
 from fxpipe.runtime.worker.executor import Executor
 
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
@@ -252,6 +252,8 @@ class DistributedFinalFiles:
     def _agree(self, again: bool) -> bool:
         """Rank 0 tells the others whether it wants the tensors of a file once more."""
         self.pulse.move()
+        if alone():
+            return again
         box = [again]
         with peers(self.rank):
             dist.broadcast_object_list(box, 0)

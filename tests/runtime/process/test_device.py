@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fxpipe.runtime.process.device import common_backend
+from fxpipe.runtime.process import device
 
 HERE = ("host", "GPU-0")
 
@@ -26,21 +26,21 @@ HERE = ("host", "GPU-0")
 def test_by_the_devices_that_there_are(
     others: list[Any], backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def gather(answers: list[Any], own: Any) -> None:
+    def gathered(own: Any, rank: int, ranks: int) -> list[Any]:
         assert own == HERE
-        answers[:] = [own, *others]
+        return [own, *others]
 
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(device, "gathered", gathered)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-0"))
     monkeypatch.setenv("NCCL_HOSTID", "host")
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert common_backend(torch.device("cuda", 0), 0, 3) == backend
+    assert device.common_backend(torch.device("cuda", 0), 0, 3) == backend
     assert ("go through the CPU's memory" in capsys.readouterr().err) == (backend == "gloo")
 
 
 def test_gloo_on_cpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(dist, "all_gather_object", lambda answers, own: None)
-    assert common_backend(torch.device("cpu"), 0, 3) == "gloo"
+    monkeypatch.setattr(device, "gathered", lambda own, rank, ranks: [None] * ranks)
+    assert device.common_backend(torch.device("cpu"), 0, 3) == "gloo"
     assert capsys.readouterr().err == ""

@@ -1,0 +1,192 @@
+"""Where the ranks of a run are: each in a process of its own, or all in this one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.observe.pulse import Pulse, Pulses, Status
+from fxpipe.observe.watch import Watch
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.device import common_backend, own_device
+from fxpipe.runtime.process.ends import process_name
+from fxpipe.runtime.process.together import AgreedStop
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
+from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
+from fxpipe.runtime.wires.distributed import Wires
+from fxpipe.runtime.wires.exchange import Exchange, FolderExchange, StoreExchange
+from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.mailbox import Loopback
+from fxpipe.runtime.wires.one_process import OneProcessWires
+from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
+from fxpipe.runtime.wires.throttled import open_wires
+from fxpipe.runtime.wires.turns import Turns
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.not_finite import NotFinite
+
+TEXTS = "texts"
+"""The folder for what the processes of a run on one machine tell each other, in that of the run."""
+
+
+class World(ABC):
+    """What one process of a run sees of all of them.
+
+    Attributes:
+        here: which of the processes it is that a run with one for each rank and replica has; all of them, where it
+            is alone.
+        name: of what carries messages: 'gloo', 'nccl', or 'local'.
+        device: of the workers here.
+        turns: of the rows here.
+        line: the processes, along which they tell each other what concerns processes.
+        exchange: of short texts with the others; None if there are none.
+        pulse: this process's.
+    """
+
+    here: Sequence[int]
+    name: str
+    device: torch.device
+    turns: Turns
+    line: ProcessLine
+    exchange: Exchange | None
+    pulse: Pulse
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other processes."""
+        return self.exchange is None
+
+    @abstractmethod
+    def open(self, addresses: Addresses) -> None:
+        """Connect the workers."""
+
+    @abstractmethod
+    def wires(self, process: int) -> Wires:
+        """Those of a process that is here."""
+
+    @abstractmethod
+    def collective(self, worker: int, replica: int) -> Collective | None:
+        """That replica's end of what those of the worker exchange; None where it has no others."""
+
+    @abstractmethod
+    def statuses(self, watches: Sequence[Watch]) -> list[Status]:
+        """What the processes do right now; what the workers do, where all are here."""
+
+    @abstractmethod
+    def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
+        """Begin to answer, when a worker stops the run, what the workers here have found."""
+
+    def end(self) -> None:  # noqa: B027
+        """The run is over."""
+
+
+class NotFiniteAnswers(Protocol):
+    """What all workers have found that is not finite."""
+
+    def ask(self) -> list[list[dict[str, Any]]]:
+        """By process, of those that answer in time."""
+
+    def end(self) -> None:
+        """Answer no more."""
+
+
+class AmongProcesses(World):
+    """Each rank has a process.
+
+    Args:
+        process: which one this is.
+        pulses: those of all.
+    """
+
+    def __init__(self, plan: Plan, options: RunOptions, process: int, pulse: Pulse, pulses: Pulses) -> None:
+        self.here, self.turns = (process,), Turns()
+        self.device = own_device(plan.device)
+        self.pulse, self._pulses, self._plan, self._process, self._options = pulse, pulses, plan, process, options
+        self.line = ProcessLine.of(plan, plan.seat(process)[0])
+        self.name = common_backend(self.device, process, plan.processes)
+        with peers(process):
+            exchange = options.exchange
+            self.exchange = StoreExchange() if exchange is None else FolderExchange(Path(exchange) / TEXTS)
+        self._others: ReplicaProcess | None = None
+
+    def open(self, addresses: Addresses) -> None:
+        plan, process = self._plan, self._process
+        channels, throttle = addresses.channels, self._options.throttle
+        self._wires = open_wires(plan, throttle, process, self.name, channels, self.device)
+        rank, replica = plan.seat(process)
+        if (group := replica_group(plan, process, self.name)) is not None:
+            count, name = plan.replicas_of(plan.hosted(rank)[0]), process_name(process, plan.mesh)
+            self._others = ReplicaProcess(group, replica, count, self.device, self._wires.staged, name)
+
+    def wires(self, process: int) -> Wires:
+        return self._wires
+
+    def collective(self, worker: int, replica: int) -> Collective | None:
+        return None if self._others is None else self._others.of_worker(worker)
+
+    def statuses(self, watches: Sequence[Watch]) -> list[Status]:
+        return [signs.status for signs in self._pulses.read()]
+
+    def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
+        with peers(self._process):
+            return AgreedStop(self._process, self._plan.processes, lambda: _found(executors))
+
+    def end(self) -> None:
+        if self._others is not None:
+            self._others.end()
+
+
+class OneProcess(World):
+    """All ranks are in this process.
+
+    Raises:
+        RunError: its messages are to be slow.
+    """
+
+    def __init__(self, plan: Plan, options: RunOptions) -> None:
+        if options.throttle is not None:
+            raise RunError(
+                "workers in one process have no links: --throttle has nothing to slow down",
+                hint="leave out --local, or --throttle",
+            )
+        self.here, self.turns = range(plan.processes), Turns()
+        self.name, self.device = "local", torch.device(plan.device)
+        self.line, self.exchange, self.pulse = ProcessLine((0,), 0), None, Pulse()
+        self._plan, self._loopback = plan, Loopback()
+        self._boards = [ReplicaBoard(plan.replicas_of(worker), self.turns) for worker in range(plan.workers)]
+
+    def open(self, addresses: Addresses) -> None:
+        pass
+
+    def wires(self, process: int) -> Wires:
+        return OneProcessWires(self._plan, process, self.device, self._loopback, self.turns)
+
+    def collective(self, worker: int, replica: int) -> Collective | None:
+        return LocalCollective(self._boards[worker], replica) if self._plan.replicas_of(worker) > 1 else None
+
+    def statuses(self, watches: Sequence[Watch]) -> list[Status]:
+        return [watch.status for watch in watches[: self._plan.workers]]
+
+    def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
+        return _Here(executors)
+
+
+@dataclass(frozen=True)
+class _Here:
+    executors: Sequence[Executor]
+
+    def ask(self) -> list[list[dict[str, Any]]]:
+        return [_found([executor for executor in self.executors if executor.replica == 0])]
+
+    def end(self) -> None:
+        pass
+
+
+def _found(executors: Sequence[Executor]) -> list[dict[str, Any]]:
+    return [asdict(NotFinite.of(executor)) for executor in executors]
