@@ -28,7 +28,7 @@ from fxpipe.lowering.compare_with_eager import compare_with_eager, eager_step
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
-from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.stages.compare import FLOOR_OF_SUMS
 from fxpipe.task.batch import describe, split
 from fxpipe.tracing.capture import Loss
@@ -204,7 +204,7 @@ def _synchronous(build: Build, model: nn.Module, entry: ZooModel, batch: Any, ea
     return _agreeing(compare(found, eager, FLOOR_OF_SUMS if build.plan.made else FLOOR))
 
 
-def _buffers(pipeline: LocalPipeline) -> dict[str, torch.Tensor]:
+def _buffers(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     """Every buffer's value: the persistent ones from the state dict, the others from a worker that holds them."""
     state = pipeline.state_dict()
     return {

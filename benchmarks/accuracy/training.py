@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from workloads import WORKLOADS, loss
 
 import fxpipe
-from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.worker.final_weights import final_tensors, held
 
 SYNCHRONOUS = "synchronous"  # on one worker, the whole minibatch at once
@@ -73,7 +73,7 @@ class Run:
         return {"final": curve[-1][1], "curve": curve, "seconds": time.perf_counter() - begin}
 
 
-def pipeline_of(run: Run) -> LocalPipeline:
+def pipeline_of(run: Run) -> Pipeline:
     """The run's pipeline before its first step, with its seed's initial weights."""
     schedule = FLUSHED if run.method == FLUSHED else "async"
     compiled = build(run.workload, run.workers, run.microbatches, schedule, run.codec)
@@ -141,7 +141,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / rising) * (1 + math.cos(math.pi * min(i / steps, 1))) / 2)
 
 
-def snapshot(pipeline: LocalPipeline, model: nn.Module) -> None:
+def snapshot(pipeline: Pipeline, model: nn.Module) -> None:
     """Copy what the workers hold at this moment into the model, without touching the pipeline.
 
     `state_dict()` would want a flush, and a flush in the middle changes an asynchronous run: the weights would no

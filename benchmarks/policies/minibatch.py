@@ -12,7 +12,7 @@ import torch
 
 import fxpipe
 from fxpipe.runtime.process.allocator import reuse_freed_memory
-from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.task.model_file import load_task
 
 
@@ -45,6 +45,6 @@ class SideBySide:
             found[name] = (time.process_time() - begin) / steps
         return found
 
-    def _train(self, pipeline: LocalPipeline, steps: int) -> None:
+    def _train(self, pipeline: Pipeline, steps: int) -> None:
         for i in range(steps):
             pipeline.step(self.data[i % len(self.data)])

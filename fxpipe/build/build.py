@@ -51,8 +51,7 @@ from fxpipe.task.step_hooks import Loss, StepHooks
 
 if TYPE_CHECKING:
     from fxpipe.runtime.options import PipelineOptions
-    from fxpipe.runtime.process.joined import JoinedPipeline
-    from fxpipe.runtime.process.local import LocalPipeline
+    from fxpipe.runtime.process.pipeline import JoinedPipeline, Pipeline
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class Build:
         reset: Callable[[nn.Module], Any] | None = None,
         out: str | Path | None = None,
         **options: Any,
-    ) -> LocalPipeline:
+    ) -> Pipeline:
         """All workers in this process: for debugging, and for accuracy studies of N workers on one machine.
 
         The stages of a build in memory are written to a temporary folder, where a debugger finds them; it is deleted
@@ -182,7 +181,7 @@ class Build:
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
             reset: sets buffers where an evaluation begins, and in `train` an epoch (`fxpipe.task.reset_buffers`).
             out: the folder for checkpoints; with `resume`, feed the batches from the step
-                `LocalPipeline.fed` on.
+                `Pipeline.fed` on.
             options: schedule, policy, clip_norm, ema, log_staleness, backend, weights, seed: see
                 `fxpipe.runtime.options.PipelineOptions`; accept_optimizer_per_worker.
 
@@ -191,7 +190,7 @@ class Build:
             TaskError: the optimizer cannot be used, or not with one for each worker.
         """
         from fxpipe.runtime.options import PipelineOptions
-        from fxpipe.runtime.process.local import LocalPipeline
+        from fxpipe.runtime.process.pipeline import open_local
 
         chosen = changed(PipelineOptions(), _as_text(options))
         task = self._task(
@@ -204,10 +203,8 @@ class Build:
             temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
             folder = Path(temporary.name) / "build"
             self.save(folder)
-        pipeline = LocalPipeline(folder, task, chosen, out=None if out is None else str(out))
+        pipeline = open_local(folder, task, chosen, None if out is None else str(out))
         pipeline.temporary = temporary
-        for executor in pipeline.executors:
-            executor.store.updater.scheduler_due(1)  # now, not at the first update
         return pipeline
 
     def join(
@@ -333,8 +330,8 @@ def join(
             different things.
     """
     from fxpipe.runtime.options import RunOptions
-    from fxpipe.runtime.process.joined import JoinedPipeline
     from fxpipe.runtime.process.own_loop import check_own_loop
+    from fxpipe.runtime.process.pipeline import JoinedPipeline
 
     check_own_loop(options)
     build = load(folder)

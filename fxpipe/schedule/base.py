@@ -235,9 +235,11 @@ class Schedule(ABC):
         row = self.actions(worker, begin) if stop is None else self.until(worker, stop, begin)
         return (action for action in row if action.minibatch >= step)
 
-    def row_after(self, rank: int, step: int, start: int, stop: int) -> Iterator[Event]:
+    def row_after(self, rank: int, step: int, start: int, stop: int | None = None) -> Iterator[Event]:
         """The rest of a rank's row, as `after`."""
-        return (event for event in self.row_until(rank, stop, self._again(step, start)) if event[1].minibatch >= step)
+        begin = self._again(step, start)
+        row = self.row(rank, begin) if stop is None else self.row_until(rank, stop, begin)
+        return (event for event in row if event[1].minibatch >= step)
 
     def _again(self, step: int, start: int) -> int:
         """Where a row that began with minibatch `start` begins again, to be what it was from minibatch `step` on."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cached import captured, lowered
+from greenlet import greenlet
 from pipelines import pipeline_of
 from random_cuts import numbered, random_cuts
 from strict_wires import run_in_threads
@@ -16,7 +18,14 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.build.build import Build
+from fxpipe.observe.watch import Watch
 from fxpipe.planner.cuts import Cuts
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process import world
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.wires.turns import Turns
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.task.hooks import given_task
 
 
 def optimizer(named: Any) -> torch.optim.Optimizer:
@@ -61,40 +70,60 @@ BUILDS = {
 }
 
 
+class Unfair(Turns):
+    """One worker acts whenever it can; or, without one, they act in a random order."""
+
+    greedy: int | None = None
+
+    def begin(self, rows: Sequence[Callable[[], None]]) -> None:
+        super().begin(rows)
+        self.all, self.chance = list(self._rows), random.Random(0)
+
+    def _go(self, row: greenlet) -> bool:
+        rows = self.chance.sample(self._rows, len(self._rows))
+        first = [] if self.greedy is None else [self.all[self.greedy]]
+        return any(map(super()._go, [*first, *rows]))
+
+
 @pytest.mark.parametrize("greedy", [None, 0, 1, 2])
 @pytest.mark.parametrize("name", BUILDS)
-def test_no_worker_runs_ahead_however_eager_it_is(name: str, greedy: int | None) -> None:
-    """One worker acts whenever it can, or they act in a random order: the counts keep to the pipeline's order."""
-    pipeline = BUILDS[name]().local(optimizer=optimizer)
-    batch = torch.randn(8, 6) if name == "half frozen" else captured("unet" if "random" in name else "function")[0]
-    batch = batch if isinstance(batch, Tensor) else batch.batches(1)[0]
-    minibatches, workers = 6, pipeline.plan.workers
-    pipeline.begin()
-    for minibatch in range(minibatches):
-        pipeline._shapes[minibatch], parts = pipeline._minibatches(batch, minibatch)
-        for microbatch, leaves in enumerate(parts):
-            pipeline._leaves[minibatch, microbatch] = leaves
-    pipeline.fed, pipeline._ending = minibatches, True
-    chance = random.Random(0)
-    idle = 0
-    while pipeline._in_flight:
-        worker = chance.randrange(workers) if greedy is None or idle else greedy
-        idle = 0 if pipeline._act(pipeline._seats[worker]) else idle + 1
-        assert idle < 1000, "the pipeline stands still"
-        forwards, backwards = ([executor.watch.count(kind) for executor in pipeline.executors] for kind in ("F", "B"))
+def test_no_worker_runs_ahead_however_eager_it_is(
+    name: str, greedy: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of forwards and backwards keep to the pipeline's order."""
+    build, steps = BUILDS[name](), 6
+    workers, found = build.plan.workers, dict[int, Executor]()
+    execute = Executor.execute
+
+    def checked(self: Executor, *given: Any) -> Any:
+        done, found[self.worker] = execute(self, *given), self
+        watches = [found[worker].watch if worker in found else Watch() for worker in range(workers)]
+        forwards, backwards = ([watch.count(kind) for watch in watches] for kind in ("F", "B"))
         assert forwards == sorted(forwards, reverse=True)
         assert backwards == sorted(backwards)
         assert all(f - b <= workers - k for k, (f, b) in enumerate(zip(forwards, backwards, strict=True)))
-    assert not [key for key in pipeline._mailboxes[0].letters if key[0] != "weights"]
+        return done
+
+    monkeypatch.setattr(Executor, "execute", checked)
+    monkeypatch.setattr(Unfair, "greedy", greedy)
+    monkeypatch.setattr(world, "Turns", Unfair)
+    task = given_task(optimizer=optimizer, train_data=lambda: data_of(name, steps))
+    build.save(tmp_path / "build")
+    run_local(RunOptions(str(tmp_path / "build"), steps=steps, threads=1), task)
+    assert found[0].watch.count("B") == steps * build.plan.microbatches
+
+
+def data_of(name: str, count: int) -> list[Any]:
+    if name == "half frozen":
+        return [torch.randn(8, 6) for _ in range(count)]
+    return captured("unet" if "random" in name else "function")[0].batches(count)
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("name", BUILDS)
 def test_threads_are_the_local_run(name: str, by_channel: bool, tmp_path: Path) -> None:
     build = BUILDS[name]()
-    data = [torch.randn(8, 6) for _ in range(8)]
-    if name != "half frozen":
-        data = captured("unet" if "random" in name else "function")[0].batches(8)
+    data = data_of(name, 8)
     build.save(tmp_path / "build")
     run = run_in_threads(tmp_path / "build", data, optimizer, by_channel)
     pipeline = pipeline_of(tmp_path / "build", optimizer)

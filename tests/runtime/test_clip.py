@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import fxpipe as fxp
 from fxpipe.build.build import Build
-from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.worker.clip import Clip, ExactClip, PipelinedClip
 
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
@@ -81,7 +81,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 # ── With a flush ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def is_clip_grad_norm(pipeline: LocalPipeline, seen: Seen, minibatch: int, limit: float, names: list[str]) -> None:
+def is_clip_grad_norm(pipeline: Pipeline, seen: Seen, minibatch: int, limit: float, names: list[str]) -> None:
     """To the last bit, from the gradients that the workers had, in the model's own order."""
     raw: dict[str, Tensor | None] = {}
     clipped: dict[str, Tensor | None] = {}
@@ -232,7 +232,7 @@ def test_without_a_flush_it_is_the_documented_mixture(
             factor = min(1.0, limit / (found + 1e-6))
             for before, after in zip(seen.raw[worker, m], seen.clipped[worker, m], strict=True):
                 torch.testing.assert_close(after, before * factor, rtol=1e-6, atol=0)  # type: ignore[operator]
-    assert not pipeline._mailboxes[0].letters
+    assert not pipeline.world.loopback.left
 
 
 # ── In processes, and on the command line ───────────────────────────────────────────────────────────────────────────

@@ -35,7 +35,7 @@ def test_after_a_flush_a_pipeline_is_as_new(
     folder = toy(**shape, policy=policy).save(tmp_path / "build")
     pipeline, fresh = pipeline_of(folder, sgd), pipeline_of(folder, sgd)
     pipeline.run(batches[:3])
-    assert not pipeline._mailboxes[0].letters
+    assert not pipeline.world.loopback.left
     for executor in pipeline.executors:
         assert not executor._left
         assert not executor.store.predictions.made

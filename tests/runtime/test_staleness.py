@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxpipe.policy import make
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.pipeline import Pipeline, open_local
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
@@ -78,8 +78,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return found
 
 
-def logged(folder: Path, optimizer: Any = sgd) -> LocalPipeline:
-    return LocalPipeline(folder, given_task(optimizer=optimizer), PipelineOptions(log_staleness=True))
+def logged(folder: Path, optimizer: Any = sgd) -> Pipeline:
+    return open_local(folder, given_task(optimizer=optimizer), PipelineOptions(log_staleness=True))
 
 
 def reader_of(built: Any, name: str) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxpipe.codecs import CODECS, register
 from fxpipe.codecs.casts import Cast
 from fxpipe.policy.copy_messages import CopyMessages, Filling
-from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.pipeline import Pipeline
 
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
 BACK = {"forward": (0, 1, 2, 2), "backward": (0, 0, 1, 2), "tied": True}
@@ -45,8 +45,8 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 
 @pytest.fixture
-def pipeline(toy: Any, tmp_path: Path) -> Callable[..., LocalPipeline]:
-    def made(weights_codec: str, shape: Mapping[str, Any], **options: Any) -> LocalPipeline:
+def pipeline(toy: Any, tmp_path: Path) -> Callable[..., Pipeline]:
+    def made(weights_codec: str, shape: Mapping[str, Any], **options: Any) -> Pipeline:
         folder = tmp_path / str(len(list(tmp_path.iterdir()))) / "build"
         return pipeline_of(toy(**shape, **options, weights_codec=weights_codec).save(folder), sgd)
 

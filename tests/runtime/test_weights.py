@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.policy import copies, make
-from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.weights import WeightStore
 
@@ -31,7 +31,7 @@ def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
-def fed(toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int) -> LocalPipeline:
+def fed(toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int) -> Pipeline:
     """Four workers in a line, with minibatches in flight."""
     pipeline = pipeline_of(toy(**LINE, policy=policy, microbatches=microbatches).save(tmp_path / "build"), sgd)
     for batch in batches * 2:
@@ -117,7 +117,7 @@ def test_a_long_run_does_not_grow(
                     for store in stores
                     if store.updater.predictor is not None
                 ),
-                len(pipeline._mailboxes[0].letters),
+                len(pipeline.world.loopback.left),
             )
         )
     assert len(set(sizes[10:])) == 1, "steady: every step leaves as much as the one before"

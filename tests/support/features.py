@@ -26,7 +26,7 @@ from fxpipe.ir.program import Program
 from fxpipe.lowering.agreement import relative_error
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.planner.cuts import Cuts
-from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.task.batch import split
 from fxpipe.tracing.capture import autocasting
 
@@ -198,7 +198,7 @@ def train(model: nn.Module, feature: Feature, device: str, batches: list[Any]) -
     return losses
 
 
-def compare_gradients(pipeline: LocalPipeline, model: nn.Module, tolerance: float) -> None:
+def compare_gradients(pipeline: Pipeline, model: nn.Module, tolerance: float) -> None:
     found = pipeline.gradients()
     expected = {n: p.grad for n, p in model.named_parameters() if p.requires_grad and p.grad is not None}
     floor = 1e-3 * max(g.norm().item() for g in expected.values())  # gradients that are zero but for rounding
@@ -208,7 +208,7 @@ def compare_gradients(pipeline: LocalPipeline, model: nn.Module, tolerance: floa
     assert not {n for n, g in found.items() if n not in expected and g.any()}
 
 
-def compare_state(pipeline: LocalPipeline, model: nn.Module, tolerance: float) -> None:
+def compare_state(pipeline: Pipeline, model: nn.Module, tolerance: float) -> None:
     """Every parameter, every buffer, persistent or not, and every tensor that is a plain attribute."""
     state = pipeline.state_dict()
     expected = model.state_dict()

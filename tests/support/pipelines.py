@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.pipeline import Pipeline, open_local
 from fxpipe.task.hooks import given_task
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 
@@ -20,6 +20,6 @@ def optimizer(named: Any) -> torch.optim.Optimizer:
 
 def pipeline_of(
     folder: Path, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None = None, **options: Any
-) -> LocalPipeline:
+) -> Pipeline:
     """All workers of the build in `folder`, also of one that was written by hand."""
-    return LocalPipeline(folder, given_task(optimizer=optimizer, lr_scheduler=lr_scheduler), PipelineOptions(**options))
+    return open_local(folder, given_task(optimizer=optimizer, lr_scheduler=lr_scheduler), PipelineOptions(**options))

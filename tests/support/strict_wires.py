@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import LocalExchange
 from fxpipe.runtime.wires.mailbox import Loopback, Passing
+from fxpipe.runtime.wires.turns import Turns
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
@@ -72,7 +74,7 @@ class StrictWires:
 
     def __init__(self, hub: Hub, rank: int, by_channel: bool, mesh: Mesh = MESH) -> None:
         self.hub, self.rank, self.ordered, self.mesh = hub, rank, by_channel, mesh
-        self.loopback = Loopback()
+        self.loopback, self.turns = Loopback(), Turns()
 
     def isend(
         self, flat: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0, replica: int = 0
@@ -211,7 +213,7 @@ def run_in_threads(
                 plan,
                 own,
                 transports,  # type: ignore[arg-type]
-                recipe.schedule.row_until(rank, len(data)),
+                partial(next, recipe.schedule.row_until(rank, len(data)), None),
                 (lambda m: split(data[m], m)[1]) if first else None,
                 (lambda m, loss, lr, norm, metrics: run.losses.append(loss)) if first else None,
                 evaluations[rank],
@@ -236,7 +238,8 @@ def run_in_threads(
             for executor in own:
                 executor.evaluates = lambda version: 0 < version < len(data)
             source = EvaluationData(plan, lambda: evaluated, 0) if rank == 0 else None
-            evaluation = DistributedEvaluation(plan, own, str(folder), 0, wires, addresses, source)
+            line = ProcessLine.of(plan, rank)
+            evaluation = DistributedEvaluation(plan, own, str(folder), 0, [wires] * len(own), addresses, source, line)
             evaluations[-1] = _Evaluating(run, own, evaluation)
         for executor in own:
             executor.store.begin(0, len(data))

@@ -34,12 +34,11 @@ class Calls:
     anyway.
 
     Args:
-        workers: how many processes there are.
+        transport: of the worker that speaks for this process.
     """
 
-    def __init__(self, worker: int, workers: int, transport: Transport) -> None:
-        self._worker = worker
-        self._last = workers - 1
+    def __init__(self, line: ProcessLine, transport: Transport) -> None:
+        self._line = line
         self._transport = transport
         self._count = 0
 
@@ -55,22 +54,22 @@ class Calls:
         """
         note = (CALL, self._count)
         self._count += 1
+        before, after, refused = self._line.before, self._line.after, CALLS.index(REFUSED)
         own, given = CALLS.index(call), 0 if shape is None else shape
         theirs = own
-        if self._worker:
-            self._transport.expect_note(self._worker - 1, note, 2)
-            theirs, given = (int(number) for number in self._transport.recv_note(self._worker - 1, note))
-        refused = CALLS.index(REFUSED)
+        if before is not None:
+            self._transport.expect_note(before, note, 2)
+            theirs, given = (int(number) for number in self._transport.recv_note(before, note))
         if call == "step" and theirs == refused:
             own = refused
-        if self._worker < self._last:
-            self._transport.send_note(self._worker + 1, note, torch.tensor([own, given], dtype=torch.float64))
+        if after is not None:
+            self._transport.send_note(after, note, torch.tensor([own, given], dtype=torch.float64))
         if theirs != own:
             raise RunError(
-                f"worker {self._worker} calls {CALLS[own]}() where worker {self._worker - 1} calls {CALLS[theirs]}()",
+                f"worker {self._line.own} calls {CALLS[own]}() where worker {before} calls {CALLS[theirs]}()",
                 hint=ALIKE,
             )
-        if self._worker and own == refused:
+        if before is not None and own == refused:
             raise BatchError(
                 f"worker 0 refuses the batch of this step, call {self._count}", hint="its own error says why"
             )

@@ -191,13 +191,16 @@ class Losses:
                 float(next(iter(self._coming.values())))
         return loss
 
-    def tell(self, minibatch: int, loss: Tensor) -> None:
-        """Where the loss worker is: a loss is known."""
+    def tell(self, minibatch: int, loss: Tensor) -> bool:
+        """Where the loss worker is: a loss is known; whether it was not known before, of a replica."""
         assert self._tells is not None
+        if minibatch not in self._coming:
+            return False
         numbers = loss.detach().reshape(-1).to("cpu", torch.float64)
         for other in self._others:
             self._tells.send_note(other, (LOSS, minibatch), numbers)
         self._coming.pop(minibatch).set(numbers)
+        return True
 
     def settle(self) -> None:
         """The pipeline is empty: receive what has not been asked for."""

@@ -41,14 +41,24 @@ def write_own(folder: Path, plan: Plan, executor: Executor) -> Written:
 
 
 def write_together(
-    folder: Path, plan: Plan, recipe: Recipe, options: PipelineOptions, executor: Executor
+    folder: Path,
+    plan: Plan,
+    recipe: Recipe,
+    options: PipelineOptions,
+    executors: Sequence[Executor],
+    step: int,
+    rank: int,
 ) -> FxpipeError | None:
-    """Make a checkpoint as one of several processes: worker 0 makes the folder, all write, worker 0 makes it whole.
+    """Make a checkpoint: the process of worker 0 makes the folder, all write, that one makes it whole.
+
+    Args:
+        executors: those here that have something to write.
+        rank: of this process.
 
     Returns:
         The error that all are to raise; None if the checkpoint is there.
     """
-    rank, workers = executor.worker, plan.workers
+    workers = plan.processes
     error: FxpipeError | None = None
     try:
         with ExitStack() as stack:
@@ -62,13 +72,14 @@ def write_together(
             written: Written = {}
             if fresh is not None:
                 try:
-                    written = write_own(fresh, plan, executor)
+                    for executor in executors:
+                        written |= write_own(fresh, plan, executor)
                 except FxpipeError as found:
                     error = found
             agree_on(error, rank, workers)
             files = gathered(written, rank, workers)
             if rank == 0 and fresh is not None:
-                write_whole(fresh, plan, recipe, options, executor.store.version, files)
+                write_whole(fresh, plan, recipe, options, step, files)
     except PeerLost:
         raise
     except FxpipeError as found:

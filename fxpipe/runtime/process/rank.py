@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -29,7 +28,7 @@ from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchang
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks
 from fxpipe.runtime.process.consequences import Consequences, ending
-from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, HeardEvaluation
+from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.ends import PoliteStop, say_stopped
 from fxpipe.runtime.process.epochs import agree_epoch, agree_length
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
@@ -37,6 +36,7 @@ from fxpipe.runtime.process.membership import membership
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, recipe_of, restore, resumed_step, run_before
+from fxpipe.runtime.process.rows import Row, first_replicas, open_evaluation, open_rows
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row
 from fxpipe.runtime.process.together import barrier, gathered
@@ -45,11 +45,8 @@ from fxpipe.runtime.process.warnings import say_first, warn_if_edited
 from fxpipe.runtime.process.world import AmongProcesses, NotFiniteAnswers, World
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset
-from fxpipe.runtime.wires.distributed import DistTransport
-from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
-from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
@@ -88,22 +85,6 @@ def join(
         return Run(agreed, world, progress).run()
 
 
-@dataclass(frozen=True)
-class Row:
-    """A rank, or one of its replicas, in a run: what is walked one action after the other.
-
-    Attributes:
-        process: the one that has it, if each has one row.
-        executors, transports: of its workers, in rising order.
-    """
-
-    process: int
-    rank: int
-    replica: int
-    executors: Sequence[Executor]
-    transports: Sequence[DistTransport]
-
-
 class Run:
     """The part of a run that is in this process: the workers of one rank, or all of them."""
 
@@ -125,18 +106,20 @@ class Run:
         evaluating = evaluates(plan, task, options.eval_every)
         addresses = Addresses(plan, recipe.demand)
         world.open(addresses)
-        self.rows = [self._open_row(each, addresses, agreed) for each in world.here]
+        folder, checkpoint = options.build, agreed.checkpoint
+        self.rows = open_rows(world, plan, folder, recipe, addresses, task, options, self.step, checkpoint)
         self.executors = executors = [executor for row in self.rows for executor in row.executors]
         if not plan.sharded and not world.alone:  # else each replica has one for its own share
             for executor in executors:
                 executor.store.updater.compare_replicas(executor.collective, world.device)
-        self.first = first = sorted((e for e in executors if e.replica == self.rows[0].replica), key=lambda e: e.worker)
+        self.first = first = first_replicas(self.rows)
         self.epoch = agree_epoch(executors, self.feed, process, plan.processes)
         self._shards = [] if resumed is None else restore(executors, resumed)
         self.evaluation: DistributedEvaluation | None = None
         self.record: Record | None = None
         if evaluating:
-            self.evaluation = self._open_evaluation(addresses, task)
+            data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task)
+            self.evaluation = open_evaluation(world, plan, folder, addresses, self.rows, options.seed, data)
         self.watches = [executor.watch for executor in executors]
         self.pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
         self.consequences = Consequences(options, plan, recipe, self.total, self.step, executors, process == 0)
@@ -184,50 +167,6 @@ class Run:
             self.checkpoints.writer.ended = self.stop.saved if world.alone else self._stopped
             if self.feed is not None:
                 self.feed.marks, self.checkpoints.data = self.checkpoints.due, self.feed.mark
-
-    def _open_row(self, process: int, addresses: Addresses, agreed: Agreed) -> Row:
-        plan, world, options = self.plan, self.world, self.options
-        rank, replica = plan.seat(process)
-        wires, executors, transports = world.wires(process), list[Executor](), list[DistTransport]()
-        for worker in plan.hosted(rank):
-            schedule = self.recipe.of_worker(worker).schedule
-            transport = DistTransport.of_training(plan, worker, wires, addresses, schedule, replica)
-            executor = open_worker(
-                plan,
-                options.build,
-                worker,
-                self.recipe,
-                transport,
-                agreed.task,
-                options,
-                world.device,
-                continue_after=self.step or None,
-                checkpoint=agreed.checkpoint,
-                collective=world.collective(worker, replica),
-            )
-            transports.append(transport)
-            executors.append(executor)
-        return Row(process, rank, replica, executors, transports)
-
-    def _open_evaluation(self, addresses: Addresses, task: Task) -> DistributedEvaluation:
-        plan, world, options, row = self.plan, self.world, self.options, self.rows[0]
-        listening = plan.crossing and row.replica > 0
-        data = None
-        if row.rank == 0 and not listening:
-            data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task)
-        kind = HeardEvaluation if listening else DistributedEvaluation
-        return kind(
-            plan,
-            self.first,
-            options.build,
-            options.seed,
-            [world.wires(plan.process_of(e.worker, e.replica)) for e in self.first],
-            addresses,
-            data,
-            world.line,
-            None if row.rank else world.collective(0, row.replica),
-            world.alone,
-        )
 
     def run(self) -> dict[str, Any] | None:
         """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""
@@ -353,7 +292,7 @@ class Run:
             self.plan,
             row.executors,
             row.transports,
-            ending(self._events(row), lambda: self.total, self.recipe),
+            partial(next, ending(self._events(row), lambda: self.total, self.recipe), None),
             None if row.rank or self.batches is None else partial(self._share, row),
             None if row.process or self.record is None else looking(self.record.step, look),
             partial(self._between, row),

@@ -20,7 +20,7 @@ from fxpipe.messages import say, warn
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.schedule.action import Action, Event
+from fxpipe.schedule.action import Event
 
 if TYPE_CHECKING:
     import torch
@@ -104,11 +104,7 @@ class Resumed:
         check_files(self.path, self.manifest, state_files(worker, workers, replica))
         return read_shard(self.path, self.step, worker, workers, replica)
 
-    def actions(self, recipe: Recipe, worker: int) -> Iterator[Action]:
-        """The rest of a worker's row."""
-        return recipe.schedule.after(worker, self.step, self._start)
-
-    def row(self, recipe: Recipe, rank: int, stop: int) -> Iterator[Event]:
+    def row(self, recipe: Recipe, rank: int, stop: int | None = None) -> Iterator[Event]:
         """The rest of a rank's row."""
         return recipe.schedule.row_after(rank, self.step, self._start, stop)
 
@@ -291,11 +287,17 @@ def _placed(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tenso
     return {name: value.to(device) for name, value in held.items()}
 
 
-def restore(executors: Sequence[Executor], resumed: Resumed) -> list[list[Shard]]:
-    """Put each worker into the state of the checkpoint, but for what is in flight; returns its shards."""
+def restore(
+    executors: Sequence[Executor], resumed: Resumed, read: Sequence[list[Shard]] | None = None
+) -> list[list[Shard]]:
+    """Put each worker into the state of the checkpoint, but for what is in flight; returns its shards.
+
+    Args:
+        read: these, where they have been read.
+    """
     found = []
-    for executor in executors:
-        shards = resumed.shards(executor.worker, executor.replica)
+    for place, executor in enumerate(executors):
+        shards = resumed.shards(executor.worker, executor.replica) if read is None else read[place]
         executor.load(shards, resumed.exact)
         found.append(shards)
     return found

@@ -13,7 +13,7 @@ processes do it in one order, and none waits for what another would only do late
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,16 +30,19 @@ def train(
     plan: Plan,
     executors: Sequence[Executor],
     transports: Sequence[DistTransport],
-    row: Iterator[Event],
+    coming: Callable[[], Event | None],
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
     report: OnStep | None = None,
     between: Callable[[int], None] | None = None,
     reach: Callable[[int, int], None] | None = None,
     tell: Callable[[int, Tensor], None] | None = None,
+    more: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run all actions of the workers of one process, in rising order.
 
     Args:
+        coming: gives what comes next of the row; None where nothing does, for now.
+        more: then called once all before is done: whether something comes. It may wait until that is known.
         feed: where worker 0 is, the microbatches of a minibatch.
         report: where worker 0 is, called when it ends a minibatch (see `OnStep`).
         reach: called before the first forward of each minibatch, with the number of updates made so far.
@@ -76,7 +79,7 @@ def train(
             losses[loss.minibatch] = loss.value
 
     while True:
-        while len(window) <= LOOKAHEAD * len(executors) and (event := next(row, None)) is not None:
+        while len(window) <= LOOKAHEAD * len(executors) and (event := coming()) is not None:
             worker, action = event
             executor, transport = of_worker[worker]
             executor.expect(action)
@@ -95,6 +98,8 @@ def train(
             if between is not None:
                 between(first.store.version)
         if not window:
+            if more():
+                continue
             owed = first.store.owed
             if owed is None:
                 return

@@ -14,7 +14,7 @@ from fxpipe.errors import RunError
 from fxpipe.observe.pulse import Pulse, Pulses, Status
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.options import PipelineOptions, RunOptions
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.ends import process_name
 from fxpipe.runtime.process.together import AgreedStop
@@ -82,6 +82,9 @@ class World(ABC):
     def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
         """Begin to answer, when a worker stops the run, what the workers here have found."""
 
+    def clear(self) -> None:  # noqa: B027
+        """Forget all that is under way between workers here."""
+
     def end(self) -> None:  # noqa: B027
         """The run is over."""
 
@@ -145,11 +148,14 @@ class AmongProcesses(World):
 class OneProcess(World):
     """All ranks are in this process.
 
+    Attributes:
+        loopback: what workers have sent each other and not yet received.
+
     Raises:
         RunError: its messages are to be slow.
     """
 
-    def __init__(self, plan: Plan, options: RunOptions) -> None:
+    def __init__(self, plan: Plan, options: PipelineOptions) -> None:
         if options.throttle is not None:
             raise RunError(
                 "workers in one process have no links: --throttle has nothing to slow down",
@@ -158,17 +164,22 @@ class OneProcess(World):
         self.here, self.turns = range(plan.processes), Turns()
         self.name, self.device = "local", torch.device(plan.device)
         self.line, self.exchange, self.pulse = ProcessLine((0,), 0), None, Pulse()
-        self._plan, self._loopback = plan, Loopback()
+        self._plan, self.loopback = plan, Loopback()
         self._boards = [ReplicaBoard(plan.replicas_of(worker), self.turns) for worker in range(plan.workers)]
 
     def open(self, addresses: Addresses) -> None:
         pass
 
     def wires(self, process: int) -> Wires:
-        return OneProcessWires(self._plan, process, self.device, self._loopback, self.turns)
+        return OneProcessWires(self._plan, process, self.device, self.loopback, self.turns)
 
     def collective(self, worker: int, replica: int) -> Collective | None:
         return LocalCollective(self._boards[worker], replica) if self._plan.replicas_of(worker) > 1 else None
+
+    def clear(self) -> None:
+        self.loopback.clear()
+        for board in self._boards:
+            board.clear()
 
     def statuses(self, watches: Sequence[Watch]) -> list[Status]:
         return [watch.status for watch in watches[: self._plan.workers]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from typing import NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -16,52 +17,65 @@ class Turns:
     """Walks several rows in one thread, each in a greenlet: their order decides, so every run takes the same turns.
 
     Attributes:
-        draws: what a row computes between two turns may draw random numbers: each goes on with its own generator.
+        draws: what rows compute between two turns may draw random numbers: each goes on with its own generator.
     """
 
     def __init__(self) -> None:
         self.draws = False
+        self._rows: list[greenlet] = []
+        self._waiting: dict[greenlet, _Waiting] = {}
         self._grad = True  # outside of the rows
-        self._waiting: dict[greenlet, tuple[Callable[[], bool], str]] = {}
 
     def walk(self, rows: Sequence[Callable[[], None]]) -> None:
-        """Walk all rows to their ends.
+        """Walk rows to their ends.
 
         Raises:
             RunError: each waits for another, so none can go on.
-            Exception: what a row has raised; the others are left where they are, and undo what they have begun.
+            Exception: what a row has raised; the others undo what they have begun.
         """
-        if len(rows) == 1:
-            rows[0]()
-            return
-        self._grad = torch.is_grad_enabled()
-        rows_left = [greenlet(row) for row in rows]
-        for row in rows_left:
-            row.gr_context = copy_context()
-        try:
-            while rows_left:
-                moved = False
-                for row in list(rows_left):
-                    if row in self._waiting and not self._waiting[row][0]():
-                        continue
-                    self._waiting.pop(row, None)
-                    row.switch()
-                    moved = True
-                    if row.dead:
-                        rows_left.remove(row)
-                if not moved:
-                    raise stuck([what for _, what in self._waiting.values()])
-        finally:
-            for row in rows_left:
-                if row:
-                    row.throw()
-            self._waiting.clear()
+        self.begin(rows)
+        self.go()
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
+    def begin(self, rows: Sequence[Callable[[], None]]) -> None:
+        """There are these rows, of which nothing is done yet."""
+        self._rows = [greenlet(row) for row in rows]
+        for row in self._rows:
+            row.gr_context = copy_context()
+
+    def go(self) -> None:
+        """Walk all rows until each is at its end or idle; errors as `walk`."""
+        self._grad = torch.is_grad_enabled()
+        try:
+            while any([self._go(row) for row in self._rows]):
+                self._rows = [row for row in self._rows if not row.dead]
+            if busy := [waiting.what for waiting in self._waiting.values() if not waiting.idle]:
+                raise stuck(busy)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Leave all rows where they are: they undo what they have begun."""
+        rows, self._rows = self._rows, []
+        for row in rows:
+            if row:
+                row.throw()
+        self._waiting.clear()
+
+    def _go(self, row: greenlet) -> bool:
+        waiting = self._waiting.get(row)
+        if row.dead or (waiting is not None and not waiting.ready()):
+            return False
+        self._waiting.pop(row, None)
+        row.switch()
+        return True
+
+    def wait(self, ready: Callable[[], bool], what: str, idle: bool = False) -> None:
         """Go on once something is ready.
 
         Args:
-            what: the row's worker, and what it waits for, in words.
+            what: which worker waits for what, in words.
+            idle: what it waits for is not another row's.
 
         Raises:
             RunError: no other row of this process could make it so.
@@ -72,12 +86,18 @@ class Turns:
         if row.parent is None:
             raise stuck([what])
         grad, state = torch.is_grad_enabled(), torch_state() if self.draws else None
-        self._waiting[row] = ready, what
+        self._waiting[row] = _Waiting(ready, what, idle)
         torch.set_grad_enabled(self._grad)
         row.parent.switch()
         torch.set_grad_enabled(grad)
         if state is not None:
             set_torch_state(state)
+
+
+class _Waiting(NamedTuple):
+    ready: Callable[[], bool]
+    what: str
+    idle: bool
 
 
 def stuck(waiting: Sequence[str]) -> RunError:

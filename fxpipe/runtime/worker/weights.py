@@ -199,6 +199,7 @@ class WeightStore:
     def _empty(self, start: int, stop: int | None, since: int) -> set[int]:
         """Forget all that a pipeline has in flight; return the owners of the weight copies that this worker reads."""
         self._unread.begin(start, stop, since)
+        self._stop = stop
         self.weight_copies.begin(Filling(start, since))
         self._pending, self._ungathered, self._unannounced, self._unmade = None, False, False, False
         self.summed = self.version
@@ -246,8 +247,14 @@ class WeightStore:
         if isinstance(self.averages, MovingAverage) and averages:
             self.averages.load(averages, version)
 
-    def end(self, stop: int) -> None:
-        """The segment's end is now known: forget what is kept for minibatches from `stop` on."""
+    def end(self, stop: int, told: bool = True) -> None:
+        """The segment's end is now known: forget what is kept for minibatches from `stop` on.
+
+        Args:
+            told: all workers hear of it at one version; else they still send each other what later ones would read.
+        """
+        if told:
+            self._stop = stop
         for key in self._unread.end(stop):
             self._forget(key)
 
@@ -483,7 +490,7 @@ class WeightStore:
     def _expect(self, owner: int, version: int) -> None:
         while self._expected[owner] < version:
             self._expected[owner] += 1
-            for ahead, size in self.weight_copies.coming(owner, self._expected[owner], self._unread.stop):
+            for ahead, size in self.weight_copies.coming(owner, self._expected[owner], self._stop):
                 self.transport.expect_weights(owner, self._expected[owner], ahead, size)
 
     def _part(self, plan: Plan, phase: Phase, frozen: Mapping[str, Tensor]) -> _Argument:
@@ -551,7 +558,7 @@ class WeightStore:
     def _send_copies_of(self, version: int, look: Callable[[int, tuple[str, ...], int], Mapping[str, Tensor]]) -> None:
         watch = self.transport.watch
         for reader in self._readers:
-            for message, sent in self.weight_copies.due(reader, version, self._unread.stop):
+            for message, sent in self.weight_copies.due(reader, version, self._stop):
                 weights = look(reader, message.names, message.ahead)
                 watch.open("send", Cause("weights", "weights", reader))
                 block = self.weight_copies.write(reader, message, weights)

@@ -1,0 +1,123 @@
+"""The rows that a process walks: of each rank that is here, or replica of one, its workers in rising order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, HeardEvaluation
+from fxpipe.runtime.process.world import World
+from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.distributed import DistTransport
+from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.checkpoint import Checkpoint
+from fxpipe.runtime.worker.evaluation import EvaluationData
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.task.model_file import Task
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank, or one of its replicas: what it does is walked one action after the other.
+
+    Attributes:
+        process: the one that has it, if each has one row.
+        executors, transports: of its workers.
+    """
+
+    process: int
+    rank: int
+    replica: int
+    executors: Sequence[Executor]
+    transports: Sequence[DistTransport]
+
+
+def open_rows(
+    world: World,
+    plan: Plan,
+    folder: str,
+    recipe: Recipe,
+    addresses: Addresses,
+    task: Task,
+    options: PipelineOptions,
+    step: int,
+    checkpoint: Checkpoint | None,
+    keep_gradients: bool = False,
+) -> list[Row]:
+    """Open all workers that are here.
+
+    Args:
+        folder: of the build.
+        step: how many minibatches they have had.
+        checkpoint, keep_gradients: as of `open_worker`.
+
+    Raises:
+        FxpipeError: as `open_worker`.
+    """
+    rows = []
+    for process in world.here:
+        rank, replica = plan.seat(process)
+        wires, executors, transports = world.wires(process), list[Executor](), list[DistTransport]()
+        for worker in plan.hosted(rank):
+            schedule = recipe.of_worker(worker).schedule
+            transports.append(DistTransport.of_training(plan, worker, wires, addresses, schedule, replica))
+            executor = open_worker(
+                plan,
+                folder,
+                worker,
+                recipe,
+                transports[-1],
+                task,
+                options,
+                world.device,
+                keep_gradients,
+                step or None,
+                checkpoint,
+                world.collective(worker, replica),
+            )
+            executors.append(executor)
+        rows.append(Row(process, rank, replica, executors, transports))
+    return rows
+
+
+def first_replicas(rows: Sequence[Row]) -> list[Executor]:
+    """Of each worker here the first replica that is, in rising order."""
+    found: dict[int, Executor] = {}
+    for executor in (executor for row in rows for executor in row.executors):
+        found.setdefault(executor.worker, executor)
+    return [found[worker] for worker in sorted(found)]
+
+
+def open_evaluation(
+    world: World,
+    plan: Plan,
+    folder: str,
+    addresses: Addresses,
+    rows: Sequence[Row],
+    seed: int,
+    data: EvaluationData | None,
+) -> DistributedEvaluation:
+    """What the workers here do in evaluations.
+
+    Args:
+        data: on worker 0.
+    """
+    row, executors = rows[0], first_replicas(rows)
+    listening = plan.crossing and row.replica > 0
+    kind = HeardEvaluation if listening else DistributedEvaluation
+    wires = [world.wires(plan.process_of(e.worker, e.replica)) for e in executors]
+    return kind(
+        plan,
+        executors,
+        folder,
+        seed,
+        wires,
+        addresses,
+        None if row.rank or listening else data,
+        world.line,
+        None if row.rank else world.collective(0, row.replica),
+        world.alone,
+    )
