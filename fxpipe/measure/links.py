@@ -35,9 +35,9 @@ from fxpipe.runtime.process.child import only_here
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.ends import end_process, first_cause, leave_error
 from fxpipe.runtime.process.guardian import Guardian
-from fxpipe.runtime.wires.distributed import Wires
 from fxpipe.runtime.wires.doors import make_secret
 from fxpipe.runtime.wires.group import close_group, leave_after, open_group, peers, place_of_process
+from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.typed_json import read
 
 Transport = Literal["gloo", "gloo-cuda", "nccl"]
@@ -218,7 +218,7 @@ def measure_group(
     try:
         backend = common_backend(device, rank, workers)
         pairs = pairs_of_group(workers)
-        wires = Wires(rank, backend, [("link", *pair) for pair in permutations(range(workers), 2)], device)
+        wires = ProcessWires(rank, backend, [("link", *pair) for pair in permutations(range(workers), 2)], device)
         rows = []
         with peers(rank):
             for row in _measured(wires, workers, pairs, total):
@@ -238,7 +238,7 @@ def pairs_of_group(workers: int) -> list[tuple[int, int]]:
     return [(i, j) for i, j in product(range(workers), repeat=2) if 0 < abs(i - j) <= near]
 
 
-def _measured(wires: Wires, workers: int, pairs: Sequence[tuple[int, int]], total: int) -> Iterator[PairTimes]:
+def _measured(wires: ProcessWires, workers: int, pairs: Sequence[tuple[int, int]], total: int) -> Iterator[PairTimes]:
     """Measure pairs of the processes of the default group, one after the other; all of them do it."""
     for source, target in pairs:
         dist.barrier()
@@ -253,7 +253,7 @@ def _measured(wires: Wires, workers: int, pairs: Sequence[tuple[int, int]], tota
 class _End:
     """One end of a pair: sends as `source`, receives as `target`, by the wires' own calls."""
 
-    def __init__(self, wires: Wires, source: int, target: int) -> None:
+    def __init__(self, wires: ProcessWires, source: int, target: int) -> None:
         self.wires = wires
         self.sends = wires.rank == source
         self.peer = target if self.sends else source
@@ -289,7 +289,8 @@ class _End:
                 sent = self.wires.isend(message, self.peer, outward)
             if i < ROUNDS.warm + ROUNDS.most:
                 pending = self.wires.irecv(SMALL, torch.uint8, self.peer, inward)
-            self.wires.finished(sent)
+            if sent is not None:
+                sent.wait()
         return statistics.median(taken) if taken else 0.0
 
     def _stream(self, size: int, count: int) -> tuple[float, float]:
@@ -301,7 +302,7 @@ class _End:
             if self.sends:
                 pending.append(self.wires.isend(message, self.peer, self.there))
                 if len(pending) == AHEAD:
-                    self.wires.finished(pending.popleft())
+                    pending.popleft().wait()
                 continue
             while len(pending) < min(AHEAD, count - i):
                 pending.append(self.wires.irecv(size, torch.uint8, self.peer, self.there))
@@ -310,12 +311,12 @@ class _End:
                 begin = time.perf_counter()
         rate = 0.0 if self.sends else (count - first) * size / (time.perf_counter() - begin)
         while pending:
-            self.wires.finished(pending.popleft())
+            pending.popleft().wait()
         return rate, time.process_time() - processor
 
     def _take(self, pending: Any) -> None:
-        self.wires.finished(pending)
-        self.wires.received(pending)
+        pending.wait()
+        pending.take()
         if self.wires.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -27,7 +27,6 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.collective import LoneCollective
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.runtime.worker.assembly import open_worker
-from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
@@ -128,8 +127,7 @@ class _Ready(Transport):
         self._notes: dict[tuple[int, Note], Tensor] = {}
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
-        layout = self.layouts[edge.name]
-        layout.flat(layout(value))  # what every transport does before the message goes
+        self.layouts[edge.name](value)  # what every transport does before the message goes
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
         # New memory, as from the wire: gradients may be summed in place. This time is not the stage's own.
@@ -181,8 +179,6 @@ class _Worker:
         alone = LoneCollective(plan.replicas_of(rank)) if plan.replicas_of(rank) > 1 else None
         task, options = given_task(optimizer=still), PipelineOptions()
         self.executor = open_worker(plan, folder, rank, recipe, transport, task, options, device, collective=alone)
-        self.updates: list[float] = []
-        self._watch(self.executor.store)
 
     def measure(self, leaves: Sequence[tuple[Any, ...]], repeats: int | None) -> StageTime:
         """Run its schedule, without microbatches that others represent, until enough is measured.
@@ -245,24 +241,11 @@ class _Worker:
         arriving = executor.watch.seconds("receive", "wait")
         before = self.now()
         executor.execute(action, leaves[action.microbatch] if first else None)
-        if executor.unsettled is not None:  # with a loss scale, the update waits for the others
-            begun = self.now()
-            executor.settle()
-            self.updates[-1] += self.now() - begun
         seconds = self.now() - before - (executor.watch.seconds("receive", "wait") - arriving)
-        update = self.updates.pop() if self.updates else 0.0
-        return seconds - update, update
-
-    def _watch(self, store: WeightStore) -> None:
-        """Note the seconds of every update: for the executor they are part of the backward."""
-        update = store.update
-
-        def timed(minibatch: int) -> None:
-            before = self.now()
-            update(minibatch)
-            self.updates.append(self.now() - before)
-
-        store.update = timed  # type: ignore[method-assign]
+        begun = self.now()
+        executor.announce()
+        executor.settle()
+        return seconds, self.now() - begun
 
 
 def _some(microbatches: int, count: int) -> set[int]:

@@ -22,6 +22,8 @@ from fxpipe.observe.trace import KINDS, OF_TRAINING, Kind
 from fxpipe.schedule.action import Action
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_SIZE = len(KINDS)
+_WAIT, _BACKWARD, _EVALUATE = _NUMBER["wait"], _NUMBER["B"], _NUMBER["evaluate"]
 _IDLE: tuple[Kind, ...] = ("wait", "data", "save", "evaluate")
 _WHOLES = ("F", "B", "W", "update", "data", "save", "evaluate")
 """Kinds that also count what is inside them; but an update is not part of the backward in which it is made, nor is
@@ -41,10 +43,10 @@ class Cause(NamedTuple):
 
 
 class _OpenSpan(NamedTuple):
-    """The beginning of a span; None marks its end. `whole` is the kind of the whole that it is part of."""
+    """The beginning of a span; None marks its end. Its own time counts in a `place` of its kind and its whole."""
 
     kind: int
-    whole: int
+    place: int
     cause: Cause | None
     minibatch: int
     microbatch: int
@@ -108,10 +110,10 @@ class Watch:
 
     def open(self, kind: Kind, cause: Cause | None = None) -> None:
         """Begin a span inside the one that is open."""
-        number = _NUMBER[kind]
-        whole = number if kind in _WHOLES or not self._open else self._open[-1].whole
-        mark = _OpenSpan(number, whole, cause, self._minibatch, self._microbatch)
-        self._open.append(mark)
+        number, opened = _NUMBER[kind], self._open
+        whole = number if kind in _WHOLES or not opened else opened[-1].place // _SIZE
+        mark = _OpenSpan(number, whole * _SIZE + number, cause, self._minibatch, self._microbatch)
+        opened.append(mark)
         if self._clock is None:
             self._apply(perf_counter_ns(), mark)
         else:
@@ -203,31 +205,27 @@ class Watch:
     def _apply(self, now: int, mark: _OpenSpan | None) -> None:
         stack = self._stack
         if stack:
-            self._own[self._place(stack[-1][0])] += now - self._since
+            inner = stack[-1][0]
+            refills = self._refilling and inner.kind == _WAIT
+            self._own[_EVALUATE * (_SIZE + 1) if refills else inner.place] += now - self._since
         self._since = now
         if mark is not None:
             stack.append((mark, now))
             return
         mark, begin = stack.pop()
-        kind = KINDS[mark.kind]
-        if kind == "evaluate":
+        kind = mark.kind
+        if kind == _EVALUATE:
             self._refilling = self.refills
-        elif kind == "B":
+        elif kind == _BACKWARD:
             self._refilling = False
-        if kind == "wait" and mark.cause is not None and not self._refilling:
+        elif kind == _WAIT and mark.cause is not None and not self._refilling:
             key = (mark.cause.what, mark.cause.worker)
             self._waits[key] = self._waits.get(key, 0) + now - begin
-            if not self._closed[_NUMBER["B"]]:
+            if not self._closed[_BACKWARD]:
                 self._fill += now - begin
-        self._closed[mark.kind] += 1
+        self._closed[kind] += 1
         if self._spans is not None:
             self._spans.add(mark, begin, now)
-
-    def _place(self, mark: _OpenSpan) -> int:
-        """Where in `_own` the time of an open span counts."""
-        if self._refilling and mark.kind == _NUMBER["wait"]:
-            return _NUMBER["evaluate"] * (len(KINDS) + 1)
-        return mark.whole * len(KINDS) + mark.kind
 
 
 class Spans:

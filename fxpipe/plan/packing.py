@@ -49,10 +49,6 @@ class Layout:
         """Uninitialised memory for one value."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
-    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A one-dimensional view of the same memory, for a tensor in this layout."""
-        return tensor.as_strided((self.count,), (1,))
-
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements fill one block of memory without gaps or overlaps."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -469,7 +470,7 @@ class Plan:
         """How many processes a worker has."""
         return self.replicas[worker] if self.replicas else 1
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """Where workers and replicas are."""
         replicas = tuple(self.replicas_of(self.hosted(rank)[0]) for rank in range(self.ranks))

@@ -132,12 +132,12 @@ class Schedule(ABC):
         """The workers of a rank, in rising order."""
         return tuple(worker for worker, own in enumerate(self.placement) if own == rank)
 
-    @property
+    @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """What each microbatch has an action of, in that order."""
         return ("F", "B", "W") if self.weights_apart else ("F", "B")
 
-    @property
+    @cached_property
     def last_phase(self) -> Phase:
         """The phase of a microbatch's last action."""
         return self.phases[-1]

@@ -117,7 +117,7 @@ def test_a_long_run_does_not_grow(
                     for store in stores
                     if store.updater.predictor is not None
                 ),
-                len(pipeline.world.loopback.left),
+                pipeline.world.loopback.left,
             )
         )
     assert len(set(sizes[10:])) == 1, "steady: every step leaves as much as the one before"

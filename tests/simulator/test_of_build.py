@@ -16,7 +16,7 @@ from fxpipe.errors import BuildError, PolicyError
 from fxpipe.plan.cost_records import EdgeTiming, StageTime
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
-from fxpipe.runtime.wires.mailbox import LocalTransport
+from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.simulator import simulate
 from fxpipe.simulator.forecast import forecast
 from fxpipe.simulator.of_build import scenario_of
@@ -123,20 +123,20 @@ def test_the_runtime_sends_the_same(
 ) -> None:
     """The values sent and the weights received in a real run: ends, bytes and minibatch of each."""
     real: Counter[tuple[object, ...]] = Counter()
-    send, receive = LocalTransport.send, LocalTransport.recv_weights
+    send, receive = WiredTransport.send, WiredTransport.recv_weights
 
-    def spied_send(self: LocalTransport, edge: Any, minibatch: int, microbatch: int, value: Tensor) -> None:
+    def spied_send(self: WiredTransport, edge: Any, minibatch: int, microbatch: int, value: Tensor) -> None:
         real[edge.src, edge.dst, value.nbytes, f"{edge.src_phase}{minibatch}.{microbatch}"] += 1
         send(self, edge, minibatch, microbatch, value)
 
-    def spied_receive(self: LocalTransport, owner: int, version: int, ahead: int) -> Tensor:
+    def spied_receive(self: WiredTransport, owner: int, version: int, ahead: int) -> Tensor:
         block = receive(self, owner, version, ahead)
         if version:
             real[owner, self.worker, block.numel(), "weights", version] += 1
         return block
 
-    monkeypatch.setattr(LocalTransport, "send", spied_send)
-    monkeypatch.setattr(LocalTransport, "recv_weights", spied_receive)
+    monkeypatch.setattr(WiredTransport, "send", spied_send)
+    monkeypatch.setattr(WiredTransport, "recv_weights", spied_receive)
     build = shifted(microbatches, schedule=schedule, policy=policy)
     build = dataclasses.replace(build, plan=dataclasses.replace(build.plan, weights_codec=weights_codec))
     minibatches = 9

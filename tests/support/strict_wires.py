@@ -24,10 +24,9 @@ from fxpipe.runtime.process.minibatch_notes import ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
-from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import LocalExchange
-from fxpipe.runtime.wires.mailbox import Loopback, Passing
-from fxpipe.runtime.wires.turns import Turns
+from fxpipe.runtime.wires.one_process import Loopback, Passing
+from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
@@ -39,9 +38,17 @@ from fxpipe.task.step_hooks import StepHooks
 class Message:
     """A send or a receive: over once both ends are there."""
 
+    here = False
+
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
         self.over = threading.Event()
+
+    def wait(self, what: object = None) -> None:
+        assert self.over.wait(10), "deadlock"
+
+    def take(self) -> Tensor:
+        return self.flat
 
 
 class Hub:
@@ -74,17 +81,19 @@ class StrictWires:
 
     def __init__(self, hub: Hub, rank: int, by_channel: bool, mesh: Mesh = MESH) -> None:
         self.hub, self.rank, self.ordered, self.mesh = hub, rank, by_channel, mesh
-        self.loopback, self.turns = Loopback(), Turns()
+        self.loopback = Loopback()
 
     def isend(
-        self, flat: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0, replica: int = 0
+        self, value: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0, replica: int = 0
     ) -> Message | None:
         target = self.process_of(to, replica)
         if target == self.rank:
-            self.loopback.send(self.number(channel, tag), flat)
+            self.loopback.send(self.number(channel, tag), value)
             return None
         time.sleep(random.random() * 2e-4)
-        return self.hub.put(self.hub.sends, self.key(self.rank, target, channel, tag), flat)
+        return self.hub.put(
+            self.hub.sends, self.key(self.rank, target, channel, tag), value.as_strided((value.numel(),), (1,))
+        )
 
     def irecv(
         self,
@@ -115,15 +124,6 @@ class StrictWires:
 
     def key(self, source: int, target: int, channel: Any, tag: int | None) -> Any:
         return (source, target, channel if channel and (self.ordered or tag is None) else tag)
-
-    def passing(self, pending: Message | Passing) -> Passing | None:
-        return pending if isinstance(pending, Passing) else None
-
-    def received(self, message: Message, numbers: bool = False) -> Tensor:
-        return message.flat
-
-    def finished(self, message: Message | None) -> None:
-        assert message is None or message.over.wait(10), "deadlock"
 
 
 @dataclass
@@ -230,7 +230,7 @@ def run_in_threads(
         loopbacks.append(wires.loopback)
         own = []
         for worker in plan.hosted(rank):
-            transport = DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule)
+            transport = WiredTransport.of_training(plan, worker, wires, addresses, recipe.schedule)
             own.append(open_worker(plan, folder, worker, recipe, transport, task, options))
             of_worker[worker] = own[-1]
         evaluations.append(None)

@@ -33,8 +33,8 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.process.goal import metrics_of
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat
 from fxpipe.runtime.wires.collective import Collective, Key
-from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
+from fxpipe.runtime.wires.wired import WiredTransport, Wires
 from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, means
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.replicas_alike import check_read_alike
@@ -91,7 +91,7 @@ class DistributedEvaluation:
         counts = () if plan.crossing or alone else plan.replicas
         edges, ahead = evaluation_edges(plan), AHEAD * self._replicas
         self._transports = {
-            worker: DistTransport(
+            worker: WiredTransport(
                 plan, worker, own, addresses, edges, 1, ahead, ReplicaSeat(worker, first.replica, counts)
             )
             for worker, own in zip(self._hosted, wires, strict=True)

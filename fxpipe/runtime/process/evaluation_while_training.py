@@ -91,7 +91,7 @@ class WorkerEvaluations:
             return
         self._come += 1
         if self._come < self._rows:
-            self._turns.wait(lambda: self._evaluated >= version, f"an evaluation after {version} updates")
+            self._turns.wait(lambda: self._evaluated >= version, lambda: f"an evaluation after {version} updates")
             return
         self._come = 0
         self._evaluated = version

@@ -480,7 +480,9 @@ class _Fed:
         """Wait until something comes, or the pipeline is flushed; whether something comes."""
         pipeline, fed = self._pipeline, self._pipeline.fed
         if not pipeline._ending:
-            pipeline.world.turns.wait(lambda: pipeline._ending or pipeline.fed > fed, "the next batch", idle=True)
+            pipeline.world.turns.wait(
+                lambda: pipeline._ending or pipeline.fed > fed, lambda: "the next batch", idle=True
+            )
             return True
         return False
 

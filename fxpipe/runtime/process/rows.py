@@ -11,7 +11,7 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, HeardEvaluation
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.wires.distributed import DistTransport
+from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation import EvaluationData
@@ -32,7 +32,7 @@ class Row:
     rank: int
     replica: int
     executors: Sequence[Executor]
-    transports: Sequence[DistTransport]
+    transports: Sequence[WiredTransport]
 
 
 def open_rows(
@@ -60,10 +60,10 @@ def open_rows(
     rows = []
     for process in world.here:
         rank, replica = plan.seat(process)
-        wires, executors, transports = world.wires(process), list[Executor](), list[DistTransport]()
+        wires, executors, transports = world.wires(process), list[Executor](), list[WiredTransport]()
         for worker in plan.hosted(rank):
             schedule = recipe.of_worker(worker).schedule
-            transports.append(DistTransport.of_training(plan, worker, wires, addresses, schedule, replica))
+            transports.append(WiredTransport.of_training(plan, worker, wires, addresses, schedule, replica))
             executor = open_worker(
                 plan,
                 folder,

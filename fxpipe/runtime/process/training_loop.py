@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.wires.distributed import DistTransport
+from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.task.metrics import named_numbers
@@ -29,7 +29,7 @@ from fxpipe.task.metrics import named_numbers
 def train(
     plan: Plan,
     executors: Sequence[Executor],
-    transports: Sequence[DistTransport],
+    transports: Sequence[WiredTransport],
     coming: Callable[[], Event | None],
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
     report: OnStep | None = None,
@@ -47,19 +47,18 @@ def train(
         report: where worker 0 is, called when it ends a minibatch (see `OnStep`).
         reach: called before the first forward of each minibatch, with the number of updates made so far.
         tell: where the loss worker is, called with each minibatch and its loss, with its metrics after it.
-        between: called between actions, after any update that waited, with the number of updates made so far; where
-            there are several workers, between two minibatches.
+        between: called at the beginning and after each update, between two actions, with the number of updates made so
+            far; where there are several workers, between two minibatches.
     """
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
     first, several = executors[0], len(executors) > 1
     remote_loss = plan.loss_worker != 0
-    for executor in executors:
-        executor.store.holds_back = several
     window: deque[Event] = deque()
     leaves: list[tuple[Any, ...]] = []
     losses: dict[int, Tensor] = {}
     reached = ended = -1
     unreported: int | None = None
+    version = -1
 
     def report_of(minibatch: int) -> None:
         updater = first.store.updater
@@ -83,8 +82,7 @@ def train(
             worker, action = event
             executor, transport = of_worker[worker]
             executor.expect(action)
-            updated = executor.store.updated_by(action)
-            if worker == 0 and remote_loss and updated is not None:
+            if worker == 0 and remote_loss and (updated := executor.store.updated_by(action)) is not None:
                 transport.expect_loss(updated)
             window.append(event)
         if not several or not window or window[0][1].minibatch != ended:
@@ -95,8 +93,9 @@ def train(
             if unreported is not None:
                 report_of(unreported)
                 unreported = None
-            if between is not None:
-                between(first.store.version)
+            if between is not None and first.store.version != version:
+                version = first.store.version
+                between(version)
         if not window:
             if more():
                 continue
@@ -105,9 +104,8 @@ def train(
                 return
             if first.worker == 0 and remote_loss:
                 transports[0].expect_loss(owed)
-            heard(first.worker, first.catch_up())
-            if first.worker == 0:
-                report_of(owed)
+            first.catch_up()
+            unreported = owed if first.worker == 0 else None
             continue
         worker, action = window.popleft()
         executor, transport = of_worker[worker]
@@ -124,11 +122,7 @@ def train(
                 leaves = feed(action.minibatch)[::-1]
                 executor.watch.close()
             mine = leaves.pop()
-        updated = executor.store.updated_by(action)
         heard(worker, executor.execute(action, mine))
         ended = action.minibatch
-        if worker == 0 and updated is not None:
-            if several:
-                unreported = updated  # the update may wait yet
-            else:
-                report_of(updated)
+        if worker == 0 and executor.store.due is not None:
+            unreported = executor.store.due

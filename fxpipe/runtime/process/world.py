@@ -20,14 +20,13 @@ from fxpipe.runtime.process.ends import process_name
 from fxpipe.runtime.process.together import AgreedStop
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
-from fxpipe.runtime.wires.distributed import Wires
 from fxpipe.runtime.wires.exchange import Exchange, FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.mailbox import Loopback
-from fxpipe.runtime.wires.one_process import OneProcessWires
+from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
 from fxpipe.runtime.wires.throttled import open_wires
 from fxpipe.runtime.wires.turns import Turns
+from fxpipe.runtime.wires.wired import Wires
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite
 
@@ -121,7 +120,7 @@ class AmongProcesses(World):
     def open(self, addresses: Addresses) -> None:
         plan, process = self._plan, self._process
         channels, throttle = addresses.channels, self._options.throttle
-        self._wires = open_wires(plan, throttle, process, self.name, channels, self.device)
+        self._wires = open_wires(plan, throttle, process, self.name, channels, self.device, self.turns)
         rank, replica = plan.seat(process)
         if (group := replica_group(plan, process, self.name)) is not None:
             count, name = plan.replicas_of(plan.hosted(rank)[0]), process_name(process, plan.mesh)
@@ -164,14 +163,14 @@ class OneProcess(World):
         self.here, self.turns = range(plan.processes), Turns()
         self.name, self.device = "local", torch.device(plan.device)
         self.line, self.exchange, self.pulse = ProcessLine((0,), 0), None, Pulse()
-        self._plan, self.loopback = plan, Loopback()
+        self._plan, self.loopback = plan, Loopback(self.turns)
         self._boards = [ReplicaBoard(plan.replicas_of(worker), self.turns) for worker in range(plan.workers)]
 
     def open(self, addresses: Addresses) -> None:
         pass
 
     def wires(self, process: int) -> Wires:
-        return OneProcessWires(self._plan, process, self.device, self.loopback, self.turns)
+        return OneProcessWires(self._plan, process, self.device, self.loopback)
 
     def collective(self, worker: int, replica: int) -> Collective | None:
         return LocalCollective(self._boards[worker], replica) if self._plan.replicas_of(worker) > 1 else None

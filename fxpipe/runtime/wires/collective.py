@@ -23,13 +23,11 @@ class Collective(ABC):
     Attributes:
         replica: which one this is.
         replicas: how many there are.
-        in_turn: one thread drives all replicas: `take` waits for nothing, and comes after `arrived`.
         watch: the worker's own; a 'wait' is opened in it wherever the worker waits for other replicas.
     """
 
     replica: int
     replicas: int
-    in_turn: bool = False
     watch: Watch | None = None
 
     @property
@@ -66,10 +64,6 @@ class Collective(ABC):
     def start_copy(self, key: Key, flat: Tensor) -> None:
         """Begin to hand out replica 0's vector, which the others take; they give one of the same size and type."""
 
-    def arrived(self, key: Key) -> bool:
-        """Whether `take` would find its vector at once; for drivers that run several replicas in turn."""
-        raise NotImplementedError(f"{type(self).__name__} cannot say what has arrived")
-
     @abstractmethod
     def take(self, key: Key) -> Tensor:
         """Wait for the result of an exchange; a vector of the caller's own.
@@ -100,7 +94,7 @@ def even_parts(length: int, replicas: int) -> list[int]:
 class ReplicaBoard:
     """What the replicas of one worker exchange in one process."""
 
-    def __init__(self, replicas: int, turns: Turns | None = None) -> None:
+    def __init__(self, replicas: int, turns: Turns) -> None:
         self.replicas, self.turns = replicas, turns
         self.given: dict[Key, dict[int, Tensor]] = {}
         self.results: dict[Key, tuple[Tensor, int]] = {}
@@ -136,7 +130,6 @@ class LocalCollective(Collective):
 
     def __init__(self, board: ReplicaBoard, replica: int) -> None:
         self.replica, self.replicas = replica, board.replicas
-        self.in_turn = board.turns is None
         self._board = board
         self._own: dict[Key, slice] = {}  # where its part is of what is scattered
 
@@ -155,21 +148,18 @@ class LocalCollective(Collective):
         if self.replica == 0:
             self._board.hand_out(key, flat)
 
-    def arrived(self, key: Key) -> bool:
-        return key in self._board.results
-
     def take(self, key: Key) -> Tensor:
-        if self._board.turns is not None and not self.arrived(key):
-            what = f"replica {self.replica} waits for the {key[0]} of minibatch {key[1]}"
-            self._board.turns.wait(lambda: self.arrived(key), what)
+        if key not in self._board.results:
+            self._board.turns.wait(
+                lambda: key in self._board.results,
+                lambda: f"replica {self.replica} waits for the {key[0]} of minibatch {key[1]}",
+            )
         found = self._board.take(key)
         return found[self._own.pop(key)].clone() if key in self._own else found
 
 
 class LoneCollective(Collective):
     """The end of replica 0 where the others take no time and give zeros: what it does by itself can be timed."""
-
-    in_turn = True
 
     def __init__(self, replicas: int) -> None:
         self.replica, self.replicas = 0, replicas
@@ -186,9 +176,6 @@ class LoneCollective(Collective):
 
     def start_copy(self, key: Key, flat: Tensor) -> None:
         pass
-
-    def arrived(self, key: Key) -> bool:
-        return True
 
     def take(self, key: Key) -> Tensor:
         return self._results.pop(key)

@@ -32,7 +32,7 @@ def pieces(size: int) -> list[slice]:
 
 
 @dataclass(eq=False)
-class Leaving:
+class Queued:
     """A message in an outbox.
 
     Attributes:
@@ -57,7 +57,7 @@ class Leaving:
         if self._error is not None:
             raise self._error
 
-    def leave(self, turns: Turns) -> None:
+    def leave(self, turns: ChunkTurns) -> None:
         """Send it; `wait` raises what this meets."""
         try:
             opening, *chunks = pieces(len(self.data))
@@ -72,7 +72,7 @@ class Leaving:
             self._left.set()
 
 
-class Turns:
+class ChunkTurns:
     """Who may send a chunk: one at a time, and of all who have some to send, the one with the least place."""
 
     def __init__(self) -> None:
@@ -110,12 +110,12 @@ class Outbox:
     """All messages to one worker that wait their turn."""
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._turns = ChunkTurns()
         self._numbers = count()
         self._lock = Lock()
-        self._queues: dict[Any, deque[Leaving]] = {}
+        self._queues: dict[Any, deque[Queued]] = {}
 
-    def put(self, channel: Any, message: Leaving) -> None:
+    def put(self, channel: Any, message: Queued) -> None:
         """Send a message after those of its channel."""
         message.place = (message.turn, next(self._numbers))
         with self._lock:
@@ -137,7 +137,7 @@ class Outbox:
                     return
 
 
-class Coming:
+class Pieces:
     """The receives of a message's pieces."""
 
     def __init__(self, works: Sequence[Any]) -> None:

@@ -30,8 +30,9 @@ from fxpipe.planner.links import Links
 from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.wires.addresses import Channel
 from fxpipe.runtime.wires.clocks import read_offset
-from fxpipe.runtime.wires.distributed import Wires
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.processes import ProcessWires
+from fxpipe.runtime.wires.turns import Turns
 
 _WORDS = 2**24
 """The tags of words begin here, above those of messages."""
@@ -41,8 +42,14 @@ Say = Callable[[float], None]
 
 
 def open_wires(
-    plan: Plan, throttle: str | None, process: int, backend: str, channels: list[Channel], device: torch.device
-) -> Wires:
+    plan: Plan,
+    throttle: str | None,
+    process: int,
+    backend: str,
+    channels: list[Channel],
+    device: torch.device,
+    turns: Turns,
+) -> ProcessWires:
     """The wires of a process of a run with this `--throttle`; all processes call it.
 
     Raises:
@@ -50,10 +57,10 @@ def open_wires(
     """
     links = read_throttle(throttle, plan.processes)
     if links is None:
-        return Wires(process, backend, channels, device, plan.mesh)
+        return ProcessWires(process, backend, channels, device, plan.mesh, turns)
     with peers(process):
         ahead = read_offset(process, plan.processes).offset / 1e9
-    return ThrottledWires(links, ahead, process, backend, channels, device, plan.mesh)
+    return ThrottledWires(links, ahead, process, backend, channels, device, plan.mesh, turns)
 
 
 class SlowDirection:
@@ -140,7 +147,7 @@ class _SlowReceive:
             sleep(left)
 
 
-class ThrottledWires(Wires):
+class ThrottledWires(ProcessWires):
     """Wires whose messages take as long as over other links, if these are slower.
 
     Args:

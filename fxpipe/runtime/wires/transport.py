@@ -19,7 +19,7 @@ class Transport(ABC):
     """Carries one worker's messages. Every message is known beforehand: by its edge, minibatch and microbatch.
 
     `expect…` says what will be received soon, in the order of the worker's actions; a transport may post its
-    receives then. Only drivers that run several workers in turn call `arrived…`.
+    receives then.
 
     Attributes:
         watch: the worker's own; the transport opens a 'wait' in it wherever the worker waits for another one.
@@ -74,10 +74,6 @@ class Transport(ABC):
     @abstractmethod
     def recv_note(self, source: int, what: Note) -> torch.Tensor:
         """Wait for a note."""
-
-    def arrived_note(self, source: int, what: Note) -> bool:
-        """Whether `recv_note` would find its numbers at once; only for drivers that run several workers in turn."""
-        raise NotImplementedError(f"{type(self).__name__} cannot say what has arrived")
 
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:  # noqa: B027
         """The worker has finished an action: what others must have received by now can be forgotten."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class Turns:
 
     def begin(self, rows: Sequence[Callable[[], None]]) -> None:
         """There are these rows, of which nothing is done yet."""
-        self._rows = [greenlet(row) for row in rows]
+        self._rows = [greenlet(partial(self._walk, row)) for row in rows]
         for row in self._rows:
             row.gr_context = copy_context()
 
@@ -49,10 +50,12 @@ class Turns:
             while any([self._go(row) for row in self._rows]):
                 self._rows = [row for row in self._rows if not row.dead]
             if busy := [waiting.what for waiting in self._waiting.values() if not waiting.idle]:
-                raise stuck(busy)
+                raise stuck(*busy)
         except BaseException:
             self.end()
             raise
+        finally:
+            torch.set_grad_enabled(self._grad)
 
     def end(self) -> None:
         """Leave all rows where they are: they undo what they have begun."""
@@ -62,6 +65,10 @@ class Turns:
                 row.throw()
         self._waiting.clear()
 
+    def _walk(self, row: Callable[[], None]) -> None:
+        torch.set_grad_enabled(self._grad)  # whatever the row before it has left
+        row()
+
     def _go(self, row: greenlet) -> bool:
         waiting = self._waiting.get(row)
         if row.dead or (waiting is not None and not waiting.ready()):
@@ -70,11 +77,11 @@ class Turns:
         row.switch()
         return True
 
-    def wait(self, ready: Callable[[], bool], what: str, idle: bool = False) -> None:
+    def wait(self, ready: Callable[[], bool], what: Callable[[], str], idle: bool = False) -> None:
         """Go on once something is ready.
 
         Args:
-            what: which worker waits for what, in words.
+            what: says which worker waits for what.
             idle: what it waits for is not another row's.
 
         Raises:
@@ -84,25 +91,25 @@ class Turns:
             return
         row = getcurrent()
         if row.parent is None:
-            raise stuck([what])
+            raise stuck(what)
         grad, state = torch.is_grad_enabled(), torch_state() if self.draws else None
         self._waiting[row] = _Waiting(ready, what, idle)
-        torch.set_grad_enabled(self._grad)
         row.parent.switch()
-        torch.set_grad_enabled(grad)
+        if grad != torch.is_grad_enabled():
+            torch.set_grad_enabled(grad)
         if state is not None:
             set_torch_state(state)
 
 
 class _Waiting(NamedTuple):
     ready: Callable[[], bool]
-    what: str
+    what: Callable[[], str]
     idle: bool
 
 
-def stuck(waiting: Sequence[str]) -> RunError:
+def stuck(*waiting: Callable[[], str]) -> RunError:
     """The error of rows that wait for each other."""
     return RunError(
-        f"the pipeline is stuck: {'; '.join(waiting)}",
+        f"the pipeline is stuck: {'; '.join(what() for what in waiting)}",
         hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another stage waits for",
     )

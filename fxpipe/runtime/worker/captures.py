@@ -61,7 +61,7 @@ class Captures:
         """Call between two actions: this worker's shard at the step that was just reached, if a checkpoint is due."""
         store = self.executor.store
         step = store.version
-        if step == self._taken or store.unsettled is not None:
+        if step == self._taken:
             return None
         self._taken = step
         memories = self._memories.pop(step, {})

@@ -67,21 +67,9 @@ class Clip(ABC):
     def forward(self, minibatch: int) -> None:  # noqa: B027
         """The first forward of a minibatch is about to run."""
 
-    def waits(self, minibatch: int) -> bool:
-        """Whether `apply` may have to wait for other workers."""
-        return False
-
-    def heard(self, minibatch: int) -> bool:
-        """Whether what `announce` waits for has arrived; for drivers that run several workers in turn."""
-        return True
-
     @abstractmethod
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         """The minibatch's gradients are complete on this worker: tell the others; waits for what the next one tells."""
-
-    def ready(self, minibatch: int) -> bool:
-        """Whether what `apply` waits for has arrived; for drivers that run several workers in turn."""
-        return True
 
     @abstractmethod
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -107,9 +95,6 @@ class _ByNorm(Clip):
     def expect(self, action: Action | None, updated: int | None) -> None:
         if updated is not None and self.worker < self.last:
             self.transport.expect_note(self.worker + 1, ("behind", updated), self._behind)
-
-    def heard(self, minibatch: int) -> bool:
-        return self.worker == self.last or self.transport.arrived_note(self.worker + 1, ("behind", minibatch))
 
     @property
     @abstractmethod
@@ -153,9 +138,6 @@ class ExactClip(_ByNorm):
         if updated is not None and self.worker > 0:
             self.transport.expect_note(self.worker - 1, ("total", updated), 1)
 
-    def waits(self, minibatch: int) -> bool:
-        return self.worker > 0
-
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         known = torch.tensor(self._norms(minibatch, parameters), dtype=torch.float64)
         if self.worker < self.last:
@@ -168,9 +150,6 @@ class ExactClip(_ByNorm):
         self._total = torch.nn.utils.get_total_norm(
             [norm.to(dtype) for norm, dtype in zip(found, self._dtypes, strict=True) if not norm < 0]
         )
-
-    def ready(self, minibatch: int) -> bool:
-        return self.worker == 0 or self.transport.arrived_note(self.worker - 1, ("total", minibatch))
 
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         if self.worker > 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.observe.record import ScaledStep
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import FUNCTIONS, EdgeSpec, Plan
+from fxpipe.plan.spec import FUNCTIONS, PHASES, Phase, Plan
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
@@ -103,6 +103,7 @@ class Executor:
         self.scaler: LossScaler | None = None
         self._plan = plan
         self._stages: list[StageOfShape] = []
+        self._phases: list[dict[Phase, tuple[Phase, ...]]] = []  # the parts that an action of a phase runs, by shape
         for of_shape, stage in zip(plan.of_shapes, stages, strict=True):
             self.add(of_shape, stage)
         self._left: dict[tuple[int, int], _Left] = {}
@@ -141,6 +142,8 @@ class Executor:
         if self.collective is not None:
             added.comm.reduce = self._reduce
         self._stages.append(added)
+        runs_in = self.schedule.runs_in
+        self._phases.append({p: tuple(each for each in added.parts if runs_in(each) == p) for p in PHASES})
         self.stages = (*self.stages, stage)
         self.draws |= any(part.random for part in added.parts.values())
         if self.scaler is not None:
@@ -149,22 +152,12 @@ class Executor:
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""
         stage = self._stage(action)
-        self._coming.append(action)
+        if self.offload is not None:
+            self._coming.append(action)
         for part in self._parts(action):
             for edge in stage.incoming[part.phase]:
                 self.transport.expect(edge, action.minibatch, action.microbatch)
             self.store.expect(part)
-
-    def waits_for(self, action: Action) -> tuple[list[EdgeSpec], list[tuple[int, int, int]]]:
-        """The edges an action receives from, and the weight copies (owner, version, ahead) it has yet to receive."""
-        stage, parts = self._stage(action), self._parts(action)
-        edges = [edge for part in parts for edge in stage.incoming[part.phase]]
-        return edges, [key for part in parts for key in self.store.waits_for(part)]
-
-    def heard(self, minibatch: int | None) -> bool:
-        """Whether what the update of a minibatch, if one is, waits for has arrived, but for what `settle` waits for."""
-        clip = self.store.updater.clip
-        return clip is None or minibatch is None or clip.heard(minibatch)
 
     def leave_out(self, action: Action) -> None:
         """The action will not run: forget what only it would have read."""
@@ -173,15 +166,14 @@ class Executor:
             self.store.release(part)
 
     def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> MinibatchLoss | None:
-        """Run one action, with the update that is part of it, if one is (`WeightStore.updated_by`), or begin that.
+        """Run one action, and begin the update that is part of it, if one is (`WeightStore.updated_by`).
 
         Args:
             leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
 
         Returns:
             A minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says;
-            with its metrics after it (`Plan.metrics`), if it has some. Where the worker has replicas, their sum, after
-            the minibatch's update.
+            with its metrics after it (`Plan.metrics`), if it has some. Where the worker has replicas, `settle` does.
 
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
@@ -207,7 +199,6 @@ class Executor:
                     updated = self.store.updated_by(action)
                     if updated is not None:
                         self.store.update(updated)
-                        result = self._whole_loss(updated)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
         if result is not None and self._joint is None and self.on_loss is not None:
@@ -224,16 +215,6 @@ class Executor:
         elif self.collective is not None:
             self._batches.add(minibatch)
             start_comparison(("batch", minibatch), number, self.collective, self.device)
-
-    def can_begin(self, action: Action) -> bool:
-        """Whether the buffers that a minibatch begins with have come from replica 0; for drivers of several in turn."""
-        if self.collective is None or action.phase != "F" or action.microbatch > 0:
-            return True
-        return self._buffers_arrived(action.minibatch)
-
-    def _buffers_arrived(self, minibatch: int) -> bool:
-        kinds = self._handed.get(minibatch, {})
-        return self.collective is None or all(self.collective.arrived((kind, minibatch - 1)) for kind in kinds)
 
     def begin_meeting(self) -> None:
         """The pipeline is empty: begin what makes the weights and buffers of replicas that train apart the same."""
@@ -253,46 +234,25 @@ class Executor:
             self.store.outer.end_meeting()
             self.take_buffers(self.store.version)
 
-    def hear(self) -> MinibatchLoss | None:
-        """A loss over all replicas that has arrived before its update; for drivers that run several in turn."""
-        minibatch = next(iter(self._own_losses), None)
-        if minibatch is None or self._joint is None or not self._joint.arrived(("loss", minibatch)):
-            return None
-        self._hear(minibatch)
-        return MinibatchLoss(minibatch, self._whole_losses.pop(minibatch))
-
-    @property
-    def unsettled(self) -> int | None:
-        """The minibatch whose update waits for other workers; `settle` must come before the next action."""
-        return self.store.unsettled
-
-    @property
-    def can_settle(self) -> bool:
-        """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
-        waits = None if self._apart is None else self.unsettled  # a checkpoint has the buffers of its version
-        return self.store.can_settle and (waits is None or self._buffers_arrived(waits + 1))
+    def catch_up(self) -> None:
+        """Begin the update that a flush makes (`WeightStore.owed`)."""
+        self.store.catch_up()
 
     def announce(self) -> None:
-        """Begin with the update that was held back, if there is one (see `WeightStore`)."""
-        with torch.no_grad():
-            self.store.announce()
-
-    def catch_up(self) -> MinibatchLoss | None:
-        """Make the update that a flush makes (`WeightStore.owed`), or begin it; returns what `execute` then would."""
-        minibatch = self.store.owed
-        assert minibatch is not None
-        with torch.no_grad():
-            self.store.catch_up()
-        return self._whole_loss(minibatch)
+        """As `WeightStore.announce`."""
+        if self.store.due is not None:
+            with torch.no_grad():
+                self.store.announce()
 
     def settle(self) -> MinibatchLoss | None:
-        """Make the update that waits for other workers, if there is one; returns what `execute` then would."""
-        minibatch = self.unsettled
-        if minibatch is None:
+        """As `WeightStore.settle`; the loss of the minibatch over all replicas, if there are some."""
+        if self.store.due is None:
             return None
         with torch.no_grad():
-            self.store.settle()
-        return self._whole_loss(minibatch)
+            minibatch = self.store.settle()
+        if minibatch not in self._whole_losses:
+            return None
+        return MinibatchLoss(minibatch, self._whole_losses.pop(minibatch))
 
     def state(self, version: int) -> dict[str, Tensor]:
         """The parameters it owns, live, and its buffers as the forwards of minibatch `version` − 1 left them.
@@ -344,8 +304,8 @@ class Executor:
 
     def _parts(self, action: Action) -> list[Action]:
         """What an action runs, one action for each part: B weight gradients, too, if the schedule has no W."""
-        phases = [phase for phase in self._stage(action).parts if self.schedule.runs_in(phase) == action.phase]
-        return [action if phase == action.phase else replace(action, phase=phase) for phase in phases]
+        phases = self._phases[self.shape_of(action.minibatch)][action.phase]
+        return [action] if phases == (action.phase,) else [replace(action, phase=phase) for phase in phases]
 
     def _run_forward(self, stage: StageOfShape, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
         part = stage.parts["F"]
@@ -422,9 +382,7 @@ class Executor:
 
     def _leave(self, action: Action) -> None:
         """An announced action runs now, or never."""
-        if self._coming and self._coming[0] == action:
-            self._coming.popleft()
-        elif action in self._coming:
+        if action in self._coming:
             self._coming.remove(action)
 
     def _add_loss(self, loss: Tensor, action: Action) -> Tensor | None:
@@ -455,13 +413,6 @@ class Executor:
         loss = self._whole_losses[minibatch] = total / self._divisor if self._divisor > 1 else total
         if self.on_loss is not None:
             self.on_loss(minibatch, loss.reshape(-1)[0])
-
-    def _whole_loss(self, minibatch: int) -> MinibatchLoss | None:
-        """The loss over all replicas, if it is known and was not asked for."""
-        if self._joint is None or self.store.version <= minibatch:
-            return None
-        loss = self._whole_losses.pop(minibatch, None)
-        return None if loss is None else MinibatchLoss(minibatch, loss)
 
     def _reduce(self, bucket: str, gradients: Sequence[Tensor | None]) -> None:
         """The code has made a bucket's gradients: those of the last microbatch complete the sums of this replica."""

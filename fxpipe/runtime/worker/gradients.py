@@ -161,10 +161,6 @@ class ReplicatedSum(GradientSum):
         self._under_way.append(self._sent)
         self._sent = {}
 
-    def arrived(self) -> bool:
-        """Whether `take` would find all sums."""
-        return all(map(self._collective.arrived, self._under_way[0]))
-
     def take(self) -> list[Tensor | None]:
         """The oldest minibatch's sum over the replicas, divided, by parameter; waits for it."""
         sums: list[Tensor | None] = [None] * len(self._parameters)

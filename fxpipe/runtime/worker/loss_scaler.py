@@ -137,14 +137,6 @@ class LossScaler(Clip):
         if self._inner is not None:
             self._inner.forward(minibatch)
 
-    def waits(self, minibatch: int) -> bool:
-        return self.worker > 0
-
-    def heard(self, minibatch: int) -> bool:
-        if self.worker < self._end and not self._transport.arrived_note(self.worker + 1, ("overflow", minibatch)):
-            return False
-        return self._inner is None or self._inner.heard(minibatch)
-
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         self._found = unscale([p.grad for p in parameters if p.grad is not None], self.scale.value)
         if self.worker < self._end:
@@ -154,11 +146,6 @@ class LossScaler(Clip):
             self._send(self.worker - 1, "overflow", minibatch)
         if self._inner is not None:
             self._inner.announce(minibatch, parameters)
-
-    def ready(self, minibatch: int) -> bool:
-        if self.worker > 0 and not self._transport.arrived_note(self.worker - 1, ("skip", minibatch)):
-            return False
-        return self._inner is None or self._inner.ready(minibatch)
 
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         """Have the gradients clipped, and learn whether the update `skips`.

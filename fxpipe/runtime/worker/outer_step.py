@@ -83,16 +83,6 @@ class OuterStep:
         if self.due(version) and not self.spec.delay:
             self._start(version)
 
-    def waits(self, version: int) -> bool:
-        """Whether a version waits for other replicas."""
-        return self.due(version) and (not self.spec.delay or self._under_way is not None)
-
-    def arrived(self, version: int) -> bool:
-        """Whether what a version waits for is there; for drivers that run several replicas in turn."""
-        if not self.waits(version):
-            return True
-        return self._under_way is not None and all(self._collective.arrived(key) for key in self._keys)
-
     def end(self, version: int) -> None:
         """Make the outer step of a version, if there is one; waits for other replicas.
 

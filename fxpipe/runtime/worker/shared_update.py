@@ -48,19 +48,10 @@ class SharedUpdate:
         self._groups = {name: sorted(indices, key=self._updaters.__getitem__) for name, indices in groups.items()}
         self._norms: tuple[int, list[float]] = (-1, [])
 
-    @property
-    def in_turn(self) -> bool:
-        """Whether one thread drives all replicas: what is exchanged is there once all have begun it."""
-        return self._collective.in_turn
-
     def start_norms(self, minibatch: int) -> None:
         """Tell the others the norms of the gradients of this replica's parameters."""
         own = torch.tensor(norms_of(self._parameters), dtype=torch.float64, device=self._device)
         self._collective.start_gather(("norms", minibatch), own, [len(own)] * self._collective.replicas)
-
-    def norms_arrived(self, minibatch: int) -> bool:
-        """Whether `norms` would wait for nothing; for drivers of several in turn."""
-        return self._norms[0] == minibatch or self._collective.arrived(("norms", minibatch))
 
     def norms(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> list[float]:
         """The norms of all gradients, as `norms_of` gives them; waits for the other replicas."""
@@ -77,10 +68,6 @@ class SharedUpdate:
             weights = [self._parameters[i].detach() for i in own]
             flat = in_one(weights, [self._parts[i] for i in own], self._parameters[members[0]])
             self._collective.start_gather((name, minibatch), flat, self._sizes(members))
-
-    def weights_arrived(self, minibatch: int) -> bool:
-        """Whether `take_weights` would wait for nothing; for drivers of several in turn."""
-        return all(self._collective.arrived((name, minibatch)) for name in self._groups)
 
     def take_weights(self, minibatch: int) -> None:
         """Take the weights that the others have updated; waits for them."""

@@ -59,6 +59,7 @@ class WeightStore:
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
         version: how many updates this worker has made.
+        due: the minibatch whose update was begun; None between updates.
         summed: of how many minibatches it has all gradients: where updates are late, of one more between two actions.
         updater: makes them.
         predictions: of the live version.
@@ -67,8 +68,6 @@ class WeightStore:
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
         outer: brings the weights of replicas that train apart together; None where they do not.
         leaving: called with the live version before each update.
-        holds_back: others of this process take turns with this one, and what an update waits for may be theirs to
-            send: `update` waits for nothing, and `announce` comes before `settle` once all have ended the minibatch.
         shared: what replicas exchange around an update that they share out; None where each makes all of it.
         gathered: called with a minibatch whose gradients are there, from all replicas, before its update; may raise.
     """
@@ -94,7 +93,6 @@ class WeightStore:
         self.staleness: StalenessLog | None = None
         self.outer: OuterStep | None = None
         self.leaving: Callable[[int], None] = lambda version: None
-        self.holds_back = False
         self.gathered: Callable[[int], None] = lambda minibatch: None
         self.parameters: dict[str, nn.Parameter] = {
             p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
@@ -143,8 +141,7 @@ class WeightStore:
         self._frozen = {n: t for n, t in initial.items() if not demand.parameters[n].trained}
         self._parts = {phase: self._part(plan, phase, self._frozen) for phase in PHASES}
         self._expected: dict[int, int] = {}
-        self._pending: int | None = None
-        self._ungathered = self._unannounced = self._unmade = False
+        self.due: int | None = None
         self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
 
     def begin(self, start: int, stop: int | None = None) -> None:
@@ -201,7 +198,7 @@ class WeightStore:
         self._unread.begin(start, stop, since)
         self._stop = stop
         self.weight_copies.begin(Filling(start, since))
-        self._pending, self._ungathered, self._unannounced, self._unmade = None, False, False, False
+        self.due = None
         self.summed = self.version
         self._copies.clear()
         self.predictions.forget_all()
@@ -277,11 +274,6 @@ class WeightStore:
         for owner in self._expected:
             self._expect(owner, self.version)
 
-    def waits_for(self, action: Action) -> list[Key]:
-        """The weight copies that an action reads and that have not been received yet."""
-        keys = [self._key(r, action) for r in self._parts[action.phase].readings if r.owner != self.worker]
-        return [key for key in keys if key not in self._copies]
-
     def read(self, action: Action) -> tuple[Any, ...]:
         """The `weights` argument for an action; waits for weight copies. Actions of the same versions share it."""
         part = self._parts[action.phase]
@@ -323,10 +315,10 @@ class WeightStore:
     @property
     def owed(self) -> int | None:
         """After the last action of a row: the minibatch whose update only a flush makes; None if all are made."""
-        return self.version if self._pending is None and self.version < self.summed else None
+        return self.version if self.due is None and self.version < self.summed else None
 
     def catch_up(self) -> None:
-        """The pipeline is empty: make the update that is owed, as `update`."""
+        """The pipeline is empty: begin the update that is owed, as `update`."""
         minibatch = self.owed
         assert minibatch is not None
         if self.updater.clip is not None:
@@ -334,25 +326,9 @@ class WeightStore:
         self.update(minibatch)
 
     def update(self, minibatch: int) -> None:
-        """The minibatch's gradients are there: make the update, or begin it if it must wait for other workers.
-
-        Raises:
-            RunError: the user's optimizer or scheduler failed.
-        """
+        """The minibatch's gradients are there: `announce` and `settle`, before the next action, make the update."""
         assert self.version == minibatch < self.summed, f"update {self.version} by minibatch {minibatch}"
-        self.transport.watch.open("update")
-        self._keep_past()  # first: some predictions need the last update's gradient, which goes now
-        self._pending, self._ungathered, self._unannounced = minibatch, True, self.updater.clip is not None
-        self._unmade = True
-        if not self.holds_back:
-            self._announce(minibatch)
-            if self.updater.clip is None or not self.updater.clip.waits(minibatch):
-                self._step(minibatch)
-        elif self._over_replicas is None:
-            self._gather(minibatch)
-            if self.updater.clip is None and not self._meets(minibatch):
-                self._step(minibatch)
-        self.transport.watch.close()
+        self.due = minibatch
 
     def reduce(self, bucket: str, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
         """The last microbatch's gradients of a bucket are there: begin to add up the replicas' sums."""
@@ -364,118 +340,50 @@ class WeightStore:
         self._sum.close(minibatch)
         self.summed = minibatch + 1
 
-    def _gather(self, minibatch: int) -> None:
-        """Take the minibatch's gradients; waits for the other replicas'."""
-        self._ungathered = False
+    def announce(self) -> None:
+        """Of the update that is due: take the gradients, and tell other workers what clipping tells.
+
+        Waits for other replicas, and for what the next worker tells.
+        """
+        minibatch = self.due
+        assert minibatch is not None
+        self.transport.watch.open("update")
+        self._keep_past()  # first: some predictions need the last update's gradient, which goes now
         self.updater.gather()
         if self.shared is not None and self.updater.clip is not None:
             self.shared.start_norms(minibatch)
         self.gathered(minibatch)
-
-    def announce(self) -> None:
-        """Gather the gradients of an update that was held back, and tell the other workers what it is to tell; waits
-        for other replicas, and for what the next worker tells. Then, called again, send other replicas its outer step.
-        """
-        if self._pending is None or not (self._ungathered or self._unannounced or self._sends):
-            return
-        self.transport.watch.open("update")
-        if self._sends:
-            self._make(self._pending)
-        else:
-            self._announce(self._pending)
+        self.updater.announce(minibatch)
         self.transport.watch.close()
 
-    @property
-    def _sends(self) -> bool:
-        """Whether an update was held back that is to be made now, and then waits for replicas that train apart."""
-        if self._pending is None or self._ungathered or self._unannounced:
-            return False
-        return self.holds_back and self._unmade and self._meets(self._pending)
+    def settle(self) -> int:
+        """Make the update that was announced, and send weight copies of the new version; returns its minibatch.
 
-    def _meets(self, minibatch: int) -> bool:
-        """Whether a minibatch's update waits for replicas that train apart."""
-        return self.outer is not None and self.outer.waits(minibatch + 1)
+        Waits for other replicas, and for what the worker before tells.
 
-    def _announce(self, minibatch: int) -> None:
-        if self._ungathered:
-            self._gather(minibatch)
-            if self.shared is not None and self.shared.in_turn:
-                return  # norms of other replicas' gradients come when these have gathered, too
-        if self._unannounced:
-            self._unannounced = False
-            self.updater.announce(minibatch)
-
-    @property
-    def can_announce(self) -> bool:
-        """Whether an update was held back, and what `announce` waits for has arrived; for drivers that run several in
-        turn."""
-        if self._pending is None or not (self._ungathered or self._unannounced or self._sends):
-            return False
-        clip = self.updater.clip
-        if self._sends:
-            return clip is None or clip.ready(self._pending)
-        arrived = self._over_replicas is None or not self._ungathered or self._over_replicas.arrived()
-        if self.shared is not None:
-            if self._ungathered:
-                return arrived
-            arrived = self.shared.norms_arrived(self._pending)
-        return arrived and (clip is None or clip.heard(self._pending))
-
-    @property
-    def unsettled(self) -> int | None:
-        """The minibatch whose update waits for other workers; `settle` must come before the next action."""
-        return self._pending
-
-    @property
-    def can_settle(self) -> bool:
-        """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
-        if self._pending is None or self._ungathered or self._unannounced:
-            return False
-        if not self._unmade and self.shared is not None:
-            return self.shared.weights_arrived(self._pending)
-        if self._meets(self._pending):
-            assert self.outer is not None
-            return not self._unmade and self.outer.arrived(self._pending + 1)
-        clip = self.updater.clip
-        return clip is None or clip.ready(self._pending)
-
-    def settle(self) -> None:
-        """Finish the update that was begun, and send weight copies of the new version.
-
-        Where one thread drives all replicas, which share it out, it takes two calls: the weights that others have
-        updated come in between.
+        Raises:
+            RunError: the user's optimizer or scheduler failed.
         """
-        if self._pending is None:
-            return
+        minibatch, self.due = self.due, None
+        assert minibatch is not None
         self.transport.watch.open("update")
-        self._step(self._pending)
+        self._step(minibatch)
         self.transport.watch.close()
+        return minibatch
 
     def gradients(self) -> dict[str, Tensor]:
         """The mean gradients of the last update, by parameter name (needs `keep_gradients`)."""
         return {name: p.grad.detach().clone() for name, p in self.trained.items() if p.grad is not None}
 
-    def _make(self, minibatch: int) -> None:
-        """The optimizer's step; begin what replicas exchange after it."""
-        self._unmade = False
+    def _step(self, minibatch: int) -> None:
         if self.staleness is not None and self.updater.optimizer is not None:
             self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
         self.updater.step(minibatch)
         if self.outer is not None:
             self.outer.begin(minibatch + 1)
-        if self.shared is not None:
-            self.shared.start_weights(minibatch)
-
-    def _step(self, minibatch: int) -> None:
-        if self._unmade:
-            self._make(minibatch)
-            if self.shared is not None and self.shared.in_turn:
-                self._pending = minibatch
-                return
-        self._pending = None
-        if self.outer is not None:
             self.outer.end(minibatch + 1)
         if self.shared is not None:
+            self.shared.start_weights(minibatch)
             self.shared.take_weights(minibatch)
         if self.averages is not None:
             self.averages.update()

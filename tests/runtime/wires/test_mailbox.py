@@ -15,9 +15,9 @@ from fxpipe.plan.spec import Mesh
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
-from fxpipe.runtime.wires.distributed import DistTransport
-from fxpipe.runtime.wires.mailbox import Loopback
+from fxpipe.runtime.wires.one_process import Loopback
 from fxpipe.runtime.wires.throttled import ThrottledWires
+from fxpipe.runtime.wires.wired import WiredTransport
 
 PLACEMENT = (0, 1, 0)
 
@@ -26,25 +26,25 @@ def test_a_receive_may_come_before_its_send_and_be_waited_for_last() -> None:
     loopback = Loopback()
     first, second, other = loopback.expect(7), loopback.expect(7), loopback.expect(8)
     sent = [torch.tensor([number]) for number in range(3)]
-    assert not first.arrived()
+    assert not first.here
     loopback.send(7, sent[0])
     loopback.send(8, sent[2])
     loopback.send(7, sent[1])
     assert second.take() is sent[1]
     assert other.take() is sent[2]
     assert loopback.left
-    assert first.arrived()
+    assert first.here
     assert first.take() is sent[0]
     assert not loopback.left
 
 
-def transports(folder: Path) -> dict[int, DistTransport]:
+def transports(folder: Path) -> dict[int, WiredTransport]:
     """Those of the workers of rank 0, whose links are so slow that a message would take hours."""
     plan = read_plan(folder)
     recipe = choose(plan)
     addresses = Addresses(plan, recipe.demand)
     wires = ThrottledWires(Links(1e-3), 0.0, 0, "gloo", addresses.channels, torch.device("cpu"), Mesh(PLACEMENT))
-    found = {w: DistTransport.of_training(plan, w, wires, addresses, recipe.schedule) for w in plan.hosted(0)}
+    found = {w: WiredTransport.of_training(plan, w, wires, addresses, recipe.schedule) for w in plan.hosted(0)}
     for transport in found.values():
         transport.watch = Watch()
     return found

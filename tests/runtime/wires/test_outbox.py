@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.plan.urgency import CHUNK, SAVED, WEIGHTS
-from fxpipe.runtime.wires.outbox import OPENING, Leaving, Outbox, pieces
+from fxpipe.runtime.wires.outbox import OPENING, Outbox, Queued, pieces
 
 
 @pytest.mark.parametrize("size", [0, 1, OPENING, OPENING + 1, CHUNK, CHUNK + OPENING, CHUNK + OPENING + 1, 5 * CHUNK])
@@ -60,8 +60,8 @@ class Work:
         self.line.until(lambda: self.name in self.line.asked)
 
 
-def letter(line: Line, name: str, turn: int, chunks: int) -> Leaving:
-    return Leaving(turn, torch.zeros(OPENING + chunks * CHUNK, dtype=torch.uint8), line.sender(name))
+def letter(line: Line, name: str, turn: int, chunks: int) -> Queued:
+    return Queued(turn, torch.zeros(OPENING + chunks * CHUNK, dtype=torch.uint8), line.sender(name))
 
 
 def test_what_is_not_asked_for_stops_nothing_else() -> None:
@@ -113,7 +113,7 @@ def test_a_lost_connection_is_told_to_who_waits() -> None:
     def broken(data: Tensor) -> Any:
         raise RuntimeError("Connection reset by peer")
 
-    message = Leaving(WEIGHTS, torch.zeros(9, dtype=torch.uint8), broken)
+    message = Queued(WEIGHTS, torch.zeros(9, dtype=torch.uint8), broken)
     outbox = Outbox()
     outbox.put("a", message)
     with pytest.raises(RuntimeError, match="reset by peer"):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpipe.errors import PeerLost
+from fxpipe.errors import PeerLost, RunError
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard, even_parts, summed
 from fxpipe.runtime.wires.replica_group import ReplicaProcess
+from fxpipe.runtime.wires.turns import Turns
 
 PROCESS = """
 import sys, torch
@@ -120,29 +121,32 @@ def test_any_error_of_an_exchange_ends_the_wait_for_it_and_for_later_ones(taken:
 
 
 def test_in_one_process_a_sum_arrives_with_the_last_replica() -> None:
-    board = ReplicaBoard(3)
+    board = ReplicaBoard(3, Turns())
     ends = [LocalCollective(board, replica) for replica in range(3)]
     for end in ends[::-1]:
-        assert not end.arrived(("bucket", 0))
+        with pytest.raises(RunError, match="the pipeline is stuck"):
+            end.take(("bucket", 0))
         end.start_sum(("bucket", 0), torch.full((2,), 10.0**end.replica))
     taken = [end.take(("bucket", 0)) for end in ends]
     assert [value.tolist() for value in taken] == [[111.0, 111.0]] * 3
     assert len({value.data_ptr() for value in taken}) == 3
     ends[1].start_copy(("buffers", 0), torch.zeros(1))
-    assert not ends[1].arrived(("buffers", 0))
+    with pytest.raises(RunError, match="the pipeline is stuck"):
+        ends[1].take(("buffers", 0))
     ends[0].start_copy(("buffers", 0), torch.ones(1))
     assert [end.take(("buffers", 0)).item() for end in ends[1:]] == [1.0, 1.0]
     assert not board.results
 
 
 def test_in_one_process_each_replica_gets_its_own_part() -> None:
-    board = ReplicaBoard(2)
+    board = ReplicaBoard(2, Turns())
     ends = [LocalCollective(board, replica) for replica in range(2)]
     for end in ends:
         end.start_scatter(("parts", 0), torch.tensor([1.0, 2.0, 3.0]) * 10**end.replica, [1, 2])
     assert [end.take(("parts", 0)).tolist() for end in ends] == [[11.0], [22.0, 33.0]]
     for end in ends:
-        assert not end.arrived(("all", 0))
+        with pytest.raises(RunError, match="the pipeline is stuck"):
+            end.take(("all", 0))
         end.start_gather(("all", 0), torch.full((end.replica + 1,), float(end.replica)), [1, 2])
     assert [end.take(("all", 0)).tolist() for end in ends] == [[0.0, 1.0, 1.0]] * 2
     assert not board.results

@@ -1,110 +1,95 @@
-"""Messages between processes: torch.distributed point to point, over gloo or NCCL.
+"""A worker's messages over wires: between processes, or between workers of one.
 
-Both ends know every message beforehand, so nothing but values travels. With gloo every edge has its own tag, and
-receives are posted ahead. NCCL has no tags, so there every channel (a pair of workers, a kind, a phase at each end) has
-a communicator of its own, in which both ends keep the plan's order (`fxpipe.runtime.wires.rendezvous`).
+Both ends know every message beforehand, so nothing but values travels, and receives are posted ahead. A worker waits
+for its sends only once the schedule says that the receiver has taken them, so that the wait takes no time.
 
-A worker waits for its sends only once the schedule says that the receiver has taken them, so that the wait takes no
-time: gloo's `is_completed` says nothing before `wait`.
-
-Over gloo, what waits its turn (`fxpipe.plan.urgency`) goes through an outbox; over NCCL all goes at once.
-
-A process may have several workers. Whoever sends and receives names workers; where a worker is, the wires know. What
-workers of one process send each other stays there (`mailbox`).
+Whoever sends and receives names workers; where a worker is, the wires know.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import product
-from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import MESH, EdgeSpec, Mesh, Plan
+from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel, ReplicaSeat
-from fxpipe.runtime.wires.group import group_among, peers
-from fxpipe.runtime.wires.mailbox import Loopback, Passing
-from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
-from fxpipe.runtime.wires.rendezvous import NcclLine
 from fxpipe.runtime.wires.transport import Note, Transport
-from fxpipe.runtime.wires.turns import Turns
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import unreceived
 from fxpipe.task.callbacks import CALLBACKS
 
-Work = Any
-Pending = tuple[Work, Tensor]
-"""A send or a receive that has begun, and its tensor; of a receive within the process, one that is never read."""
-
-_NOTHING = torch.empty(0)
+Waiting = tuple[int, Cause]
+"""Which worker waits, and for what."""
 
 
-class Wires:
-    """Point-to-point sends and receives of flat tensors, on whatever backend there is.
+class Leaving(Protocol):
+    """A send that has begun."""
 
-    Args:
+    def wait(self) -> None:
+        """Wait until it has left."""
+
+
+class Coming(Protocol):
+    """A receive that was posted."""
+
+    @property
+    def here(self) -> bool:
+        """Whether it is known to have come."""
+
+    def wait(self, what: Waiting) -> None:
+        """Wait until it has come.
+
+        Raises:
+            RunError: nobody will send it.
+            RuntimeError: the connection was lost.
+        """
+
+    def take(self) -> Tensor:
+        """What has come, as it was sent or flat: on the device, numbers on the CPU."""
+
+
+class Wires(Protocol):
+    """Point-to-point sends and receives of tensors between the processes of a run, by the workers there.
+
+    Attributes:
         rank: of this process among all of a run.
-        backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
-        channels: all channels of the plan, the same list in every process.
-        mesh: where workers and replicas are.
+        ordered: all messages of a channel share one line, and keep its order.
+        staged: messages go through CPU memory, though the workers are elsewhere.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        backend: str,
-        channels: list[Channel],
-        device: torch.device,
-        mesh: Mesh = MESH,
-    ) -> None:
-        self.rank = rank
-        self._mesh = mesh
-        self._loopback = Loopback()
-        self.turns = Turns()
-        self.backend = backend
-        self.device = device
-        self.ordered = backend == "nccl"
-        self.staged = backend == "gloo" and device.type != "cpu"
-        self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
-        self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by the process at the other end, too
-        self._outboxes: dict[int, Outbox] = {}
-        if backend == "nccl":
-            self._connect(channels)
+    rank: int
+    device: torch.device
+    ordered: bool
+    staged: bool
 
     def isend(
         self,
-        flat: Tensor,
+        value: Tensor,
         to: int,
         channel: Channel | None,
         tag: int | None = None,
         turn: int = URGENT,
         replica: int = 0,
-    ) -> Pending | None:
-        """Begin to send to a worker; the caller keeps the pair until it has waited for the work.
+    ) -> Leaving | None:
+        """Begin to send to a worker; the caller keeps what it gets until it has waited for it.
 
         Args:
-            channel: None for a few numbers that are on the CPU, and have a tag: over gloo, with any backend.
+            value: dense; it must not change afterwards.
+            channel: None for a few numbers that are on the CPU, and have a tag.
             turn: the same for all messages of a tag.
             replica: which one of the worker.
 
         Returns:
             None if there is nothing to wait for: the worker is in this process.
         """
-        rank, tag = self._process_of(to, replica), self._tag_of(channel, tag)
-        if rank == self.rank:
-            self._loopback.send(tag, flat)
-            return None
-        flat = flat.cpu() if self.staged else flat
-        return self._begin(flat, rank, channel, tag, turn), flat
 
     def irecv(
         self,
@@ -115,101 +100,14 @@ class Wires:
         tag: int | None = None,
         turn: int = URGENT,
         replica: int = 0,
-    ) -> Pending:
+    ) -> Coming:
         """Begin to receive from a replica of a worker, into new memory, what is sent with the same turn."""
-        rank, tag = self._process_of(source, replica), self._tag_of(channel, tag)
-        if rank == self.rank:
-            return self._loopback.expect(tag), _NOTHING
-        flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
-        return self._expect(flat, rank, channel, tag, turn), flat
 
     def stays(self, edge: EdgeSpec) -> bool:
         """Whether both ends of an edge are in one process."""
-        return self._rank_of(edge.src) == self._rank_of(edge.dst)
-
-    def passing(self, pending: Pending) -> Passing | None:
-        """A receive of what another worker of this process sends: it has come, or never will. None for any other."""
-        return pending[0] if isinstance(pending[0], Passing) else None
-
-    def received(self, pending: Pending, numbers: bool = False) -> Tensor:
-        """The tensor of a finished receive, on the device; numbers, which have no channel, on the CPU."""
-        return pending[1].to(self.device) if self.staged and not numbers else pending[1]
-
-    def finished(self, pending: Pending | None) -> None:
-        """Wait until a send has left, or a receive has come."""
-        if pending is None:
-            return
-        with peers(self.rank):
-            pending[0].wait()
-
-    def _begin(self, flat: Tensor, to: int, channel: Channel | None, tag: int, turn: int) -> Work:
-        """Begin to send another process a tensor; over gloo, if it has no channel."""
-        with peers(self.rank):
-            if channel is not None and self.backend == "nccl":
-                return self._lines[channel, to].send(flat.view(torch.uint8))  # NCCL does not know all types
-            if not self._waits(turn):
-                return dist.isend(flat, to, tag=tag)
-            group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
-        assert group is not None
-        message = Leaving(turn, flat.view(torch.uint8), lambda data: group.send([data], to, tag))
-        self._outboxes.setdefault(to, Outbox()).put(channel, message)
-        return message
-
-    def _expect(self, flat: Tensor, source: int, channel: Channel | None, tag: int, turn: int) -> Work:
-        """Begin to receive what another process sends by `_begin`."""
-        with peers(self.rank):
-            if channel is not None and self.backend == "nccl":
-                return self._lines[channel, source].receive(flat.view(torch.uint8))
-            if not self._waits(turn):
-                return dist.irecv(flat, source, tag=tag)
-            data = flat.view(torch.uint8)
-            return Coming([dist.irecv(data[place], source, tag=tag) for place in pieces(len(data))])
-
-    def _tag_of(self, channel: Channel | None, tag: int | None) -> int:
-        if tag is None:
-            assert channel is not None
-            return self._tags[channel]
-        return tag
-
-    def _waits(self, turn: int) -> bool:
-        return turn != URGENT and self.backend == "gloo"
-
-    def _rank_of(self, worker: int) -> int:
-        return self._mesh.placement[worker] if self._mesh.placement else worker
-
-    def _process_of(self, worker: int, replica: int) -> int:
-        return self._mesh.of_rank(self._rank_of(worker))[replica]
-
-    def _connect(self, channels: list[Channel]) -> None:
-        """Set up a communicator for each channel between ranks, in one global order: each set-up waits for the other
-        end."""
-        for channel in channels:
-            source, target = (self._mesh.of_rank(self._rank_of(worker)) for worker in channel[1:3])
-            if source == target:
-                continue
-            both = gcd(len(source), len(target))  # a replica exchanges messages with every so-manieth one
-            for one, other in product(range(len(source)), range(len(target))):
-                if one % both == other % both:
-                    self._connect_two(channel, source[one], target[other])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _connect_two(self, channel: Channel, source: int, target: int) -> None:
-        both, probe = sorted((source, target)), torch.zeros(1, device=self.device)
-        with peers(self.rank):
-            group = group_among(both, "nccl")
-            if group is None:
-                return
-            if self.rank == source:
-                dist.send(probe, target, group=group)
-            else:
-                dist.recv(probe, source, group=group)
-            other = target if self.rank == source else source
-            notes, tag = dist.group.WORLD, self._tags[channel]
-        self._lines[channel, other] = NcclLine(group, both.index(other), notes, other, tag, self.device)
 
 
-class DistTransport(Transport):
+class WiredTransport(Transport):
     """One worker's end of the wires, for the messages of training or for those of evaluation.
 
     Args:
@@ -237,10 +135,10 @@ class DistTransport(Transport):
         self.addresses = addresses
         self._microbatches = microbatches
         self._in_flight = in_flight
-        self._layouts: dict[str, Layout] = {}
+        self._routes: dict[str, _Route] = {}
         self._carry(edges)
         self._order: dict[str, deque[str]] = {}  # by edge; those of one channel and shape share theirs
-        self._posted: dict[tuple[Any, ...], Pending] = {}
+        self._posted: dict[tuple[Any, ...], Coming] = {}
         self._sent: deque[_Sent] = deque()
         self._sent_weights: deque[_Sent] = deque()
         self._slack = in_flight + plan.workers * microbatches  # no reader's lag reaches further
@@ -252,14 +150,14 @@ class DistTransport(Transport):
     @staticmethod
     def of_training(
         plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule, replica: int = 0
-    ) -> DistTransport:
+    ) -> WiredTransport:
         """The transport of a worker's messages of training.
 
         Args:
             schedule: of the worker's replicas.
         """
         own, seat = schedule.microbatches, ReplicaSeat(worker, replica, plan.replicas)
-        transport = DistTransport(plan, worker, wires, addresses, plan.all_edges, own, unreceived(schedule), seat)
+        transport = WiredTransport(plan, worker, wires, addresses, plan.all_edges, own, unreceived(schedule), seat)
         transport.set_order(*(of_shape.edges for of_shape in plan.of_shapes))
         return transport
 
@@ -281,7 +179,11 @@ class DistTransport(Transport):
         self._keep_order(edges)
 
     def _carry(self, edges: Sequence[EdgeSpec]) -> None:
-        self._layouts |= {e.name: Layout(e.sent, e.name) for e in edges if self.worker in (e.src, e.dst)}
+        for edge in edges:
+            if self.worker in (edge.src, edge.dst):
+                turn = turn_of(edge.kind, edge.sent.bytes)
+                channel, tag = self.addresses.channel(edge), self.addresses.tag(edge)
+                self._routes[edge.name] = _Route(Layout(edge.sent, edge.name), channel, tag, turn)
 
     def _keep_order(self, edges: Sequence[EdgeSpec]) -> None:
         """The edges of one shape stay in their order."""
@@ -293,15 +195,12 @@ class DistTransport(Transport):
                 self._order[edge.name] = order
 
     def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:
-        layout = self._layouts[edge.name]
-        channel = self.addresses.channel(edge)
-        turn = turn_of(edge.kind, edge.sent.bytes)
-        tag, source = self.addresses.tag(edge), self._seat.peer(edge.src, microbatch)
+        layout, channel, tag, turn = self._routes[edge.name]
+        source = self._seat.peer(edge.src, microbatch)
         pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, tag, turn, source)
         self._posted[edge.name, minibatch, microbatch] = pending
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
-        channel = self.addresses.channel(edge)
         if order := self._order.get(edge.name):
             if order[0] != edge.name:
                 raise RunError(
@@ -309,16 +208,14 @@ class DistTransport(Transport):
                     hint="over NCCL, an edited file must keep the order of its sends",
                 )
             order.rotate(-1)
-        layout = self._layouts[edge.name]
-        flat = layout.flat(layout(value))
-        turn = turn_of(edge.kind, edge.sent.bytes)
-        tag, reader = self.addresses.tag(edge), self._seat.peer(edge.dst, microbatch)
-        self._keep(self.wires.isend(flat, edge.dst, channel, tag, turn, reader), edge.dst)
+        layout, channel, tag, turn = self._routes[edge.name]
+        reader = self._seat.peer(edge.dst, microbatch)
+        self._keep(self.wires.isend(layout(value), edge.dst, channel, tag, turn, reader), edge.dst)
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
-        layout = self._layouts[edge.name]
-        flat = self._wait((edge.name, minibatch, microbatch), Cause(edge.kind, edge.name, edge.src))
-        return flat.as_strided(layout.shape, layout.stride)
+        layout = self._routes[edge.name].layout
+        value = self._wait((edge.name, minibatch, microbatch), Cause(edge.kind, edge.name, edge.src))
+        return value if value.shape == layout.shape else value.as_strided(layout.shape, layout.stride)
 
     def expect_weights(self, owner: int, version: int, ahead: int, size: int) -> None:
         turn = self.addresses.turn_of_weights(owner, self.worker)
@@ -354,7 +251,7 @@ class DistTransport(Transport):
             self._keep(self.wires.isend(numbers, to, None, tag, replica=replica), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        return self._wait(("note", source, what), _cause(what[0], source), numbers=True)
+        return self._wait(("note", source, what), _cause(what[0], source))
 
     def expect_loss(self, minibatch: int) -> None:
         """On worker 0, if it is not the loss worker: the loss of `minibatch` will be received soon."""
@@ -386,38 +283,29 @@ class DistTransport(Transport):
         self._reap(self._sent_weights, self._now + 1)
         self._now = 0
 
-    def _wait(self, key: tuple[Any, ...], cause: Cause, numbers: bool = False) -> Tensor:
+    def _wait(self, key: tuple[Any, ...], cause: Cause) -> Tensor:
         """What was received under a key: on the device, but for numbers.
 
         Raises:
             RunError: workers of this process wait for each other.
         """
-        pending = self._posted.pop(key)
-        if (passing := self.wires.passing(pending)) is not None:
-            if not passing.arrived():
-                self.watch.open("wait", cause)
-                self.wires.turns.wait(passing.arrived, _waiting(self.worker, cause))
-                self.watch.close()
-            return passing.take()
-        self.watch.open("wait", cause)
-        self.wires.finished(pending)
-        self.watch.close()
-        return self.wires.received(pending, numbers)
+        coming = self._posted.pop(key)
+        if not coming.here:
+            self.watch.open("wait", cause)
+            coming.wait((self.worker, cause))
+            self.watch.close()
+        return coming.take()
 
     def _reap(self, sent: deque[_Sent], before: int) -> None:
         while sent and sent[0].at < before:
             _, pending, to = sent.popleft()
             self.watch.sends = Cause("sent", "sent", to)
-            self.wires.finished(pending)
+            pending.wait()
         self.watch.sends = None
 
-    def _keep(self, pending: Pending | None, to: int) -> None:
+    def _keep(self, pending: Leaving | None, to: int) -> None:
         if pending is not None:
             self._sent.append(_Sent(self._now, pending, to))
-
-
-def _waiting(worker: int, cause: Cause) -> str:
-    return f"worker {worker} waits for {cause.name} of worker {cause.worker}"
 
 
 def _cause(note: str, source: int) -> Cause:
@@ -429,9 +317,18 @@ def _cause(note: str, source: int) -> Cause:
     return Cause("token", note, source) if note in (BATCH, CALL, *CALLBACKS) else Cause("norm", f"norm {note}", source)
 
 
+class _Route(NamedTuple):
+    """How the values of an edge travel."""
+
+    layout: Layout
+    channel: Channel
+    tag: int
+    turn: int
+
+
 class _Sent(NamedTuple):
     """A send that may not have been received: after so many microbatches, and to whom."""
 
     at: int
-    pending: Pending
+    pending: Leaving
     to: int

@@ -1,0 +1,189 @@
+"""Wires between processes: torch.distributed point to point, over gloo or NCCL.
+
+With gloo every edge has its own tag, and receives are posted ahead; what waits its turn (`fxpipe.plan.urgency`) goes
+through an outbox. NCCL has no tags, so there every channel (a pair of workers, a kind, a phase at each end) has a
+communicator of its own, in which both ends keep the plan's order (`fxpipe.runtime.wires.rendezvous`); all goes at once.
+
+A process may have several workers: what they send each other stays there.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
+from fxpipe.plan.urgency import URGENT
+from fxpipe.runtime.wires.addresses import Channel
+from fxpipe.runtime.wires.group import group_among, peers
+from fxpipe.runtime.wires.one_process import Loopback
+from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
+from fxpipe.runtime.wires.rendezvous import NcclLine
+from fxpipe.runtime.wires.turns import Turns
+from fxpipe.runtime.wires.wired import Coming
+
+Work = Any
+
+
+class Posted:
+    """A send or a receive that has begun.
+
+    Args:
+        device: where what is received is wanted, if it is not there.
+    """
+
+    here = False  # as far as gloo says before `wait`
+
+    def __init__(self, work: Work, flat: Tensor, rank: int, device: torch.device | None = None) -> None:
+        self._work, self._flat, self._rank, self._device = work, flat, rank, device
+
+    def wait(self, what: object = None) -> None:
+        """Wait until it has left, or come."""
+        with peers(self._rank):
+            self._work.wait()
+
+    def take(self) -> Tensor:
+        """What was received."""
+        return self._flat if self._device is None else self._flat.to(self._device)
+
+
+class ProcessWires:
+    """The `Wires` of one process, on whatever backend there is.
+
+    Args:
+        rank: of this process among all of a run.
+        backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
+        channels: all channels of the plan, the same list in every process.
+        mesh: where workers and replicas are.
+        turns: of the rows in this process, if there are some.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        backend: str,
+        channels: list[Channel],
+        device: torch.device,
+        mesh: Mesh = MESH,
+        turns: Turns | None = None,
+    ) -> None:
+        self.rank = rank
+        self._mesh = mesh
+        self._loopback = Loopback(turns)
+        self.backend = backend
+        self.device = device
+        self.ordered = backend == "nccl"
+        self.staged = backend == "gloo" and device.type != "cpu"
+        self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
+        self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by the process at the other end, too
+        self._outboxes: dict[int, Outbox] = {}
+        if backend == "nccl":
+            self._connect(channels)
+
+    def isend(
+        self,
+        value: Tensor,
+        to: int,
+        channel: Channel | None,
+        tag: int | None = None,
+        turn: int = URGENT,
+        replica: int = 0,
+    ) -> Posted | None:
+        rank, tag = self._process_of(to, replica), self._tag_of(channel, tag)
+        if rank == self.rank:
+            self._loopback.send(tag, value)
+            return None
+        flat = value.as_strided((value.numel(),), (1,))
+        flat = flat.cpu() if self.staged else flat
+        return Posted(self._begin(flat, rank, channel, tag, turn), flat, self.rank)
+
+    def irecv(
+        self,
+        count: int,
+        dtype: torch.dtype,
+        source: int,
+        channel: Channel | None,
+        tag: int | None = None,
+        turn: int = URGENT,
+        replica: int = 0,
+    ) -> Coming:
+        rank, tag = self._process_of(source, replica), self._tag_of(channel, tag)
+        if rank == self.rank:
+            return self._loopback.expect(tag)
+        flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
+        target = self.device if self.staged and channel is not None else None
+        return Posted(self._expect(flat, rank, channel, tag, turn), flat, self.rank, target)
+
+    def stays(self, edge: EdgeSpec) -> bool:
+        return self._rank_of(edge.src) == self._rank_of(edge.dst)
+
+    def _begin(self, flat: Tensor, to: int, channel: Channel | None, tag: int, turn: int) -> Work:
+        """Begin to send another process a tensor; over gloo, if it has no channel."""
+        with peers(self.rank):
+            if channel is not None and self.backend == "nccl":
+                return self._lines[channel, to].send(flat.view(torch.uint8))  # NCCL does not know all types
+            if not self._waits(turn):
+                return dist.isend(flat, to, tag=tag)
+            group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
+        assert group is not None
+        message = Queued(turn, flat.view(torch.uint8), lambda data: group.send([data], to, tag))
+        self._outboxes.setdefault(to, Outbox()).put(channel, message)
+        return message
+
+    def _expect(self, flat: Tensor, source: int, channel: Channel | None, tag: int, turn: int) -> Work:
+        """Begin to receive what another process sends by `_begin`."""
+        with peers(self.rank):
+            if channel is not None and self.backend == "nccl":
+                return self._lines[channel, source].receive(flat.view(torch.uint8))
+            if not self._waits(turn):
+                return dist.irecv(flat, source, tag=tag)
+            data = flat.view(torch.uint8)
+            return Pieces([dist.irecv(data[place], source, tag=tag) for place in pieces(len(data))])
+
+    def _tag_of(self, channel: Channel | None, tag: int | None) -> int:
+        if tag is None:
+            assert channel is not None
+            return self._tags[channel]
+        return tag
+
+    def _waits(self, turn: int) -> bool:
+        return turn != URGENT and self.backend == "gloo"
+
+    def _rank_of(self, worker: int) -> int:
+        return self._mesh.placement[worker] if self._mesh.placement else worker
+
+    def _process_of(self, worker: int, replica: int) -> int:
+        return self._mesh.of_rank(self._rank_of(worker))[replica]
+
+    def _connect(self, channels: list[Channel]) -> None:
+        """Set up a communicator for each channel between ranks, in one global order: each set-up waits for the other
+        end."""
+        for channel in channels:
+            source, target = (self._mesh.of_rank(self._rank_of(worker)) for worker in channel[1:3])
+            if source == target:
+                continue
+            both = gcd(len(source), len(target))  # a replica exchanges messages with every so-manieth one
+            for one, other in product(range(len(source)), range(len(target))):
+                if one % both == other % both:
+                    self._connect_two(channel, source[one], target[other])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _connect_two(self, channel: Channel, source: int, target: int) -> None:
+        both, probe = sorted((source, target)), torch.zeros(1, device=self.device)
+        with peers(self.rank):
+            group = group_among(both, "nccl")
+            if group is None:
+                return
+            if self.rank == source:
+                dist.send(probe, target, group=group)
+            else:
+                dist.recv(probe, source, group=group)
+            other = target if self.rank == source else source
+            notes, tag = dist.group.WORLD, self._tags[channel]
+        self._lines[channel, other] = NcclLine(group, both.index(other), notes, other, tag, self.device)
