@@ -51,7 +51,7 @@ from fxpipe.task.step_hooks import Loss, StepHooks
 
 if TYPE_CHECKING:
     from fxpipe.runtime.options import PipelineOptions
-    from fxpipe.runtime.process.pipeline import JoinedPipeline, Pipeline
+    from fxpipe.runtime.process.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -180,17 +180,17 @@ class Build:
             loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
             reset: sets buffers where an evaluation begins, and in `train` an epoch (`fxpipe.task.reset_buffers`).
-            out: the folder for checkpoints; with `resume`, feed the batches from the step
-                `Pipeline.fed` on.
-            options: schedule, policy, clip_norm, ema, log_staleness, backend, weights, seed: see
-                `fxpipe.runtime.options.PipelineOptions`; accept_optimizer_per_worker.
+            out: the folder for the checkpoints that `checkpoint_every` asks for; with `resume`, feed the batches from
+                the step `Pipeline.fed` on.
+            options: schedule, policy, clip_norm, ema, checkpoint_every, trace, weights, seed and more: see
+                `fxpipe.runtime.options.PipelineOptions`.
 
         Raises:
             FxpipeError: there is no option of such a name.
             TaskError: the optimizer cannot be used, or not with one for each worker.
         """
         from fxpipe.runtime.options import PipelineOptions
-        from fxpipe.runtime.process.pipeline import open_local
+        from fxpipe.runtime.process.open_pipeline import open_local
 
         chosen = changed(PipelineOptions(), _as_text(options))
         task = self._task(
@@ -310,7 +310,7 @@ def join(
     reset: Callable[[nn.Module], Any] | None = None,
     out: str | Path | None = None,
     **options: Any,
-) -> JoinedPipeline:
+) -> Pipeline:
     """Be one worker of the processes that torchrun started, each of which runs the user's own loop with the same calls.
 
         with fxpipe.join("build/", optimizer=make_optimizer) as pipeline:
@@ -321,7 +321,7 @@ def join(
         folder: of the build; each process has one with the same content.
         optimizer, lr_scheduler, model, loss, loss_weight, averaged, reset, options: as those of `Build.local`, and
             threads and stall_timeout: see `fxpipe.runtime.options.RunOptions`.
-        out: the folder with the checkpoints of which `resume="newest"` takes the newest.
+        out: as of `Build.local`.
 
     Raises:
         FxpipeError: there is no option of such a name, or it belongs to a loop of fxpipe's own; or a mistake that
@@ -330,8 +330,8 @@ def join(
             different things.
     """
     from fxpipe.runtime.options import RunOptions
-    from fxpipe.runtime.process.own_loop import check_own_loop
-    from fxpipe.runtime.process.pipeline import JoinedPipeline
+    from fxpipe.runtime.process.check_run import check_own_loop
+    from fxpipe.runtime.process.open_pipeline import open_joined
 
     check_own_loop(options)
     build = load(folder)
@@ -341,7 +341,7 @@ def join(
         chosen, optimizer=optimizer, lr_scheduler=lr_scheduler, model=model, loss=loss, loss_weight=loss_weight,
         averaged=averaged, reset=reset,
     )  # fmt: skip
-    return JoinedPipeline(chosen, task)
+    return open_joined(chosen, task)
 
 
 def beside_plan(folder: Path, plan: Plan) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class PipelineOptions:
         offload: keep what forwards save in the CPU's memory until their backwards, where the build is for CUDA.
         throttle: the links between processes that messages are to take as long as (`100Mbit,20ms`; see
             `fxpipe.planner.throttle`); None does not slow them.
+        trace: the file for every worker's spans, in Chrome's trace format; None writes none.
         seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
         new_shapes: for batches of so many shapes that the build has no stages for, worker 0 makes some during the run,
             with the model and the loss of the model file; 0 refuses them. None means 8; but 0 where `fxpipe run` or
@@ -154,6 +155,13 @@ class PipelineOptions:
         metavar="RATE[,TIME]|FILE",
         help="Let messages take as long as over links such as 100Mbit,20ms, or as those in a file of `fxpipe doctor`.",
     )
+    trace: str | None = option(
+        None,
+        "--trace",
+        path="file",
+        metavar="FILE",
+        help="Write what every worker did when, for ui.perfetto.dev and `fxpipe inspect`.",
+    )
     seed: int = option(0, "--seed", help="Seed of the data order and of dropout.")
     new_shapes: int | None = option(
         None,
@@ -177,7 +185,6 @@ class RunOptions(PipelineOptions):
         eval_every: evaluate after every so many steps, or every `epoch`, too; None evaluates only the trained weights.
         save_best: a metric: the weights of the best evaluation so far are kept as `best.safetensors` (see `Goal`).
         patience: end the run when that metric has not improved in so many evaluations.
-        trace: the file for every worker's spans, in Chrome's trace format; None writes none.
         tensorboard: the folder for TensorBoard's event files; None writes none.
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
         keep_going: train on when a loss is not finite; otherwise the run ends there, with an error.
@@ -220,13 +227,6 @@ class RunOptions(PipelineOptions):
         minimum=1,
         metavar="N",
         help="End the run when the metric of --save-best has not improved in N evaluations.",
-    )
-    trace: str | None = option(
-        None,
-        "--trace",
-        path="file",
-        metavar="FILE",
-        help="Write what every worker did when, for ui.perfetto.dev and `fxpipe inspect`.",
     )
     tensorboard: str | None = option(
         None, "--tensorboard", path="folder", metavar="DIR", help="Write TensorBoard's event files."

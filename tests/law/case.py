@@ -36,6 +36,7 @@ class Case:
         shapes: 'last' (an epoch's last batch is smaller), 'new' (its stages are made during the run), 'padded'.
         stop: the run saves checkpoints, and another goes on from the one after so many steps. 0: neither.
         processes: a worker in each, as torchrun starts them.
+        own: trained call by call, by a loop of the user's own.
     """
 
     model: str = axis("chain", "gpt", "dropout", "conv", "lstm", "function", "dict", "texts",
@@ -60,6 +61,7 @@ class Case:
     shapes: str = axis("one", "last", "new", "padded")
     stop: int = axis(0, 2, 4)
     processes: bool = axis(False, True)
+    own: bool = axis(False, True)
 
     @property
     def flushes(self) -> bool:

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from case import AXES, SEVERAL, SLOW, WITHOUT_FLUSH, Case, of_text
 from judge import PINNED, references
+from own import possible
 from refused import refusals
 
 QUICK = Path(__file__).parent / "quick.txt"
@@ -76,7 +77,10 @@ def exists(case: Case) -> bool:
     double = case.engine != "eager" and case.precision != "float32"  # onnxruntime lacks operators for others
     copies = case.cuts not in PINNED or case.model == "lstm"  # of weights, or none
     planned = case.unequal and case.schedule == "async" and copies
-    impossible = case.workers % several or padded or smaller or unequal or eager_fails or too_many or case.total > 4
+    own = case.own and not possible(case)
+    impossible = (
+        own or case.workers % several or padded or smaller or unequal or eager_fails or too_many or case.total > 4
+    )
     return not (impossible or masks or uneven or many or double or planned)
 
 

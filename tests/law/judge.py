@@ -16,7 +16,7 @@ from typing import Any
 import eager
 import papers
 from case import STEPS, Case
-from product import DECAY, Outcome, compiled, places, run_here, run_in_processes, runs_of
+from product import DECAY, Outcome, compiled, places, run_here, run_in_processes, run_own, runs_of
 from task import EPOCH, LAYERS, Task, cycled, falling
 
 RELATIVE = {"float64": 1e-9, "float32": 2e-4, "bf16": 2e-2, "fp16": 2e-3}
@@ -36,7 +36,7 @@ def references(case: Case) -> list[str]:
         found.append("eager")
     if not case.flushes and _by_hand(case):
         found.append("papers")
-    if case.stop or case.processes:
+    if case.stop or case.processes or case.own:
         found.append("bits")
     return found
 
@@ -72,7 +72,9 @@ def faults(case: Case, folder: Path) -> list[str]:
         runs = [replace(options, out=f"{options.out}-again") for options in runs_of(case, folder)]
         if case.stop:
             runs[1] = replace(runs[1], resume=str(runs[1].resume).replace("/stopped/", "/stopped-again/"))
-        if case.processes:
+        if case.own:
+            again = run_own(runs, case.total if case.processes else 0, folder)
+        elif case.processes:
             again = run_in_processes(runs, case.total, folder)
         else:
             again = [run_here(options) for options in runs][-1]

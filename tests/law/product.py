@@ -15,7 +15,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from warnings import catch_warnings
 
+import own
 import torch
 from case import STEPS, Case
 from fxpipe.cli.cost_options import CostOptions
@@ -91,13 +93,14 @@ class Outcome:
     """What a run left: losses by step, the trained weights, its lines without times, metrics of the last weights.
 
     Attributes:
+        lines: None of a loop of one's own, which writes none; over processes it has the parameters alone.
         metrics: of training, by step.
     """
 
     losses: list[float]
     weights: dict[str, Tensor]
     averages: dict[str, Tensor]
-    lines: list[dict[str, Any]]
+    lines: list[dict[str, Any]] | None
     evaluation: dict[str, float]
     metrics: list[dict[str, float]] = field(default_factory=list)
 
@@ -105,14 +108,18 @@ class Outcome:
         """In words, what is not the other's."""
         pairs = [
             *((f"step {step}", *both) for step, both in enumerate(zip(self.losses, other.losses, strict=False), 1)),
-            *(("a line", *both) for both in zip(self.lines, other.lines, strict=False)),
-            ("the number of lines", len(self.lines), len(other.lines)),
+            ("the number of steps", len(self.losses), len(other.losses)),
+            ("metrics of training", self.metrics, other.metrics),
             ("the metrics", self.evaluation, other.evaluation),
         ]
+        if self.lines is not None and other.lines is not None:
+            pairs += [("a line", *both) for both in zip(self.lines, other.lines, strict=False)]
+            pairs.append(("the number of lines", len(self.lines), len(other.lines)))
         found = [f"{what}: {mine} is not {its}" for what, mine, its in pairs if mine != its]
         for mine, its in ((self.weights, other.weights), (self.averages, other.averages)):
-            if mine.keys() != its.keys():
-                found.append(f"weights: {sorted(mine.keys() ^ its.keys())} in one of them alone")
+            missing = mine.keys() - its.keys() if self.lines is None and mine else mine.keys() ^ its.keys()
+            if missing:
+                found.append(f"weights: {sorted(missing)} in one of them alone")
             found += [name for name in mine.keys() & its.keys() if not _same(mine[name], its[name])]
         return found
 
@@ -125,6 +132,7 @@ def compiled(case: Case, folder: Path) -> None:
     """Write the model file, and its build next to it."""
     here = Path(__file__).parent
     path = folder / "model.py"
+    (folder / "case.txt").write_text(str(case))
     path.write_text(MODEL_FILE.format(paths=[str(here), str(here.parent / "support")], case=str(case)))
     asked = compile_options(case)
     with redirect_stderr(StringIO()), captured_once():
@@ -249,14 +257,31 @@ def run_here(options: RunOptions) -> Outcome:
         return outcome(run_local(options), Path(options.out))
 
 
-def run_in_processes(runs: list[RunOptions], processes: int, folder: Path) -> Outcome:
-    """Train with a worker in each of as many processes as torchrun would start, one run after the other."""
+def run_in_processes(runs: list[RunOptions], processes: int, folder: Path, script: str = "rank.py") -> Outcome | None:
+    """Train with a worker in each of as many processes as torchrun would start, one run after the other.
+
+    Args:
+        script: what each process runs; only runs leave an outcome.
+    """
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]
     listed = [(store.port, options.to_json()) for store, options in zip(stores, runs, strict=True)]
-    command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(folder), json.dumps(listed)]
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(folder), json.dumps(listed)]
     worker_errors(command, processes, 120)
     assert runs[-1].out is not None
+    if script != "rank.py":
+        return None
     return outcome(json.loads((folder / f"summary_{len(runs) - 1}.json").read_text()), Path(runs[-1].out))
+
+
+def run_own(runs: list[RunOptions], processes: int, folder: Path) -> Outcome:
+    """Train by calls of a loop, one after the other: in so many processes; 0: in this one."""
+    if processes:
+        run_in_processes(runs, processes, folder, "own.py")
+    for options in () if processes else runs:
+        with redirect_stderr(StringIO()), captured_once(), catch_warnings(action="ignore"):
+            own.loop(options)
+    found, weights, averages = own.left(runs)
+    return Outcome(found["losses"], weights, averages, None, found["evaluation"], found["metrics"])
 
 
 TIMES = ("time", "seconds", "samples_per_second", "eta", "ms")

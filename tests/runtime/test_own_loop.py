@@ -197,7 +197,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["steps", "eval_every", "checkpoint_every"])
+@pytest.mark.parametrize("name", ["steps", "eval_every", "save_best"])
 def test_what_is_the_loops_own(name: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=f"{name} is no option of fxpipe.join"):
         fxpipe.join(tmp_path, **{name: 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -170,3 +171,28 @@ def check_replicas_apart(plan: Plan, options: RunOptions, task: Task) -> None:
     for name, given in (("--save-best", options.save_best), ("--patience", options.patience)):
         if given is not None and not decides_alike(plan, options):
             raise unlike(name, plan)
+
+
+NOT_OWN = {
+    "steps": "the loop is yours: leave it when you have had enough",
+    "epochs": "the loop is yours: go through the data as often as you want",
+    "eval_every": "call pipeline.evaluate(batches)",
+    "save_best": "call pipeline.save(folder) after the best evaluation",
+    "patience": "leave the loop when evaluations have not improved for so long",
+    "tensorboard": "write what step() and evaluate() return",
+    "progress": "print what step() returns",
+    "keep_going": "the loop is yours: look at the losses",
+    "max_restarts": "torchrun --max-restarts N, and pipeline.load(folder) at the start",
+}
+"""The options of a run that a user's own loop does in its own way, and how."""
+
+
+def check_own_loop(options: Iterable[str]) -> None:
+    """Refuse options of a run that mean nothing where the loop is the user's.
+
+    Raises:
+        RunError: names the first, and what to do.
+    """
+    for name in options:
+        if name in NOT_OWN:
+            raise RunError(f"{name} is no option of fxpipe.join", hint=NOT_OWN[name])

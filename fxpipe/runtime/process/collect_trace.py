@@ -10,18 +10,18 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import fxpipe
+from fxpipe.errors import FxpipeError, PeerLost
+from fxpipe.messages import warn
 from fxpipe.observe.trace import KINDS, Kind
 from fxpipe.observe.trace.writer import TraceWriter
 from fxpipe.observe.watch import Cause, Spans, Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
-from fxpipe.runtime.process.run_summary import add_trace
 from fxpipe.runtime.wires.clocks import ClockOffset, aligned, read_offset
 from fxpipe.runtime.wires.group import peers
 from fxpipe.schedule.action import Action
@@ -170,21 +170,25 @@ def collect_trace(
     plan: Plan,
     recipe: Recipe,
     here: Mapping[tuple[int, int], WorkerTrace],
-    summary: dict[str, Any] | None,
     seconds: float,
-) -> None:
-    """Send what was recorded to rank 0, which receives it from all workers even if it cannot write it.
+) -> bool:
+    """Send what was recorded to process 0, which receives it from all workers even if it cannot write it.
 
     Args:
         here: of the workers here, by replica and worker.
-        summary: of the run, on worker 0: it gets the trace's path.
-        seconds: the run's.
+        seconds: what training took.
+
+    Returns:
+        Whether the file is there, on process 0; what prevented it is said, since all else of a run is safe by then.
+
+    Raises:
+        PeerLost: another process is gone.
     """
-    if summary is None:
+    if process:
         with peers(process):
             for trace in here.values():
                 send_trace(trace)
-        return
+        return False
     others = iter([seat for seat in seats(plan) if seat not in here])
 
     def fetch(worker: int, replica: int) -> WorkerTrace:
@@ -194,7 +198,15 @@ def collect_trace(
         with peers(process):
             return receive_trace(plan.process_of(worker, replica))
 
-    add_trace(summary, path, lambda: write_trace(path, plan, recipe, seconds, fetch))
+    lost: FxpipeError | None = None
+    try:
+        write_trace(path, plan, recipe, seconds, fetch)
+    except PeerLost:
+        raise
+    except FxpipeError as error:
+        lost = error
+        warn(f"the trace is lost: {error.what}")
     for replica, worker in others:
         with peers(process):
             receive_trace(plan.process_of(worker, replica))
+    return lost is None

@@ -1,4 +1,4 @@
-"""A pipeline that a user's own loop trains call by call: all workers in this process, or those of a rank."""
+"""A pipeline that a user's own loop trains call by call: all workers in this process, or those of one among others."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard, replicas_that_write
 from fxpipe.errors import BatchError, FxpipeError, RunError
-from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.options import PipelineOptions, RunOptions
+from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.alike import ALIKE, REFUSED, Calls
-from fxpipe.runtime.process.allocator import reuse_freed_memory
-from fxpipe.runtime.process.between_actions import between_actions
-from fxpipe.runtime.process.check_run import check_evaluation, check_unchanged
-from fxpipe.runtime.process.checkpoints import Checkpoints
+from fxpipe.runtime.process.check_run import check_evaluation
+from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.epochs import in_steps
-from fxpipe.runtime.process.membership import membership
-from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
+from fxpipe.runtime.process.fed_rows import FedRows
+from fxpipe.runtime.process.minibatch_notes import StepLoss
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_together
-from fxpipe.runtime.process.own_loop import OwnLoop
-from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, recipe_of, restore, resumed_options
-from fxpipe.runtime.process.rows import Row, first_replicas, open_evaluation, open_rows
+from fxpipe.runtime.process.readings import Readings
+from fxpipe.runtime.process.resume import Resumed, opened, recipe_of
+from fxpipe.runtime.process.rows import open_evaluation
 from fxpipe.runtime.process.together import agree_on, barrier, gathered
-from fxpipe.runtime.process.training_loop import train
-from fxpipe.runtime.process.warnings import warn_if_edited
-from fxpipe.runtime.process.world import AmongProcesses, OneProcess, World
+from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation import EvaluationData
-from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.final_weights import copies
-from fxpipe.schedule.action import Event
-from fxpipe.stages.minibatch import ShapedMinibatches, number_of
+from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.model_file import Task
 
 
-class Pipeline(OwnLoop):
+class Pipeline(Readings):
     """Trains a build call by call.
+
+        with fxpipe.join("build/", optimizer=make_optimizer) as pipeline:  # or fxpipe.load("build/").local(...)
+            for epoch in range(5):
+                for batch in data:
+                    loss = pipeline.step(batch)
+                pipeline.flush()
+                metrics = pipeline.evaluate(held_out)
+                if metrics["loss"] > worst:
+                    rate = 0.1 * rate
+                    pipeline.set_lr(rate)
+                pipeline.save("last/")
 
     Over processes, all make the same calls in the same order; where one does not, all end with an error. Outside a call
     a process computes nothing; others go on as far as they can without it. The process's own random state is left
@@ -59,13 +59,9 @@ class Pipeline(OwnLoop):
         task: its `optimizer` is called once for each worker that trains.
         checkpoint: the weights to start from; None takes the build's, or the model's own.
         out: the folder for checkpoints, if the options ask for some.
-        keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
+        held: what ends with the pipeline.
 
     Attributes:
-        executors: of the workers here, in rising order; of replicas the first here.
-        every: those of all replicas here.
-        fed: how many minibatches it has had, with those before the checkpoint that it goes on from.
-        checkpoints: what saves it; None if it is not to be saved.
         temporary: the build's temporary folder, deleted with the pipeline; None if the build has a lasting one.
 
     Raises:
@@ -81,72 +77,62 @@ class Pipeline(OwnLoop):
         world: World,
         checkpoint: Checkpoint | None,
         out: str | None = None,
-        keep_gradients: bool = True,
+        held: ExitStack | None = None,
     ) -> None:
         self.folder, self.plan, self.world = Path(folder), plan, world
         self.options = options = in_steps(options)
         self.recipe = recipe_of(plan, options)
         self.device = world.device
-        self._task, self._out = task, out
+        self._task, self._out, self._held = task, out, held or ExitStack()
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._synchronous = self.recipe.schedule.synchronous
-        self._keep_gradients = keep_gradients and self._synchronous
         self._addresses = Addresses(plan, self.recipe.demand)
         world.open(self._addresses)
         self._new = NewShapes(folder, plan, task.step_hooks, options, self.device, world.exchange, world.pulse)
-        self._broken = False
+        self._closed = self._inside = self._broken = False
+        beat = world.pulse.after_beat
+        world.pulse.after_beat = lambda: self._beat(beat)
         self._given: Iterable[Any] = ()
         self._set_up(checkpoint, opened(options, self.recipe, plan, checkpoint))
+        self._before = compare_clocks(options.trace, self.rank, plan.processes)
 
     def _set_up(
         self, checkpoint: Checkpoint | None, resumed: Resumed | None, shards: list[list[Shard]] | None = None
     ) -> None:
         """Open the workers here, with what is in a checkpoint if there is one; their shards, if they were read."""
-        plan, world, task, options = self.plan, self.world, self._task, self.options
+        plan, world, options = self.plan, self.world, self.options
         world.clear()
-        self.fed = 0 if resumed is None else resumed.step
-        self._rows = open_rows(
-            *(world, plan, str(self.folder), self.recipe, self._addresses, task, options, self.fed, checkpoint),
-            keep_gradients=self._keep_gradients,
+        self._rows = FedRows(
+            *(world, plan, str(self.folder), self.recipe, self._addresses, self._task, options, self._out),
+            *(checkpoint, resumed, shards),
+            keep_gradients=world.alone and self.recipe.schedule.synchronous,
         )
-        self.every = [executor for row in self._rows for executor in row.executors]
-        self.executors = first_replicas(self._rows)
-        for executor in self.every:
-            executor.store.updater.scheduler_due(1)  # now, not at the first update
-        self._resumed, self._shards = resumed, list[list[Shard]]()
-        if resumed is not None:
-            self._shards = restore(self.every, resumed, shards)
-        self.data_mark = self._shards[0][0].data if self._shards else None
         self._evaluation: DistributedEvaluation | None = None
         self._newest: StepLoss | None = None
-        self._value: Tensor | None = None  # that of the newest loss, where the loss worker is
         self._minibatches: ShapedMinibatches | None = None
-        if self._rows[0].rank == 0:
-            self._minibatches = ShapedMinibatches(plan, self.folder, self.executors[0].buffers, task.loss_weight)
-        self._shapes: dict[int, int] = {}
-        for executor in self.every:
-            executor.shape_of = self._shapes.__getitem__
+        if self._rows.rows[0].rank == 0:
+            self._minibatches = ShapedMinibatches(plan, self.folder, self.executors[0].buffers, self._task.loss_weight)
         self._new.attach(self.every, self._minibatches)
-        self.checkpoints: Checkpoints | None = None
-        if options.checkpoint_every is not None:
-            write = [e.replica < replicas_that_write(plan, e.worker) or not world.alone for e in self.every]
-            writers, own = list(compress(self.every, write)), list(compress(self._shards, write))
-            self.checkpoints = Checkpoints(options, plan, self.recipe, self._out, writers, resumed, own, world.exchange)
-        self._parts: dict[tuple[int, int], list[Any]] = {}  # by minibatch and replica of worker 0
-        self._begun = self._ending = False
-        speaks = {executor.worker: executor.transport for executor in self.executors}
-        self._losses = Losses(plan, world.line, speaks)
-        self._calls = Calls(world.line, speaks[world.line.own])
+        speaker = next(executor for executor in self.executors if executor.worker == world.line.own)
+        self._calls = Calls(world.line, speaker.transport)
+        for executor in self.every if options.trace is not None else ():
+            executor.watch.record()
+            executor.watch.begin()
         self._watched()
 
     @property
-    def metrics(self) -> dict[str, float]:
-        return {} if self._newest is None else self._newest.metrics
+    def rank(self) -> int:
+        """Which of the processes this is."""
+        return self.world.here[0]
 
     @property
-    def edited(self) -> list[Path]:
-        """Stage files of the workers here that were changed since they were emitted."""
-        return [stage.path for e in self.executors for stage in e.stages if stage.edited]
+    def reads(self) -> bool:
+        """Whether this process looks at batches: it has the first worker, or a replica of it."""
+        return self._minibatches is not None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What `loss(model, batch)` returned next to the loss of the newest minibatch; empty before the first."""
+        return {} if self._newest is None else self._newest.metrics
 
     def step(self, batch: Any = None) -> Tensor | StepLoss:
         """Feed one minibatch, and run the workers here as far as they can go with it.
@@ -154,10 +140,11 @@ class Pipeline(OwnLoop):
         With `async`, some backwards of this minibatch, and of those before it, may wait for later steps or `flush`.
 
         Args:
-            batch: on worker 0; others do not look at it.
+            batch: where a process `reads`, the same everywhere; others do not look at it.
 
         Returns:
-            Its loss: a detached float32 scalar where all workers are in this process; else `StepLoss`.
+            Its loss, of which `float(loss)` is the number: a detached float32 scalar where all workers are in this
+            process; else `StepLoss`.
 
         Raises:
             BatchError: the batch does not fit the build; on all workers, and all may go on with another.
@@ -165,34 +152,36 @@ class Pipeline(OwnLoop):
             PeerLost: another process is gone.
         """
         with self._call():
-            minibatch, shape = self.fed, None
+            shape: int | None = None
             parts: Sequence[Any] = ()
             if self._minibatches is not None:
                 try:
-                    shape, parts = self._minibatches(batch, minibatch)
+                    shape, parts = self._minibatches(batch, self.fed)
                 except FxpipeError:
                     self._tell(REFUSED)
                     raise
-            self._shapes[minibatch] = shape = self._tell("step", shape)
+            shape = self._tell("step", shape)
             with self._working():
                 self._new.hear(shape)
-                if not self._begun:
-                    self._begin()
-                self._share(minibatch, parts)
-                self.fed += 1
-                loss = self._newest = self._losses.step(minibatch)
-                self._go()
-            oldest = min(executor.store.version for executor in self.every)
-            for old in [known for known in self._shapes if known < oldest]:
-                del self._shapes[old]
+                loss = self._newest = self._rows.step(shape, parts)
             if not self.world.alone:
                 return loss
-            assert self._value is not None
-            return self._value
+            assert self._rows.value is not None
+            return self._rows.value
 
     def flush(self) -> None:
+        """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline.
+
+        Replicas that train apart then make an outer step of what they have trained since the last one.
+        """
         with self._call("flush"):
             self._flush()
+
+    def run(self, batches: Iterable[Any]) -> list[float]:
+        """Run a step for every batch, then a flush; return the losses."""
+        losses = [self.step(batch) for batch in batches]
+        self.flush()
+        return [float(loss) for loss in losses]
 
     def evaluate(self, batches: Iterable[Any] = ()) -> dict[str, float]:
         """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are.
@@ -201,7 +190,7 @@ class Pipeline(OwnLoop):
         waits for a metric makes its step, if there were updates since the last.
 
         Args:
-            batches: on worker 0; others do not look at them.
+            batches: where a process `reads`, the same everywhere; others do not look at them.
 
         Raises:
             RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
@@ -215,7 +204,7 @@ class Pipeline(OwnLoop):
                 data = EvaluationData(self.plan, lambda: self._given, self.options.seed, self._task.loss_weight)
                 folder, seed = str(self.folder), self.options.seed
                 self._evaluation = open_evaluation(
-                    self.world, self.plan, folder, self._addresses, self._rows, seed, data
+                    self.world, self.plan, folder, self._addresses, self._rows.rows, seed, data
                 )
                 self._watched()
             self._given = batches
@@ -228,10 +217,18 @@ class Pipeline(OwnLoop):
             return dict(self._evaluation.heard)
 
     def save(self, folder: str | Path) -> None:
-        """As `OwnLoop.save`; all processes return when it is whole, and all see the folder."""
+        """Finish what is in flight, and make a checkpoint: weights, optimizers, schedulers, generators' seeds.
+
+        Its files are those that `fxpipe run --checkpoint-every` writes, and the model's are such as transformers reads.
+        A folder that was there before is replaced once the new one is whole. All processes return when it is, and all
+        see the folder.
+
+        Raises:
+            BuildError, CheckpointError: the disk does not take it.
+        """
         with self._call("save"):
             self._flush()
-            self._resumed, self._shards = None, []  # here as where one goes on from it, nothing is in flight
+            self._rows.saved_at_rest()
             writers = [e for e in self.every if e.replica < replicas_that_write(self.plan, e.worker)]
             with self._working():
                 error = write_together(Path(folder), self.plan, self.recipe, self.options, writers, self.fed, self.rank)
@@ -239,6 +236,12 @@ class Pipeline(OwnLoop):
                 raise error
 
     def load(self, folder: str | Path) -> None:
+        """Go on from a checkpoint: of `save`, or of a run. Schedule, policy and the like stay those of this pipeline.
+
+        Raises:
+            RunError: minibatches are in flight.
+            BuildError, CheckpointError: it is none, or does not fit the build.
+        """
         self._settled("load")
         with self._call("load"):
             self._flush()
@@ -250,156 +253,98 @@ class Pipeline(OwnLoop):
                 error = met
             agree_on(error, self.rank, self.plan.processes)
             with self._working():
-                for row in self._rows:
-                    for transport in row.transports:
-                        transport.finish()
+                self._rows.finish()
+                if self.checkpoints is not None:
+                    self.checkpoints.finish()
                 self._set_up(checkpoint, resumed, shards)
 
     def close(self) -> None:
-        self.flush()
-        if self.checkpoints is not None:
-            self.checkpoints.finish()
+        """Finish what is in flight, and the checkpoints and the trace that the options ask for.
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all parameters and persistent buffers, under every name the model has for them.
+        The pipeline trains no more after that. A `with` that ends without an error does it.
+        """
+        if self._closed:
+            return
+        try:
+            with self._call("close"):
+                self._flush()
+                if self.checkpoints is not None:
+                    self.checkpoints.finish()
+                self._rows.finish()
+                self._write_trace()
+                barrier(self.rank)  # who leaves breaks the connections of those who are still on their way here
+                self.world.end()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        self._closed = True
+        self._held.close()
 
-        Over processes, of the parameters that the workers here own: the whole model is never gathered on one worker,
-        and `save` writes it.
+    def set_lr(self, rate: float, *more: float) -> None:
+        """Set the learning rates of the minibatches that will be fed from now on: one for all groups, or one for each.
+
+        Updates of those in flight are made with the rates that they were fed under. A scheduler goes on from there, and
+        may set others at its next step.
 
         Raises:
-            RunError: minibatches are in flight, so that workers are at different versions.
+            RunError: there are other groups than rates; or processes set other rates.
         """
-        self._settled("state_dict")
-        if self.world.alone:
-            return copies(self.plan, self.executors)
-        owned = {executor.worker: executor.store.parameters for executor in self.executors}
-        return {
-            name: owned[p.owner][p.name].detach().clone()
-            for p in self.plan.parameters
-            if p.owner in owned
-            for name in p.names
-        }
+        rates = [rate, *more]
+        unfit = (executor.store.updater.unfit(rates) for executor in self.every)
+        error = next((found for found in unfit if found is not None), None)
+        with self._call("set_lr"):
+            agree_on(error, self.rank, self.plan.processes)
+            given = gathered(rates, self.rank, self.plan.processes)
+            if any(others != rates for others in given):
+                self._broken = True
+                raise RunError(f"the workers set different learning rates: {given}", hint=ALIKE)
+            for executor in self.every:
+                executor.store.updater.set_rates(self.fed, rates, executor.store.version)
 
-    def averaged_state_dict(self) -> dict[str, Tensor]:
-        """The same with the averages of the weights in place of those that are averaged (`ema`, or `averaged`).
+    def reset(self) -> None:
+        """Call the hook `reset(model)`: an epoch of your own begins.
 
         Raises:
-            RunError: minibatches are in flight; or the pipeline keeps no averages; or its workers are in several
-                processes.
-            TaskError: the hook `averaged` failed.
+            RunError: minibatches are in flight, or there is no such hook.
+            TaskError: the hook failed, or may not do what it does.
         """
-        self._settled("averaged_state_dict")
-        if not self.world.alone:
+        self._settled("reset")
+        if not any(executor.resets is not None for executor in self.executors):
             raise RunError(
-                "averaged_state_dict() needs all workers in one process",
-                hint="fxpipe.load(BUILD).local(); `fxpipe run --ema` writes ema.safetensors",
+                "reset() needs the hook reset(model), and there is none",
+                hint="define it in the model file; in Python, give reset=",
             )
-        averages = averages_of([executor.store.averages for executor in self.executors])
-        if averages is None:
-            raise RunError("the pipeline keeps no averages of the weights", hint="build.local(ema=0.999), or averaged=")
-        return copies(self.plan, self.executors, averages)
+        with self._call("reset"):
+            for executor in self.every:
+                if executor.resets is not None:
+                    executor.resets(executor.buffers, self.fed)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The mean gradient of the last step for every trained parameter of the workers here, under its first name.
+    def __enter__(self) -> Self:
+        return self
 
-        Raises:
-            RunError: the schedule is asynchronous: at no moment do all gradients of one step exist.
-        """
-        if not self._synchronous:
-            raise RunError(
-                f"schedule '{self.recipe.schedule.name}' has no moment at which all gradients of one step exist",
-                hint="use schedule='1f1b' or 'gpipe' to look at gradients",
-            )
-        return {name: g for e in self.every for name, g in e.store.gradients().items()}
-
-    def staleness(self) -> list[dict[str, Any]]:
-        """The means over the run by worker and parameter group (needs `log_staleness`; see `StalenessLog`)."""
-        logs = [executor.store.staleness for executor in self.executors]
-        return [{"worker": log.worker, **row} for log in logs if log is not None for row in log.summary()]
-
-    @property
-    def rank(self) -> int:
-        """Which of the processes this is."""
-        return self.world.here[0]
-
-    def _begin(self) -> None:
-        """Begin with an empty pipeline, or go on with that of the checkpoint."""
-        resumed, shards = self._resumed, self._shards
-        self._resumed, self._shards = None, []
-        self._begun, self._ending = True, False
-        for row in self._rows:
-            for transport in row.transports:
-                transport.begin(self.fed)
-        for place, executor in enumerate(self.every):
-            executor.reset()
-            begin_or_go_on(executor, resumed, shards[place] if shards else [])
-        self.world.turns.draws = any(executor.draws for executor in self.every)
-        rows = [(row, _Fed(self, self._events(row, resumed), len(row.executors))) for row in self._rows]
-        self.world.turns.begin([partial(self._walk, row, fed) for row, fed in rows])
-
-    def _events(self, row: Row, resumed: Resumed | None) -> Iterator[Event]:
-        recipe = self.recipe.of_worker(row.executors[0].worker)
-        return recipe.schedule.row(row.rank, self.fed) if resumed is None else resumed.row(recipe, row.rank)
-
-    def _walk(self, row: Row, fed: _Fed) -> None:
-        """Walk a row until a flush."""
-        train(
-            self.plan,
-            row.executors,
-            row.transports,
-            fed.next,
-            (lambda minibatch: self._parts.pop((minibatch, row.replica))) if row.rank == 0 else None,
-            between=lambda version: between_actions(row.executors, self.every, None, self.checkpoints, None, False),
-            tell=self._heard if row.replica == 0 or self.plan.outer is None else None,
-            more=fed.more,
-        )
-        for executor, transport in zip(row.executors, row.transports, strict=True):
-            executor.store.expect_all()
-            transport.drop_weights()
-        for transport in row.transports:
-            transport.finish()
-
-    def _share(self, minibatch: int, parts: Sequence[Any]) -> None:
-        """Give each replica of worker 0 that is here its microbatches."""
-        replicas = self.plan.replicas_of(0)
-        for row in self._rows:
-            if row.rank == 0:
-                self._parts[minibatch, row.replica] = list(parts[row.replica :: replicas])
-                if replicas > 1 and not self.world.alone:
-                    row.executors[0].compare_batch(minibatch, number_of(list(parts)))
-
-    def _heard(self, minibatch: int, loss: Tensor) -> None:
-        """The loss worker is here, and says a minibatch's loss; its replicas say the same."""
-        if self._losses.tell(minibatch, loss):
-            self._value = loss.reshape(-1)[0]
-
-    def _go(self) -> None:
-        with self._random_apart(any(executor.draws for executor in self.every)):
-            self.world.turns.go()
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            if self.checkpoints is not None:
+                self.checkpoints.abandon()
+            self._held.__exit__(kind, error, traceback)
 
     def _flush(self) -> None:
-        if not self._begun:
-            return
-        with self._working():
-            self._ending = True
-            for executor in self.every:
-                executor.store.end(self.fed, told=False)
-            self._go()
-            self._losses.settle()
-            for executor in self.every:
-                executor.take_buffers(self.fed)
-            for executor in self.every:
-                executor.begin_meeting()
-            for executor in self.every:
-                executor.end_meeting()
-            for executor in self.every:
-                executor.store.flushed()
-                executor.store.updater.take_rates(self.fed)
-            self._begun = False
+        if self._rows.begun:
+            with self._working():
+                self._rows.flush()
 
-    def _reset(self) -> None:
-        with self._call("reset"):
-            super()._reset()
+    def _write_trace(self) -> None:
+        path, plan = self.options.trace, self.plan
+        if path is None:
+            return
+        for executor in self.every:
+            executor.watch.end()
+        after = compare_clocks(path, self.rank, plan.processes)
+        traces = {(e.replica, e.worker): WorkerTrace(e.watch.spans, self._before, after) for e in self.every}
+        collect_trace(path, self.rank, plan, self.recipe, traces, self.every[0].watch.elapsed)
 
     def _watched(self) -> None:
         watches = [executor.watch for executor in self.every]
@@ -408,11 +353,18 @@ class Pipeline(OwnLoop):
     @contextmanager
     def _call(self, name: str | None = None) -> Iterator[None]:
         """Inside, the workers here are expected to move on; `name` is told to the next process."""
+        if self._closed:
+            raise RunError("the pipeline was closed", hint="make another")
         if self._broken:
             raise RunError("an earlier step failed in the middle", hint="make a new pipeline")
-        if name is not None:
-            self._tell(name)
-        yield
+        self._inside = True
+        self.world.pulse.move()
+        try:
+            if name is not None:
+                self._tell(name)
+            yield
+        finally:
+            self._inside = False
 
     def _tell(self, name: str, shape: int | None = None) -> int:
         """See `Calls.make`; after an error in that the workers are not where the others are."""
@@ -430,146 +382,6 @@ class Pipeline(OwnLoop):
         self._broken = True
         yield
         self._broken = False
-
-    @property
-    def _in_flight(self) -> bool:
-        """The same on all workers, also on those that have made all their updates."""
-        if self.world.alone:
-            return any(executor.store.version < self.fed for executor in self.every)
-        return self._begun and not self._synchronous
-
-    @property
-    def _here(self) -> Sequence[Executor]:
-        return self.every
-
-    def _agree_on_rates(self, rates: list[float], error: RunError | None) -> None:
-        with self._call("set_lr"):
-            agree_on(error, self.rank, self.plan.processes)
-            given = gathered(rates, self.rank, self.plan.processes)
-            if any(others != rates for others in given):
-                self._broken = True
-                raise RunError(f"the workers set different learning rates: {given}", hint=ALIKE)
-
-
-class _Fed:
-    """A row as far as the pipeline was fed.
-
-    Args:
-        workers: how many the row has.
-    """
-
-    def __init__(self, pipeline: Pipeline, events: Iterator[Event], workers: int) -> None:
-        self._pipeline, self._events, self._workers = pipeline, events, workers
-        self._upcoming = next(events)
-        self._ended = pipeline.fed * workers  # last backwards that have come out of the row
-        self._ends = pipeline.recipe.schedule.ends
-
-    def next(self) -> Event | None:
-        """The next event of what was fed; None if there is none yet."""
-        pipeline = self._pipeline
-        if pipeline._ending:
-            while self._ended < pipeline.fed * self._workers and self._upcoming[1].minibatch >= pipeline.fed:
-                self._upcoming = next(self._events)
-        if self._upcoming[1].minibatch >= pipeline.fed:
-            return None
-        event, self._upcoming = self._upcoming, next(self._events)
-        self._ended += self._ends(event[1])
-        return event
-
-    def more(self) -> bool:
-        """Wait until something comes, or the pipeline is flushed; whether something comes."""
-        pipeline, fed = self._pipeline, self._pipeline.fed
-        if not pipeline._ending:
-            pipeline.world.turns.wait(
-                lambda: pipeline._ending or pipeline.fed > fed, lambda: "the next batch", idle=True
-            )
-            return True
-        return False
-
-
-def open_local(folder: str | Path, task: Task, options: PipelineOptions, out: str | None = None) -> Pipeline:
-    """A pipeline with all workers in this process: for debugging, studies of many workers, and a single device.
-
-        pipeline = fxpipe.load("build/").local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
-        losses = pipeline.run(data)
-        model.load_state_dict(pipeline.state_dict())
-
-    It gives the same bits as one over processes: the same actions, versions, seeds and memory layouts.
-
-    Raises:
-        FxpipeError: as `Pipeline`.
-    """
-    plan = read_plan(folder)
-    options = resumed_options(options, out)
-    checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
-    return Pipeline(folder, plan, task, options, OneProcess(plan, options), checkpoint, out)
-
-
-class JoinedPipeline(Pipeline):
-    """A pipeline whose ranks are in processes that all run the user's loop.
-
-    Args:
-        options: of the run, without those that `check_own_loop` refuses.
-        task: makes the optimizers of the workers of this process.
-
-    Raises:
-        FxpipeError: as `membership` and `Pipeline`.
-    """
-
-    def __init__(self, options: RunOptions, task: Task) -> None:
-        self._held = ExitStack()
-        self._closed = self._inside = False
-        reuse_freed_memory()
-        with self._held:
-            member = self._held.enter_context(membership(options, task))
-            agreed, pulse = member.agreed, member.pulse
-            beat = pulse.after_beat
-            pulse.after_beat = lambda: self._beat(beat)
-            world = AmongProcesses(agreed.plan, agreed.options, member.rank, pulse, member.pulses)
-            super().__init__(
-                options.build, agreed.plan, agreed.task, agreed.options, world, agreed.checkpoint, keep_gradients=False
-            )
-            for executor in self.executors:
-                warn_if_edited(*executor.stages)
-            check_unchanged(agreed.files)
-            barrier(self.rank)
-            pulse.phase = "training"
-            self._held = self._held.pop_all()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        try:
-            with self._call("close"):
-                self._flush()
-                for row in self._rows:
-                    for transport in row.transports:
-                        transport.finish()
-                barrier(self.rank)  # who leaves breaks the connections of those who are still on their way here
-                self.world.end()
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
-        self._closed = True
-        self._held.close()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)
-        if error is not None and not self._closed:
-            self._closed = True
-            self._held.__exit__(kind, error, traceback)
-
-    @contextmanager
-    def _call(self, name: str | None = None) -> Iterator[None]:
-        if self._closed:
-            raise RunError("the pipeline was closed", hint="fxpipe.join(...) makes another")
-        self._inside = True
-        self.world.pulse.move()
-        try:
-            with super()._call(name):
-                yield
-        finally:
-            self._inside = False
 
     def _beat(self, after: Callable[[], None]) -> None:
         if not self._inside:  # the user's own code takes as long as it takes

@@ -38,7 +38,7 @@ from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, recipe_of, restore, resumed_step, run_before
 from fxpipe.runtime.process.rows import Row, first_replicas, open_evaluation, open_rows
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
-from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row
+from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row, write_run
 from fxpipe.runtime.process.together import barrier, gathered
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import say_first, warn_if_edited
@@ -223,7 +223,11 @@ class Run:
                 )
             self.consequences.take_place(summary)
             if options.trace is not None:
-                collect_trace(options.trace, self.process, plan, self.recipe, traces, summary, self.watches[0].elapsed)
+                elapsed = self.watches[0].elapsed
+                there = collect_trace(options.trace, self.process, plan, self.recipe, traces, elapsed)
+                if summary is not None and there:
+                    summary["trace"] = options.trace
+                    write_run(summary)
             self.evaluations.last(summary, averages)
             self.world.end()
             if self.callbacks is not None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, PeerLost
+from fxpipe.errors import FxpipeError
 from fxpipe.files import replaced
 from fxpipe.messages import warn
 from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_NOTE, BEST_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
@@ -236,19 +236,6 @@ def write_run(summary: dict[str, Any]) -> None:
 def averages_evaluated(summary: dict[str, Any], metrics: dict[str, float]) -> None:
     """The averages of the weights were evaluated, too."""
     summary["averaged_evaluation"] = metrics
-    write_run(summary)
-
-
-def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> None:
-    """Write the trace of a run whose weights and summary are safe; if that fails, print a warning."""
-    try:
-        write()
-    except FxpipeError as error:
-        if isinstance(error, PeerLost):
-            raise
-        warn(f"the trace is lost: {error.what}")
-        return
-    summary["trace"] = path
     write_run(summary)
 
 

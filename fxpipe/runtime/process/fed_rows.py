@@ -1,0 +1,235 @@
+"""The rows of the workers here, walked as far as minibatches were fed: what a user's own loop moves on call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.checkpoint.shard import Shard, replicas_that_write
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.between_actions import between_actions
+from fxpipe.runtime.process.checkpoints import Checkpoints
+from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
+from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
+from fxpipe.runtime.process.rows import Row, first_replicas, open_rows
+from fxpipe.runtime.process.training_loop import train
+from fxpipe.runtime.process.world import World
+from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.worker.checkpoint import Checkpoint
+from fxpipe.schedule.action import Event
+from fxpipe.stages.minibatch import number_of
+from fxpipe.task.model_file import Task
+
+
+class FedRows:
+    """The workers here, in rows.
+
+    Args:
+        checkpoint, resumed, shards: where they begin, and what was read of it already; None: as built.
+        keep_gradients: keep the last update's gradients (synchronous schedules only).
+
+    Attributes:
+        rows: as opened.
+        executors: of the workers here, in rising order; of replicas the first here.
+        every: those of all replicas here.
+        fed: how many minibatches they have had, with those before the checkpoint.
+        mark: where the data stood as the checkpoint was made; None if it does not say.
+        checkpoints: what saves them; None if they are not to be saved.
+        value: of the newest loss, where the loss worker is.
+
+    Raises:
+        FxpipeError: as `open_rows` and `Checkpoints`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        folder: str,
+        recipe: Recipe,
+        addresses: Addresses,
+        task: Task,
+        options: PipelineOptions,
+        out: str | None,
+        checkpoint: Checkpoint | None,
+        resumed: Resumed | None,
+        shards: list[list[Shard]] | None = None,
+        keep_gradients: bool = False,
+    ) -> None:
+        self.world, self.plan, self.recipe = world, plan, recipe
+        self.fed = 0 if resumed is None else resumed.step
+        self.rows = open_rows(
+            *(world, plan, folder, recipe, addresses, task, options, self.fed, checkpoint),
+            keep_gradients=keep_gradients,
+        )
+        self.every = [executor for row in self.rows for executor in row.executors]
+        self.executors = first_replicas(self.rows)
+        for executor in self.every:
+            executor.store.updater.scheduler_due(1)  # now, not at the first update
+        self._resumed, self._shards = resumed, list[list[Shard]]()
+        if resumed is not None:
+            self._shards = restore(self.every, resumed, shards)
+        self.mark = self._shards[0][0].data if self._shards else None
+        self._shapes: dict[int, int] = {}
+        for executor in self.every:
+            executor.shape_of = self._shapes.__getitem__
+        self.checkpoints: Checkpoints | None = None
+        if options.checkpoint_every is not None:
+            write = [e.replica < replicas_that_write(plan, e.worker) or not world.alone for e in self.every]
+            writers, own = list(compress(self.every, write)), list(compress(self._shards, write))
+            self.checkpoints = Checkpoints(options, plan, recipe, out, writers, resumed, own, world.exchange)
+        self._parts: dict[tuple[int, int], list[Any]] = {}  # by minibatch and replica of worker 0
+        self._begun = self._ending = False
+        transports = {executor.worker: executor.transport for executor in self.executors}
+        self._losses = Losses(plan, world.line, transports)
+        self.value: Tensor | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was fed since the last flush."""
+        return self._begun
+
+    def step(self, shape: int, parts: Sequence[Any]) -> StepLoss:
+        """Feed a minibatch, and walk on as far as the rows can go with it; return its loss.
+
+        Args:
+            shape: of its batch.
+            parts: where worker 0 is, its microbatches, of all replicas.
+        """
+        minibatch, self._shapes[self.fed] = self.fed, shape
+        if not self._begun:
+            self._begin()
+        self._share(minibatch, parts)
+        self.fed += 1
+        loss = self._losses.step(minibatch)
+        self._go()
+        oldest = min(executor.store.version for executor in self.every)
+        for old in [known for known in self._shapes if known < oldest]:
+            del self._shapes[old]
+        return loss
+
+    def flush(self) -> None:
+        """Finish the backwards and updates of all that was fed."""
+        if not self._begun:
+            return
+        self._ending = True
+        for executor in self.every:
+            executor.store.end(self.fed, told=False)
+        self._go()
+        self._losses.settle()
+        for executor in self.every:
+            executor.take_buffers(self.fed)
+        for executor in self.every:
+            executor.begin_meeting()
+        for executor in self.every:
+            executor.end_meeting()
+        for executor in self.every:
+            executor.store.flushed()
+            executor.store.updater.take_rates(self.fed)
+        self._begun = False
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been received."""
+        for row in self.rows:
+            for transport in row.transports:
+                transport.finish()
+
+    def saved_at_rest(self) -> None:
+        """They are empty and being saved: here as where one goes on from that, nothing is in flight."""
+        self._resumed, self._shards = None, []
+
+    def _begin(self) -> None:
+        """Begin with an empty pipeline, or go on with that of the checkpoint."""
+        resumed, shards = self._resumed, self._shards
+        self._resumed, self._shards = None, []
+        self._begun, self._ending = True, False
+        for row in self.rows:
+            for transport in row.transports:
+                transport.begin(self.fed)
+        for place, executor in enumerate(self.every):
+            executor.reset()
+            begin_or_go_on(executor, resumed, shards[place] if shards else [])
+        self.world.turns.draws = any(executor.draws for executor in self.every)
+        walked = [(row, _Fed(self, row, resumed)) for row in self.rows]
+        self.world.turns.begin([partial(self._walk, row, fed) for row, fed in walked])
+
+    def _walk(self, row: Row, fed: _Fed) -> None:
+        """Walk a row until a flush."""
+        train(
+            self.plan,
+            row.executors,
+            row.transports,
+            fed.next,
+            (lambda minibatch: self._parts.pop((minibatch, row.replica))) if row.rank == 0 else None,
+            between=lambda version: between_actions(row.executors, self.every, None, self.checkpoints, None, False),
+            tell=self._heard if row.replica == 0 or self.plan.outer is None or not self.world.alone else None,
+            more=fed.more,
+        )
+        for executor, transport in zip(row.executors, row.transports, strict=True):
+            executor.store.expect_all()
+            transport.drop_weights()
+        for transport in row.transports:
+            transport.finish()
+
+    def _share(self, minibatch: int, parts: Sequence[Any]) -> None:
+        """Give each replica of worker 0 that is here its microbatches."""
+        replicas = self.plan.replicas_of(0)
+        for row in self.rows:
+            if row.rank == 0:
+                self._parts[minibatch, row.replica] = list(parts[row.replica :: replicas])
+                if replicas > 1 and not self.world.alone:
+                    row.executors[0].compare_batch(minibatch, number_of(list(parts)))
+
+    def _heard(self, minibatch: int, loss: Tensor) -> None:
+        """The loss worker is here, and says a minibatch's loss; its replicas say the same."""
+        if self._losses.tell(minibatch, loss):
+            self.value = loss.reshape(-1)[0]
+
+    def _go(self) -> None:
+        device = self.world.device
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=any(executor.draws for executor in self.every)):
+            self.world.turns.go()
+
+
+class _Fed:
+    """What one of the rows does, as far as it was fed.
+
+    Args:
+        resumed: what it goes on from; None begins with an empty pipeline.
+    """
+
+    def __init__(self, rows: FedRows, row: Row, resumed: Resumed | None) -> None:
+        recipe = rows.recipe.of_worker(row.executors[0].worker)
+        events = recipe.schedule.row(row.rank, rows.fed) if resumed is None else resumed.row(recipe, row.rank)
+        self._rows, self._events, self._workers = rows, events, len(row.executors)
+        self._upcoming = next(events)
+        self._ended = rows.fed * self._workers  # last backwards that have come out of the row
+        self._ends = recipe.schedule.ends
+
+    def next(self) -> Event | None:
+        """The next event of what was fed; None if there is none yet."""
+        rows = self._rows
+        if rows._ending:
+            while self._ended < rows.fed * self._workers and self._upcoming[1].minibatch >= rows.fed:
+                self._upcoming = next(self._events)
+        if self._upcoming[1].minibatch >= rows.fed:
+            return None
+        event, self._upcoming = self._upcoming, next(self._events)
+        self._ended += self._ends(event[1])
+        return event
+
+    def more(self) -> bool:
+        """Wait until something comes, or the rows are flushed; whether something comes."""
+        rows, fed = self._rows, self._rows.fed
+        if not rows._ending:
+            rows.world.turns.wait(lambda: rows._ending or rows.fed > fed, lambda: "the next batch", idle=True)
+            return True
+        return False
