@@ -49,11 +49,16 @@ def loop(options: RunOptions, rank: int | None = None) -> None:
         if case.evaluation != "none":
             found["evaluation"] = pipeline.evaluate(task.eval_data() if pipeline.reads else ())
         out.mkdir(exist_ok=True)
-        save_file(pipeline.state_dict(), out / f"{WEIGHTS}-{rank or 0}")
+        save_file(apart(pipeline.state_dict()), out / f"{WEIGHTS}-{rank or 0}")
         if case.average:
-            save_file(pipeline.averaged_state_dict(), out / f"{AVERAGES}-{rank or 0}")
+            save_file(apart(pipeline.averaged_state_dict()), out / f"{AVERAGES}-{rank or 0}")
         if not rank:
             (out / NUMBERS).write_text(json.dumps(found))
+
+
+def apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What has several names has one memory, which the file's format refuses."""
+    return {name: value.clone() for name, value in state.items()}
 
 
 TAKEN = ("model", "loss", "optimizer", "lr_scheduler", "loss_weight")

@@ -80,17 +80,14 @@ def test_strict_wires(still: tuple[Task, Build], tmp_path: Path, schedule: str, 
     data = list(task.train_data())
     batches = list(task.eval_data()) * 3
     torch.manual_seed(0)
-    pipeline = build.local(optimizer=task.optimizer)
-    expected = []
-    pipeline.evaluation.while_training(
-        lambda version: version in (1, 2, 3),
-        EvaluationData(build.plan, lambda: batches, 0),
-        lambda step, metrics, seconds: expected.append((step, metrics)),
-    )
-    losses = pipeline.run(data)
+    out, given = tmp_path / "out", dataclasses.replace(task, train_data=lambda: data, eval_data=lambda: batches)
+    run_local(RunOptions(str(build.folder), steps=len(data), eval_every=1, out=str(out)), given)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    expected = [(line["step"], line["eval"]) for line in lines if "eval" in line][:3]
     assert len(expected) == 3
     run = run_in_threads(build.folder, data, task.optimizer, by_channel=True, evaluated=batches)
-    run.check(losses, pipeline.state_dict())
+    run.check(losses, load_file(out / "model.safetensors"))
     assert run.evaluations == expected
 
 
@@ -128,13 +125,12 @@ def test_random_metrics_leave_the_random_state_alone(tmp_path: Path) -> None:
     path = write_evaluated(tmp_path, ('"norm": model.scale.norm()', '"norm": torch.rand(()) + model.scale.norm()'))
     task, build = build_of(path)
     plan = build.save(tmp_path / "build", model_file=path).plan
-    evaluation = build.local().evaluation
     random_workers = [stage.part.random for stage in plan.evaluations[0].stages]
     assert any(random_workers)
-    before = torch.get_rng_state()
-    found = evaluation.run(EvaluationData(plan, task.eval_data, 0), 0)
+    before, pipeline = torch.get_rng_state(), build.local()
+    found = pipeline.evaluate(task.eval_data())
     assert torch.equal(torch.get_rng_state(), before)
-    assert found == evaluation.run(EvaluationData(plan, task.eval_data, 0), 0)
+    assert found == pipeline.evaluate(task.eval_data())
 
 
 def test_means_are_summed_up_in_the_batches_order(built: tuple[Task, Build]) -> None:

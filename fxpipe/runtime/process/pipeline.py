@@ -30,6 +30,7 @@ from fxpipe.runtime.process.rows import open_evaluation
 from fxpipe.runtime.process.together import agree_on, barrier, gathered
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.stages.minibatch import ShapedMinibatches
@@ -93,7 +94,7 @@ class Pipeline(Readings):
         world.pulse.after_beat = lambda: self._beat(beat)
         self._given: Iterable[Any] = ()
         self._set_up(checkpoint, opened(options, self.recipe, plan, checkpoint))
-        self._before = compare_clocks(options.trace, self.rank, plan.processes)
+        self._before = self._clocks()
 
     def _set_up(
         self, checkpoint: Checkpoint | None, resumed: Resumed | None, shards: list[list[Shard]] | None = None
@@ -342,9 +343,12 @@ class Pipeline(Readings):
             return
         for executor in self.every:
             executor.watch.end()
-        after = compare_clocks(path, self.rank, plan.processes)
+        after = self._clocks()
         traces = {(e.replica, e.worker): WorkerTrace(e.watch.spans, self._before, after) for e in self.every}
         collect_trace(path, self.rank, plan, self.recipe, traces, self.every[0].watch.elapsed)
+
+    def _clocks(self) -> ClockOffset:
+        return compare_clocks(self.options.trace, self.rank, 1 if self.world.alone else self.plan.processes)
 
     def _watched(self) -> None:
         watches = [executor.watch for executor in self.every]

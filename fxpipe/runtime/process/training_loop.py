@@ -97,6 +97,9 @@ def train(
                 version = first.store.version
                 between(version)
         if not window:
+            for executor in executors:
+                for loss in executor.hear():
+                    heard(executor.worker, loss)
             if more():
                 continue
             owed = first.store.owed

@@ -407,6 +407,16 @@ class Executor:
         if minibatch in self._own_losses:
             self._hear(minibatch)
 
+    def hear(self) -> list[MinibatchLoss]:
+        """Wait for the losses over all replicas of minibatches whose updates are yet to come."""
+        if self._joint is None:
+            return []
+        for minibatch in list(self._own_losses):
+            self._hear(minibatch)
+        found = [MinibatchLoss(*each) for each in self._whole_losses.items()]
+        self._whole_losses.clear()
+        return found
+
     def _hear(self, minibatch: int) -> None:
         assert self.collective is not None
         total = self.collective.take(("loss", minibatch)).reshape(self._own_losses.pop(minibatch).shape)
