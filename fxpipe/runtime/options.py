@@ -68,7 +68,6 @@ class PipelineOptions:
 
     schedule: str | None = option(
         None,
-        "--schedule",
         metavar="NAME|FILE.csv",
         kind=schedule_text,
         help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format. "
@@ -77,7 +76,6 @@ class PipelineOptions:
     policy: str | Policy | None = policy_option("the build's")  # noqa: RUF009 (it is a field)
     clip_norm: float | None = option(
         None,
-        "--clip-norm",
         kind=float,
         above=0,
         metavar="NORM",
@@ -85,7 +83,6 @@ class PipelineOptions:
     )
     loss_scale: float = option(
         65536.0,
-        "--loss-scale",
         kind=float,
         above=0,
         metavar="SCALE",
@@ -93,14 +90,12 @@ class PipelineOptions:
     )
     loss_scale_interval: int = option(
         2000,
-        "--loss-scale-interval",
         minimum=1,
         metavar="N",
         help="With --autocast fp16: double the loss scale after N steps without an overflow.",
     )
     ema: float | None = option(
         None,
-        "--ema",
         kind=float,
         above=0,
         below=1,
@@ -108,56 +103,45 @@ class PipelineOptions:
         help="Keep a moving average of the weights, as OUT/ema.safetensors.",
     )
     log_staleness: bool = option(
-        False,
-        "--log-staleness",
-        help="Say how far the weights that forwards use are from those that their updates change.",
+        False, help="Say how far the weights that forwards use are from those that their updates change."
     )
     steps_per_epoch: int | None = option(
-        None,
-        "--steps-per-epoch",
-        minimum=1,
-        metavar="N",
-        help="The steps of an epoch. [default: the batches of train_data()]",
+        None, minimum=1, metavar="N", help="The steps of an epoch. [default: the batches of train_data()]"
     )
     checkpoint_every: str | None = option(
         None,
-        "--checkpoint-every",
         metavar="STEPS|TIME",
         help="Save the whole run in OUT/checkpoints every so many steps, every 30s, 10min, 2h, every epoch, or only "
         "when asked by a callback or a signal.",
     )
-    keep: int = option(3, "--keep", minimum=1, metavar="N", help="Checkpoints that stay: the newest N.")
+    keep: int = option(3, minimum=1, metavar="N", help="Checkpoints that stay: the newest N.")
     resume: str | None = option(
         None,
-        "--resume",
         path="any",
         flag_value="newest",
         metavar="CHECKPOINT",
         help="Go on from a checkpoint; without a value, from the newest whole one in OUT.",
     )
     backend: str | None = option(
-        None, "--backend", choices=BACKENDS, help="Engine of the stages; auto is the build's. [default: auto]"
+        None, choices=BACKENDS, help="Engine of the stages; auto is the build's. [default: auto]"
     )
     weights: str | None = option(
         None,
-        "--weights",
         path="any",
         metavar="CHECKPOINT",
         help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
     )
     offload: bool = option(
-        False, "--offload", help="Keep what forwards save in the CPU's memory until their backwards (CUDA builds)."
+        False, help="Keep what forwards save in the CPU's memory until their backwards (CUDA builds)."
     )
     throttle: str | None = option(
         None,
-        "--throttle",
         metavar="RATE[,TIME]|FILE",
         help="Let messages take as long as over links such as 100Mbit,20ms, or as those in a file of `fxpipe doctor`.",
     )
-    seed: int = option(0, "--seed", help="Seed of the data order and of dropout.")
+    seed: int = option(0, help="Seed of the data order and of dropout.")
     new_shapes: int | None = option(
         None,
-        "--new-shapes",
         minimum=0,
         metavar="N",
         help="Make stages during the run for at most N shapes of batches that the build does not have; 0: refuse them. "
@@ -195,20 +179,16 @@ class RunOptions(PipelineOptions):
     model_file: str | None = option(
         None, "--model", path="file", help="The model file, if it has moved since the compile."
     )
-    steps: int | None = option(None, "--steps", minimum=1, help="Number of minibatches to train. [default: one epoch]")
-    epochs: int | None = option(
-        None, "--epochs", minimum=1, help="Number of passes through train_data(), if it has a length."
-    )
+    steps: int | None = option(None, minimum=1, help="Number of minibatches to train. [default: one epoch]")
+    epochs: int | None = option(None, minimum=1, help="Number of passes through train_data(), if it has a length.")
     eval_every: int | str | None = option(
         None,
-        "--eval-every",
         kind=steps_or_epoch,
         metavar="N|epoch",
         help="Evaluate after every N steps, or every epoch, not only at the end.",
     )
     save_best: str | None = option(
         None,
-        "--save-best",
         metavar="METRIC",
         help="Keep the weights with the best METRIC of all evaluations, as OUT/best.safetensors. Greater is better; "
         "smaller for -METRIC, and for names that end in loss, error, perplexity, ppl, mse, mae, nll, bpc, wer, cer or "
@@ -216,7 +196,6 @@ class RunOptions(PipelineOptions):
     )
     patience: int | None = option(
         None,
-        "--patience",
         minimum=1,
         metavar="N",
         help="End the run when the metric of --save-best has not improved in N evaluations.",
@@ -231,23 +210,19 @@ class RunOptions(PipelineOptions):
     tensorboard: str | None = option(
         None, "--tensorboard", path="folder", metavar="DIR", help="Write TensorBoard's event files."
     )
-    out: str | None = option(None, "--out", on_command_line="out", path="any", help="Where metrics and weights go.")
-    keep_going: bool = option(
-        False, "--keep-going", help="Train on when a loss is not finite, instead of ending with an error."
-    )
+    out: str | None = option(None, on_command_line="out", path="any", help="Where metrics and weights go.")
+    keep_going: bool = option(False, help="Train on when a loss is not finite, instead of ending with an error.")
     threads: int | None = option(
-        None, "--threads", minimum=1, maximum=MOST_THREADS, help="CPU threads of a worker. [default: cores / processes]"
+        None, minimum=1, maximum=MOST_THREADS, help="CPU threads of a worker. [default: cores / processes]"
     )
     stall_timeout: float = option(
         60.0,
-        "--stall-timeout",
         minimum=0,
         metavar="SECONDS",
         help="Say who waits for whom after so long without progress, and end after 10 times that; 0 does neither.",
     )
     max_restarts: int = option(
         0,
-        "--max-restarts",
         minimum=0,
         metavar="N",
         help="Start all workers again, at most N times, when one dies without an error that explains it.",
