@@ -24,7 +24,7 @@ _SAME: Any = object()
 
 @dataclass(frozen=True)
 class Flag:
-    """How an option is given on the command line.
+    """How an option is given on the command line, and who else hears of it.
 
     Attributes:
         names: `-n`, `--workers`; the field's, as `--pad-to`, where none is said.
@@ -40,6 +40,8 @@ class Flag:
         path: a file, a folder, or any path.
         metavar: what `--help` calls the value.
         flag_value: the value where the flag is given without one; None wants one.
+        kept: the numbers of a run depend on it: its checkpoints have it, and one that goes on takes it over.
+        shown: `run.json` has it, and whatever shows or compares runs.
     """
 
     names: tuple[str, ...]
@@ -54,6 +56,8 @@ class Flag:
     path: Literal["file", "folder", "any"] | None = None
     metavar: str | None = None
     flag_value: str | None = None
+    kept: bool = False
+    shown: bool = False
 
 
 def option(default: Any, *names: str, help: str, on_command_line: Any = _SAME, **more: Any) -> Any:

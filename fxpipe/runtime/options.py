@@ -1,6 +1,6 @@
 """The options of a run: plain data that every layer passes on whole, and that travels to worker processes.
 
-A field made by `option` is also a flag of `fxpipe run` if `cli/run.py` names it. Imports no torch.
+A field made by `option` is also a flag of `fxpipe run`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import FxpipeError
-from fxpipe.options import option
+from fxpipe.options import flags, option
 from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.policy.base import Policy
 from fxpipe.policy.option import policy_option
@@ -39,6 +39,9 @@ class PipelineOptions:
     Attributes:
         schedule: its name, a file in torch's format (`….csv`), or the text of one; None means the build's.
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
+        seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
+        weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
+            means the build's values, or model()'s where the build has none.
         clip_norm: scale the gradients of all workers together to this norm if theirs is greater; None does not clip.
         loss_scale, loss_scale_interval: of a build with `--autocast fp16`: what the loss is multiplied by at first, and
             after how many updates without an overflow that is doubled (see `fxpipe.runtime.worker.loss_scaler`).
@@ -46,8 +49,6 @@ class PipelineOptions:
             `fxpipe.runtime.worker.averages`); None keeps none.
         log_staleness: compare the weights that forwards use with those that their updates change.
         backend: the engine of all stages; None or 'auto' means those of the build.
-        weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
-            means the build's values, or model()'s where the build has none.
         steps_per_epoch: the steps after which a scheduler for every epoch makes one, and whatever else is done every
             epoch; None takes the number of batches of `train_data()`, where there is that hook.
         checkpoint_every: save the whole run after every so many steps (`500`), so much time (`10min`), every `epoch`,
@@ -58,7 +59,6 @@ class PipelineOptions:
         offload: keep what forwards save in the CPU's memory until their backwards, where the build is for CUDA.
         throttle: the links between processes that messages are to take as long as (`100Mbit,20ms`; see
             `fxpipe.planner.throttle`); None does not slow them.
-        seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
         new_shapes: for batches of so many shapes that the build has no stages for, worker 0 makes some during the run,
             with the model and the loss of the model file; 0 refuses them. None means 8; but 0 where `fxpipe run` or
             `Build.join` has a build of one shape, because nothing is read ahead there.
@@ -68,14 +68,25 @@ class PipelineOptions:
 
     schedule: str | None = option(
         None,
+        kept=True,
         metavar="NAME|FILE.csv",
         kind=schedule_text,
         help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format. "
         "[default: the build's]",
     )
-    policy: str | Policy | None = policy_option("the build's")  # noqa: RUF009 (it is a field)
+    policy: str | Policy | None = policy_option("the build's", kept=True)  # noqa: RUF009 (it is a field)
+    seed: int = option(0, kept=True, shown=True, help="Seed of the data order and of dropout.")
+    weights: str | None = option(
+        None,
+        path="any",
+        shown=True,
+        metavar="CHECKPOINT",
+        help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
+    )
     clip_norm: float | None = option(
         None,
+        kept=True,
+        shown=True,
         kind=float,
         above=0,
         metavar="NORM",
@@ -83,19 +94,22 @@ class PipelineOptions:
     )
     loss_scale: float = option(
         65536.0,
-        kind=float,
+        kept=True,
         above=0,
         metavar="SCALE",
         help="With --autocast fp16: what the loss is multiplied by at first; halved where gradients overflow.",
     )
     loss_scale_interval: int = option(
         2000,
+        kept=True,
         minimum=1,
         metavar="N",
         help="With --autocast fp16: double the loss scale after N steps without an overflow.",
     )
     ema: float | None = option(
         None,
+        kept=True,
+        shown=True,
         kind=float,
         above=0,
         below=1,
@@ -106,7 +120,7 @@ class PipelineOptions:
         False, help="Say how far the weights that forwards use are from those that their updates change."
     )
     steps_per_epoch: int | None = option(
-        None, minimum=1, metavar="N", help="The steps of an epoch. [default: the batches of train_data()]"
+        None, kept=True, minimum=1, metavar="N", help="The steps of an epoch. [default: the batches of train_data()]"
     )
     checkpoint_every: str | None = option(
         None,
@@ -125,12 +139,6 @@ class PipelineOptions:
     backend: str | None = option(
         None, choices=BACKENDS, help="Engine of the stages; auto is the build's. [default: auto]"
     )
-    weights: str | None = option(
-        None,
-        path="any",
-        metavar="CHECKPOINT",
-        help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
-    )
     offload: bool = option(
         False, help="Keep what forwards save in the CPU's memory until their backwards (CUDA builds)."
     )
@@ -139,9 +147,9 @@ class PipelineOptions:
         metavar="RATE[,TIME]|FILE",
         help="Let messages take as long as over links such as 100Mbit,20ms, or as those in a file of `fxpipe doctor`.",
     )
-    seed: int = option(0, help="Seed of the data order and of dropout.")
     new_shapes: int | None = option(
         None,
+        kept=True,
         minimum=0,
         metavar="N",
         help="Make stages during the run for at most N shapes of batches that the build does not have; 0: refuse them. "
@@ -239,3 +247,8 @@ class RunOptions(PipelineOptions):
     def from_json(text: str) -> RunOptions:
         """Read `to_json`'s text."""
         return RunOptions(**json.loads(text))
+
+
+KEPT = tuple(name for name, flag in flags(PipelineOptions).items() if flag.kept)
+SHOWN = tuple(name for name, flag in flags(RunOptions).items() if flag.shown)
+"""The options that a checkpoint has, and those that `run.json` has, in their order there."""
