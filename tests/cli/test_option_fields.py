@@ -30,7 +30,7 @@ class Some:
 
 
 @click.command()
-@option_fields(Some, "workers", "steps", "at", "norm", "mode", "dry", "out", "pad_to", policy="Other words.")
+@option_fields(Some, "workers", "steps", "at", "norm", "mode", "out", "dry", rest=True, policy="Other words.")
 def command(**asked: Any) -> Some:
     return Some(**asked)
 
@@ -66,10 +66,10 @@ def test_help() -> None:
         "--cut PATH Where.",
         "--norm FLOAT RANGE At most this. [x>0]",
         "--mode [a|b] Which. [default: a]",
-        "--dry Only say it.",
         "--out PATH Where to. [default: out]",
-        "--pad-to INTEGER Multiples of this. [default: 1]",
+        "--dry Only say it.",
         "--policy NAME[+OPTION] Other words.",
+        "--pad-to INTEGER Multiples of this. [default: 1]",
     ]
 
 
