@@ -9,8 +9,8 @@ import click
 from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout_console, warn
 
 from fxpipe.inspection.formats import known, text
+from fxpipe.inspection.run_comparison import SMOOTH, compare
 from fxpipe.inspection.table import COUNT, TEXT, WRITTEN, Column, Kind, ShownTable
-from fxpipe.observe.run_comparison import SMOOTH, compare
 from fxpipe.observe.trace import OF_TRAINING
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def compare_command(first: str, second: str, as_json: bool) -> int:
 
 
 def describe(found: Json, console: Console) -> None:
-    """Print what `fxpipe.observe.run_comparison` found: small tables, then the verdict."""
+    """Print what `fxpipe.inspection.run_comparison` found: small tables, then the verdict."""
     for number, folder in enumerate(found["runs"], start=1):
         echo(f"run {number}  {folder}")
     if not found["settings"]:

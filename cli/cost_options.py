@@ -23,23 +23,16 @@ class CostOptions:
     """The options as they were typed; `applied` reads them."""
 
     device_spec: str | None = option(
-        None,
-        "--device-spec",
-        metavar="NAME|FILE",
-        help=f"Compute the times for this device: {', '.join(BUILT_IN)}, or a TOML file.",
+        None, metavar="NAME|FILE", help=f"Compute the times for this device: {', '.join(BUILT_IN)}, or a TOML file."
     )
-    bandwidth: str | None = option(
-        None, "--bandwidth", metavar="RATE", help="Bandwidth of every link, such as 10Gbit or 20GB/s."
-    )
-    latency: str | None = option(None, "--latency", metavar="TIME", help="Latency of every link, such as 50us.")
+    bandwidth: str | None = option(None, metavar="RATE", help="Bandwidth of every link, such as 10Gbit or 20GB/s.")
+    latency: str | None = option(None, metavar="TIME", help="Latency of every link, such as 50us.")
     links: str | None = option(
-        None, "--links", metavar="FILE", help="File of the links, as `fxpipe doctor --links -o FILE` writes it."
+        None, metavar="FILE", help="File of the links, as `fxpipe doctor --links -o FILE` writes it."
     )
-    speed: str | None = option(
-        None, "--speed", metavar="LIST", help="Speed of each worker, such as 1,1,0.5,0.5. [default: all 1]"
-    )
+    speed: str | None = option(None, metavar="LIST", help="Speed of each worker, such as 1,1,0.5,0.5. [default: all 1]")
     memory: str | None = option(
-        None, "--memory", metavar="LIST", help="Memory of each worker, such as 80GiB,40GiB, or one value for all."
+        None, metavar="LIST", help="Memory of each worker, such as 80GiB,40GiB, or one value for all."
     )
 
     def applied(

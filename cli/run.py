@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, 
 from fxpipe.cli.signals import end_at_once
 
 from fxpipe.checkpoint.interval import Interval
+from fxpipe.options import option
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
 from fxpipe.schedule import of_plan
@@ -25,17 +26,21 @@ if TYPE_CHECKING:
     from fxpipe.plan.spec import Plan
 
 
+@dataclass(frozen=True)
+class _Flags(RunOptions):
+    local: bool = option(False, help="All workers in this one process: the same numbers, easy to debug.")
+
+
 @click.command("run")
 @click.argument("build", type=click.Path())
-@option_fields(RunOptions, "steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience")
-@click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
-@option_fields(RunOptions, "schedule", "policy", "clip_norm", "ema")
-@option_fields(RunOptions, "loss_scale", "loss_scale_interval")
-@option_fields(RunOptions, "checkpoint_every", "keep", "resume")
-@option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
-@option_fields(RunOptions, "new_shapes")
-@option_fields(RunOptions, "model_file", "keep_going")
-@option_fields(RunOptions, "offload", "threads", "throttle", "stall_timeout", "max_restarts")
+@option_fields(
+    _Flags,
+    *("steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience", "local", "schedule", "policy"),
+    *("clip_norm", "ema", "loss_scale", "loss_scale_interval", "checkpoint_every", "keep", "resume", "log_staleness"),
+    *("trace", "tensorboard", "backend", "weights", "seed", "out", "new_shapes", "model_file", "keep_going", "offload"),
+    *("threads", "throttle"),
+    rest=True,
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
     """Train a BUILD directory.

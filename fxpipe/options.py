@@ -3,6 +3,7 @@
     @dataclass(frozen=True)
     class CompileOptions:
         workers: int = option(2, "-n", "--workers", minimum=1, help="Number of stages.")
+        pad_to: int | None = option(None, minimum=1, help="Make lengths multiples of this.")  # --pad-to
 
 `cli/option_fields.py` gives a command the flags of such fields. Imports no torch, so that `--help` is instant.
 """
@@ -23,10 +24,10 @@ _SAME: Any = object()
 
 @dataclass(frozen=True)
 class Flag:
-    """How an option is given on the command line.
+    """How an option is given on the command line, and who else hears of it.
 
     Attributes:
-        names: `-n`, `--workers`.
+        names: `-n`, `--workers`; the field's, as `--pad-to`, where none is said.
         help: what `--help` says.
         default: what holds where it is not given. True or False make a switch, a tuple an option to repeat; `--help`
             shows any other but None.
@@ -39,6 +40,8 @@ class Flag:
         path: a file, a folder, or any path.
         metavar: what `--help` calls the value.
         flag_value: the value where the flag is given without one; None wants one.
+        kept: the numbers of a run depend on it: its checkpoints have it, and one that goes on takes it over.
+        shown: `run.json` has it, and whatever shows or compares runs.
     """
 
     names: tuple[str, ...]
@@ -53,6 +56,8 @@ class Flag:
     path: Literal["file", "folder", "any"] | None = None
     metavar: str | None = None
     flag_value: str | None = None
+    kept: bool = False
+    shown: bool = False
 
 
 def option(default: Any, *names: str, help: str, on_command_line: Any = _SAME, **more: Any) -> Any:
@@ -60,7 +65,7 @@ def option(default: Any, *names: str, help: str, on_command_line: Any = _SAME, *
 
     Args:
         default: of the field.
-        names: the flags, as `-n`, `--workers`.
+        names: the flags, if they are others than the field's name.
         on_command_line: the default there, if it is another.
         more: the other attributes of `Flag`.
     """
@@ -72,7 +77,12 @@ def option(default: Any, *names: str, help: str, on_command_line: Any = _SAME, *
 
 def flags(options: type[Any]) -> dict[str, Flag]:
     """The flags of a class of options, by field; fields that were not made by `option` have none."""
-    return {field.name: field.metadata[_FLAG] for field in dataclasses.fields(options) if _FLAG in field.metadata}
+    fields = [field for field in dataclasses.fields(options) if _FLAG in field.metadata]
+    return {field.name: _named(field.metadata[_FLAG], field.name) for field in fields}
+
+
+def _named(flag: Flag, field: str) -> Flag:
+    return flag if flag.names else dataclasses.replace(flag, names=(f"--{field.replace('_', '-')}",))
 
 
 def changed(options: Options, changes: dict[str, Any]) -> Options:

@@ -21,8 +21,8 @@ import fxpipe
 from fxpipe.costs.node_costs_file import MeasuredCosts
 from fxpipe.costs.node_costs_file import read as read_node_costs
 from fxpipe.errors import BuildError, FxpipeError
+from fxpipe.inspection.run_comparison import compare
 from fxpipe.ir.program_table import read_table
-from fxpipe.observe.run_comparison import compare
 from fxpipe.observe.run_folder import read_run
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.signed import signed

@@ -184,7 +184,6 @@ class CompileOptions:
     )
     dp: int = option(
         1,
-        "--dp",
         minimum=1,
         maximum=MOST_WORKERS,
         metavar="R",
@@ -192,7 +191,6 @@ class CompileOptions:
     )
     replicas: tuple[int, ...] = option(
         (),
-        "--replicas",
         on_command_line=None,
         kind=_replicas,
         metavar="R,R,…",
@@ -201,28 +199,21 @@ class CompileOptions:
     )
     shard: ShardMode | None = option(
         None,
-        "--shard",
         choices=get_args(ShardMode),
         help="What replicas share out instead of having all of it: the optimizer's state, with its updates.",
     )
     outer: str | None = option(
         None,
-        "--outer",
         choices=(OUTER,),
         help="Replicas train apart, and average their weight changes now and then: for slow links between them.",
     )
-    outer_every: int | None = option(
-        None, "--outer-every", minimum=1, metavar="H", help="Average after every H updates. [default: 64]"
-    )
-    outer_lr: float | None = option(
-        None, "--outer-lr", kind=float, above=0, metavar="RATE", help="Of the outer step. [default: 0.7]"
-    )
+    outer_every: int | None = option(None, minimum=1, metavar="H", help="Average after every H updates. [default: 64]")
+    outer_lr: float | None = option(None, kind=float, above=0, metavar="RATE", help="Of the outer step. [default: 0.7]")
     outer_momentum: float | None = option(
-        None, "--outer-momentum", kind=float, minimum=0, below=1, metavar="M", help="Nesterov's. [default: 0.9]"
+        None, kind=float, minimum=0, below=1, metavar="M", help="Nesterov's. [default: 0.9]"
     )
     outer_delay: int | None = option(
         None,
-        "--outer-delay",
         minimum=0,
         maximum=1,
         metavar="D",
@@ -230,7 +221,6 @@ class CompileOptions:
     )
     cuts: Cuts | CutsMode = option(
         "auto",
-        "--cuts",
         choices=get_args(CutsMode),
         help="What the planner may choose; auto: bidirectional if that gains more than 2%.",
     )
@@ -242,7 +232,6 @@ class CompileOptions:
     )
     virtual: int | None = option(
         None,
-        "--virtual",
         minimum=1,
         maximum=MOST_WORKERS,
         metavar="V",
@@ -250,39 +239,32 @@ class CompileOptions:
     )
     schedule: str = option(
         "async",
-        "--schedule",
         metavar="NAME|FILE.csv",
         kind=compile_schedule,
         help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format; auto: the fastest by "
         "the simulator, with its cuts and microbatches.",
     )
-    synchronous: bool = option(
-        False, "--synchronous", help="Train exactly as one worker would: the fastest schedule that does so."
-    )
+    synchronous: bool = option(False, help="Train exactly as one worker would: the fastest schedule that does so.")
     policy: str | None = policy_option("by schedule, microbatches and optimizer")
     microbatches: int | None = option(
         None,
-        "--microbatches",
         minimum=1,
         maximum=MOST_MICROBATCHES,
         help="Pieces of a minibatch, or of a replica's share. [default: a divisor near -n; 1 for async with -n 2]",
     )
     microbatch_dims: Any = option(
         None,
-        "--microbatch-dims",
         kind=_dims,
         metavar="NAME=DIM,…",
         help="Where leaves of the batch are cut: batch[0]=1, or batch['mask']=none. [default: found by their use]",
     )
     constant_batch: Sequence[str] = option(
         (),
-        "--constant-batch",
         metavar="NAME",
         help="A small tensor of the batch whose values the step reads, the same in every batch; can be repeated.",
     )
     scan: int = option(
         SCANNED,
-        "--scan",
         metavar="N",
         minimum=1,
         help="Read the first N batches of train_data(), and make stages for every shape among them.",
@@ -290,51 +272,35 @@ class CompileOptions:
     pad: Pad | None = None
     pad_to: int | None = option(
         None,
-        "--pad-to",
         minimum=1,
         metavar="N",
         help="Make lengths of batches multiples of N; `pad` in the model file says of which leaves, and with what.",
     )
     loss_weight: Callable[[Any], Any] | None = None
     accept_microbatch_loss: bool = option(
-        False, "--accept-microbatch-loss", help="Compile even if microbatches change the loss (contrastive losses do)."
+        False, help="Compile even if microbatches change the loss (contrastive losses do)."
     )
     codec: str = option(
         "none",
-        "--codec",
         metavar="NAME",
         help="What packs values to cross links: none, bf16, fp16, int8, int4, auto (int8, only where workers "
         "wait for links), the model file's own, or one for each kind: activation=int4,gradient=int8,weights=int8.",
     )
     autocast: str | None = option(
-        None,
-        "--autocast",
-        choices=("bf16", "fp16"),
-        help="Run the step under torch.autocast; fp16 scales the loss in a run.",
+        None, choices=("bf16", "fp16"), help="Run the step under torch.autocast; fp16 scales the loss in a run."
     )
     threads: int | None = option(
-        None,
-        "--threads",
-        minimum=1,
-        maximum=MOST_THREADS,
-        help="CPU threads of one worker. [default: cores / processes]",
+        None, minimum=1, maximum=MOST_THREADS, help="CPU threads of one worker. [default: cores / processes]"
     )
     backend: str = option(
-        "eager",
-        "--backend",
-        choices=BACKENDS,
-        help="Engine of the stages; auto measures and takes the fastest for every part.",
+        "eager", choices=BACKENDS, help="Engine of the stages; auto measures and takes the fastest for every part."
     )
     cost: CostMode | None = option(
-        None,
-        "--cost",
-        choices=get_args(CostMode),
-        help="Source of the times that the cuts balance. [default: measured, here]",
+        None, choices=get_args(CostMode), help="Source of the times that the cuts balance. [default: measured, here]"
     )
     split_backward: bool = False
     recompute: Recomputation = option(
         "auto",
-        "--recompute",
         choices=get_args(Recomputation),
         help="What backwards compute again instead of saving it; auto: what it takes to fit into --memory.",
     )
@@ -345,9 +311,7 @@ class CompileOptions:
     optimizer: OptimizerHook | None = None
     lr_scheduler: MakeScheduler | None = None
     accept_optimizer_per_worker: bool = option(
-        False,
-        "--accept-optimizer-per-worker",
-        help="Allow an optimizer that looks at all parameters at once: each worker has its own.",
+        False, help="Allow an optimizer that looks at all parameters at once: each worker has its own."
     )
     known_costs: Path | None = None
     command: str = IN_PYTHON

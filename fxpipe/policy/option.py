@@ -10,15 +10,9 @@ from fxpipe.policy.base import Policy
 from fxpipe.schedule.base import Schedule
 
 
-def policy_option(default: str) -> Any:
-    """The field of a class of options; `default` says what holds without it."""
-    return option(
-        None,
-        "--policy",
-        kind=_policy,
-        metavar="NAME[+OPTION]",
-        help=policy_help(default),
-    )
+def policy_option(default: str, **more: Any) -> Any:
+    """The field of a class of options; `default` says what holds without it, `more` is as of `option`."""
+    return option(None, "--policy", kind=_policy, metavar="NAME[+OPTION]", help=policy_help(default), **more)
 
 
 def policy_help(default: str) -> str:

@@ -1,6 +1,6 @@
 """The options of a run: plain data that every layer passes on whole, and that travels to worker processes.
 
-A field made by `option` is also a flag of `fxpipe run` if `cli/run.py` names it. Imports no torch.
+A field made by `option` is also a flag of `fxpipe run`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import FxpipeError
-from fxpipe.options import option
+from fxpipe.options import flags, option
 from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.policy.base import Policy
 from fxpipe.policy.option import policy_option
@@ -39,6 +39,9 @@ class PipelineOptions:
     Attributes:
         schedule: its name, a file in torch's format (`….csv`), or the text of one; None means the build's.
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
+        seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
+        weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
+            means the build's values, or model()'s where the build has none.
         clip_norm: scale the gradients of all workers together to this norm if theirs is greater; None does not clip.
         loss_scale, loss_scale_interval: of a build with `--autocast fp16`: what the loss is multiplied by at first, and
             after how many updates without an overflow that is doubled (see `fxpipe.runtime.worker.loss_scaler`).
@@ -46,8 +49,6 @@ class PipelineOptions:
             `fxpipe.runtime.worker.averages`); None keeps none.
         log_staleness: compare the weights that forwards use with those that their updates change.
         backend: the engine of all stages; None or 'auto' means those of the build.
-        weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
-            means the build's values, or model()'s where the build has none.
         steps_per_epoch: the steps after which a scheduler for every epoch makes one, and whatever else is done every
             epoch; None takes the number of batches of `train_data()`, where there is that hook.
         checkpoint_every: save the whole run after every so many steps (`500`), so much time (`10min`), every `epoch`,
@@ -59,7 +60,6 @@ class PipelineOptions:
         throttle: the links between processes that messages are to take as long as (`100Mbit,20ms`; see
             `fxpipe.planner.throttle`); None does not slow them.
         trace: the file for every worker's spans, in Chrome's trace format; None writes none.
-        seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
         new_shapes: for batches of so many shapes that the build has no stages for, worker 0 makes some during the run,
             with the model and the loss of the model file; 0 refuses them. None means 8; but 0 where `fxpipe run` or
             `Build.join` has a build of one shape, because nothing is read ahead there.
@@ -69,16 +69,25 @@ class PipelineOptions:
 
     schedule: str | None = option(
         None,
-        "--schedule",
+        kept=True,
         metavar="NAME|FILE.csv",
         kind=schedule_text,
         help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format. "
         "[default: the build's]",
     )
-    policy: str | Policy | None = policy_option("the build's")  # noqa: RUF009 (it is a field)
+    policy: str | Policy | None = policy_option("the build's", kept=True)  # noqa: RUF009 (it is a field)
+    seed: int = option(0, kept=True, shown=True, help="Seed of the data order and of dropout.")
+    weights: str | None = option(
+        None,
+        path="any",
+        shown=True,
+        metavar="CHECKPOINT",
+        help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
+    )
     clip_norm: float | None = option(
         None,
-        "--clip-norm",
+        kept=True,
+        shown=True,
         kind=float,
         above=0,
         metavar="NORM",
@@ -86,22 +95,22 @@ class PipelineOptions:
     )
     loss_scale: float = option(
         65536.0,
-        "--loss-scale",
-        kind=float,
+        kept=True,
         above=0,
         metavar="SCALE",
         help="With --autocast fp16: what the loss is multiplied by at first; halved where gradients overflow.",
     )
     loss_scale_interval: int = option(
         2000,
-        "--loss-scale-interval",
+        kept=True,
         minimum=1,
         metavar="N",
         help="With --autocast fp16: double the loss scale after N steps without an overflow.",
     )
     ema: float | None = option(
         None,
-        "--ema",
+        kept=True,
+        shown=True,
         kind=float,
         above=0,
         below=1,
@@ -109,49 +118,33 @@ class PipelineOptions:
         help="Keep a moving average of the weights, as OUT/ema.safetensors.",
     )
     log_staleness: bool = option(
-        False,
-        "--log-staleness",
-        help="Say how far the weights that forwards use are from those that their updates change.",
+        False, help="Say how far the weights that forwards use are from those that their updates change."
     )
     steps_per_epoch: int | None = option(
-        None,
-        "--steps-per-epoch",
-        minimum=1,
-        metavar="N",
-        help="The steps of an epoch. [default: the batches of train_data()]",
+        None, kept=True, minimum=1, metavar="N", help="The steps of an epoch. [default: the batches of train_data()]"
     )
     checkpoint_every: str | None = option(
         None,
-        "--checkpoint-every",
         metavar="STEPS|TIME",
         help="Save the whole run in OUT/checkpoints every so many steps, every 30s, 10min, 2h, every epoch, or only "
         "when asked by a callback or a signal.",
     )
-    keep: int = option(3, "--keep", minimum=1, metavar="N", help="Checkpoints that stay: the newest N.")
+    keep: int = option(3, minimum=1, metavar="N", help="Checkpoints that stay: the newest N.")
     resume: str | None = option(
         None,
-        "--resume",
         path="any",
         flag_value="newest",
         metavar="CHECKPOINT",
         help="Go on from a checkpoint; without a value, from the newest whole one in OUT.",
     )
     backend: str | None = option(
-        None, "--backend", choices=BACKENDS, help="Engine of the stages; auto is the build's. [default: auto]"
-    )
-    weights: str | None = option(
-        None,
-        "--weights",
-        path="any",
-        metavar="CHECKPOINT",
-        help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
+        None, choices=BACKENDS, help="Engine of the stages; auto is the build's. [default: auto]"
     )
     offload: bool = option(
-        False, "--offload", help="Keep what forwards save in the CPU's memory until their backwards (CUDA builds)."
+        False, help="Keep what forwards save in the CPU's memory until their backwards (CUDA builds)."
     )
     throttle: str | None = option(
         None,
-        "--throttle",
         metavar="RATE[,TIME]|FILE",
         help="Let messages take as long as over links such as 100Mbit,20ms, or as those in a file of `fxpipe doctor`.",
     )
@@ -162,10 +155,9 @@ class PipelineOptions:
         metavar="FILE",
         help="Write what every worker did when, for ui.perfetto.dev and `fxpipe inspect`.",
     )
-    seed: int = option(0, "--seed", help="Seed of the data order and of dropout.")
     new_shapes: int | None = option(
         None,
-        "--new-shapes",
+        kept=True,
         minimum=0,
         metavar="N",
         help="Make stages during the run for at most N shapes of batches that the build does not have; 0: refuse them. "
@@ -202,20 +194,16 @@ class RunOptions(PipelineOptions):
     model_file: str | None = option(
         None, "--model", path="file", help="The model file, if it has moved since the compile."
     )
-    steps: int | None = option(None, "--steps", minimum=1, help="Number of minibatches to train. [default: one epoch]")
-    epochs: int | None = option(
-        None, "--epochs", minimum=1, help="Number of passes through train_data(), if it has a length."
-    )
+    steps: int | None = option(None, minimum=1, help="Number of minibatches to train. [default: one epoch]")
+    epochs: int | None = option(None, minimum=1, help="Number of passes through train_data(), if it has a length.")
     eval_every: int | str | None = option(
         None,
-        "--eval-every",
         kind=steps_or_epoch,
         metavar="N|epoch",
         help="Evaluate after every N steps, or every epoch, not only at the end.",
     )
     save_best: str | None = option(
         None,
-        "--save-best",
         metavar="METRIC",
         help="Keep the weights with the best METRIC of all evaluations, as OUT/best.safetensors. Greater is better; "
         "smaller for -METRIC, and for names that end in loss, error, perplexity, ppl, mse, mae, nll, bpc, wer, cer or "
@@ -223,7 +211,6 @@ class RunOptions(PipelineOptions):
     )
     patience: int | None = option(
         None,
-        "--patience",
         minimum=1,
         metavar="N",
         help="End the run when the metric of --save-best has not improved in N evaluations.",
@@ -231,23 +218,19 @@ class RunOptions(PipelineOptions):
     tensorboard: str | None = option(
         None, "--tensorboard", path="folder", metavar="DIR", help="Write TensorBoard's event files."
     )
-    out: str | None = option(None, "--out", on_command_line="out", path="any", help="Where metrics and weights go.")
-    keep_going: bool = option(
-        False, "--keep-going", help="Train on when a loss is not finite, instead of ending with an error."
-    )
+    out: str | None = option(None, on_command_line="out", path="any", help="Where metrics and weights go.")
+    keep_going: bool = option(False, help="Train on when a loss is not finite, instead of ending with an error.")
     threads: int | None = option(
-        None, "--threads", minimum=1, maximum=MOST_THREADS, help="CPU threads of a worker. [default: cores / processes]"
+        None, minimum=1, maximum=MOST_THREADS, help="CPU threads of a worker. [default: cores / processes]"
     )
     stall_timeout: float = option(
         60.0,
-        "--stall-timeout",
         minimum=0,
         metavar="SECONDS",
         help="Say who waits for whom after so long without progress, and end after 10 times that; 0 does neither.",
     )
     max_restarts: int = option(
         0,
-        "--max-restarts",
         minimum=0,
         metavar="N",
         help="Start all workers again, at most N times, when one dies without an error that explains it.",
@@ -264,3 +247,8 @@ class RunOptions(PipelineOptions):
     def from_json(text: str) -> RunOptions:
         """Read `to_json`'s text."""
         return RunOptions(**json.loads(text))
+
+
+KEPT = tuple(name for name, flag in flags(PipelineOptions).items() if flag.kept)
+SHOWN = tuple(name for name, flag in flags(RunOptions).items() if flag.shown)
+"""The options that a checkpoint has, and those that `run.json` has, in their order there."""

@@ -24,14 +24,10 @@ class ModelOptions:
         meta: parameters get no values, for models larger than memory.
     """
 
-    device: str | None = option(
-        None, "--device", choices=("cpu", "cuda"), help="Where the workers compute. [default: the model's]"
-    )
-    seed: int = option(0, "--seed", help="Seed of the initial weights.")
+    device: str | None = option(None, choices=("cpu", "cuda"), help="Where the workers compute. [default: the model's]")
+    seed: int = option(0, help="Seed of the initial weights.")
     meta: bool = option(
-        False,
-        "--meta",
-        help="For models larger than memory: parameters get no values; `fxpipe run` reads or initialises them.",
+        False, help="For models larger than memory: parameters get no values; `fxpipe run` reads or initialises them."
     )
 
     def make(self, task: Task) -> tuple[nn.Module, Any]:

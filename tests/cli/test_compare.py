@@ -14,7 +14,7 @@ from fxpipe.cli.compare import compare_command
 from written_runs import write_run
 
 from fxpipe.errors import RunError
-from fxpipe.observe.run_comparison import compare
+from fxpipe.inspection.run_comparison import compare
 from fxpipe.observe.run_folder import read_run
 from fxpipe.observe.trace import OF_TRAINING
 

@@ -20,16 +20,17 @@ class Some:
     workers: int = option(2, "-n", "--workers", minimum=1, help="Number of stages.")
     steps: int | None = option(None, "--steps", minimum=1, help="How many.")
     at: tuple[str, ...] = option((), "--cut", metavar="PATH", help="Where.")
-    norm: float | None = option(None, "--norm", kind=float, above=0, help="At most this.")
+    norm: float | None = option(None, kind=float, above=0, help="At most this.")
     mode: str = option("a", "--mode", choices=("a", "b"), help="Which.")
     dry: bool = option(False, "--dry", help="Only say it.")
     out: str | None = option(None, "--out", on_command_line="out", path="any", help="Where to.")
     policy: str | None = policy_option("none")
     inside: int = 7
+    pad_to: int = option(1, help="Multiples of this.")
 
 
 @click.command()
-@option_fields(Some, "workers", "steps", "at", "norm", "mode", "dry", "out", policy="Other words.")
+@option_fields(Some, "workers", "steps", "at", "norm", "mode", "out", "dry", rest=True, policy="Other words.")
 def command(**asked: Any) -> Some:
     return Some(**asked)
 
@@ -65,9 +66,10 @@ def test_help() -> None:
         "--cut PATH Where.",
         "--norm FLOAT RANGE At most this. [x>0]",
         "--mode [a|b] Which. [default: a]",
-        "--dry Only say it.",
         "--out PATH Where to. [default: out]",
+        "--dry Only say it.",
         "--policy NAME[+OPTION] Other words.",
+        "--pad-to INTEGER Multiples of this. [default: 1]",
     ]
 
 

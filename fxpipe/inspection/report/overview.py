@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxpipe.inspection.formats import count, number, plural, share, size, text
+from fxpipe.runtime.options import SHOWN
 
 Json = dict[str, Any]
 
@@ -29,14 +30,15 @@ def run_settings(run: Json) -> list[tuple[str, str]]:
     """How it was run, as far as the run says, and what came of it."""
     forms = {
         "folder": text, "steps": count, "samples": count, "seconds": number, "transport": text, "device": text,
-        "throttle": text, "threads": count, "seed": text,
+        "throttle": text, "threads": count, **dict.fromkeys(SHOWN, text),
     }  # fmt: skip
     known = [(name, run.get(name), form) for name, form in forms.items()]
     scaling = run.get("loss_scaling") or {}
     known += [("loss scale", scaling.get("scale"), number), ("steps skipped", scaling.get("skipped_steps"), count)]
     held_out = [(f"held out {name}", value, number) for name, value in (run.get("evaluation") or {}).items()]
     labels = {"samples": "samples a step"}
-    return [(labels.get(name, name), form(value)) for name, value, form in known + held_out if value is not None]
+    named = [(labels.get(name, name.replace("_", " ")), value, form) for name, value, form in known] + held_out
+    return [(name, form(value)) for name, value, form in named if value is not None]
 
 
 def key_figures(facts: Json) -> Iterator[tuple[str, str]]:

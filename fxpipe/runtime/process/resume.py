@@ -19,7 +19,7 @@ from fxpipe.errors import CheckpointError, ScheduleError, listed
 from fxpipe.messages import say, warn
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe, choose
-from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.options import KEPT, PipelineOptions
 from fxpipe.schedule.action import Event
 
 if TYPE_CHECKING:
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
     from fxpipe.runtime.worker.executor import Executor
 
 Options = TypeVar("Options", bound=PipelineOptions)
-
-KEPT = (
-    "schedule", "policy", "clip_norm", "loss_scale", "loss_scale_interval", "ema", "seed", "steps_per_epoch",
-    "new_shapes",
-)  # fmt: skip
-"""The options of a run that its numbers depend on: one that is not given is that of the checkpoint."""
 
 GONE = {"sync_steps": "--sync-steps", "rate_discount": "--rate-discount"}
 """Options that earlier versions of fxpipe had, as a checkpoint and the command line name them."""
@@ -149,8 +143,7 @@ def resumed_options(options: Options, out: str | Path | None) -> Options:
             where=str(path),
             hint="end it with the fxpipe that began it, or begin a new run with its weights: --weights CHECKPOINT",
         )
-    defaults = {field.name: field.default for field in dataclasses.fields(PipelineOptions)}
-    names = [name for name in KEPT if getattr(options, name) == defaults[name]]
+    names = [name for name in KEPT if getattr(options, name) == getattr(PipelineOptions, name)]  # not given
     if "schedule" not in names and options.schedule != manifest.run["schedule"]:
         names = [name for name in names if name != "policy"]  # it means nothing under another schedule
     kept = {name: manifest.run[name] for name in names if name in manifest.run}  # an earlier fxpipe knew fewer

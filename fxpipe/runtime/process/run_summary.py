@@ -22,7 +22,7 @@ from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import read_costs
 from fxpipe.planner.throttle import read_throttle
-from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.options import SHOWN, RunOptions
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite
 from fxpipe.simulator.forecast import expect
@@ -163,10 +163,7 @@ def summarize_run(
         "policy": str(recipe.policy),
         "microbatches": plan.microbatches,
         "dp": plan.dp,
-        "seed": options.seed,
-        "weights": options.weights,
-        "clip_norm": options.clip_norm,
-        "ema": options.ema,
+        **{name: getattr(options, name) for name in SHOWN},
         "threads": threads,
         "transport": transport,
         "throttle": options.throttle,

@@ -37,6 +37,13 @@ def test_the_head_has_the_numbers_that_matter(page: Any) -> None:
     assert "seed 0" in page.text("#run")
 
 
+def test_the_options_of_a_run_are_shown_where_it_has_them(written: Any) -> None:
+    facts = made_facts(workers=2, blocks=1)
+    shown = written(facts | {"run": facts["run"] | {"clip_norm": 0.5, "ema": None}}).text("#run")
+    assert "clip norm 0.5" in shown
+    assert "ema" not in shown
+
+
 def test_cuts_of_their_own_are_told_where_units_are_apart(page: Any, written: Any) -> None:
     facts = made_facts(workers=2, blocks=4)
     apart = sum(unit["apart"] for unit in facts["units"])

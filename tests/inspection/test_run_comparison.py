@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from written_runs import write_run
 
-from fxpipe.observe.run_comparison import compare
+from fxpipe.inspection.run_comparison import compare
 from fxpipe.observe.run_folder import read_run
 
 

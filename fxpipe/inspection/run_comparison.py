@@ -11,14 +11,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from fxpipe.runtime.options import SHOWN
+
 Json = dict[str, Any]
 Pair = list[Any]
 """A value of the first run and of the second; None if there is none."""
 
-SETTINGS = (
-    "schedule", "policy", "microbatches", "seed", "clip_norm", "ema", "threads", "transport", "throttle", "device",
-    "samples", "steps",
-)  # fmt: skip
+SETTINGS = ("schedule", "policy", "microbatches", *SHOWN, "threads", "transport", "throttle", "device", "samples")
 
 SMOOTH = 20
 """Steps whose mean is a smoothed loss."""
