@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxpipe.errors import CutError
 from fxpipe.ir import wire
@@ -17,6 +16,7 @@ from fxpipe.ir.program import INFO, Level, NodeInfo, Program, info, size_of, val
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import PHASES, EdgeKind, EdgeSpec, Phase
 from fxpipe.task.batch import tensor_spec
+from fxpipe.torch_private import is_non_overlapping_and_dense_or_false
 
 _Place = tuple[int, Phase]
 _ORDER = {phase: number for number, phase in enumerate(PHASES)}

@@ -11,6 +11,7 @@ from torch import fx
 from fxpipe.ir.aten import is_random, is_view, repeats
 from fxpipe.ir.program import INFO, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
+from fxpipe.torch_private import schema_of
 
 aten = torch.ops.aten
 
@@ -86,7 +87,7 @@ def _forget_running_statistics(node: fx.Node) -> None:
 
 def _forget_seeds(node: fx.Node) -> None:
     """Without dropout the backward of attention takes the forward's random seed and does not read it."""
-    places = {argument.name: i for i, argument in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+    places = {argument.name: i for i, argument in enumerate(schema_of(node.target).arguments)}
     if node.args[places["dropout_p"]] != 0:
         return
     for name in ("philox_seed", "philox_offset"):

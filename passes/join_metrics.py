@@ -13,6 +13,7 @@ from torch import fx
 from fxpipe.ir.program import Level, Output, Program, info, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import LOSS_WEIGHT
+from fxpipe.torch_private import rename
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ class JoinMetrics(Pass):
                     metric = _forward(graph, aten.div.Scalar, (metric, self.microbatches), metric)
                 values.append(metric)
             joined = _forward(graph, aten.stack.default, ([one, *values],), loss)
-        joined._rename("loss_and_metrics")
+        rename(joined, "loss_and_metrics")
         kept = [(n, o) for n, o in zip(program.output_nodes, program.outputs, strict=True) if o.kind != "metric"]
         nodes = tuple(joined if o.kind == "loss" else n for n, o in kept)
         graph.output_node().args = (nodes,)

@@ -15,6 +15,7 @@ from fxpipe.ir.aten import is_getitem, is_random, viewed
 from fxpipe.ir.program import AGAIN, INFO, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import Phase
+from fxpipe.torch_private import rename
 
 aten = torch.ops.aten
 
@@ -215,7 +216,7 @@ class _Copier:
             at: Phase = "B" if whole is not None and info(whole).phase == "B" else phase
             with self.graph.inserting_before(reader) if at == phase else self.graph.inserting_after(whole):
                 made = self.graph.node_copy(node, lambda n: self._input(n, worker, phase))
-            made._rename(f"{node.name}_again")
+            rename(made, f"{node.name}_again")
             if _forgets_statistics(made):
                 _forget_statistics(made)
             made.meta[INFO] = info(node).copy(phase=at, worker=worker, region=None, weight=at == "W")

@@ -12,6 +12,7 @@ from fxpipe.errors import TaskError, listed
 from fxpipe.ir.program import Level, Program, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import LOSS_SCALE
+from fxpipe.torch_private import rename
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ScaleLoss(Pass):
         program, leaf = with_leaf(program, LOSS_SCALE, LOSS_SCALE, shown)
         for begin in begins:
             made = times(begin, leaf)
-            made._rename("d_scaled_loss")
+            rename(made, "d_scaled_loss")
             read_instead(begin, made)
         return program
 

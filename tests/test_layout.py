@@ -8,11 +8,16 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"fxpipe": "fxpipe", "passes": "fxpipe.passes", "cli": "fxpipe.cli"}  # folder: installed name
 DATA = {"fxpipe.pages": "docs/errors"}  # installed name: folder without code
 EXCEPTIONS = {"fxpipe", "fxpipe.__main__", "fxpipe.build.build"}
 """May import rooms below them: the lazy public names, `python -m fxpipe`, and `Build.local` and `Build.join`."""
+TORCHS = "fxpipe.torch_private"
+OTHERS = {"_fields", "_replace", "_get_c_device", "_iobinding", "_ortvalue", "_trainer"}
+"""Private by their names, but not of torch: of named tuples, of onnxruntime, of Lightning."""
 PATH = re.compile(r"`((?:fxpipe|passes|cli|tests|zoo|examples|benchmarks|docs)/[\w./]*)`")
 ROOM = re.compile(r"^- `((?:fxpipe|passes|cli)/(?:\w+/)?)`:", re.MULTILINE)
 LAYOUT = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
@@ -63,6 +68,65 @@ def offences(module: str, source: str, listed: list[str]) -> list[str]:
         elif top == "fxpipe" and module not in EXCEPTIONS and room_of(imported, listed) > room_of(module, listed):
             found.append(f"{module} imports {imported}, from a room below its own")
     return found
+
+
+def private_of_torch(source: str) -> Iterator[str]:
+    """Each private name that the source takes from torch, or of an object that may be torch's: one it does not define.
+
+    Operators (`aten._to_copy`) are no private names, nor are those of modules that are not torch's (`os._exit`).
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = {  # the module that each name comes from
+        name.asname or name.name.split(".")[0]: node.module or "" if isinstance(node, ast.ImportFrom) else name.name
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+    }
+    mine = OTHERS | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    mine |= {a.attr for a in attributes if isinstance(a.value, ast.Name) and a.value.id == "self"}
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [p for name in imports(ast.unparse(node)) if name.startswith("torch.") for p in name.split(".")]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.keyword):
+            names = [node.arg or ""]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("attr", "attrgetter", "methodcaller")):
+            names = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("torch._"):
+            names = str(node.value).split(".")
+        if not any(re.match("_(?!_|$)", name) and name not in mine for name in names):
+            continue
+        owner, _, _ = ast.unparse(node).rpartition(".")
+        operator = isinstance(node, ast.Attribute) and owner in ("aten", "torch.ops.aten", "self", "super()")
+        if not operator and imported.get(owner.split(".")[0], "torch").startswith(("torch", TORCHS)):
+            yield ast.unparse(node)
+
+
+def test_what_is_private_of_torch_is_named_in_one_room() -> None:
+    every = {module: path.read_text("utf-8") for module, path in modules().items() if not module.startswith(TORCHS)}
+    assert [f"{module}: {text}" for module, source in every.items() for text in private_of_torch(source)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._inductor.config",
+        "from torch.utils import _pytree as pytree",
+        "import torch\ntorch._foreach_add_([], [])",
+        "import torch.distributed as dist\ndist.distributed_c10d._get_default_store()",
+        "from fxpipe.torch_private import pytree\npytree._register_namedtuple",
+        "node.target._schema.arguments",
+        "aten.add.Tensor._schema",
+        "getattr(target, '_opname', '')",
+        "logging.getLogger('torch._dynamo')",
+        "make_fx(f, _allow_non_fake_inputs=True)",
+    ],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert list(private_of_torch(source))
 
 
 def test_a_room_imports_only_rooms_above_it() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.torch_private import TorchDispatchMode, memory_of
 
 
 class TrackedAllocations(TorchDispatchMode):
@@ -51,7 +52,7 @@ class TrackedAllocations(TorchDispatchMode):
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = memory_of(tensor)
         if key in self._known:
             return
         self._known[key] = storage.nbytes()

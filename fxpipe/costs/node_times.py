@@ -30,6 +30,7 @@ from fxpipe.ir.printer import call_text, heading
 from fxpipe.ir.program import Program, info
 from fxpipe.plan.spec import Phase
 from fxpipe.threads import threads as worker_threads
+from fxpipe.torch_private import OpOverload
 
 PHASES: tuple[Phase, Phase] = ("F", "B")
 ROUNDS = Rounds(budget=1.5, least=3, most=100, long=20.0)
@@ -146,7 +147,7 @@ class _Code:
             if ticks and i:  # the first and the last tick are the caller's
                 lines.append("    tick(ticks)")
             call = call_text(node, names.__getitem__)
-            if not isinstance(node.target, torch._ops.OpOverload) and not is_getitem(node):
+            if not isinstance(node.target, OpOverload) and not is_getitem(node):
                 scope[f"f{i}"] = node.target
                 call = f"f{i}({call.partition('(')[2]}"
             lines.append(f"    {names[node]} = {call}")

@@ -21,7 +21,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpipe.engines.engine import Engine
 from fxpipe.errors import BackendError, first_line
@@ -29,6 +28,7 @@ from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
+from fxpipe.torch_private import DYNAMO, FUNCTORCH, INDUCTOR, FakeTensorMode
 from fxpipe.tracing import kernels
 from fxpipe.tracing.torch_versions import TESTED
 
@@ -42,7 +42,7 @@ _CONFIG = {
 }
 # Decompositions of inductor's that are not the kernels they replace: see fxpipe/tracing/kernels.py.
 _NOT_DECOMPOSED = (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
-_LOGGERS = ("torch._inductor", "torch._dynamo", "torch._functorch")
+_LOGGERS = (INDUCTOR, DYNAMO, FUNCTORCH)
 
 
 class InductorEngine(Engine):
@@ -54,7 +54,7 @@ class InductorEngine(Engine):
     name: ClassVar[str] = "inductor"
 
     def missing(self, device: str) -> str | None:
-        if importlib.util.find_spec("torch._inductor") is None:
+        if importlib.util.find_spec(INDUCTOR) is None:
             return f"this torch has no inductor: install torch>={TESTED[0]}"
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return "inductor needs Python's headers: install python3-dev, or a Python that has them"
@@ -93,8 +93,8 @@ class InductorEngine(Engine):
             examples: list[Any] = [layout.empty(part.device) for layout in layouts]
         folder = _temporary(cache)
         try:
-            with _quiet(part.device, folder):
-                made = torch._inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")
+            with _quiet(part.device, folder) as inductor:
+                made = inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, Exception):
@@ -181,10 +181,8 @@ def _load(device: str, cache: Path, file: str) -> Callable[..., Any] | None:
     if not (cache / file).is_file():
         return None
     try:
-        with _quiet(device, cache):
-            from torch._inductor.standalone_compile import CompiledArtifact
-
-            loaded: Callable[..., Any] = CompiledArtifact.load(path=str(cache / file), format="binary")
+        with _quiet(device, cache) as inductor:
+            loaded: Callable[..., Any] = inductor.CompiledArtifact.load(path=str(cache / file), format="binary")
             return loaded
     except Exception:  # damaged: it is built again
         return None
@@ -218,36 +216,33 @@ def _temporary(cache: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def _quiet(device: str, folder: Path) -> Iterator[None]:
+def _quiet(device: str, folder: Path) -> Iterator[Any]:
     """Inside, inductor works in this process alone, prints nothing, and writes only into `folder`."""
-    import torch._inductor.config as config
-    from torch._functorch import config as functorch
-    from torch._inductor import cpu_vec_isa, decomposition, graph, lowering
-    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+    from fxpipe.torch_private import inductor
 
     loggers = [] if os.environ.get("TORCH_LOGS") else [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(config.patch({k: v for k, v in _CONFIG.items() if hasattr(config, k)}))
-        stack.enter_context(functorch.patch(enable_autograd_cache=True))
+        stack.enter_context(inductor.config.patch({k: v for k, v in _CONFIG.items() if hasattr(inductor.config, k)}))
+        stack.enter_context(inductor.functorch_config.patch(enable_autograd_cache=True))
         stack.enter_context(torch.no_grad())
         stack.enter_context(kernels.traced())
-        for table in (decomposition.decompositions, decomposition.fast_random_decomps()):
+        for table in (inductor.decomposition.decompositions, inductor.decomposition.fast_random_decomps()):
             stack.enter_context(_without(table, _NOT_DECOMPOSED))
         # Under the variable CI, inductor refuses to call the kernel of an operator that torch can decompose.
-        called = functools.partial(lowering.make_fallback, warn=False)
-        stack.enter_context(mock.patch.object(graph, "make_fallback", called))
+        called = functools.partial(inductor.lowering.make_fallback, warn=False)
+        stack.enter_context(mock.patch.object(inductor.graph, "make_fallback", called))
         if torch.device(device).type == "cpu":
             # Seconds of trial compiles, which inductor keeps for all processes of this user in its own cache.
             with contextlib.suppress(Exception):
-                cpu_vec_isa.pick_vec_isa()
-        stack.enter_context(temporary_cache_dir(str(folder.absolute())))
+                inductor.cpu_vec_isa.pick_vec_isa()
+        stack.enter_context(inductor.temporary_cache_dir(str(folder.absolute())))
         try:
             for logger in loggers:
                 logger.setLevel(logging.CRITICAL)
-            yield
+            yield inductor
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.torch_private import OpOverload, schema_of
+
 aten = torch.ops.aten
 
 # Neither tagged pointwise nor views, but as cheap: small structural work on masks, ids and casts.
@@ -81,9 +83,9 @@ def is_view_operator(target: object) -> bool:
     """Whether what an operator gives shares its input's memory."""
     if target is aten._unsafe_view.default:
         return True
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    returns = target._schema.returns
+    returns = schema_of(target).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
@@ -99,15 +101,15 @@ def viewed(node: fx.Node) -> fx.Node:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether the operator computes each element of its result from the elements at its place."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether the operator draws from the random generator; attention does only if it drops something out."""
     target = node.target
-    if not (isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags):
+    if not (isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags):
         return False
-    for i, argument in enumerate(target._schema.arguments):
+    for i, argument in enumerate(schema_of(target).arguments):
         if argument.name == "dropout_p":
             given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return bool(given != 0)
@@ -128,6 +130,6 @@ def is_cheap(node: fx.Node) -> bool:
     target = node.target
     if is_view(node) or target in _CHEAP or is_sparse(node):
         return True
-    if not isinstance(target, torch._ops.OpOverload) or is_random(node):
+    if not isinstance(target, OpOverload) or is_random(node):
         return False
     return is_pointwise(node) or not node.all_input_nodes

@@ -16,6 +16,7 @@ from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import INFO, NodeInfo, Program, info, size_of
 from fxpipe.ir.wire import bucket_of, codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack, variable
 from fxpipe.planner.quantity import size
+from fxpipe.torch_private import OpOverload
 
 _DTYPES = {
     torch.float32: "f32",
@@ -56,9 +57,8 @@ def call_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     target = node.target
     if is_reduce(node):
         return f'comm.{target.__name__}("{bucket_of(node)}", {argument_text(node.args[1], name)})'  # type: ignore[union-attr]
-    if isinstance(target, torch._ops.OpOverload):
-        packet = f"{target.namespace}.{target._opname}.{target._overloadname}"
-        function = packet if target.namespace == "aten" else f"torch.ops.{packet}"
+    if isinstance(target, OpOverload):
+        function = str(target) if target.namespace == "aten" else f"torch.ops.{target}"
     else:
         function = f"{target.__module__}.{target.__qualname__}"  # type: ignore[union-attr]
     arguments = [argument_text(a, name) for a in node.args]

@@ -152,9 +152,8 @@ def _call(node: fx.Node, inputs: tuple[int, ...]) -> Row:
 
 
 def _op(node: fx.Node) -> str:
-    from torch._ops import OpOverload
-
     from fxpipe.ir.wire import is_recv, is_send
+    from fxpipe.torch_private import OpOverload
 
     if is_send(node) or is_recv(node):
         return "send" if is_send(node) else "recv"

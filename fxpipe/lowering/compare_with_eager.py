@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.build.build import Build
 from fxpipe.codecs import without_codecs
@@ -36,6 +35,7 @@ from fxpipe.task.batch import split
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.task.padding import padded
+from fxpipe.torch_private import pytree
 from fxpipe.tracing import user_lines
 from fxpipe.tracing.capture import Loss, autocasting
 from fxpipe.tracing.held_tensors import HeldTensors

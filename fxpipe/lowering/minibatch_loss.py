@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.ir.program import Program, value
@@ -30,6 +29,7 @@ from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, LeafSpec
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
 from fxpipe.stages.minibatch import TRIED_SCALE, added_up, weights_of
 from fxpipe.task.batch import Dims, check_sizes, describe, said, share_of, split
+from fxpipe.torch_private import pytree
 from fxpipe.tracing.capture import Loss, autocasting, capture
 
 SMALL = 1e-5

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import listed
 from fxpipe.lowering.agreement import Agreement, Step
 from fxpipe.stages.compare import SLACK
 from fxpipe.task.containers import flatten
+from fxpipe.torch_private import pytree
 
 THE_LOSS = "the loss"
 

@@ -11,6 +11,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.torch_private import schema_of
+
 
 class SeparateBatchNorm(TorchFunctionMode):
     """Inside, a batch norm in training takes a batch apart, and normalises one microbatch after the other.
@@ -54,5 +56,5 @@ _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 
 _NAMES = {
     F.batch_norm: tuple(inspect.signature(F.batch_norm).parameters),
-    torch.batch_norm: tuple(a.name for a in torch.ops.aten.batch_norm.default._schema.arguments),
+    torch.batch_norm: tuple(a.name for a in schema_of(torch.ops.aten.batch_norm.default).arguments),
 }

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.torch_private import TorchDispatchMode, schema_of
 
 
 class SteadyRandomness(TorchDispatchMode):
@@ -26,10 +27,10 @@ class SteadyRandomness(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        if "dropout_p" in given or any(a.name == "dropout_p" for a in func._schema.arguments):
+        given = {a.name: v for a, v in zip(schema_of(func).arguments, args, strict=False)} | kwargs
+        if "dropout_p" in given or any(a.name == "dropout_p" for a in schema_of(func).arguments):
             return func(**{**given, "dropout_p": 0.0})
-        name = func._schema.name.partition("::")[2]
+        name = schema_of(func).name.partition("::")[2]
         steady = _STEADY.get(name.rstrip("_"))
         if steady is None:
             self.unknown.add(name)

@@ -15,13 +15,13 @@ import onnx_ir as ir
 import torch
 from onnxscript import optimizer
 from torch import fx
-from torch._export.utils import _collect_all_valid_cia_ops_for_aten_namespace
 from torch.export import ExportedProgram
 
 from fxpipe.errors import ExportError, first_line
 from fxpipe.onnx.decompose import check_operators, decompose, decomposition_table
 from fxpipe.onnx.exported_program import exported_program
 from fxpipe.onnx.graph_values import name_values, strip_notes
+from fxpipe.torch_private import composite_operators
 
 
 def convert(
@@ -104,7 +104,7 @@ def _to_onnx(
 
 def _look_for_operators_again() -> None:
     """Torch remembers from its first export which operators are composite; those that became so since make it fail."""
-    _collect_all_valid_cia_ops_for_aten_namespace.cache_clear()
+    composite_operators.cache_clear()
 
 
 def _root(error: BaseException) -> BaseException:

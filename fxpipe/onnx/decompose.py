@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ExportError, first_line
 from fxpipe.onnx import decompositions
 from fxpipe.onnx.decompositions.strided_views import plain_view
 from fxpipe.stages.random_inputs import PLACE
+from fxpipe.torch_private import (
+    Decompositions,
+    FakeTensorMode,
+    OpOverload,
+    make_fx_with_constants,
+    onnx_operators,
+    pytree,
+    schema_of,
+    torch_decompositions,
+)
 
 aten = torch.ops.aten
 _ORIGIN = "fxpipe_origin"  # the operator that a node decomposes
 _LIMIT = 12  # places named for one operator
 
 
-def decompose(
-    module: fx.GraphModule, examples: Sequence[torch.Tensor], table: Mapping[OpOverload, Callable[..., Any]]
-) -> fx.GraphModule:
+def decompose(module: fx.GraphModule, examples: Sequence[torch.Tensor], table: Decompositions) -> fx.GraphModule:
     """The module in operators that ONNX has; each node's place is that of the call it comes from."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         inputs = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device="cpu") for e in examples]
     with torch.no_grad():
         traced = make_fx(_OnCpu(module).run, decomposition_table=dict(table), tracing_mode="fake")(*inputs)
-        if any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in traced.graph.nodes):
+        if any(isinstance(n.target, OpOverload) and schema_of(n.target).is_mutable for n in traced.graph.nodes):
             # Some of torch's decompositions write in place.
             pure = functionalize(_OnCpu(traced).run, remove="mutations")
-            trace = make_fx(pure, decomposition_table=dict(table), tracing_mode="fake", _allow_non_fake_inputs=True)
+            trace = make_fx_with_constants(pure, decomposition_table=dict(table), tracing_mode="fake")
             traced = trace(*inputs)
     placeholders = {n for n in traced.graph.nodes if n.op == "placeholder"}
     traced.graph.eliminate_dead_code(is_impure_node=lambda n: n in placeholders or n.op == "output")
@@ -90,35 +95,22 @@ class _OnCpu(fx.Interpreter):
 
 
 @functools.cache
-def decomposition_table() -> dict[OpOverload, Callable[..., Any]]:
+def decomposition_table() -> Decompositions:
     """Torch's decompositions of what torch.onnx lacks; ours take precedence."""
-    table: dict[OpOverload, Callable[..., Any]] = {}
+    table: Decompositions = {}
     for overload, function in [
         *torch.export.default_decompositions().items(),
-        *torch._decomp.decomposition_table.items(),
+        *torch_decompositions.items(),
     ]:
-        if isinstance(overload, OpOverload) and overload not in _known() and not overload._schema.is_mutable:
+        if isinstance(overload, OpOverload) and overload not in onnx_operators() and not schema_of(overload).is_mutable:
             table.setdefault(overload, function)
     return table | decompositions.table()
-
-
-_KNOWN: set[Any] = set()
-
-
-def _known() -> set[Any]:
-    """What torch.onnx translates."""
-    if not _KNOWN:
-        from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-        for found in ONNXRegistry.from_torchlib().functions.values():
-            _KNOWN.add(found[0].fx_target)
-    return _KNOWN
 
 
 def check_operators(module: fx.GraphModule) -> None:
     places: dict[str, list[str]] = {}
     for node in module.graph.nodes:
-        if node.op != "call_function" or node.target in _known() or node.target is operator.getitem:
+        if node.op != "call_function" or node.target in onnx_operators() or node.target is operator.getitem:
             continue
         if isinstance(node.target, OpOverload) and node.target.namespace != "onnx_symbolic" and _tensors(node):
             name, place = _name(node.target), node.meta.get(PLACE)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
@@ -20,7 +19,8 @@ from torch.export.graph_signature import (
     OutputSpec,
     TensorArgument,
 )
-from torch.utils import _pytree as pytree
+
+from fxpipe.torch_private import FakeTensorMode, pytree
 
 
 def exported_program(module: fx.GraphModule) -> ExportedProgram:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fxpipe.task.model_file import MakeOptimizer
 from fxpipe.task.one_optimizer import OptimizerRefused, one_optimizer
+from fxpipe.torch_private import accumulated_hooks, backward_hooks
 
 
 def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
@@ -44,7 +45,7 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
 
 def _hooks(parameter: nn.Parameter) -> int:
     """How many hooks autograd would call with its gradient."""
-    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+    return len(backward_hooks(parameter) or ()) + len(accumulated_hooks(parameter) or ())
 
 
 def _chose_none(error: BaseException | None) -> bool:

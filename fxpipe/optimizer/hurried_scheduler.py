@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fxpipe.torch_private import STEPPED
+
 FALL = 1000
 """How many times smaller a rate must become."""
 
@@ -61,7 +63,7 @@ def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list
     if not foretells or hasattr(type(optimizer), "param_groups"):  # a property: setting it might reach the real groups
         return found
     shell = object.__new__(type(optimizer))
-    shell.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults), state={}, _opt_called=True)
+    shell.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults), state={}, **STEPPED)
     shell.param_groups = [copy.deepcopy({**group, "params": []}) for group in optimizer.param_groups]
     try:
         scout = copy.deepcopy(scheduler, {id(optimizer): shell})

@@ -28,6 +28,7 @@ from fxpipe.random_state import random_state_kept
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.threads import threads
+from fxpipe.torch_private import DYNAMO, foreach_norm, foreach_sub
 
 MOST = 400
 """Parameters that are played with, at most."""
@@ -285,8 +286,8 @@ def _why(together: Played, divided: Played, parameter: int) -> tuple[str, str]:
 
 def _norms(ones: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
     """Of each tensor, or of how far each is from another."""
-    tensors = ones if others is None else torch._foreach_sub(ones, others)
-    return torch.stack([norm.double() for norm in torch._foreach_norm(tensors)]).cpu()
+    tensors = ones if others is None else foreach_sub(ones, others)
+    return torch.stack([norm.double() for norm in foreach_norm(tensors)]).cpu()
 
 
 @contextmanager
@@ -306,5 +307,5 @@ def _counted(plan: Plan) -> Iterator[None]:
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """What the optimizer compiles with torch.compile is not compiled for the copies: it would take long."""
-    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+    with torch.compiler.set_stance("force_eager") if DYNAMO in sys.modules else nullcontext():
         yield

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.known import looks_at_each_alone
@@ -23,6 +21,7 @@ from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.task.paced_scheduler import paced
 from fxpipe.task.several_optimizers import name_of
+from fxpipe.torch_private import LightDispatchMode, pytree
 
 ELEMENTS = 64
 """Of a copy, at most."""
@@ -195,7 +194,7 @@ class TooLong(BaseException):
     """A loop that does not end, as it seems: the optimizer's except clauses let it pass."""
 
 
-class _EqualDraws(TorchDispatchMode):
+class _EqualDraws(LightDispatchMode):
     """Every operator that draws random numbers gives the same ones for the same shape, in whatever order it is called.
 
     Args:
@@ -213,11 +212,6 @@ class _EqualDraws(TorchDispatchMode):
         self.eps = 0.0
         self._device = device
         self._most = most
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled meanwhile: torch need not keep its compiler from every call, which takes long."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1

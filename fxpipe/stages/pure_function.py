@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from fxpipe.codecs import codec
 from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_part import PurePart
+from fxpipe.torch_private import pytree
 
 Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Computes a part's outputs from its inputs, both in the part's order."""

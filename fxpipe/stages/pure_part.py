@@ -18,10 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.codecs import without_codecs
 from fxpipe.errors import BackendError
@@ -33,6 +30,7 @@ from fxpipe.stages.loaded import LoadedStage, stage_line
 from fxpipe.stages.part_call import PartCall
 from fxpipe.stages.random_inputs import PLACE, Draw, hoist_draws
 from fxpipe.task.batch import tensor_spec
+from fxpipe.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, pytree, schema_of
 from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
@@ -271,7 +269,7 @@ def _place(path: Path, line: int) -> str:
 def _check(graph: fx.Graph) -> None:
     for node in graph.nodes:
         target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if isinstance(target, OpOverload) and schema_of(target).is_mutable:
             raise BackendError(
                 f"{target} changes a tensor in place",
                 where=node.meta.get(PLACE),

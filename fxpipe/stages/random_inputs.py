@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_getitem, is_random
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.task.batch import tensor_spec
+from fxpipe.torch_private import pytree
 
 aten = torch.ops.aten
 

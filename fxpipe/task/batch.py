@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpipe.errors import BatchError, listed
 from fxpipe.plan.spec import LeafSpec, TensorSpec
 from fxpipe.task.containers import flatten
+from fxpipe.torch_private import is_traceable_wrapper_subclass, pytree, register_namedtuple
 
 CONSTANTS = (bool, int, float, str, type(None))
 LARGEST_CONSTANT = 4096
@@ -151,7 +150,7 @@ def dump(spec: pytree.TreeSpec) -> str:
         kind: type = part.context
         known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
         if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-            pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+            register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
     return pytree.treespec_dumps(spec)
 
 

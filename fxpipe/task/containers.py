@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError
+from fxpipe.torch_private import pytree
 
 
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:

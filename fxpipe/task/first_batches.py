@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader
 
 from fxpipe.task.batch import describe
 from fxpipe.task.containers import flatten
+from fxpipe.torch_private import pytree
 
 
 @dataclass(frozen=True)

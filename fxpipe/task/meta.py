@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import FxpipeError
 from fxpipe.task.batch import to_device as batch_to_device
+from fxpipe.torch_private import parse_to
 
 Told = Callable[[int, nn.Parameter], None]
 HINT = "parameters have no values here (--meta): model() may set them in place, but not look at them or assign to .data"
@@ -155,6 +156,6 @@ def _without_device(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     if func is not Tensor.to:
         return args[0]
     kwargs = {name: value for name, value in kwargs.items() if name != "copy"}
-    _, dtype, _, layout = torch._C._nn._parse_to(*args[1:], **kwargs)
+    _, dtype, _, layout = parse_to(*args[1:], **kwargs)
     moved = args[0] if dtype is None else args[0].to(dtype)
     return moved if layout is None else moved.to(memory_format=layout)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError, FxpipeError, TaskError, listed
 from fxpipe.plan.spec import LeafSpec, PadSpec
 from fxpipe.task.batch import describe, is_named
 from fxpipe.task.containers import flatten
+from fxpipe.torch_private import pytree
 
 Pad = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 """By a leaf's name or key, what is appended along dimension 1, or that and the dimension; or makes that of a batch."""

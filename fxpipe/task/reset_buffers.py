@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TaskError, listed
 from fxpipe.task.model_view import replaced
+from fxpipe.torch_private import BUFFERS, MODULES, PARAMETERS, version_of
 
 Rows = Mapping[tuple[str, ...], Tensor]
 """Buffers by all their names."""
@@ -48,7 +49,7 @@ def buffers_after(
     known = {id(b): live[by_name[n][0]] if n in by_name else b.detach().to("meta") for n, b in present.items()}
     view: nn.Module = replaced(model, known)
     before = list(_all_else(view))
-    versions = [tensor._version for _, tensor in before if isinstance(tensor, Tensor)]
+    versions = [version_of(tensor) for _, tensor in before if isinstance(tensor, Tensor)]
     try:
         with torch.no_grad():
             hook(view)
@@ -95,9 +96,9 @@ def _all_else(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         stem = f"{path}." if path else ""
         for key, value in vars(module).items():
-            if key in ("_parameters", "_modules"):
+            if key in (PARAMETERS, MODULES):
                 yield from ((stem + name, held) for name, held in value.items())
-            elif key not in ("_buffers", "training"):
+            elif key not in (BUFFERS, "training"):
                 yield from _held(value, stem + key)
 
 
@@ -121,7 +122,7 @@ def _refuse_other_changes(
     changed = [place for place in {**old, **new} if place not in old or place not in new]
     changed += [place for place in old if place in new and not _same(old[place], new[place])]
     tensors = [(place, value) for place, value in before if isinstance(value, Tensor)]
-    changed += [place for (place, value), version in zip(tensors, versions, strict=True) if value._version != version]
+    changed += [place for (place, value), seen in zip(tensors, versions, strict=True) if version_of(value) != seen]
     if changed:
         raise TaskError(f"reset(model) changes {listed(sorted(set(changed)))}", where=where, hint=_HINT)
 

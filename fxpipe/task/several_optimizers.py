@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.torch_private import step_hooks
+
 
 class SeveralOptimizers(torch.optim.Optimizer):
     """Steps its optimizers one after the other; its groups are theirs, the very same dictionaries, in that order.
@@ -104,6 +106,5 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
 
 def changes_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step is another than that of one of torch's own optimizers."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     own = f"{type(optimizer).__module__}.".startswith("torch.optim.") and "step" not in vars(optimizer)
-    return bool(hooks) or not own
+    return any(step_hooks(optimizer)) or not own

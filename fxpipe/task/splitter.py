@@ -8,12 +8,12 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError
 from fxpipe.plan.spec import LeafSpec, TensorSpec
 from fxpipe.task.batch import constant_of, dump, said, split
 from fxpipe.task.containers import flatten, tree_text
+from fxpipe.torch_private import pytree
 
 
 class Splitter:

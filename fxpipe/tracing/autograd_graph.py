@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules._functions import BackwardHookFunction
+
+from fxpipe.torch_private import BackwardHookFunction, written_as
 
 
 def nodes(tensor: torch.Tensor) -> Iterator[Any]:
@@ -26,4 +27,4 @@ def nodes(tensor: torch.Tensor) -> Iterator[Any]:
 def functions(tensor: torch.Tensor) -> list[str]:
     """The names of the user's functions among them, which have a backward of their own: `Written`."""
     kinds: dict[Any, None] = dict.fromkeys(type(node) for node in nodes(tensor) if isinstance(node, BackwardCFunction))
-    return [kind._forward_cls.__qualname__ for kind in kinds if kind._forward_cls is not BackwardHookFunction]
+    return [written_as(kind).__qualname__ for kind in kinds if written_as(kind) is not BackwardHookFunction]

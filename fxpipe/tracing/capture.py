@@ -1,6 +1,6 @@
 """Capture: an ordinary training step becomes one joint graph of forward, loss and backward; metrics, one of forward.
 
-This file, with `joint` (which reads what comes out), is all that touches torch's private tracing API,
+This file, with `joint` (which reads what comes out), is all that depends on torch's private tracing API,
 `aot_export_joint_with_descriptors`. It traces the eager module (never an exported one, which loses the backward of a
 custom autograd.Function). The model's tensors are handed in as plain inputs, each storage once: a tied parameter is one
 input whose gradients autograd itself sums, and a buffer shared by two modules is updated in order.
@@ -24,9 +24,6 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx, nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import CaptureError, FxpipeError, listed
 from fxpipe.ir.garbage import rarely_collected
@@ -35,6 +32,8 @@ from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
 from fxpipe.task.metrics import loss_and_metrics
+from fxpipe.torch_private import DisableTorchFunction, FakeTensorMode, compiling, pytree, run_backward
+from fxpipe.torch_private.aot import aot_export_joint_with_descriptors
 from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
@@ -325,10 +324,9 @@ def _state_notes(
 
 def _gradients(loss: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
     """As torch.autograd.grad, which as a torch call would hide from a recorder what hooks call."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         one = torch.ones_like(loss)
-    run = torch.autograd.Variable._execution_engine.run_backward
-    found: tuple[torch.Tensor | None, ...] = run(
+    found: tuple[torch.Tensor | None, ...] = run_backward(
         (loss,), (one,), False, False, parameters, allow_unreachable=True, accumulate_grad=False
     )
     return found
@@ -373,17 +371,15 @@ def _same_type(new: Any, old: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def _tracing() -> Iterator[Callable[[], bool]]:
     """Tells afterwards whether Python's or numpy's random generator was used; restores all generators."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it would report errors that we explain anyway
+    log = logging.getLogger(FakeTensorMode.__module__)  # it would report errors that we explain anyway
     level = log.level
     log.setLevel(logging.CRITICAL)
     before = random_state()
     drew = False
-    compiling = torch.compiler._is_compiling_flag
     try:
-        # Models ask is_compiling() to leave out data-dependent checks. Functions that the user compiled run as plain
-        # code. torch.export sets the flag like this; torch 2.11 has no context for it yet.
-        torch.compiler._is_compiling_flag = True
+        # Models ask is_compiling() to leave out data-dependent checks. What the user compiled runs as plain code.
         with (
+            compiling(),
             fx_traceback.preserve_node_meta(),
             torch.compiler.set_stance("force_eager"),
             recurrent.trainable(),
@@ -391,7 +387,6 @@ def _tracing() -> Iterator[Callable[[], bool]]:
         ):
             yield lambda: drew
     finally:
-        torch.compiler._is_compiling_flag = compiling
         log.setLevel(level)
         drew = drew_without_torch(before)
         set_random_state(before)

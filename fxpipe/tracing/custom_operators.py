@@ -11,13 +11,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import fx
-from torch._higher_order_ops.effects import with_effects
-from torch._library.custom_ops import OPDEFS
-from torch._ops import HigherOrderOperator, OpOverload
 
 from fxpipe.errors import CaptureError
+from fxpipe.torch_private import OPDEFS, HigherOrderOperator, OpOverload, has_kernel, initial_function, with_effects
 from fxpipe.tracing import origin, user_lines
 
 PAGE = "operators"
@@ -69,7 +66,7 @@ def check(graph: fx.Graph, device: str, watch: origin.TracedStep) -> None:
         if isinstance(node.target, OpOverload) and node.target.namespace not in _TORCHS:
             name = node.target.name()
             kernels = (device.upper(), *_ANY_DEVICE)
-            if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in kernels):
+            if not any(has_kernel(name, key) for key in kernels):
                 raise _no_kernel(_plain(name), f"the device {device}", where)
 
 
@@ -80,7 +77,7 @@ def registering(graphs: Iterable[fx.Graph]) -> list[str]:
     """
     targets = {n.target for graph in graphs for n in graph.nodes if isinstance(n.target, OpOverload)}
     defined = (OPDEFS.get(target.name()) for target in targets if target.namespace not in _TORCHS)
-    modules = {definition._init_fn.__module__ for definition in defined if definition is not None}
+    modules = {initial_function(definition).__module__ for definition in defined if definition is not None}
     return sorted(m for m in modules if user_lines.is_installed(getattr(sys.modules.get(m), "__file__", None)))
 
 

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import CaptureError
+from fxpipe.torch_private import LightDispatchMode, memory_of, pytree, schema_of
 
 
 @contextmanager
@@ -33,7 +32,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         changed = [
             name
             for name, old in memories.items()
-            if _memory(old) in writes.values or now.get(name) is not tensors[name] or _memory(now[name]) != _memory(old)
+            if memory_of(old) in writes.values
+            or now.get(name) is not tensors[name]
+            or memory_of(now[name]) != memory_of(old)
         ]
         if changed:
             raise CaptureError(
@@ -47,12 +48,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         for module, mode in modes.items():
             module.training = mode
         for name, old in memories.items():
-            if _memory(tensors[name]) != _memory(old):
+            if memory_of(tensors[name]) != memory_of(old):
                 tensors[name].data = old
         writes.undo()
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(LightDispatchMode):
     """Keeps the values of some tensors that are overwritten.
 
     Attributes:
@@ -63,12 +64,8 @@ class _Writes(TorchDispatchMode):
         super().__init__()
         self._watched: dict[int, list[Tensor]] = {}
         for tensor in tensors:
-            self._watched.setdefault(_memory(tensor), []).append(tensor.detach())
+            self._watched.setdefault(memory_of(tensor), []).append(tensor.detach())
         self.values: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's compiler takes seconds to load
 
     def undo(self) -> None:
         """Restore the former values of all of them."""
@@ -79,10 +76,10 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for argument, given in zip(func._schema.arguments, args, strict=False):
+        for argument, given in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in pytree.tree_leaves(given):
-                    memory = _memory(tensor) if isinstance(tensor, Tensor) else None
+                    memory = memory_of(tensor) if isinstance(tensor, Tensor) else None
                     if memory in self._watched and memory not in self.values:
                         self.values[memory] = [(watched, watched.clone()) for watched in self._watched[memory]]
         return func(*args, **(kwargs or {}))
@@ -90,7 +87,3 @@ class _Writes(TorchDispatchMode):
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxpipe.torch_private import FakeTensorMode, suggest_memory_format
 
 aten = torch.ops.aten
 Layout = Callable[..., torch.Tensor]  # from an operator's arguments, a tensor with the layout of its (first) result
@@ -38,7 +39,7 @@ def _channels_last_like(place: int) -> Layout:
     def layout(*args: Any) -> torch.Tensor:
         given = args[place]
         last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.dim())
-        if last is None or torch._prims_common.suggest_memory_format(given) != last:
+        if last is None or suggest_memory_format(given) != last:
             last = torch.contiguous_format
         return torch.empty_like(given, memory_format=last)
 

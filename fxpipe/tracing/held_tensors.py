@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError
+from fxpipe.torch_private import BUFFERS, PARAMETERS, accumulated_hooks, backward_hooks, backward_pre_hooks
 from fxpipe.tracing.holders import is_container
 from fxpipe.tracing.model_state import Change, PythonState
 
-_REGISTERED = ("_parameters", "_buffers")
+_REGISTERED = (PARAMETERS, BUFFERS)
 _INTERNAL = frozenset(nn.Module().__dict__)
 
 
@@ -98,14 +99,14 @@ class HeldTensors:
     def hooked(self) -> list[str]:
         """Parameters with gradient hooks and modules with backward hooks."""
         parameters = zip(self.names[: self.parameters], self.values, strict=False)
-        found = [names[0] for names, parameter in parameters if parameter._backward_hooks]
+        found = [names[0] for names, parameter in parameters if backward_hooks(parameter)]
         modules = self.model.named_modules()
-        return found + [path or "the model" for path, m in modules if m._backward_hooks or m._backward_pre_hooks]
+        return found + [path or "the model" for path, m in modules if backward_hooks(m) or backward_pre_hooks(m)]
 
     @functools.cached_property
     def python(self) -> PythonState:
         """All else that the step can reach."""
-        hooks = [hook for p in self.values[: self.parameters] for hook in (p._backward_hooks or {}).values()]
+        hooks = [hook for p in self.values[: self.parameters] for hook in (backward_hooks(p) or {}).values()]
         return PythonState(self.model, (*self._functions, *hooks))
 
     @contextlib.contextmanager
@@ -154,12 +155,12 @@ class HeldTensors:
             CaptureError: a hook that runs after accumulation, which a graph cannot express.
         """
         for i, parameter in enumerate(self.values[: self.parameters]):
-            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            if accumulated_hooks(parameter):
                 raise CaptureError(
                     f"parameter {self.names[i][0]} has a post-accumulate-grad hook, which a pipeline cannot run",
                     hint="remove it; to change gradients use register_hook, to change weights the optimizer",
                 )
-            for call in (parameter._backward_hooks or {}).values():
+            for call in (backward_hooks(parameter) or {}).values():
                 given[i].register_hook(call)
 
     def rebound(self) -> dict[int, Any]:

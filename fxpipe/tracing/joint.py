@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._higher_order_ops.effects import with_effects
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.aten import true_value, viewed
@@ -29,6 +27,7 @@ from fxpipe.ir.program import (
     value,
 )
 from fxpipe.plan.spec import Phase
+from fxpipe.torch_private import operator_name, pytree, rename, with_effects
 from fxpipe.tracing import origin, user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.refusals import within_backward
@@ -238,9 +237,9 @@ class Reader:
 
     def _rename(self, node: fx.Node, phase: Phase, module: str) -> None:
         target = node.target
-        base = str(getattr(target, "_opname", None) or getattr(target, "__name__", "value"))
+        base = operator_name(target) or str(getattr(target, "__name__", "value"))
         stem = origin.identifier(f"{module}.{base}" if module else base)
-        node._rename(("d_" if phase == "B" else "") + stem)
+        rename(node, ("d_" if phase == "B" else "") + stem)
 
     def _is_effect(self, node: fx.Node) -> bool:
         """Whether a node only carries or orders side effects: torch threads a token through operators that check."""

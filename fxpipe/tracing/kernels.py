@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+
+from fxpipe.torch_private import DispatchKey, OpOverload, OpOverloadPacket, dispatch_cache
 
 aten = torch.ops.aten
-Keys = torch._C.DispatchKey
 
 _DECOMPOSED = {
     # Their kernels change running statistics, which their schemas do not say.
@@ -37,7 +37,7 @@ _DECOMPOSED = {
     aten.dropout,
 }
 
-_KEYS = (Keys.Autograd, Keys.CompositeImplicitAutograd)
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 def replaced() -> list[OpOverload]:
@@ -47,20 +47,20 @@ def replaced() -> list[OpOverload]:
     """
     packets = [p for p in vars(aten).values() if isinstance(p, OpOverloadPacket) and p not in _DECOMPOSED]
     overloads = [o for p in packets for o in vars(p).values() if isinstance(o, OpOverload)]
-    return [o for o in overloads if Keys.Autograd in o.py_kernels]
+    return [o for o in overloads if DispatchKey.Autograd in o.py_kernels]
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
     """Inside, operators with kernels of their own are traced as these."""
-    taken: list[tuple[OpOverload, dict[Keys, Callable[..., Any]]]] = []
+    taken: list[tuple[OpOverload, dict[DispatchKey, Callable[..., Any]]]] = []
     for operator in replaced():
         code = operator.py_kernels
         taken.append((operator, {key: code.pop(key) for key in _KEYS if key in code}))
-        operator._dispatch_cache.clear()
+        dispatch_cache(operator).clear()
     try:
         yield
     finally:
         for operator, code in taken:
             operator.py_kernels.update(code)
-            operator._dispatch_cache.clear()
+            dispatch_cache(operator).clear()

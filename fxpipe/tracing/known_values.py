@@ -14,12 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
-"""What torch raises where a traced tensor is asked for its values, or where a shape depends on them."""
+from fxpipe.torch_private import UNKNOWN, FunctionalTensor, disable_current_modes, held_by, memory_of
 
 _FACTORIES = {
     torch.arange,
@@ -136,8 +132,8 @@ class KnownValues:
         """Forget the values of a tensor that something unknown is written into, and of those that share its memory."""
         if id(tensor) not in self._known:
             return
-        memory = self._known[id(tensor)].value.untyped_storage()._cdata
-        shared = [i for i, known in self._known.items() if known.value.untyped_storage()._cdata == memory]
+        memory = memory_of(self._known[id(tensor)].value)
+        shared = [i for i, known in self._known.items() if memory_of(known.value) == memory]
         for i in shared:
             del self._known[i]
 
@@ -158,15 +154,11 @@ class KnownValues:
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
     """What a traced tensor holds now: another object once it was written into."""
-    if not isinstance(tensor, FunctionalTensor):
-        return tensor
-    torch._sync(tensor)  # type: ignore[attr-defined]
-    held: torch.Tensor = torch._from_functional_tensor(tensor.elem)
-    return held
+    return held_by(tensor) if isinstance(tensor, FunctionalTensor) else tensor
 
 
 def _computed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         return _listed(function(*args, **kwargs))
 
 

@@ -20,19 +20,17 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
+from fxpipe.torch_private import CHECKPOINT_GENERATOR, UNKNOWN, HigherOrderOperator, is_tensor_view, memory_of, set_data
 from fxpipe.tracing import unseen
-from fxpipe.tracing.known_values import UNKNOWN, KnownValues, mapped
+from fxpipe.tracing.known_values import KnownValues, mapped
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.torch_versions import TESTED
 from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
 
 KEY = "fxpipe_origin"
-_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
-_CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 
 class Origin(NamedTuple):
@@ -137,7 +135,7 @@ class _Recorder(TorchFunctionMode):
         self.known = known
         self.stand_ins = stand_ins
         self.own = {id(tensor) for tensor in stand_ins.values()}
-        self.memories = {tensor.untyped_storage()._cdata for tensor in given}
+        self.memories = {memory_of(tensor) for tensor in given}
         self.paths: list[str] = [""]
         self.regions: list[int] = []
         self.numbers = itertools.count()
@@ -182,9 +180,9 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute
             return func(*args, **kwargs)
-        if func == _SET_DATA and args[0] is args[1]:
+        if func == set_data and args[0] is args[1]:
             return None  # what module.to(…) does if the dtype is already right
-        if func == _SET_DATA and self.is_update(*args):
+        if func == set_data and self.is_update(*args):
             func, name, args = torch.Tensor.copy_, "copy_", (args[0], args[1].detach())
         self.refuse(func, name, kwargs)
         call = self.watch.calls.call(name, *(counts_as or (args, kwargs)), self.where)
@@ -205,8 +203,8 @@ class _Recorder(TorchFunctionMode):
             id(tensor) in self.own
             and not tensor.requires_grad
             and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
-            and not value._is_view()
-            and value.untyped_storage()._cdata not in self.memories
+            and not is_tensor_view(value)
+            and memory_of(value) not in self.memories
         )
 
     def where(self) -> str | None:
@@ -215,7 +213,7 @@ class _Recorder(TorchFunctionMode):
 
     def refuse(self, func: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> None:
         """Refuse what tracing does not see, or sees wrongly."""
-        if func == _SET_DATA:
+        if func == set_data:
             raise CaptureError(
                 "the step assigns to the .data of a tensor",
                 where=self.where(),
@@ -285,7 +283,7 @@ class _Recorder(TorchFunctionMode):
                 yield
 
         # torch 2.15 looks up another name than earlier ones: …_generator_impl.
-        generators = [name for name in vars(torch_checkpoint) if name.startswith(_CHECKPOINT)]
+        generators = [name for name in vars(torch_checkpoint) if name.startswith(CHECKPOINT_GENERATOR)]
         replaced: dict[str, Any] = {"CheckpointFunction": Plain, **dict.fromkeys(generators, plain)}
         saved = {name: getattr(torch_checkpoint, name) for name in replaced}
         vars(torch_checkpoint).update(replaced)

@@ -22,19 +22,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._decomp import decompositions
+
+from fxpipe.torch_private import RNN_HELPER, decompositions
 
 
 @contextlib.contextmanager
 def trainable() -> Iterator[None]:
     """Inside, recurrent layers are traced as they train."""
-    helper: Any = getattr(decompositions, "_rnn_helper", None)
+    helper: Any = getattr(decompositions, RNN_HELPER, None)
     select: Any = getattr(decompositions, "select_one_layer_lstm_function", None)
     layers: Any = nn.RNNBase
     lay_out = layers.flatten_parameters
     layers.flatten_parameters = lambda layer: None
     if helper is not None:
-        decompositions._rnn_helper = _layer_by_layer(helper)
+        setattr(decompositions, RNN_HELPER, _layer_by_layer(helper))
     if select is not None:
         decompositions.select_one_layer_lstm_function = lambda *_: _one_layer_lstm
     try:
@@ -42,7 +43,7 @@ def trainable() -> Iterator[None]:
     finally:
         layers.flatten_parameters = lay_out
         if helper is not None:
-            decompositions._rnn_helper = helper
+            setattr(decompositions, RNN_HELPER, helper)
         if select is not None:
             decompositions.select_one_layer_lstm_function = select
 

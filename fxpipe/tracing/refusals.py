@@ -12,6 +12,7 @@ import torch
 
 from fxpipe.errors import CaptureError
 from fxpipe.task.batch import unusual
+from fxpipe.torch_private import NormBase
 from fxpipe.tracing import autograd_graph, origin, user_lines
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -258,7 +259,7 @@ def _frames(error: Exception) -> Iterator[TracebackType]:
 def _counts_steps(frame: FrameType) -> bool:
     """Whether a call is of a batch norm that averages over all steps."""
     module = frame.f_locals.get("self")
-    return isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.momentum is None
+    return isinstance(module, NormBase) and module.momentum is None
 
 
 def dense(tensors: HeldTensors) -> None:

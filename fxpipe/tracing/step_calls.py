@@ -23,10 +23,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from fxpipe.errors import CaptureError
+from fxpipe.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    FunctionalTensor,
+    is_functional_tensor,
+    is_functorch_wrapped_tensor,
+)
 from fxpipe.tracing.user_lines import is_within_users
 
 Place = tuple[str, int]
@@ -303,11 +308,7 @@ class _Stale(Exception):
 
 def is_outside(tensor: torch.Tensor) -> bool:
     """Whether a tensor that the step was not given, and did not make, requires a gradient."""
-    return (
-        tensor.requires_grad
-        and not isinstance(tensor, _TRACED)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+    return tensor.requires_grad and not isinstance(tensor, _TRACED) and not is_functorch_wrapped_tensor(tensor)
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -320,8 +321,8 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor consists of plain values in this process's memory."""
     return (
         type(tensor) in _PLAIN
-        and not torch._is_functional_tensor(tensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functional_tensor(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
         and not tensor.is_nested
         and tensor.layout == torch.strided
         and tensor.device.type == "cpu"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import CaptureError
+from fxpipe.torch_private import pytree
 
 TAKEN = ("loss", "lr", "grad_norm", "loss_scale", "samples_per_second")
 """What is shown of every step next to its metrics."""
@@ -80,7 +81,7 @@ def forget_numbers(graph: fx.Graph, count: int) -> None:
         count: of metrics, which are the last of the step's own outputs.
     """
     output = graph.output_node()
-    described = list(zip(torch.utils._pytree.tree_leaves(output.args[0]), output.meta["desc"], strict=True))
+    described = list(zip(pytree.tree_leaves(output.args[0]), output.meta["desc"], strict=True))
     plain = [(node, desc) for node, desc in described if type(desc).__name__ == "PlainAOTOutput"]
     metrics = {desc for _, desc in sorted(plain, key=lambda pair: pair[1].idx)[len(plain) - count :]}
     needed = {node for node, desc in described if isinstance(node, fx.Node) and desc not in metrics}

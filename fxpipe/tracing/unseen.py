@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe.errors import CaptureError
+from fxpipe.torch_private import disable_current_modes
 from fxpipe.tracing.user_lines import outwards, stacked
 
 _SEEDING = ("manual_seed", "seed", "initial_seed", "set_rng_state")  # torch.random.fork_rng calls the last
@@ -53,7 +54,7 @@ def refused() -> Iterator[None]:
 
 
 def _state(generator: torch.Generator) -> bytes:
-    with torch.utils._python_dispatch._disable_current_modes():
+    with disable_current_modes():
         return generator.get_state().numpy().tobytes()
 
 

@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
+from fxpipe.torch_private import CHECK_TENSOR, validates_args
 from fxpipe.tracing import user_lines
-
-_CHECK = "_check_tensor_all_with"  # both call it
 
 
 @contextlib.contextmanager
 def left_out() -> Iterator[list[str]]:
     """Inside, checks of traced values pass; the list gets a note for each place that makes one."""
     notes: list[str] = []
-    check: Any = getattr(torch, _CHECK, None)
-    validates = Distribution._validate_args
+    check: Any = getattr(torch, CHECK_TENSOR, None)
+    validates = validates_args(Distribution)
 
     def passing(error_type: type[Exception], cond: Any, message: Any = None) -> None:
         if not isinstance(cond, torch.Tensor) or cond.dtype != torch.bool:
@@ -37,11 +36,11 @@ def left_out() -> Iterator[list[str]]:
             notes.append(note)
 
     if check is not None:
-        setattr(torch, _CHECK, passing)
+        setattr(torch, CHECK_TENSOR, passing)
     Distribution.set_default_validate_args(False)
     try:
         yield notes
     finally:
         Distribution.set_default_validate_args(validates)
         if check is not None:
-            setattr(torch, _CHECK, check)
+            setattr(torch, CHECK_TENSOR, check)

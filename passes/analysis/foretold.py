@@ -6,11 +6,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch.utils import _pytree as pytree
 
 from fxpipe.ir.aten import is_getitem, is_view
+from fxpipe.torch_private import OpOverload, is_non_overlapping_and_dense_or_false, pytree
 from fxpipe.tracing.fake_strides import is_corrected
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ What an operator allocates for itself while it runs is not known here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fxpipe.ir.wire import is_recv, is_send
 from fxpipe.plan.cost_records import PartMemory
 from fxpipe.plan.packing import ALIGNMENT, is_dense
 from fxpipe.plan.spec import Phase
+from fxpipe.torch_private import OpOverload, schema_of
 
 
 class _Storage:
@@ -210,11 +211,12 @@ def _aliases(node: fx.Node) -> list[fx.Node | None]:
     target = node.target
     if target is aten._unsafe_view.default:
         return [node.all_input_nodes[0]]
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return []
-    schema = target._schema
+    schema = schema_of(target)
     given: dict[str, fx.Node] = {}
-    for argument, found in zip(schema.arguments, _arguments(node), strict=False):
+    for i, argument in enumerate(schema.arguments):
+        found = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and isinstance(found, fx.Node):
             given.update(dict.fromkeys(argument.alias_info.before_set, found))
     shown: list[fx.Node | None] = []
@@ -223,10 +225,3 @@ def _aliases(node: fx.Node) -> list[fx.Node | None]:
         names = () if returned.alias_info is None else returned.alias_info.before_set or given
         shown.append(next((given[name] for name in names if name in given), None))
     return shown if any(shown) else []
-
-
-def _arguments(node: fx.Node) -> Iterable[Any]:
-    """What each argument of an operator is, in the order of its schema."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    for i, argument in enumerate(schema.arguments):
-        yield node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)

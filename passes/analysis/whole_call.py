@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import Output, Program, info, value
 from fxpipe.plan.spec import Phase
+from fxpipe.torch_private import OpOverload, operator_name, schema_of
 
 aten = torch.ops.aten
 WHOLE = "whole"
@@ -81,9 +82,9 @@ def changed_numbers(node: fx.Node) -> dict[Place, Any]:
 
 def type_of(node: fx.Node, place: Place) -> str:
     """The type of an argument by the operator's schema, where numbers may stand for tensors."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if not isinstance(node.target, OpOverload):
         return ""
+    schema = schema_of(node.target)
     known = schema.arguments[place] if isinstance(place, int) else next(a for a in schema.arguments if a.name == place)
     kind = str(known.type)
     return kind[len("Optional[") : -1] if kind.startswith("Optional[") else kind
@@ -165,7 +166,7 @@ def _without_shapes(program: Program) -> Counter[Any]:
 
 
 def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", ""))
+    return operator_name(node.target)
 
 
 def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Node, fx.Node]) -> fx.Node | None:

@@ -50,7 +50,7 @@ def no_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("In file included:\nx.cpp:3:1: error: no such thing\n  more")
 
-    monkeypatch.setattr(torch._inductor, "standalone_compile", refuse)
+    monkeypatch.setattr("fxpipe.torch_private.inductor.standalone_compile", refuse)
 
 
 def close(found: Any, expected: Any) -> None:

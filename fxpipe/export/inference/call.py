@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, arange, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ExportError, first_line
 from fxpipe.task.metrics import loss_and_metrics
+from fxpipe.torch_private import pytree
 from fxpipe.tracing import user_lines
 from fxpipe.tracing.capture import Loss
 from fxpipe.tracing.held_tensors import HeldTensors

@@ -12,6 +12,7 @@ from fxpipe.export.inference.call import distinct
 from fxpipe.export.inference.eval_graph import EvalGraph
 from fxpipe.export.inference.nodes import is_size, module_of
 from fxpipe.export.inference.placement import sources_of
+from fxpipe.torch_private import operator_name
 
 PortKind = Literal["input", "activation", "passed", "output"]
 
@@ -150,4 +151,4 @@ class _Ports:
 def _value_name(node: fx.Node) -> str:
     """`blocks.2/add`: what a value that crosses workers is called."""
     path = module_of(node)
-    return (f"{path}/" if path else "") + str(getattr(node.target, "_opname", node.name))
+    return (f"{path}/" if path else "") + operator_name(node.target, node.name)

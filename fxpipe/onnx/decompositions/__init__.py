@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from torch._ops import OpOverload
-
 from fxpipe.onnx.decompositions import attention, convolution, indexing, losses, norms, pointwise, pooling, resizing
+from fxpipe.torch_private import Decompositions
 
 _FAMILIES = (attention, convolution, indexing, losses, norms, pointwise, pooling, resizing)
 
 
-def table() -> dict[OpOverload, Callable[..., Any]]:
+def table() -> Decompositions:
     """Decompositions by operator, for `make_fx` and `ExportedProgram.run_decompositions`."""
     return {op: function for family in _FAMILIES for op, function in family.TABLE.items()}

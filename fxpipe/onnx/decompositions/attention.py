@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from fxpipe.torch_private import Decompositions
 
 aten = torch.ops.aten
 
@@ -245,7 +245,7 @@ def _cudnn_backward(
     return _backward(grad_out, q, k, v, out, lse, attn_bias, is_causal, scale)[:3]
 
 
-TABLE: dict[OpOverload, Callable[..., Any]] = {
+TABLE: Decompositions = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_cpu_backward,
     aten._scaled_dot_product_flash_attention.default: _flash_cuda,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from fxpipe.torch_private import Decompositions
 
 aten = torch.ops.aten
 _FEW = 16  # channels: with fewer, a product for each place of the kernel is too thin to pay
@@ -125,7 +125,7 @@ def _met(x: Tensor, place: Sequence[int], made: list[int], stride: list[int], di
     return x
 
 
-TABLE: dict[OpOverload, Callable[..., Any]] = {
+TABLE: Decompositions = {
     aten.convolution.default: _forward,
     aten.convolution_backward.default: _backward,
 }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fxpipe.onnx.decompositions.linear_maps import constant
+from fxpipe.torch_private import Decompositions, OpOverload
 
 aten = torch.ops.aten
 _CHECKED = -2  # a padding index, which the forward ignores: it marks our own call
@@ -72,7 +71,7 @@ def _of_bools(op: OpOverload) -> Callable[..., tuple[Tensor, Tensor]]:
     return extreme
 
 
-TABLE: dict[OpOverload, Callable[..., Any]] = {
+TABLE: Decompositions = {
     aten.cumprod.default: _cumprod,
     aten.embedding.default: _embedding,
     aten.max.dim: _of_bools(aten.max.dim),

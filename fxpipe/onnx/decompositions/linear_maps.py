@@ -10,14 +10,15 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from fxpipe.torch_private import disable_current_modes
 
 T = TypeVar("T")
 
 
 def constant(make: Callable[[], T]) -> T:
     """Tensors with values, computed now and not traced."""
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         return make()
 
 

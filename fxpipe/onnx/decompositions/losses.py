@@ -6,12 +6,12 @@ torch.onnx gives no total weight of `nll_loss`; torch's decompositions of the ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from fxpipe.torch_private import Decompositions
 
 aten = torch.ops.aten
 
@@ -105,7 +105,7 @@ def _multilabel_margin_backward(grad: Tensor, x: Tensor, target: Tensor, reducti
     return _Labels(x, target).gradient(_share(grad, x, reduction))
 
 
-TABLE: dict[OpOverload, Callable[..., Any]] = {
+TABLE: Decompositions = {
     aten.nll_loss_forward.default: _nll_forward,
     aten.nll_loss2d_forward.default: _nll_forward,
     aten.multi_margin_loss.default: _multi_margin,

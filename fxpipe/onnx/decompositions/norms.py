@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from fxpipe.torch_private import Decompositions
 
 aten = torch.ops.aten
 
@@ -230,7 +231,7 @@ def _var(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
     return _var_mean(x, dim, **options)[0]
 
 
-TABLE: dict[OpOverload, Callable[..., Any]] = {
+TABLE: Decompositions = {
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: lambda x, weight, bias, *more: _batch_norm(
         x, weight, bias, None, None, *more

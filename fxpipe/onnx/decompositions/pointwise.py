@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from fxpipe.torch_private import Decompositions
 
 aten = torch.ops.aten
 
@@ -54,7 +53,7 @@ def _relu(x: Tensor) -> Tensor:
     return NotImplemented if x.is_floating_point() else torch.where(x > 0, x, 0)
 
 
-TABLE: dict[OpOverload, Callable[..., Any]] = {
+TABLE: Decompositions = {
     aten.relu.default: _relu,
     aten.gelu_backward.default: _gelu_backward,
     aten.softshrink_backward.default: _shrink_backward,

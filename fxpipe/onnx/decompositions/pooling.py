@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fxpipe.onnx.decompositions.linear_maps import along, constant, repeat
+from fxpipe.torch_private import Decompositions
 
 aten = torch.ops.aten
 
@@ -212,7 +211,7 @@ def pooling_output(size: int, kernel: int, pad: int, step: int, ceil: bool) -> i
     return count - 1 if (count - 1) * step >= size + pad else count
 
 
-TABLE: dict[OpOverload, Callable[..., Any]] = {
+TABLE: Decompositions = {
     aten.max_pool2d_with_indices_backward.default: _max_pool_backward(2),
     aten.max_pool3d_with_indices_backward.default: _max_pool_backward(3),
     aten.adaptive_max_pool2d.default: _adaptive_max(2),

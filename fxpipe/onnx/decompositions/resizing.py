@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn import functional as F
 
 from fxpipe.onnx.decompositions.linear_maps import along, matrix, sum_runs
+from fxpipe.torch_private import Decompositions, OpOverload
 
 aten = torch.ops.aten
 
@@ -79,7 +78,7 @@ def _padding(axes: int, mode: str) -> Callable[..., Tensor]:
     return backward
 
 
-TABLE: dict[OpOverload, Callable[..., Any]] = {
+TABLE: Decompositions = {
     aten.upsample_nearest1d_backward.default: _nearest(1, aten.upsample_nearest1d.default),
     aten.upsample_nearest2d_backward.default: _nearest(2, aten.upsample_nearest1d.default),
     aten.upsample_nearest3d_backward.default: _nearest(3, aten.upsample_nearest1d.default),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxpipe.errors import PolicyError
 from fxpipe.task.several_optimizers import stepped_by
+from fxpipe.torch_private import foreach_add_, foreach_copy_, foreach_sub_
 
 
 @dataclass
@@ -68,7 +69,7 @@ class ErrorFeedback:
         for late in self._late:
             if late.spare is None:
                 late.spare = [torch.empty_like(weight, requires_grad=False) for weight in late.weights]
-            torch._foreach_copy_(late.spare, late.weights)
+            foreach_copy_(late.spare, late.weights)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -76,12 +77,12 @@ class ErrorFeedback:
         for late in self._late:
             assert late.spare is not None, "before_step() comes first"
             made, late.spare = late.spare, None
-            torch._foreach_sub_(made, late.weights)
-            torch._foreach_sub_(late.weights, made)
+            foreach_sub_(made, late.weights)
+            foreach_sub_(late.weights, made)
             late.steps.append(made)
             if len(late.steps) > late.delay:
                 late.spare = late.steps.popleft()
-                torch._foreach_add_(late.weights, late.spare)
+                foreach_add_(late.weights, late.spare)
 
     def state(self) -> list[tuple[Tensor, int, list[Tensor]]]:
         """Each late parameter, how late it is, and its last steps, oldest first. For `load`."""
@@ -103,7 +104,7 @@ class ErrorFeedback:
             if {delay for delay, _ in found} == {late.delay} and len({len(steps) for _, steps in found}) == 1:
                 for made in zip(*(steps for _, steps in found), strict=True):
                     copies = [torch.empty_like(w, requires_grad=False) for w in late.weights]
-                    torch._foreach_copy_(copies, made)
+                    foreach_copy_(copies, made)
                     late.steps.append(copies)
                 for weight in late.weights:
                     known.pop(id(weight), None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rate_of, rule_of
+from fxpipe.torch_private import foreach_add_, foreach_copy_, foreach_neg_
 
 
 class Predictor:
@@ -87,7 +88,7 @@ class Predictor:
         if self._observed:
             if not self._update:
                 self._update = {id(p): torch.empty_like(p, requires_grad=False) for p in self._observed}
-            torch._foreach_copy_(self._last_updates(self._observed), self._observed)
+            foreach_copy_(self._last_updates(self._observed), self._observed)
             self._used = [rate_of(group) for group in self.optimizer.param_groups]
 
     @torch.no_grad()
@@ -98,8 +99,8 @@ class Predictor:
         """
         if self._observed:
             updates = self._last_updates(self._observed)
-            torch._foreach_neg_(updates)
-            torch._foreach_add_(updates, self._observed)
+            foreach_neg_(updates)
+            foreach_add_(updates, self._observed)
 
     def state(self) -> list[tuple[Tensor, Tensor, float | None]]:
         """What it remembers of the last update: a parameter, its update and the rate of that. For `load`."""

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.task.several_optimizers import stepped_by
+from fxpipe.torch_private import foreach_add_, foreach_addcdiv_, foreach_copy_, foreach_sqrt
 
 Group = dict[str, Any]
 
@@ -165,13 +166,13 @@ def add(out: list[Tensor], weights: list[Tensor], directions: list[Tensor], fact
         for o, w, d in zip(out, weights, directions, strict=True):
             torch.add(w, d, alpha=factor, out=o)
         return
-    torch._foreach_copy_(out, weights)
-    torch._foreach_add_(out, directions, alpha=factor)
+    foreach_copy_(out, weights)
+    foreach_add_(out, directions, alpha=factor)
 
 
 def _add_in_place(out: list[Tensor], directions: list[Tensor], factor: float) -> None:
     if factor:
-        torch._foreach_add_(out, directions, alpha=factor)
+        foreach_add_(out, directions, alpha=factor)
 
 
 def _add_quotient(
@@ -192,10 +193,10 @@ def _add_quotient(
             torch.sqrt(square, out=o).add_(e)
             torch.addcdiv(w, top, o, value=factor, out=o)
         return
-    bottoms = torch._foreach_sqrt(squares)
-    torch._foreach_add_(bottoms, eps)
-    torch._foreach_copy_(out, weights)
-    torch._foreach_addcdiv_(out, tops, bottoms, factors)
+    bottoms = foreach_sqrt(squares)
+    foreach_add_(bottoms, eps)
+    foreach_copy_(out, weights)
+    foreach_addcdiv_(out, tops, bottoms, factors)
 
 
 def _on_cpu(weights: list[Tensor]) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -36,11 +37,12 @@ def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn
     for rank in ranks:
         Pulse(pulses.numbers(rank)).phase = "importing"
     gc.disable()  # imported modules stay: no collection has to look at them, neither now nor while the run goes on
-    import torch._dynamo  # noqa: F401  the first optimizer of torch imports it: a second of each worker's, were it not here
-
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.ends import end_process, leave_error
     from fxpipe.runtime.process.rank import join
+    from fxpipe.torch_private import DYNAMO
+
+    importlib.import_module(DYNAMO)  # the first optimizer of torch does: a second of each worker's, were it not here
 
     gc.freeze()
     gc.enable()

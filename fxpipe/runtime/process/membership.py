@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, StorePulses
@@ -32,6 +31,7 @@ from fxpipe.runtime.wires.group import (
 )
 from fxpipe.task.model_file import Task
 from fxpipe.threads import threads_for
+from fxpipe.torch_private import default_store
 
 TIMEOUT = timedelta(minutes=30)
 """Of the process group, at least; who watches the workers ends a run that stands still."""
@@ -112,7 +112,7 @@ def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int) -> Pulses:
     if options.exchange is not None:  # the launcher watches
         return PulseFile(Path(options.exchange) / PULSES, ranks)
     with peers(rank):
-        store = StorePulses(dist.distributed_c10d._get_default_store(), ranks)
+        store = StorePulses(default_store(), ranks)
         store.put(rank, pulse.numbers)
     pulse.after_beat = WatchingWorker(store, pulse, rank, options, end_process, agreed.plan.mesh)
     pulse.begin()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.runtime.wires.group import alone, peers
+from fxpipe.torch_private import default_store
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ class AgreedStop:
 
     def __init__(self, rank: int, workers: int, look: Callable[[], Any]) -> None:
         self._rank, self._workers, self._look = rank, workers, look
-        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = default_store()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()

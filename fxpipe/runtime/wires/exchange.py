@@ -13,9 +13,8 @@ from pathlib import Path
 from time import sleep
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from fxpipe.messages import warn
+from fxpipe.torch_private import default_store
 
 RETRY = 1.0
 """Seconds until what a full disk did not take is tried again."""
@@ -94,7 +93,7 @@ class StoreExchange:
     """For workers that torchrun has started: in the process group's store."""
 
     def __init__(self) -> None:
-        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = default_store()
 
     def set(self, key: str, text: str) -> None:
         self._store.set(key, text)

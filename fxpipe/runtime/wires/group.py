@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from fxpipe.errors import FxpipeError, PeerLost, RunError, near
 from fxpipe.messages import warn
 from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening
+from fxpipe.torch_private import FileStore, PrefixStore
 
 _group: Any = None  # of the run in this process
 _timeout: timedelta | None = None  # of the run

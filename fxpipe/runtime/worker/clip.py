@@ -23,6 +23,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.schedule.action import Action
+from fxpipe.torch_private import foreach_norm
 
 Norms = Callable[[int, Sequence[nn.Parameter]], list[float]]
 """Gives the norms of a minibatch's gradients, as `norms_of`."""
@@ -237,7 +238,7 @@ class PipelinedClip(_ByNorm):
 def norms_of(parameters: Sequence[nn.Parameter]) -> list[float]:
     """The norm of each parameter's gradient; −1, which no norm is, where there is none."""
     present = [p.grad for p in parameters if p.grad is not None]
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(present)]).tolist() if present else []
+    norms = torch.stack([norm.double() for norm in foreach_norm(present)]).tolist() if present else []
     known = iter(norms)
     return [-1.0 if p.grad is None else next(known) for p in parameters]
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.observe.watch import Watch
@@ -26,6 +25,7 @@ from fxpipe.task.loss_weights import LossWeight, LossWeights, weighted_means
 from fxpipe.task.model_file import Task, hook_raised
 from fxpipe.task.padding import padded
 from fxpipe.task.splitter import Splitter
+from fxpipe.torch_private import pytree
 
 Batches = Callable[[], Iterable[Any]]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxpipe.runtime.wires.collective import Collective, Key
+from fxpipe.torch_private import foreach_add_, foreach_div_, is_non_overlapping_and_dense_or_false
 
 
 class GradientSum:
@@ -53,7 +53,7 @@ class GradientSum:
             taken.add(address)
             self._sums[index] = gradient
         if old:
-            torch._foreach_add_(old, new)
+            foreach_add_(old, new)
 
     def close(self, minibatch: int) -> None:
         """All gradients of the minibatch are there: the next sum starts empty."""
@@ -65,7 +65,7 @@ class GradientSum:
         sums = self._closed.popleft()
         present = [gradient for gradient in sums if gradient is not None]
         if self._divisor > 1 and present:
-            torch._foreach_div_(present, self._divisor)
+            foreach_div_(present, self._divisor)
         return sums
 
 

@@ -24,6 +24,7 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.loss_scaling import check_loss_scaling
+from fxpipe.torch_private import amp_update_scale_, unscale_and_check_
 
 GROWTH = 2.0
 """What the scale is multiplied by after so many good updates, as torch has it."""
@@ -54,7 +55,7 @@ class Scale:
     def update(self, overflowed: bool, interval: int) -> None:
         """What `GradScaler.update` does, by the same function of torch's."""
         scale, good = torch.tensor(self.value), torch.tensor(self.good, dtype=torch.int32)
-        torch._amp_update_scale_(scale, good, torch.tensor([float(overflowed)]), GROWTH, BACKOFF, interval)
+        amp_update_scale_(scale, good, torch.tensor([float(overflowed)]), GROWTH, BACKOFF, interval)
         self.value, self.good = float(scale), int(good)
         self.skipped += overflowed
         self.in_row = self.in_row + 1 if overflowed else 0
@@ -180,7 +181,7 @@ def unscale(gradients: Sequence[Tensor], scale: float) -> float:
     for (device, _), alike in kinds.items():
         inverse = torch.tensor(scale, device=device).double().reciprocal().float()
         flag = torch.zeros(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, inverse)
+        unscale_and_check_(alike, flag, inverse)
         found = max(found, float(flag))
     return found
 

@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import FxpipeError, TaskError, listed
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.meta import on_meta
+from fxpipe.torch_private import LightDispatchMode, memory_of, pytree, schema_of
 from fxpipe.tracing import user_lines
 
 CURE = "run with --weights CHECKPOINT, or give the parameters their values in the modules' reset_parameters()"
@@ -123,15 +122,7 @@ def _explained(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return model
 
 
-class _Mode(TorchDispatchMode):
-    """A mode that does not load torch's compiler, which takes seconds."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class _Lineage(_Mode):
+class _Lineage(LightDispatchMode):
     """Records which parameters' values are made from those of which others: copies, norms, averages."""
 
     def __init__(self) -> None:
@@ -141,7 +132,7 @@ class _Lineage(_Mode):
         self._parents: dict[int, set[int]] = {}
 
     def born(self, number: int, parameter: nn.Parameter) -> None:
-        memory = _memory(parameter)
+        memory = memory_of(parameter)
         self._parents[number] = self._from.get(memory, set())
         self._owner[memory] = number
         self._from[memory] = {number}
@@ -167,10 +158,10 @@ class _Lineage(_Mode):
         made = func(*args, **(kwargs or {}))
         read = _memories((args, kwargs))
         sources = self.read((args, kwargs))
-        written = [args[i] for i, a in enumerate(func._schema.arguments) if i < len(args) and _is_written(a)]
+        written = [args[i] for i, a in enumerate(schema_of(func).arguments) if i < len(args) and _is_written(a)]
         for tensor in pytree.tree_leaves((made, written)):
             if isinstance(tensor, Tensor):
-                memory = _memory(tensor)
+                memory = memory_of(tensor)
                 if memory in self._owner:
                     self._parents[self._owner[memory]] |= sources - {self._owner[memory]}
                 else:
@@ -178,12 +169,8 @@ class _Lineage(_Mode):
         return made
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _memories(tensors: Any) -> set[int]:
-    return {_memory(t) for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)}
+    return {memory_of(t) for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)}
 
 
 def _is_written(argument: Any) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.checkpoint.tree import Encoder, Unwritable
 from fxpipe.errors import RunError
 from fxpipe.task.several_optimizers import parts_of
+from fxpipe.torch_private import pytree
 
 State = dict[str, Any]
 

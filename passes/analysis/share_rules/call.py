@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from fxpipe.passes.analysis.share import Alike, Known, Lost, Microbatches, Rows, Share, fits
 from fxpipe.passes.analysis.whole_call import whole_shape
 from torch import fx
 
 from fxpipe.ir.program import info, value
+from fxpipe.torch_private import OpOverload, schema_of
 
 SAME, UNIFORM, SUM, MEAN = Share.SAME, Share.UNIFORM, Share.SUM, Share.MEAN
 
@@ -29,7 +29,7 @@ class OperatorCall:
 
     def get(self, argument: str) -> Any:
         """The value of an argument, its default if it is not given."""
-        for i, known in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
+        for i, known in enumerate(schema_of(self.node.target).arguments):
             if known.name == argument:
                 if i < len(self.node.args):
                     return self.node.args[i]
@@ -127,7 +127,7 @@ def fills(node: fx.Node) -> bool:
 
 def operator_of(node: fx.Node) -> str:
     target = node.target
-    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
+    return schema_of(target).name.partition("::")[2] if isinstance(target, OpOverload) else str(target)
 
 
 def without_rows(call: OperatorCall) -> Known | None:
@@ -182,7 +182,7 @@ def aligned(call: OperatorCall, tensors: Sequence[fx.Node], shape: Sequence[int]
 
 
 def argument(call: OperatorCall, name: str) -> Any:
-    return call.get(name) if any(a.name == name for a in call.node.target._schema.arguments) else None  # type: ignore[union-attr]
+    return call.get(name) if any(a.name == name for a in schema_of(call.node.target).arguments) else None
 
 
 def reduced(call: OperatorCall, count: int) -> set[int]:

@@ -28,6 +28,7 @@ from torch import fx
 
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import info, value
+from fxpipe.torch_private import schema_of
 
 
 def _drawn(call: OperatorCall) -> Known:
@@ -131,7 +132,7 @@ def _div(call: OperatorCall) -> Known:
     share = call.known(over)
     if share not in (SUM, MEAN):
         return by_elements(call)
-    rounding = "rounding_mode" in {a.name for a in call.node.target._schema.arguments} and call.get("rounding_mode")  # type: ignore[union-attr]
+    rounding = "rounding_mode" in {a.name for a in schema_of(call.node.target).arguments} and call.get("rounding_mode")
     if not rounding and not isinstance(by, fx.Node):
         return _by_number(call, over) or share
     if not rounding and over not in call.found.alone and call.whole(by):

@@ -15,7 +15,7 @@ from fxpipe.runtime.wires.exchange import Exchange, FolderExchange, LocalExchang
 @pytest.fixture(params=["local", "folder", "store"])
 def exchange(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exchange:
     store = dist.HashStore()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(exchanging, "default_store", lambda: store)
     made = {"local": LocalExchange, "folder": lambda: FolderExchange(tmp_path / "texts"), "store": StoreExchange}
     return made[request.param]()
 
