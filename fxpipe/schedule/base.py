@@ -225,18 +225,12 @@ class Schedule(ABC):
         left = (stop - start) * self.microbatches * len(self.hosted(rank))
         return self._finite(self.row(rank, start), lambda event: event[1], stop, left)
 
-    def after(self, worker: int, step: int, start: int, stop: int | None = None) -> Iterator[Action]:
-        """The rest of a row that began with minibatch `start`: what it has of the minibatches from `step` on.
+    def row_after(self, rank: int, step: int, start: int, stop: int | None = None) -> Iterator[Event]:
+        """The rest of a rank's row that began with minibatch `start`: what it has of the minibatches from `step` on.
 
         They come in the row's own order, which a pipeline that fills again must keep: the row is made from some
         minibatches earlier, where no effect of its start is left.
         """
-        begin = self._again(step, start)
-        row = self.actions(worker, begin) if stop is None else self.until(worker, stop, begin)
-        return (action for action in row if action.minibatch >= step)
-
-    def row_after(self, rank: int, step: int, start: int, stop: int | None = None) -> Iterator[Event]:
-        """The rest of a rank's row, as `after`."""
         begin = self._again(step, start)
         row = self.row(rank, begin) if stop is None else self.row_until(rank, stop, begin)
         return (event for event in row if event[1].minibatch >= step)

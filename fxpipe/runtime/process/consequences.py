@@ -176,10 +176,6 @@ class Consequences:
             executor.store.end(self.end)
         self.on_end(self.end)
 
-    def is_best(self, step: int) -> bool:
-        """Whether the best evaluation so far is that of this step."""
-        return self.best is not None and self.best[0] == step
-
     def forget_best(self) -> None:
         """The weights of the best evaluation so far are not there: the best from here on counts."""
         if self._speaks and self.best is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from fxpipe.errors import TaskError
@@ -85,16 +85,6 @@ def agree_epoch(executors: Sequence[Executor], feed: Feed | None, rank: int, ran
         if executor.resets is not None:
             executor.resets.every = steps
     return steps or (None if feed is None else feed.length)
-
-
-def tell_epoch(executors: Iterable[Executor], epoch: Callable[[], int]) -> None:
-    """The same where all workers are in this process: `epoch` says, or counts, how long one is."""
-    for executor in executors:
-        updater = executor.store.updater
-        if _must_know(executor):
-            updater.steps_per_epoch = epoch()
-        if executor.resets is not None:
-            executor.resets.every = updater.steps_per_epoch
 
 
 def _must_know(executor: Executor) -> bool:

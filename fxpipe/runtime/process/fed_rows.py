@@ -40,7 +40,6 @@ class FedRows:
         executors: of the workers here, in rising order; of replicas the first here.
         every: those of all replicas here.
         fed: how many minibatches they have had, with those before the checkpoint.
-        mark: where the data stood as the checkpoint was made; None if it does not say.
         checkpoints: what saves them; None if they are not to be saved.
         value: of the newest loss, where the loss worker is.
 
@@ -76,7 +75,6 @@ class FedRows:
         self._resumed, self._shards = resumed, list[list[Shard]]()
         if resumed is not None:
             self._shards = restore(self.every, resumed, shards)
-        self.mark = self._shards[0][0].data if self._shards else None
         self._shapes: dict[int, int] = {}
         for executor in self.every:
             executor.shape_of = self._shapes.__getitem__

@@ -51,11 +51,6 @@ class Readings:
         return self._rows.checkpoints
 
     @property
-    def data_mark(self) -> Any:
-        """Where the data stood when the checkpoint was made that it goes on from; None if that does not say."""
-        return self._rows.mark
-
-    @property
     def edited(self) -> list[Path]:
         """Stage files of the workers here that were changed since they were emitted."""
         return [stage.path for e in self.executors for stage in e.stages if stage.edited]
