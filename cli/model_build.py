@@ -66,7 +66,7 @@ def build_model(
     from fxpipe.lowering.lower import compile
     from fxpipe.lowering.shapes import further_shapes
     from fxpipe.planner.links import NCCL_NODE
-    from fxpipe.runtime.process.allocator import reuse_freed_memory
+    from fxpipe.runtime.process.device import reuse_freed_memory
     from fxpipe.task.batch import moved
     from fxpipe.task.model_file import load_task, source_digests
     from fxpipe.task.padding import padded

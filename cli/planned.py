@@ -62,7 +62,7 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
     from fxpipe.costs.yardstick import Yardstick
     from fxpipe.lowering.choose_schedule import counts_of, for_count
     from fxpipe.lowering.model_profile import profile_model
-    from fxpipe.runtime.process.allocator import reuse_freed_memory
+    from fxpipe.runtime.process.device import reuse_freed_memory
     from fxpipe.task.model_file import load_task
 
     reuse_freed_memory()

@@ -137,7 +137,7 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
 
     if joined:
         from fxpipe.runtime.process.ends import end_process
-        from fxpipe.runtime.process.rank import join
+        from fxpipe.runtime.process.start import join
 
         if node := _other_node(options.build):
             note(f"{node} at work here; progress and results are shown on the node of worker 0")
@@ -160,7 +160,7 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
             f"compile with --schedule {options.schedule} --microbatches {2 * plan.workers} to overlap them"
         )
     if local:
-        from fxpipe.runtime.process.local_run import run_local
+        from fxpipe.runtime.process.start import run_local
 
         return run_local(options)
     from fxpipe.runtime.process.launch import launch
@@ -187,8 +187,8 @@ def _other_node(build: str) -> str | None:
 def _checked_plan(options: RunOptions) -> Plan:
     """The build's plan, after checking that it can do what is asked, is whole and current, and the output can be
     written."""
+    from fxpipe.runtime.process.best_weights import Goal
     from fxpipe.runtime.process.check_run import check_evaluation, check_run
-    from fxpipe.runtime.process.goal import Goal
 
     plan, _ = check_run(options)
     if options.eval_every is not None:

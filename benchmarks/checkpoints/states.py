@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.checkpoint.shelf import Shelf
-from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.checkpoints import ShardWriter
+from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.process.resume import Resumed, about_run, restore
 from fxpipe.runtime.wires.exchange import LocalExchange
 from fxpipe.runtime.worker.captures import Captures

@@ -69,7 +69,7 @@ def run_single(folder: Path, steps: int) -> float:
     import torch
 
     import fxpipe
-    from fxpipe.runtime.process.allocator import reuse_freed_memory
+    from fxpipe.runtime.process.device import reuse_freed_memory
     from fxpipe.task.model_file import load_task
     from fxpipe.task.splitter import Splitter
 

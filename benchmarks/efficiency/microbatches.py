@@ -24,7 +24,7 @@ def costs(model: Path, batches: Sequence[int], rounds: int = ROUNDS) -> Iterator
     import torch
 
     import fxpipe
-    from fxpipe.runtime.process.allocator import reuse_freed_memory
+    from fxpipe.runtime.process.device import reuse_freed_memory
     from fxpipe.task.model_file import load_task
 
     reuse_freed_memory()  # as the workers do

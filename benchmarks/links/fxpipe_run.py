@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from commands import minibatch_seconds
 
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.rank import join
+from fxpipe.runtime.process.start import join
 
 
 def run(settings: dict[str, Any], steps: int, out: Path) -> None:

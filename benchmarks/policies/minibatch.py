@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fxpipe
-from fxpipe.runtime.process.allocator import reuse_freed_memory
+from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.task.model_file import load_task
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from fxpipe.errors import TaskError
-from fxpipe.runtime.process.goal import SMALLER
+from fxpipe.runtime.process.best_weights import SMALLER
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """Those that look at each parameter alone and ask nothing of the model; `fxpipe compile` tries them all the same."""

@@ -190,7 +190,7 @@ class Build:
             TaskError: the optimizer cannot be used, or not with one for each worker.
         """
         from fxpipe.runtime.options import PipelineOptions
-        from fxpipe.runtime.process.open_pipeline import open_local
+        from fxpipe.runtime.process.start import open_local
 
         chosen = changed(PipelineOptions(), _as_text(options))
         task = self._task(
@@ -248,7 +248,7 @@ class Build:
         """
         from fxpipe.runtime.options import RunOptions
         from fxpipe.runtime.process.check_run import check_evaluation
-        from fxpipe.runtime.process.rank import join
+        from fxpipe.runtime.process.start import join
 
         if self.folder is None:
             raise BuildError(
@@ -331,7 +331,7 @@ def join(
     """
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.check_run import check_own_loop
-    from fxpipe.runtime.process.open_pipeline import open_joined
+    from fxpipe.runtime.process.start import open_joined
 
     check_own_loop(options)
     build = load(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.wires.moves import moves
+from fxpipe.runtime.wires.addresses import moves
 
 
 def evaluation_facts(plan: Plan) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from fxpipe.passes import evaluation_passes
 from fxpipe.passes.codegen import TOTALS
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, PadSpec, Plan
 from fxpipe.random_state import random_state_kept
-from fxpipe.runtime.wires.moves import first_names
+from fxpipe.runtime.wires.addresses import first_names
 from fxpipe.task.batch import moved, tensor_spec
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.task.padding import padded

@@ -30,9 +30,8 @@ from fxpipe.costs.timer import Rounds
 from fxpipe.errors import RunError
 from fxpipe.observe.pulse import Signs, no_numbers
 from fxpipe.planner.links import Links, matrix
-from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.child import only_here
-from fxpipe.runtime.process.device import common_backend, own_device
+from fxpipe.runtime.process.device import common_backend, own_device, reuse_freed_memory
 from fxpipe.runtime.process.ends import end_process, first_cause, leave_error
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.wires.doors import make_secret

@@ -3,7 +3,7 @@
 `options` holds the options of a run; every layer passes them on whole. In the order of a run:
 
 - `process/launch` starts (`guardian`) a `process/child`, which imports torch and forks the workers,
-  that run `process/rank`, and watches them (`ends`); or `process/local_run` trains all workers in
+  that run `process/rank`, and watches them (`ends`); or `process/start` trains all workers in
   this process, with `process/local`. `wires/group` connects the processes (`doors`).
 - `worker/feed` gives the data. `worker/assembly` loads a worker: `initial_weights` (from `checkpoint` or
   `model_initial_values`), `weights` with its `update` (`gradients`, `clip`), `executor`.

@@ -3,7 +3,7 @@
 A model is made by its own code, but each of its parameters is moved to the meta device as soon as a module registers
 it: it keeps its shape, dtype and name, and takes no memory. Buffers stay real, so that masks and tables have their
 values. Initialising parameters has no effect there. A run calls the same code again and lets a worker's own parameters
-keep the values that this code gives them (`fxpipe.runtime.worker.model_initial_values`).
+keep the values that this code gives them (`fxpipe.runtime.worker.initial_weights`).
 """
 
 from __future__ import annotations

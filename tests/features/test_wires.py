@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe.errors import BuildError
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.task.batch import split
 
 STEPS = 4

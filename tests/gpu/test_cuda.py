@@ -23,7 +23,7 @@ from fxpipe.observe.trace.reader import read_trace
 from fxpipe.observe.watch import Watch
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from fxpipe.observe.watch import Watch
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process import world
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires.turns import Turns
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.task.hooks import given_task

@@ -37,7 +37,7 @@ from fxpipe.lowering import evaluation, minibatch_loss
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.schedule import from_csv, make, to_csv
 from fxpipe.task.batch import split
 from fxpipe.task.model_options import ModelOptions

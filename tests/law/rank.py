@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.ends import end_process
-from fxpipe.runtime.process.rank import join
+from fxpipe.runtime.process.start import join
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

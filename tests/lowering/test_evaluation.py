@@ -27,7 +27,7 @@ from fxpipe.ir.program import Output, info
 from fxpipe.lowering.evaluation import Metrics, capture_evaluations
 from fxpipe.lowering.first_of_each import SHAPES, first_of_each
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.runtime.wires.moves import moves
+from fxpipe.runtime.wires.addresses import moves
 from fxpipe.tracing.capture import capture_evaluation
 
 

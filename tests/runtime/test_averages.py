@@ -19,7 +19,7 @@ import fxpipe
 from fxpipe.errors import FxpipeError, RunError, TaskError
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.task.evaluate_weights import evaluate
 from fxpipe.task.model_file import load_task
 

@@ -15,7 +15,7 @@ from fxpipe.errors import BuildError
 from fxpipe.files import Snapshot
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.task.hooks import given_task
 
 

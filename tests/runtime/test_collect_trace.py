@@ -23,7 +23,7 @@ from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires.clocks import ClockOffset
 
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "policy": "spectrain"}

@@ -11,7 +11,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 
 pytestmark = pytest.mark.multiproc
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "dropout": True}

@@ -22,8 +22,8 @@ from fxpipe.errors import BatchError, BuildError, RunError, TaskError
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
-from fxpipe.runtime.wires.moves import moves
+from fxpipe.runtime.process.start import run_local
+from fxpipe.runtime.wires.addresses import moves
 from fxpipe.runtime.worker.evaluation import EvaluationData, means
 from fxpipe.task.hooks import given_task
 from fxpipe.task.model_file import Task

@@ -19,7 +19,7 @@ from fxpipe.build.build import Build
 from fxpipe.errors import NotFiniteError, RunError, ScheduleError, TaskError
 from fxpipe.observe.run_folder import read_run
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.worker.loss_scaler import Scale, unscale
 
 WHERE = {"forward_at": ["layers.1", "layers.2"], "backward_at": ["layers.1", "layers.2"]}

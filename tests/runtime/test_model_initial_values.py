@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import TaskError
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.worker.model_initial_values import initialised
+from fxpipe.runtime.worker.initial_weights import initialised
 from fxpipe.task.meta import MetaModel, on_meta
 
 
@@ -89,7 +89,7 @@ def test_only_what_is_needed_has_memory(plan: Plan, monkeypatch: pytest.MonkeyPa
         made.append(on_meta(*args, **more))
         return made[-1]
 
-    monkeypatch.setattr("fxpipe.runtime.worker.model_initial_values.on_meta", watching)
+    monkeypatch.setattr("fxpipe.runtime.worker.initial_weights.on_meta", watching)
     rows = {p.name: p for p in plan.parameters}
     initialised(plan, [rows["recurrent.bias_hh_l0"], rows["loaded.bias"]], Rich, seed=0)
     numbers = made[1].numbers()

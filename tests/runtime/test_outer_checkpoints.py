@@ -14,7 +14,7 @@ from torch import Tensor
 import fxpipe as fxp
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.turns import Turns
 from fxpipe.runtime.worker.outer_step import OuterStep

@@ -22,7 +22,7 @@ from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.ends import process_name
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires.collective import LocalCollective
 from fxpipe.typed_json import Malformed
 

@@ -13,7 +13,7 @@ import fxpipe as fxp
 from fxpipe.errors import RunError
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.task.model_file import load_task
 
 MODEL = Path(__file__).parent / "replica_model.py"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fxpipe.policy import make
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.open_pipeline import open_local
 from fxpipe.runtime.process.pipeline import Pipeline
+from fxpipe.runtime.process.start import open_local
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.open_pipeline import open_local
 from fxpipe.runtime.process.pipeline import Pipeline
+from fxpipe.runtime.process.start import open_local
 from fxpipe.task.hooks import given_task
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 

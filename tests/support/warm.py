@@ -34,7 +34,7 @@ PRELOADED = (
     "fxpipe.cli.main",
     "fxpipe.lowering.lower",
     "fxpipe.runtime.process.launch",
-    "fxpipe.runtime.process.local_run",
+    "fxpipe.runtime.process.start",
     "fxpipe.runtime.process.rank",
 )
 READ_AT_ONCE = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "LD_", "TORCH_", "TORCHINDUCTOR_")

@@ -15,7 +15,7 @@ from two_hosts import Host, missing, two_hosts
 
 from fxpipe.lowering.lower import compile
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.start import run_local
 from fxpipe.task.model_file import load_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiproc]

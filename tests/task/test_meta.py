@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fxpipe as package
 from fxpipe.errors import BackendError, CaptureError, TaskError
 from fxpipe.plan.build_folder import load_plan
-from fxpipe.runtime.worker.model_initial_values import initialised
+from fxpipe.runtime.worker.initial_weights import initialised
 from fxpipe.task.meta import on_meta, to_device
 
 MODEL = """\

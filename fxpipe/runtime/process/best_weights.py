@@ -1,4 +1,4 @@
-"""`best.safetensors`: the weights of a run's best evaluation so far, while it trains on.
+"""The metric that `--save-best` names, which evaluation is the best so far, and the file with its weights.
 
 An earlier run's file stays as it is until the run has ended well: meanwhile this one's is `best.partial.safetensors`.
 Beside each is a note, `best.json`, of the evaluation that it is of. It is taken away before the weights are replaced
@@ -8,25 +8,29 @@ and written after them: so whoever goes on knows whether these are the weights o
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, near
 from fxpipe.files import replaced
 from fxpipe.messages import warn
 from fxpipe.observe.record import BEST_NOTE, BEST_WEIGHTS
-from fxpipe.runtime.process.goal import Goal
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.options import RunOptions
+
+if TYPE_CHECKING:  # the launcher asks for the metric, and does without torch
+    from torch import Tensor
 
 PARTIAL = "best.partial.safetensors"
 _NOTES = {BEST_WEIGHTS: BEST_NOTE, PARTIAL: "best.partial.json"}
 
-Write = Callable[[str, Sequence[Mapping[str, Tensor]]], RunError | None]
+Write = Callable[[str, "Sequence[Mapping[str, Tensor]]"], RunError | None]
 """Writes a file of this name, of the tensors of this process's workers by name; returns why it is not there."""
 
 
@@ -131,3 +135,61 @@ class BestWeights:
 
     def _file(self, name: str) -> Path:
         return self._out / name
+
+
+SMALLER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "nll", "bpc", "wer", "cer", "fid")
+"""Metrics whose names end so are better where they are smaller."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A metric, and its better direction."""
+
+    metric: str
+    greater: bool
+
+    @staticmethod
+    def of(options: RunOptions, plan: Plan) -> Goal | None:
+        """What the options ask for; None if they ask for none.
+
+        `accuracy` is better where it is greater, `-cost` where it is smaller, and so is what is named like a loss.
+
+        Raises:
+            RunError: what they ask for cannot be done.
+        """
+        if options.save_best is None:
+            if options.patience is not None:
+                raise RunError(
+                    "--patience needs --save-best: the metric that has to improve", hint="--save-best loss, say"
+                )
+            return None
+        if options.eval_every is None:
+            raise RunError(
+                "--save-best needs --eval-every: the weights at the end are written in any case",
+                hint="--eval-every N, or epoch",
+            )
+        if options.out is None:
+            raise RunError("--save-best needs an output folder", hint="give out=FOLDER, where best.safetensors will be")
+        metric = options.save_best.removeprefix("-")
+        known = metrics_of(plan)
+        if metric not in known:
+            raise RunError(
+                f"--save-best: metrics(model, batch) gives no {metric!r}{near(metric, known)}",
+                hint=f"one of {', '.join(known)}; with - before it, smaller is better",
+            )
+        smaller = options.save_best.startswith("-") or metric.lower().endswith(SMALLER)
+        return Goal(metric, not smaller)
+
+    def better(self, value: float, than: float | None) -> bool:
+        """Whether a value is the best so far; one that is not finite never is."""
+        if not math.isfinite(value):
+            return False
+        return than is None or (value > than if self.greater else value < than)
+
+    def __str__(self) -> str:
+        return f"{self.metric} ({'greater' if self.greater else 'smaller'} is better)"
+
+
+def metrics_of(plan: Plan) -> list[str]:
+    """The names of all metrics of a build, in the order in which all workers know them."""
+    return list(dict.fromkeys(name for evaluation in plan.evaluations for name in evaluation.metrics))

@@ -39,7 +39,7 @@ def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn
     gc.disable()  # imported modules stay: no collection has to look at them, neither now nor while the run goes on
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.ends import end_process, leave_error
-    from fxpipe.runtime.process.rank import join
+    from fxpipe.runtime.process.start import join
     from fxpipe.torch_private import DYNAMO
 
     importlib.import_module(DYNAMO)  # the first optimizer of torch does: a second of each worker's, were it not here

@@ -18,9 +18,8 @@ from fxpipe.observe.record import BEST_WEIGHTS
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.best_weights import PARTIAL, BestWeights, Write
+from fxpipe.runtime.process.best_weights import PARTIAL, BestWeights, Goal, Write, metrics_of
 from fxpipe.runtime.process.check_run import decides_alike, unlike
-from fxpipe.runtime.process.goal import Goal, metrics_of
 from fxpipe.runtime.process.minibatch_notes import AHEAD, several_shapes
 from fxpipe.runtime.process.resume import run_before
 from fxpipe.runtime.process.run_summary import write_run

@@ -1,9 +1,11 @@
-"""The device of one process of a distributed run, and what carries messages between the devices."""
+"""On what a process computes, and with whose memory: its device, what carries messages, the C allocator."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import sys
 
 import torch
 import torch.distributed as dist
@@ -43,3 +45,18 @@ def common_backend(device: torch.device, rank: int, ranks: int) -> str:
     if own is not None and rank == 0:
         warn("not every process has a CUDA device of its own: messages go through the CPU's memory, over gloo")
     return "gloo"
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_LARGEST = 32 << 20  # bytes: the largest mmap threshold that glibc accepts
+
+
+def reuse_freed_memory() -> bool:
+    """Keep freed memory for this process's lifetime; False if the C library is not glibc."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return bool(libc.mallopt(_MMAP_THRESHOLD, _LARGEST)) and bool(libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+    except (OSError, AttributeError):
+        return False

@@ -30,10 +30,9 @@ from torch import Tensor
 
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.process.goal import metrics_of
-from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat
+from fxpipe.runtime.process.best_weights import metrics_of
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat, evaluation_edges, moves
 from fxpipe.runtime.wires.collective import Collective, Key
-from fxpipe.runtime.wires.moves import evaluation_edges, moves
 from fxpipe.runtime.wires.wired import WiredTransport, Wires
 from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, means
 from fxpipe.runtime.worker.executor import Executor

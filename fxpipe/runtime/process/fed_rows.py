@@ -14,12 +14,11 @@ from fxpipe.checkpoint.shard import Shard, replicas_that_write
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.between_actions import between_actions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
 from fxpipe.runtime.process.rows import Row, first_replicas, open_rows
-from fxpipe.runtime.process.training_loop import train
+from fxpipe.runtime.process.training_loop import between_actions, train
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.worker.checkpoint import Checkpoint

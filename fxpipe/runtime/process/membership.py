@@ -1,25 +1,44 @@
-"""A process of a run among the others: from the meeting of all to their leaving, in order or after errors."""
+"""A process of a run among the others: they meet, agree on what they run, and leave, in order or after errors.
+
+The processes of one run may read builds on several machines. Two that differ in a bit of a weight would train without
+a word, and to wrong weights; two with other cuts would crash in the middle. So every worker says what it has, and every
+worker compares all of it with what worker 0 has.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, PeerLost, RunError
+import fxpipe
+from fxpipe.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from fxpipe.checkpoint.shard import worker_of
+from fxpipe.checkpoint.shelf import Shelf
+from fxpipe.errors import CheckpointError, FxpipeError, PeerLost, PeerRefused, RunError, listed
+from fxpipe.files import Snapshot
+from fxpipe.messages import warn
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, StorePulses
+from fxpipe.plan.spec import Mesh, Plan
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.agreement import Agreed, agree
+from fxpipe.runtime.process.check_run import check_run, files_read, writing
 from fxpipe.runtime.process.ends import end_process, process_name
 from fxpipe.runtime.process.last_saved import name_checkpoint
+from fxpipe.runtime.process.resume import NEWEST, resumed_options
 from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
+from fxpipe.runtime.process.together import gathered
 from fxpipe.runtime.wires.group import (
     close_group,
     forget_group,
@@ -29,6 +48,8 @@ from fxpipe.runtime.wires.group import (
     peers,
     place_of_process,
 )
+from fxpipe.runtime.worker.checkpoint import Checkpoint
+from fxpipe.task.hooks import task_of_build
 from fxpipe.task.model_file import Task
 from fxpipe.threads import threads_for
 from fxpipe.torch_private import default_store
@@ -117,3 +138,239 @@ def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int) -> Pulses:
     pulse.after_beat = WatchingWorker(store, pulse, rank, options, end_process, agreed.plan.mesh)
     pulse.begin()
     return store
+
+
+PLACES = ("build", "model_file", "weights", "resume", "out", "trace", "tensorboard")
+"""Options that may name another place on each machine: only whether they are given must be the same."""
+OWN = ("progress", "exchange", "plan_digest")
+"""Options that are a process's own affair."""
+MOST_LINES = 12
+
+Gather = Callable[[Any], list[Any]]
+"""What each worker gives, by worker; all of them call it."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What a worker runs, the same on all of them.
+
+    Attributes:
+        options: as given, or those of the checkpoint that the run goes on from.
+        files: those it reads, as they were when it checked them.
+        checkpoint: the one to start from, if any.
+    """
+
+    options: RunOptions
+    plan: Plan
+    task: Task
+    files: Snapshot
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What one worker has to say.
+
+    Attributes:
+        facts: what must be the same everywhere, by name.
+        checkpoint: the files of `--weights`, by what their file systems say: of equal ones no byte need be read.
+        problem: why this worker refuses.
+    """
+
+    host: str
+    facts: dict[str, str] = dataclasses.field(default_factory=dict)
+    checkpoint: tuple[Any, ...] = ()
+    problem: FxpipeError | None = None
+
+
+def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: ExitStack) -> Agreed:
+    """Check what this worker was given, and compare it with what the others were; called by all, in an open group.
+
+    Args:
+        task: the user's hooks; None takes those of the model file.
+        held: gets the lock of the output folder, if this worker writes there and no launcher has it.
+
+    Raises:
+        FxpipeError: this worker's own, as `check_run`.
+        PeerRefused: another worker's; says which one it is.
+        RunError: the workers were given different things; names the worker and all differences.
+    """
+    files, plan, problem, facts, checkpoint = Snapshot({}), None, None, dict[str, str](), None
+    try:
+        if rank == 0 and options.exchange is None:
+            held.enter_context(writing(options.out))
+    except FxpipeError as error:
+        problem = error
+    path = newest_of_all(_shelf(options), rank, world, lambda own: gathered(own, rank, world))
+    try:
+        if problem is not None:
+            raise problem
+        if path is not None:
+            options = dataclasses.replace(options, resume=str(path), weights=str(path))
+        options = resumed_options(options, options.out)
+        files = files_read(options)
+        plan, checkpoint = check_run(options, from_file=task is None, writes=rank == 0)
+        if world != plan.processes:
+            raise _other_number(plan, world, options.build)
+        task = task or task_of_build(plan, options.build, options.model_file)
+        facts = facts_of(plan, options) | {"callbacks": ", ".join(task.callbacks.names) or "none"}
+        if checkpoint is not None and checkpoint.manifest is not None:  # each worker compares what it reads with that
+            facts[f"--weights: {MANIFEST}"] = _digest(checkpoint.path / MANIFEST)
+    except FxpipeError as error:
+        problem = error
+    host = socket.gethostname()
+    unsigned = checkpoint.files if checkpoint is not None and checkpoint.manifest is None else []
+    identities = tuple((host, *(files.identities.get(file) or ())) for file in unsigned)
+    said = gathered(_Said(host, facts, identities, problem), rank, world)
+    if problem is not None:
+        raise problem
+    assert plan is not None
+    _refuse_with(said, plan.mesh)
+    if any(other.checkpoint != said[0].checkpoint for other in said):
+        digests = {f"--weights: {file.name}": _digest(file) for file in unsigned}
+        said = gathered(_Said(host, facts | digests), rank, world)
+    _refuse_differences(said, options, plan.mesh)
+    assert task is not None
+    return Agreed(options, plan, task, files, checkpoint)
+
+
+def _other_number(plan: Plan, world: int, build: str) -> RunError:
+    on = f" on {plan.ranks} rank{'s' if plan.ranks > 1 else ''}" if plan.virtual else ""
+    replicas = f", with {plan.dp} replicas of each" if plan.dp > 1 else ""
+    instead = f"-n {world}" if plan.dp == 1 else f"another -n and --dp, whose product is {world}"
+    if plan.crossing:
+        replicas = f", with {listed([str(count) for count in plan.replicas])} replicas"
+        instead = f"other --replicas, whose sum is {world}"
+    return RunError(
+        f"the build has {plan.workers} worker{'s' if plan.workers > 1 else ''}{on}{replicas}, but {world} process"
+        f"{'es were' if world > 1 else ' was'} started",
+        where=build,
+        hint=f"start {plan.processes} processes in all, or compile with {instead}",
+    )
+
+
+def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
+    """What decides the numbers of a run, by name: versions, the plan, the code as it is, the options."""
+    found = {"fxpipe": fxpipe.__version__, "torch": torch.__version__}
+    for field in dataclasses.fields(plan):
+        found[f"plan.json: {field.name}"] = _shown(getattr(plan, field.name))
+    for code in plan.code:
+        found[code.file] = _digest(Path(options.build) / code.file)
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in PLACES:
+            found[f"option {field.name}"] = "given" if value is not None else "not given"
+        elif field.name not in OWN:
+            found[f"option {field.name}"] = str(value)
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A short value itself, the digest of a long one."""
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, str) and len(value) <= 64):
+        return str(value)
+    plain = [dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for v in _rows(value)]  # type: ignore[arg-type]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _rows(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    except OSError as error:
+        return error.strerror or "not to be read"
+
+
+def _shelf(options: RunOptions) -> Shelf | None:
+    """Where this worker is to look for the newest checkpoint; None if it is not."""
+    asked = options.resume == NEWEST and options.weights is None and options.out is not None
+    return Shelf.of(str(options.out)) if asked else None
+
+
+def _refuse_with(said: Sequence[_Said], mesh: Mesh) -> None:
+    """Refuse if another process has."""
+    for rank, other in enumerate(said):
+        if (problem := other.problem) is not None:
+            what = f"{process_name(rank, mesh)} on {other.host} refused to begin: {problem.what}"
+            raise PeerRefused(what, where=problem.where, hint=problem.hint, page=problem.page)
+
+
+def _refuse_differences(said: Sequence[_Said], options: RunOptions, mesh: Mesh) -> None:
+    first = said[0]
+    lines = [
+        f"{process_name(rank, mesh)} on {other.host}: {line}"
+        for rank, other in enumerate(said)
+        for line in differences(other.facts, first.facts)
+    ]
+    if not lines:
+        return
+    shown = lines[:MOST_LINES] + ([f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])
+    raise RunError(
+        "the workers were not given the same:\n  " + "\n  ".join(shown),
+        where=options.build,
+        hint=f"copy the build (and the model file) of worker 0, on {first.host}, to every machine, and start all with "
+        "the same options and versions",
+    )
+
+
+def differences(facts: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
+    """Each way in which a worker's facts differ from those of worker 0, in words."""
+    names = [*first, *(name for name in facts if name not in first)]
+    return [
+        f"{name} is {facts.get(name, 'missing')}, on worker 0 it is {first.get(name, 'missing')}"
+        for name in names
+        if facts.get(name) != first.get(name)
+    ]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a worker says of a checkpoint: what is wrong with its part, else the digest of the manifest."""
+
+    problem: str | None
+    manifest: str = ""
+
+
+def newest_of_all(shelf: Shelf | None, worker: int, workers: int, gather: Gather) -> Path | None:
+    """The folder of the newest checkpoint of which every worker finds its part whole; called by all of them.
+
+        worker 0:  step-900: files 1 of 4 are whole   │             │ step-600: whole │
+        worker 3:  step-900: optimizer-00004 is short │ all hear it │ step-600: whole │ all go on from step-600
+
+    Of the checkpoint's files, those of worker k are worker k's part; where fewer workers go on, they share them.
+
+    Args:
+        shelf: where this worker would look; None if it was not asked to look for the newest.
+
+    Returns:
+        None if some worker was not asked, or no checkpoint is whole: who looks by itself, will say what is wrong.
+    """
+    seen = gather(None if shelf is None else shelf.steps())
+    if any(steps is None for steps in seen):
+        return None
+    assert shelf is not None
+    for step in sorted({step for steps in seen for step in steps}, reverse=True):
+        path = shelf.path(step)
+        found: list[_Found] = gather(_looked_at(path, worker, workers))
+        others = [k for k, other in enumerate(found) if other.manifest != found[0].manifest]
+        problems = [f"worker {k}: {other.problem}" for k, other in enumerate(found) if other.problem is not None]
+        if not problems and others:
+            problems = [f"worker {others[0]} has another one than worker 0"]
+        if not problems:
+            return path
+        if worker == 0:
+            warn(f"{path}: {'; '.join(problems)}; it is left out")
+    return None
+
+
+def _looked_at(path: Path, worker: int, workers: int) -> _Found:
+    try:
+        manifest = read_manifest(path)
+        check_files(path, manifest, [name for name in sorted(manifest.files) if worker_of(name) % workers == worker])
+    except CheckpointError as error:
+        return _Found(error.what)
+    return _Found(None, manifest.digest)

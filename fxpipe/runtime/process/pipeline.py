@@ -15,13 +15,12 @@ from fxpipe.checkpoint.shard import Shard, replicas_that_write
 from fxpipe.errors import BatchError, FxpipeError, RunError
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.alike import ALIKE, REFUSED, Calls
 from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.epochs import in_steps
 from fxpipe.runtime.process.fed_rows import FedRows
-from fxpipe.runtime.process.minibatch_notes import StepLoss
+from fxpipe.runtime.process.minibatch_notes import ALIKE, REFUSED, Calls, StepLoss
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_together
 from fxpipe.runtime.process.readings import Readings

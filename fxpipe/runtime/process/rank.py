@@ -16,14 +16,9 @@ from torch import Tensor
 from fxpipe.checkpoint.shard import replicas_that_write
 from fxpipe.errors import NotFiniteError
 from fxpipe.observe.live import Board
-from fxpipe.observe.progress import Progress, default_progress
-from fxpipe.observe.pulse import Pulse
+from fxpipe.observe.progress import Progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.random_state import seed_everything
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.agreement import Agreed
-from fxpipe.runtime.process.allocator import reuse_freed_memory
-from fxpipe.runtime.process.between_actions import between_actions
 from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks
@@ -32,7 +27,7 @@ from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.ends import PoliteStop, say_stopped
 from fxpipe.runtime.process.epochs import agree_epoch, agree_length
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
-from fxpipe.runtime.process.membership import membership
+from fxpipe.runtime.process.membership import Agreed
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, recipe_of, restore, resumed_step, run_before
@@ -40,9 +35,9 @@ from fxpipe.runtime.process.rows import Row, first_replicas, open_evaluation, op
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row, write_run
 from fxpipe.runtime.process.together import barrier, gathered
-from fxpipe.runtime.process.training_loop import train
+from fxpipe.runtime.process.training_loop import between_actions, train
 from fxpipe.runtime.process.warnings import say_first, warn_if_edited
-from fxpipe.runtime.process.world import AmongProcesses, NotFiniteAnswers, World
+from fxpipe.runtime.process.world import NotFiniteAnswers, World
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.worker.averages import averages_of
@@ -52,37 +47,9 @@ from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, weights_a
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Event
 from fxpipe.stages.minibatch import ShapedMinibatches, number_of
-from fxpipe.task.model_file import Task
 
 STOPPING = 1.0
 """Seconds that worker 0 of a run that stops leaves the others to see that it does."""
-
-
-def join(
-    options: RunOptions,
-    task: Task | None = None,
-    progress: Progress | None = None,
-    pulse: Pulse | None = None,
-) -> dict[str, Any] | None:
-    """Run the workers of one rank of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR,
-    …), or that the caller has made.
-
-    Args:
-        pulse: this process's, if it was started by `launch`, where its launcher reads it.
-
-    Returns:
-        The summary (see `summarize_run`) on rank 0, None elsewhere.
-
-    Raises:
-        FxpipeError: as `membership`.
-    """
-    reuse_freed_memory()
-    with membership(options, task, pulse) as member:
-        if options.progress and progress is None and member.rank == 0:
-            progress = default_progress()
-        agreed, plan = member.agreed, member.agreed.plan
-        world = AmongProcesses(plan, agreed.options, member.rank, member.pulse, member.pulses)
-        return Run(agreed, world, progress).run()
 
 
 class Run:

@@ -21,10 +21,9 @@ from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
-from fxpipe.runtime.process.alike import Decision, Decisions
 from fxpipe.runtime.process.checkpoints import DECIDED, Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
-from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
+from fxpipe.runtime.process.minibatch_notes import Decision, Decisions, Losses, StepLoss
 from fxpipe.runtime.wires.addresses import ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.executor import Executor

@@ -8,6 +8,9 @@ processes do it in one order, and none waits for what another would only do late
 
     rank 0:  … 2:B7 0:B7 │ announce 2, announce 0, settle 0, settle 2 │ on_step, checkpoint, evaluation │ 0:F8 …
     rank 1:  … 3:B7 1:B7 │ announce 3, announce 1, settle 1, settle 3 │ …
+
+Between two actions comes what is due: on_step → checkpoint → evaluation → on_eval → on_epoch. A checkpoint is cut
+before what follows from the evaluation of its step: whoever goes on from it hears of that again.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch import Tensor
 
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.spec import Plan
+from fxpipe.runtime.process.checkpoints import Checkpoints
+from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.schedule.action import LOOKAHEAD, Event
@@ -129,3 +134,35 @@ def train(
         ended = action.minibatch
         if worker == 0 and executor.store.due is not None:
             unreported = executor.store.due
+
+
+def between_actions(
+    acted: Sequence[Executor],
+    here: Sequence[Executor],
+    callbacks: RunCallbacks | None,
+    checkpoints: Checkpoints | None,
+    evaluate: Callable[[], None] | None,
+    rates_follow: bool,
+) -> None:
+    """Do what is due on some workers.
+
+    Args:
+        acted: these, all at the same version.
+        here: all workers of this process: an evaluation may have held some of them.
+        evaluate: evaluates, if that is due; None where nothing is evaluated.
+        rates_follow: an evaluation changes learning rates.
+    """
+    if callbacks is not None:
+        for executor in acted:
+            callbacks.stepped(executor)
+    if checkpoints is not None and (rates_follow or (callbacks is not None and callbacks.follows)):
+        for executor in acted:
+            checkpoints.take(executor)
+    if evaluate is not None:
+        evaluate()
+    if callbacks is not None:
+        for executor in here:
+            callbacks.epoch_over(executor)
+    if checkpoints is not None:
+        for executor in acted:
+            checkpoints.take(executor)

@@ -14,7 +14,7 @@ from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import EdgeSpec, EvaluationSpec, EvaluationStage, LeafSpec, Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
-from fxpipe.runtime.wires.moves import first_names
+from fxpipe.runtime.wires.addresses import first_names
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
 from fxpipe.runtime.worker.stage_code import explained, reseed
 from fxpipe.stages.loaded import LoadedStage, load_evaluation

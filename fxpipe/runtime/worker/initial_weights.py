@@ -1,20 +1,42 @@
-"""Where a worker's first weights come from: the build, a checkpoint, or the user's model()."""
+"""Where a worker's first weights come from: the build, a checkpoint, or the user's model().
+
+For a build without values, these are those that model() gives its parameters.
+The model is made twice more (`fxpipe.task.meta`): first without values, to see in which order its code makes the
+parameters, and which are made from others; then with values for the parameters that the worker needs, and for those
+that they are made from, whatever sets them: a module's reset_parameters(), the model's _init_weights(), model() itself.
+All other parameters have no memory, and code that initialises them does nothing.
+
+The generator is seeded afresh for every random operator, by the run's seed and a name: that of the parameter for which
+the numbers are drawn, or of the one that was made last. So a parameter's values do not depend on what else has memory:
+they are the same on every worker, and for all cuts. They are not the numbers that an ordinary model() draws.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor, nn
 
-from fxpipe.errors import BuildError
+from fxpipe.errors import BuildError, FxpipeError, TaskError, listed
 from fxpipe.messages import warn
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan, TensorSpec
+from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.worker.checkpoint import Checkpoint
-from fxpipe.runtime.worker.model_initial_values import initialised
+from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import Task
+from fxpipe.torch_private import LightDispatchMode, memory_of, pytree, schema_of
+from fxpipe.tracing import user_lines
 
 AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"
 
@@ -83,3 +105,203 @@ def read_tensors(
     if wrong:
         raise BuildError("the weights do not fit the plan: " + "; ".join(wrong), where=str(path), hint=AGAIN)
     return found
+
+
+CURE = "run with --weights CHECKPOINT, or give the parameters their values in the modules' reset_parameters()"
+
+
+def initialised(
+    plan: Plan,
+    needed: Sequence[ParameterSpec],
+    make: Callable[[], nn.Module],
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """The initial values of some of a build's parameters, by first name, each in memory of its own.
+
+    The process's random state stays as it was.
+
+    Args:
+        make: gives the model that the build was compiled from.
+
+    Raises:
+        TaskError: the model has other parameters than the plan, or it cannot be made without values.
+    """
+    if not needed:
+        return {}
+    with random_state_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they came out when the model was compiled
+        lineage = _Lineage()
+        with lineage:
+            first = on_meta(make, told=lineage.born)
+        numbers = first.numbers()
+        _check_same(plan, first.model)
+        unseen = [p.name for p in needed if p.name not in numbers]
+        if unseen:
+            raise TaskError(f"fxpipe did not see how {listed(unseen)} came into the model", hint=CURE)
+        mode = _Seeded(seed, {number: name for name, number in reversed(numbers.items())})
+        _seed_others(seed)
+        with mode:
+            made = on_meta(_explained(make), lineage.of(numbers[p.name] for p in needed), mode.born)
+    if made.numbers() != numbers:
+        raise TaskError(
+            "model() makes its parameters in another order each time",
+            hint="let it do the same at every call, or run with --weights CHECKPOINT",
+        )
+    found = {p.name: made.births[numbers[p.name]] for p in needed}
+    without = [name for name, parameter in found.items() if parameter.is_meta]
+    if without:
+        raise TaskError(f"model() gives no values to {listed(without)}: it leaves them on the meta device", hint=CURE)
+    return {p.name: _own(found[p.name].detach(), Layout(p.tensor), device) for p in needed}
+
+
+def _own(value: Tensor, layout: Layout, device: torch.device | str) -> Tensor:
+    """The value in separate memory on the device, in this layout; the tensor itself if it is so already."""
+    alone = value.untyped_storage().nbytes() == value.nbytes
+    if alone and value.stride() == layout.stride and value.device == torch.device(device):
+        return value
+    return layout.empty(device).copy_(value)
+
+
+def _check_same(plan: Plan, model: nn.Module) -> None:
+    present = dict(model.named_parameters(remove_duplicate=False))
+    wrong = []
+    for row in plan.parameters:
+        found = present.get(row.name)
+        layout = Layout(row.tensor)
+        if found is None:
+            wrong.append(f"{row.name} is missing")
+        elif (found.shape, found.dtype) != (layout.shape, layout.dtype):
+            wrong.append(f"{row.name} is {found.dtype}{list(found.shape)}, not {layout.dtype}{list(layout.shape)}")
+    if wrong:
+        raise TaskError(
+            f"model() does not give the model that was compiled: {listed(wrong)}", hint="compile the model again"
+        )
+
+
+def _explained(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The same function, whose errors say the likely cause: some parameters have no values."""
+
+    def model() -> nn.Module:
+        try:
+            return make()
+        except Exception as error:
+            where = error.where if isinstance(error, FxpipeError) else user_lines.user_traceback(error)
+            said = error.what if isinstance(error, FxpipeError) else f"model() raised {type(error).__name__}: {error}"
+            raise TaskError(
+                f"{said}\nonly the parameters of one worker have values here, all others are on the meta device",
+                where=where,
+                hint=CURE,
+            ) from error
+
+    return model
+
+
+class _Lineage(LightDispatchMode):
+    """Records which parameters' values are made from those of which others: copies, norms, averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._from: dict[int, set[int]] = {}  # by memory: the parameters whose values are in it
+        self._owner: dict[int, int] = {}  # by memory: the parameter that it belongs to
+        self._parents: dict[int, set[int]] = {}
+
+    def born(self, number: int, parameter: nn.Parameter) -> None:
+        memory = memory_of(parameter)
+        self._parents[number] = self._from.get(memory, set())
+        self._owner[memory] = number
+        self._from[memory] = {number}
+
+    def of(self, numbers: Iterable[int]) -> set[int]:
+        """These parameters, and all that they are made from."""
+        found: set[int] = set()
+        left = list(numbers)
+        while left:
+            number = left.pop()
+            if number not in found:
+                found.add(number)
+                left += self._parents[number]
+        return found
+
+    def read(self, tensors: Any) -> set[int]:
+        """The parameters whose values are in any of these tensors."""
+        return {number for memory in _memories(tensors) for number in self._from.get(memory, ())}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        read = _memories((args, kwargs))
+        sources = self.read((args, kwargs))
+        written = [args[i] for i, a in enumerate(schema_of(func).arguments) if i < len(args) and _is_written(a)]
+        for tensor in pytree.tree_leaves((made, written)):
+            if isinstance(tensor, Tensor):
+                memory = memory_of(tensor)
+                if memory in self._owner:
+                    self._parents[self._owner[memory]] |= sources - {self._owner[memory]}
+                else:
+                    self._from[memory] = sources | (self._from.get(memory, set()) if memory in read else set())
+        return made
+
+
+def _memories(tensors: Any) -> set[int]:
+    return {memory_of(t) for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)}
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+class _Seeded(_Lineage):
+    """Seeds the random generator afresh for every random operator.
+
+    Draws for a parameter, into it or into a tensor made from it, are counted for that parameter alone. Their number
+    depends on whether it has memory: torch's initialisers return at once if it has none, and some draw until a value
+    fits. Other draws are counted from the parameter that was made last.
+
+    Args:
+        names: of parameters, by the order in which they were made.
+    """
+
+    def __init__(self, seed: int, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.seed = seed
+        self.names = names
+        self.mark = ""
+        self.drawn: Counter[str] = Counter()
+
+    def born(self, number: int, parameter: nn.Parameter) -> None:
+        """A parameter was made: if it is in the model, draws that are for no parameter count under its name."""
+        super().born(number, parameter)
+        if number in self.names:
+            self.mark = f"made {self.names[number]}"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            generator = (kwargs or {}).get("generator") or torch.default_generator
+            drawn_for = self.read((args, kwargs)) or self.read(_initialised_by_torch())
+            mark = " ".join(sorted(self.names.get(n, str(n)) for n in drawn_for)) or self.mark
+            generator.manual_seed(_number(f"{self.seed}/{mark}/{self.drawn[mark]}"))
+            self.drawn[mark] += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _initialised_by_torch() -> Tensor | None:
+    """The tensor that one of torch.nn.init's functions is working on, if one is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != nn.init.__file__:
+        frame = frame.f_back
+    return frame.f_locals.get("tensor") if frame is not None else None
+
+
+def _number(mark: str) -> int:
+    return int.from_bytes(hashlib.sha256(mark.encode()).digest()[:7], "little")
+
+
+def _seed_others(seed: int) -> None:
+    """Seed Python's and numpy's generators, from which code draws for parameters without memory as well."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)

@@ -1,4 +1,4 @@
-"""One worker's ends of the streams of copies: what it has sent its readers, and what it makes of others' messages.
+"""What workers read of a version: copies of others' weights, predictions, and who has yet to read them.
 
 Where messages hold differences (`CopyMessages`), both ends keep what the reader made of the last message: the owner
 for the next difference, and for checkpoints. Nothing here is ever written to; a later version has memory of its own.
@@ -7,12 +7,14 @@ for the next difference, and for checkpoints. Nothing here is ever written to; a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.policy.copy_messages import CopyMessages, Filling
-from fxpipe.policy.demand import WeightMessage
+from fxpipe.policy.demand import Demand, Reader, WeightMessage
+from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.runtime.wires.transport import Transport
 
 
@@ -139,3 +141,144 @@ class WeightCopies:
 
     def _changes(self, owner: int, reader: int, version: int, ahead: int) -> tuple[str, ...]:
         return self.messages.differences(owner, reader, version, ahead, self.filling)
+
+
+Key = tuple[int, int, int]  # owner, version, ahead
+
+
+@dataclass
+class Weights:
+    """The weights of one key.
+
+    Attributes:
+        left: how many actions have yet to read them, by `WeightReads.key`.
+    """
+
+    message: WeightMessage
+    left: dict[Reader, int]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of those that will still be read."""
+        wanted = (self.message.by_reader[reader] for reader, left in self.left.items() if left)
+        return list(dict.fromkeys(name for names in wanted for name in names))
+
+
+class Unread:
+    """The weights that one worker has yet to read, its own and others', in one segment of a run.
+
+    The first request for a version opens it, with the counts of all its reads. Once all of it has been read, it must
+    not be requested again.
+    """
+
+    def __init__(self, demand: Demand, worker: int) -> None:
+        self.demand = demand
+        self.worker = worker
+        self.begin(0, None)
+
+    def begin(self, start: int, stop: int | None, since: int = 0) -> None:
+        """Begin a segment: the minibatches from `start` up to, not including, `stop`; None while it is unknown.
+
+        Args:
+            since: the first of them that is not over.
+        """
+        self.start, self.stop, self.since = start, stop, since
+        self._versions: dict[tuple[int, int], dict[int, Weights]] = {}
+
+    def of(self, owner: int, version: int) -> dict[int, Weights]:
+        """What is unread of a version, by prediction distance."""
+        if (owner, version) not in self._versions:
+            found = self.demand.messages(owner, self.worker, version, self.start, self.stop, self.since)
+            self._versions[owner, version] = {m.ahead: Weights(m, dict(m.uses)) for m in found}
+        return self._versions[owner, version]
+
+    def kept(self, owner: int, version: int) -> dict[int, Weights]:
+        """As `of`, for a version that was opened: nothing if all of it has been read."""
+        return self._versions.get((owner, version), {})
+
+    def read(self, key: Key, reader: Reader) -> bool:
+        """An action has read these weights, or was left out; return whether it was the last."""
+        owner, version, ahead = key
+        self.of(owner, version)[ahead].left[reader] -= 1
+        return self._over(key)
+
+    def end(self, stop: int) -> list[Key]:
+        """The end is now known; return the weights that no action will read any more."""
+        over: list[Key] = []
+        for (owner, version), opened in list(self._versions.items()):
+            ending = self.demand.messages(owner, self.worker, version, self.start, stop, self.since)
+            coming = {message.ahead: message.uses for message in ending}
+            for ahead, weights in list(opened.items()):
+                for reader, count in weights.message.uses.items():
+                    weights.left[reader] -= count - coming.get(ahead, {}).get(reader, 0)
+                if self._over((owner, version, ahead)):
+                    over.append((owner, version, ahead))
+        self.stop = stop
+        return over
+
+    def _over(self, key: Key) -> bool:
+        owner, version, ahead = key
+        opened = self._versions[owner, version]
+        if any(opened[ahead].left.values()):
+            return False
+        del opened[ahead]
+        if not opened:
+            del self._versions[owner, version]
+        return True
+
+
+class Predictions:
+    """Predictions from the live version, each computed once; later predictions reuse their memory.
+
+    Args:
+        predictor: None if the policy does not predict, or the worker trains nothing.
+        trained: the live weights by name.
+
+    Attributes:
+        made: the predictions, by distance and name.
+    """
+
+    def __init__(self, predictor: Predictor | None, trained: Mapping[str, nn.Parameter], transport: Transport) -> None:
+        self.made: dict[int, dict[str, Tensor]] = {}
+        self._predictor = predictor
+        self._trained = trained
+        self._transport = transport
+        self._index = {name: i for i, name in enumerate(trained)}
+
+    def look(self, names: Sequence[str], ahead: int) -> Mapping[str, Tensor]:
+        """The live weights, predicted `ahead` updates ahead."""
+        if ahead == 0 or self._predictor is None:
+            return self._trained
+        found = self.made.setdefault(ahead, {})
+        missing = [name for name in names if name not in found]
+        if missing:
+            watch = self._transport.watch
+            watch.open("predict")
+            values = self._predictor.predict(ahead, [self._index[name] for name in missing])
+            found.update(zip(missing, values, strict=True))
+            watch.close()
+        return found
+
+    def keep(self, names: Sequence[str], ahead: int) -> dict[str, Tensor]:
+        """The same, to outlive the live version: predictions as they are, copies of what is not predicted."""
+        found = self.look(names, ahead)
+        predicted = self.made.get(ahead, {})
+        kept: dict[str, Tensor] = {}
+        for name in names:
+            live = found[name] is self._trained[name]  # also if there is nothing yet to predict from
+            kept[name] = found[name].detach().clone() if live else predicted.pop(name)
+        return kept
+
+    def forget(self, ahead: int) -> None:
+        """Free a prediction that nothing reads any more."""
+        self.give_back(self.made.pop(ahead, {}))
+
+    def forget_all(self) -> None:
+        """Free all predictions: the live weights are about to change, or have changed."""
+        for ahead in list(self.made):
+            self.forget(ahead)
+
+    def give_back(self, predicted: Mapping[str, Tensor]) -> None:
+        """Take back the memory that `keep` gave away."""
+        if predicted and self._predictor is not None:
+            self._predictor.give_back(list(predicted.values()), [self._index[name] for name in predicted])

@@ -19,12 +19,10 @@ from fxpipe.runtime.worker.averages import Averages, MovingAverage
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum
 from fxpipe.runtime.worker.outer_step import OuterStep
-from fxpipe.runtime.worker.pending_reads import Key, Unread
-from fxpipe.runtime.worker.predictions import Predictions
 from fxpipe.runtime.worker.shared_update import SharedUpdate
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
-from fxpipe.runtime.worker.weight_copies import WeightCopies
+from fxpipe.runtime.worker.weight_copies import Key, Predictions, Unread, WeightCopies
 from fxpipe.schedule.action import Action
 from fxpipe.task.model_file import Task
 

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.process.alike import Decision, Decisions
+from fxpipe.runtime.process.minibatch_notes import Decision, Decisions
 from fxpipe.runtime.wires.addresses import ProcessLine
 
 

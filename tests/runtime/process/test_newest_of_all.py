@@ -14,8 +14,8 @@ from fxpipe.checkpoint.manifest import MANIFEST, Manifest, check_files
 from fxpipe.checkpoint.shard import INDEX, state_files
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.tensor_file import write_bytes
-from fxpipe.runtime.process import agreement
-from fxpipe.runtime.process.agreement import newest_of_all
+from fxpipe.runtime.process import membership
+from fxpipe.runtime.process.membership import newest_of_all
 
 WORKERS = 4
 
@@ -56,7 +56,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.extend(f"{folder.name}/{name}" for name in names)
         check_files(folder, manifest, names)
 
-    monkeypatch.setattr(agreement, "check_files", noted)
+    monkeypatch.setattr(membership, "check_files", noted)
     return found
 
 

@@ -141,7 +141,7 @@ def optimizer(named_parameters):
 def test_a_run_takes_as_long_as_the_simulator_forecasts(build: Any, tmp_path: Path, schedule: str) -> None:
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.launch import launch
-    from fxpipe.runtime.process.local_run import run_local
+    from fxpipe.runtime.process.start import run_local
 
     (tmp_path / "task.py").write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n" + TASK.format(steps=40)

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.agreement import differences, facts_of
+from fxpipe.runtime.process.membership import differences, facts_of
 
 WORKER = """
 import json, os, sys
@@ -28,7 +28,7 @@ from pathlib import Path
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.ends import end_process
-from fxpipe.runtime.process.rank import join
+from fxpipe.runtime.process.start import join
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 for number, (port, texts) in enumerate(json.loads((folder / "cases.json").read_text())):

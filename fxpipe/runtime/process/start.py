@@ -1,0 +1,131 @@
+"""Begins a run, or the pipeline of a user's own loop: with all workers in this process, or as one of several."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import FxpipeError
+from fxpipe.observe.progress import Progress, default_progress
+from fxpipe.observe.pulse import Pulse
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.runtime.options import PipelineOptions, RunOptions
+from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
+from fxpipe.runtime.process.device import reuse_freed_memory
+from fxpipe.runtime.process.last_saved import name_checkpoint
+from fxpipe.runtime.process.membership import Agreed, membership
+from fxpipe.runtime.process.pipeline import Pipeline
+from fxpipe.runtime.process.rank import Run
+from fxpipe.runtime.process.resume import resumed_options
+from fxpipe.runtime.process.together import barrier
+from fxpipe.runtime.process.warnings import warn_if_edited
+from fxpipe.runtime.process.world import AmongProcesses, OneProcess
+from fxpipe.runtime.worker.checkpoint import Checkpoint
+from fxpipe.task.hooks import task_of_build
+from fxpipe.task.model_file import Task
+from fxpipe.threads import threads
+
+
+def run_local(options: RunOptions, task: Task | None = None, progress: Progress | None = None) -> dict[str, Any]:
+    """Train a build with all its workers in this process; return the summary (see `summarize_run`).
+
+    Args:
+        task: the user's hooks; by default the file that options or plan name.
+        progress: by default one that fits stderr, if `options.progress`.
+
+    Raises:
+        FxpipeError: any mistake that the user can fix.
+    """
+    with writing(options.out):
+        options = resumed_options(options, options.out)
+        files = files_read(options)
+        plan, checkpoint = check_run(options, from_file=task is None)
+        task = task or task_of_build(plan, options.build, options.model_file)
+        if progress is None and options.progress:
+            progress = default_progress()
+        with threads(options.threads, plan.processes):
+            run = Run(Agreed(options, plan, task, files, checkpoint), OneProcess(plan, options), progress)
+            try:
+                summary = run.run()
+            except FxpipeError as error:
+                if run.record is not None and run.record.own_steps:
+                    name_checkpoint(error, options, options.out)
+                raise
+    assert summary is not None
+    return summary
+
+
+def join(
+    options: RunOptions,
+    task: Task | None = None,
+    progress: Progress | None = None,
+    pulse: Pulse | None = None,
+) -> dict[str, Any] | None:
+    """Run the workers of one rank of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR,
+    …), or that the caller has made.
+
+    Args:
+        pulse: this process's, if it was started by `launch`, where its launcher reads it.
+
+    Returns:
+        The summary (see `summarize_run`) on rank 0, None elsewhere.
+
+    Raises:
+        FxpipeError: as `membership`.
+    """
+    reuse_freed_memory()
+    with membership(options, task, pulse) as member:
+        if options.progress and progress is None and member.rank == 0:
+            progress = default_progress()
+        agreed, plan = member.agreed, member.agreed.plan
+        world = AmongProcesses(plan, agreed.options, member.rank, member.pulse, member.pulses)
+        return Run(agreed, world, progress).run()
+
+
+def open_local(folder: str | Path, task: Task, options: PipelineOptions, out: str | None = None) -> Pipeline:
+    """A pipeline with all workers in this process: for debugging, studies of many workers, and a single device.
+
+        pipeline = fxpipe.load("build/").local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+        losses = pipeline.run(data)
+        model.load_state_dict(pipeline.state_dict())
+
+    It gives the same bits as one over processes: the same actions, versions, seeds and memory layouts.
+
+    Raises:
+        FxpipeError: as `Pipeline`.
+    """
+    plan = read_plan(folder)
+    options = resumed_options(options, out)
+    checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
+    return Pipeline(folder, plan, task, options, OneProcess(plan, options), checkpoint, out)
+
+
+def open_joined(options: RunOptions, task: Task) -> Pipeline:
+    """A pipeline whose ranks are in processes that all run the user's loop.
+
+    Args:
+        options: of the run, without those that `check_own_loop` refuses.
+        task: makes the optimizers of the workers of this process.
+
+    Raises:
+        FxpipeError: as `membership` and `Pipeline`.
+    """
+    reuse_freed_memory()
+    with ExitStack() as held:
+        member = held.enter_context(membership(options, task))
+        agreed = member.agreed
+        world = AmongProcesses(agreed.plan, agreed.options, member.rank, member.pulse, member.pulses)
+        leaves = ExitStack()
+        pipeline = Pipeline(
+            *(options.build, agreed.plan, agreed.task, agreed.options, world, agreed.checkpoint),
+            out=agreed.options.out,
+            held=leaves,
+        )
+        for executor in pipeline.executors:
+            warn_if_edited(*executor.stages)
+        check_unchanged(agreed.files)
+        barrier(pipeline.rank)
+        member.pulse.phase = "training"
+        leaves.push(held.pop_all())
+    return pipeline
