@@ -14,8 +14,16 @@ Channel = tuple[Any, ...]
 BATCH = "batch"
 CALL = "call"
 LOSS = "told loss"
-NOTES = ("behind", "total", "before", "overflow", "skip", "shape", "metrics", "heard", BATCH, CALL, LOSS, *CALLBACKS)
-"""Kinds of notes: for clipping, loss scaling, evaluation, shapes, own loops, callbacks."""
+NOTES: dict[str, tuple[str, str]] = {
+    **{kind: ("norm", f"norm {kind}") for kind in ("behind", "total", "before")},  # clipping
+    **{kind: ("overflow", f"note {kind}") for kind in ("overflow", "skip")},  # loss scaling
+    **{kind: ("token", f"{kind} of an evaluation") for kind in ("shape", "metrics", "heard")},
+    BATCH: ("token", BATCH),  # the shapes of a run's batches
+    CALL: ("token", CALL),  # own loops
+    LOSS: ("loss", "loss"),
+    **{kind: ("token", kind) for kind in CALLBACKS},
+}
+"""Kinds of notes, and what a worker waits for that waits for one, as `Cause` has it."""
 
 
 class Addresses:

@@ -20,11 +20,10 @@ from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.plan.urgency import URGENT, turn_of
-from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel, ReplicaSeat
+from fxpipe.runtime.wires.addresses import NOTES, Addresses, Channel, ReplicaSeat
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import unreceived
-from fxpipe.task.callbacks import CALLBACKS
 
 Waiting = tuple[int, Cause]
 """Which worker waits, and for what."""
@@ -251,7 +250,7 @@ class WiredTransport(Transport):
             self._keep(self.wires.isend(numbers, to, None, tag, replica=replica), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        return self._wait(("note", source, what), _cause(what[0], source))
+        return self._wait(("note", source, what), Cause(*NOTES[what[0]], source))
 
     def expect_loss(self, minibatch: int) -> None:
         """On worker 0, if it is not the loss worker: the loss of `minibatch` will be received soon."""
@@ -306,15 +305,6 @@ class WiredTransport(Transport):
     def _keep(self, pending: Leaving | None, to: int) -> None:
         if pending is not None:
             self._sent.append(_Sent(self._now, pending, to))
-
-
-def _cause(note: str, source: int) -> Cause:
-    """What a worker waits for that waits for a note."""
-    if note == LOSS:
-        return Cause("loss", "loss", source)
-    if note in ("overflow", "skip"):
-        return Cause("overflow", f"note {note}", source)
-    return Cause("token", note, source) if note in (BATCH, CALL, *CALLBACKS) else Cause("norm", f"norm {note}", source)
 
 
 class _Route(NamedTuple):
