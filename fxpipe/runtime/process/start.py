@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,27 @@ from fxpipe.task.model_file import Task
 from fxpipe.threads import threads
 
 
+@contextmanager
+def debugged(progress: Progress | None) -> Iterator[None]:
+    """Inside, `breakpoint()` ends the display first, which would draw over the debugger's prompt."""
+    before = sys.breakpointhook
+
+    def stop(*arguments: Any, **more: Any) -> Any:
+        if progress is not None:
+            progress.close()
+        if before is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
+            import pdb
+
+            return pdb.Pdb().set_trace(sys._getframe(1))  # where it was called, not here
+        return before(*arguments, **more)
+
+    sys.breakpointhook = stop
+    try:
+        yield
+    finally:
+        sys.breakpointhook = before
+
+
 def run_local(options: RunOptions, task: Task | None = None, progress: Progress | None = None) -> dict[str, Any]:
     """Train a build with all its workers in this process; return the summary (see `summarize_run`).
 
@@ -44,7 +68,7 @@ def run_local(options: RunOptions, task: Task | None = None, progress: Progress 
         task = task or task_of_build(plan, options.build, options.model_file)
         if progress is None and options.progress:
             progress = default_progress()
-        with threads(options.threads, plan.processes):
+        with threads(options.threads, plan.processes), debugged(progress):
             run = Run(Agreed(options, plan, task, files, checkpoint), OneProcess(plan, options), progress)
             try:
                 summary = run.run()
