@@ -39,6 +39,7 @@ class FedRows:
         executors: of the workers here, in rising order; of replicas the first here.
         every: those of all replicas here.
         fed: how many minibatches they have had, with those before the checkpoint.
+        resumed: the checkpoint that they went on from; None if they did not.
         checkpoints: what saves them; None if they are not to be saved.
         value: of the newest loss, where the loss worker is.
 
@@ -71,7 +72,8 @@ class FedRows:
         self.executors = first_replicas(self.rows)
         for executor in self.every:
             executor.store.updater.scheduler_due(1)  # now, not at the first update
-        self._resumed, self._shards = resumed, list[list[Shard]]()
+        self.resumed = self._going_on = resumed
+        self._shards: list[list[Shard]] = []
         if resumed is not None:
             self._shards = restore(self.every, resumed, shards)
         self._shapes: dict[int, int] = {}
@@ -140,12 +142,12 @@ class FedRows:
 
     def saved_at_rest(self) -> None:
         """They are empty and being saved: here as where one goes on from that, nothing is in flight."""
-        self._resumed, self._shards = None, []
+        self._going_on, self._shards = None, []
 
     def _begin(self) -> None:
         """Begin with an empty pipeline, or go on with that of the checkpoint."""
-        resumed, shards = self._resumed, self._shards
-        self._resumed, self._shards = None, []
+        resumed, shards = self._going_on, self._shards
+        self.saved_at_rest()
         self._begun, self._ending = True, False
         for row in self.rows:
             for transport in row.transports:

@@ -13,6 +13,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.fed_rows import FedRows
+from fxpipe.runtime.process.resume import Resumed
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.executor import Executor
@@ -44,6 +45,11 @@ class Readings:
     def every(self) -> list[Executor]:
         """Those of all replicas here."""
         return self._rows.every
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """The checkpoint that it went on from; None if it began anew."""
+        return self._rows.resumed
 
     @property
     def checkpoints(self) -> Checkpoints | None:
