@@ -8,7 +8,6 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard, replicas_that_write
 from fxpipe.plan.spec import Plan
@@ -41,7 +40,7 @@ class FedRows:
         every: those of all replicas here.
         fed: how many minibatches they have had, with those before the checkpoint.
         checkpoints: what saves them; None if they are not to be saved.
-        value: of the newest loss, where the loss worker is.
+        losses: of all that was fed.
 
     Raises:
         FxpipeError: as `open_rows` and `Checkpoints`.
@@ -86,8 +85,7 @@ class FedRows:
         self._parts: dict[tuple[int, int], list[Any]] = {}  # by minibatch and replica of worker 0
         self._begun = self._ending = False
         transports = {executor.worker: executor.transport for executor in self.executors}
-        self._losses = Losses(plan, world.line, transports)
-        self.value: Tensor | None = None
+        self.losses = Losses(plan, world.line, transports)
 
     @property
     def begun(self) -> bool:
@@ -106,7 +104,7 @@ class FedRows:
             self._begin()
         self._share(minibatch, parts)
         self.fed += 1
-        loss = self._losses.step(minibatch)
+        loss = self.losses.step(minibatch)
         self._go()
         oldest = min(executor.store.version for executor in self.every)
         for old in [known for known in self._shapes if known < oldest]:
@@ -121,7 +119,7 @@ class FedRows:
         for executor in self.every:
             executor.store.end(self.fed, told=False)
         self._go()
-        self._losses.settle()
+        self.losses.settle()
         for executor in self.every:
             executor.take_buffers(self.fed)
         for executor in self.every:
@@ -160,6 +158,7 @@ class FedRows:
 
     def _walk(self, row: Row, fed: _Fed) -> None:
         """Walk a row until a flush."""
+        tells = row.replica == 0 or self.plan.outer is None or not self.world.alone
         train(
             self.plan,
             row.executors,
@@ -167,7 +166,7 @@ class FedRows:
             fed.next,
             (lambda minibatch: self._parts.pop((minibatch, row.replica))) if row.rank == 0 else None,
             between=lambda version: between_actions(row.executors, self.every, None, self.checkpoints, None, False),
-            tell=self._heard if row.replica == 0 or self.plan.outer is None or not self.world.alone else None,
+            observers=[each for each in (self.losses if tells else None, self.checkpoints) if each is not None],
             more=fed.more,
         )
         for executor, transport in zip(row.executors, row.transports, strict=True):
@@ -184,11 +183,6 @@ class FedRows:
                 self._parts[minibatch, row.replica] = list(parts[row.replica :: replicas])
                 if replicas > 1 and not self.world.alone:
                     row.executors[0].compare_batch(minibatch, number_of(list(parts)))
-
-    def _heard(self, minibatch: int, loss: Tensor) -> None:
-        """The loss worker is here, and says a minibatch's loss; its replicas say the same."""
-        if self._losses.tell(minibatch, loss):
-            self.value = loss.reshape(-1)[0]
 
     def _go(self) -> None:
         device = self.world.device

@@ -22,6 +22,7 @@ from fxpipe.observe.record import OnStep
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.task.metrics import named_numbers
 
@@ -34,8 +35,7 @@ def train(
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
     report: OnStep | None = None,
     between: Callable[[int], None] | None = None,
-    reach: Callable[[int, int], None] | None = None,
-    tell: Callable[[int, Tensor], None] | None = None,
+    observers: Sequence[Observer] = (),
     more: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run all actions of the workers of one process, in rising order.
@@ -45,8 +45,7 @@ def train(
         more: then called once all before is done: whether something comes. It may wait until that is known.
         feed: where worker 0 is, the microbatches of a minibatch.
         report: where worker 0 is, called when it ends a minibatch (see `OnStep`).
-        reach: called before the first forward of each minibatch, with the number of updates made so far.
-        tell: where the loss worker is, called with each minibatch and its loss, with its metrics after it.
+        observers: follow the row.
         between: called at the beginning and after each update, between two actions, with the number of updates made so
             far; where there are several workers, between two minibatches.
     """
@@ -70,8 +69,8 @@ def train(
     def heard(worker: int, loss: MinibatchLoss | None) -> None:
         if loss is None:
             return
-        if tell is not None:
-            tell(*loss)
+        for observer in observers:
+            observer.loss(*loss)
         if worker:
             of_worker[worker][1].send_loss(loss.value)
         else:
@@ -115,9 +114,9 @@ def train(
         mine = None
         if action.phase == "F" and action.minibatch > reached:
             reached = action.minibatch
-            if reach is not None:
-                executor.watch.at(action)
-                reach(action.minibatch, executor.store.version)
+            executor.watch.at(action)
+            for observer in observers:
+                observer.begins(reached)
         if feed is not None and worker == 0 and action.phase == "F":
             if action.microbatch == 0:
                 executor.watch.at(action)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -36,7 +36,6 @@ class Feed:
 
     Attributes:
         steps_per_epoch: if it is set, what is done once an epoch counts on it: an epoch of another length is told.
-        marks: whether `mark` will be asked after so many batches; known before the next batch is read.
     """
 
     def __init__(self, task: Task, seed: int) -> None:
@@ -54,7 +53,6 @@ class Feed:
         self._order = _Order()
         self._since_begin: int | None = 0  # the batches of the present epoch; None if it began before a checkpoint
         self.steps_per_epoch: int | None = None
-        self.marks: Callable[[int], bool] = lambda batches: False
 
     def total(self, steps: int | None, epochs: int | None) -> int:
         """How many minibatches a run has; those of one epoch if neither is given.
@@ -87,14 +85,19 @@ class Feed:
         """The same, if something has asked for it."""
         return self._length
 
-    def next_batch(self) -> Any:
+    def next_batch(self, marked: bool = False) -> Any:
         """The next batch, of a new epoch after the last one.
+
+        Args:
+            marked: `mark` will be asked after the batches before it.
 
         Raises:
             TaskError: the data are empty, or producing them failed.
         """
         with self._own_random():
-            return self._next()
+            if marked and self._given > self._handed:
+                self._mark()
+            return self._read()
 
     def go_on(self, batches: int, mark: Mapping[str, Any] | None) -> None:
         """Go to where so many batches have been given.
@@ -160,11 +163,6 @@ class Feed:
             numpy = (numpy[0], numpy[1].numpy(), *numpy[2:])
         set_random_state(random_state()._replace(python=mark["python"], numpy=numpy))
         self._state = TorchState(mark["torch"], mark.get("cuda"))
-
-    def _next(self) -> Any:
-        if self._given > self._handed and self.marks(self._given):
-            self._mark()
-        return self._read()
 
     def _read(self) -> Any:
         self._given += 1
