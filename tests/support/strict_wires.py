@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import given_task
 from fxpipe.task.step_hooks import StepHooks
@@ -148,7 +149,7 @@ class ThreadedRun:
             assert not executor.kept
 
 
-class _Evaluating:
+class _Evaluating(Observer):
     """Evaluates where it is due, once."""
 
     def __init__(
@@ -156,7 +157,8 @@ class _Evaluating:
     ) -> None:
         self.run, self.executors, self.evaluation, self.last, self.end = run, executors, evaluation, 0, end
 
-    def __call__(self, version: int) -> None:
+    def between(self, executors: Sequence[Executor]) -> None:
+        version = executors[0].store.version
         if version == self.last or not 0 < version < self.end:
             return
         self.last = version
@@ -207,7 +209,7 @@ def run_in_threads(
             shapes.attach(own, split if first else None)
             if several_shapes(plan, options):
                 read = (lambda m: split(data[m], m)[0]) if first else None
-                coming = ComingShapes(line, own, len(data), read, shapes.hear)
+                coming = ComingShapes(line, own, lambda: len(data), read, shapes.hear)
                 for executor in own:
                     executor.shape_of = coming
                 coming.begin()
@@ -218,8 +220,7 @@ def run_in_threads(
                 partial(next, recipe.schedule.row_until(rank, len(data)), None),
                 (lambda m: split(data[m], m)[1]) if first else None,
                 (lambda m, loss, lr, norm, metrics: run.losses.append(loss)) if first else None,
-                evaluations[rank],
-                [coming] if coming else [],
+                [each for each in (coming, evaluations[rank]) if each is not None],
             )
             for transport in transports:
                 transport.finish()

@@ -19,28 +19,23 @@ def between_actions(
     here: Sequence[Executor],
     callbacks: RunCallbacks | None,
     checkpoints: Checkpoints | None,
-    evaluate: Callable[[], None] | None,
+    evaluate: Callable[[], None],
     rates_follow: bool,
 ) -> None:
-    """Do what is due on some workers.
+    """Do what is due on some workers; checkpoints before which nothing is decided follow by themselves.
 
     Args:
         acted: these, all at the same version.
         here: all workers of this process: an evaluation may have held some of them.
-        evaluate: evaluates, if that is due; None where nothing is evaluated.
+        evaluate: evaluates, if that is due.
         rates_follow: an evaluation changes learning rates.
     """
     if callbacks is not None:
         for executor in acted:
             callbacks.stepped(executor)
     if checkpoints is not None and (rates_follow or (callbacks is not None and callbacks.follows)):
-        for executor in acted:
-            checkpoints.take(executor)
-    if evaluate is not None:
-        evaluate()
+        checkpoints.between(acted)
+    evaluate()
     if callbacks is not None:
         for executor in here:
             callbacks.epoch_over(executor)
-    if checkpoints is not None:
-        for executor in acted:
-            checkpoints.take(executor)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
+from itertools import compress
 from typing import Any
 
 from fxpipe.checkpoint.interval import Interval
@@ -35,11 +35,7 @@ from fxpipe.runtime.process.resume import Resumed, about_run
 from fxpipe.runtime.wires.exchange import Exchange, LocalExchange
 from fxpipe.runtime.worker.captures import Captures
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.observer import Observer
-
-DECIDED = "decided"
-"""Where the state in a shard has what callbacks decided before its step, and is yet to be done."""
 
 LOOK = 0.05
 """Seconds between two looks for the reports of others."""
@@ -52,11 +48,9 @@ class Checkpoints(Observer):
 
     Args:
         out: the run's output folder.
-        executors: this process's.
+        executors: this process's; where all are in it, replicas that have nothing to write are left out.
         resumed, shards: the checkpoint that the run goes on from, and of each executor what it has read of it.
         exchange: with the other processes of the run; None if there are none.
-        feed: worker 0's, which knows where the data stand.
-        decided: tells what was decided up to a step and is yet to be done (see `RunCallbacks`).
         asked: whether the run is to stop after one more; asked where worker 0 is.
         observers: hear of checkpoints.
 
@@ -74,8 +68,6 @@ class Checkpoints(Observer):
         resumed: Resumed | None,
         shards: Sequence[Sequence[Shard]] = (),
         exchange: Exchange | None = None,
-        feed: Feed | None = None,
-        decided: Callable[[int], Any] | None = None,
         asked: Callable[[], bool] = lambda: False,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -83,6 +75,8 @@ class Checkpoints(Observer):
         if out is None:
             raise CheckpointError("checkpoints need an output folder", hint="give out=FOLDER, where they will stand")
         self.every = Interval.of(options.checkpoint_every)
+        write = [e.replica < replicas_that_write(plan, e.worker) or exchange is not None for e in executors]
+        executors, shards = list(compress(executors, write)), list(compress(shards, write))
         replica = executors[0].replica
         whole = replica == 0 and any(executor.worker == 0 for executor in executors)
         shelf = Shelf.of(out)
@@ -93,38 +87,30 @@ class Checkpoints(Observer):
             *(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep, observers),
             writing=replica < replicas_that_write(plan, executors[0].worker),
         )
-        self._feed, self._decided = feed, decided
-        demand = executors[0].store.demand
+        self._observers, self._store = observers, executors[0].store
+        demand = self._store.demand
         reach = max(demand.reach(owner) for owner in range(plan.workers))
         ahead = reach + 1 + (AHEAD if several_shapes(plan, options) else 0)
         step = 0 if resumed is None else resumed.step
         self.agenda = Agenda(exchange, step, ahead, self.every.seconds, whole, asked)
         exact = shards[: len(executors)] if resumed is not None and resumed.exact else ()
         before = [(of_worker[0].past, of_worker[0].sent) for of_worker in exact] or [({}, {}) for _ in executors]
-        self._store = executors[0].store
         self._captures = {
             (executor.worker, executor.replica): Captures(executor, self.due, past, sent)
             for executor, (past, sent) in zip(executors, before, strict=True)
         }
 
-    def take(self, executor: Executor) -> None:
-        """Call between two actions of a worker: has its shard written if it has reached a step that is due.
-
-        A replica that has nothing to write is left out, if all are in this process.
-        """
-        captures = self._captures.get((executor.worker, executor.replica))
-        shard = None if captures is None else captures.take()
-        if shard is None:
-            return
-        if executor.replica == 0:
-            if executor.worker == 0 and self._feed is not None:
-                shard.data = self._feed.mark(shard.step)
-            if self._decided is not None:
-                shard.state[DECIDED] = self._decided(shard.step)
-        watch = executor.watch
-        watch.open("save")
-        self.writer.put(executor, shard, last=shard.step == self.agenda.stop)
-        watch.close()
+    def between(self, executors: Sequence[Executor]) -> None:
+        """Has the shards of workers written that have reached a step that is due."""
+        for executor in executors:
+            captures = self._captures.get((executor.worker, executor.replica))
+            if captures is None or (shard := captures.take()) is None:
+                continue
+            for observer in () if executor.replica else self._observers:
+                observer.cut(executor.worker, shard)
+            executor.watch.open("save")
+            self.writer.put(executor, shard, last=shard.step == self.agenda.stop)
+            executor.watch.close()
 
     def add(self, step: int) -> None:
         """There is to be a checkpoint at a step: known so early as `Consequences.earliest` has it."""
@@ -263,11 +249,8 @@ class ShardWriter:
         """Where worker 0 is not: the last checkpoint is over when worker 0 says so."""
         if self._last is not None and not self.whole and self.exchange.get([_over(self._last)]) is not None:
             step, self._last = self._last, None
-            self._stops(step, None)
-
-    def _stops(self, step: int, saved: Path | None) -> None:
-        for observer in self._observers:
-            observer.stops(step, saved)
+            for observer in self._observers:
+                observer.stops(step, None)
 
     def _commit(self, step: int, start: int, reports: list[dict[str, Any]]) -> None:
         partial = self.shelf.partial(step)
@@ -294,7 +277,8 @@ class ShardWriter:
             self.shelf.prune(self.keep, step)
         if step == self._last:
             self.exchange.set(_over(step), "")
-            self._stops(step, self.shelf.path(step) if self.shelf.path(step).is_dir() else None)
+            for observer in self._observers:
+                observer.stops(step, self.shelf.path(step) if self.shelf.path(step).is_dir() else None)
 
 
 def _who(worker: int, replica: int) -> str:

@@ -105,7 +105,8 @@ class Consequences:
         """Call when the pipeline has begun: a checkpoint is cut before the evaluation of its step changes rates."""
         if self._replayed is not None and self._replays_step and self.due(self._step):
             self._tell_schedulers(self._step, self._replayed["metrics"])
-            self._tell(self._step, self._replayed["metrics"])
+            for observer in self._observers:
+                observer.evaluated(self._step, self._replayed["metrics"])
 
     @property
     def _replays_step(self) -> bool:
@@ -134,7 +135,8 @@ class Consequences:
             self._tell_schedulers(version, metrics)
         if self.end < end:
             self._tell_end()
-        self._tell(version, metrics)
+        for observer in self._observers:
+            observer.evaluated(version, metrics)
         return best
 
     def earliest(self, version: int) -> int:
@@ -210,10 +212,6 @@ class Consequences:
             reason = f"{self.goal.metric} has not improved in {patience} evaluations"
             self.shorten(self.earliest(version), PATIENCE, reason)
         return False
-
-    def _tell(self, version: int, metrics: Mapping[str, float]) -> None:
-        for observer in self._observers:
-            observer.evaluated(version, metrics)
 
     def _tell_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:
         for executor in self._executors:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
 
-from fxpipe.checkpoint.shard import Shard, replicas_that_write
+from fxpipe.checkpoint.shard import Shard
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.between_actions import between_actions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
@@ -67,25 +65,22 @@ class FedRows:
             *(world, plan, folder, recipe, addresses, task, options, self.fed, checkpoint),
             keep_gradients=keep_gradients,
         )
-        self.every = [executor for row in self.rows for executor in row.executors]
+        self.every = every = [executor for row in self.rows for executor in row.executors]
         self.executors = first_replicas(self.rows)
-        for executor in self.every:
+        for executor in every:
             executor.store.updater.scheduler_due(1)  # now, not at the first update
         self._resumed, self._shards = resumed, list[list[Shard]]()
         if resumed is not None:
-            self._shards = restore(self.every, resumed, shards)
+            self._shards = restore(every, resumed, shards)
         self._shapes: dict[int, int] = {}
         for executor in self.every:
             executor.shape_of = self._shapes.__getitem__
         self.checkpoints: Checkpoints | None = None
         if options.checkpoint_every is not None:
-            write = [e.replica < replicas_that_write(plan, e.worker) or not world.alone for e in self.every]
-            writers, own = list(compress(self.every, write)), list(compress(self._shards, write))
-            self.checkpoints = Checkpoints(options, plan, recipe, out, writers, resumed, own, world.exchange)
+            self.checkpoints = Checkpoints(options, plan, recipe, out, every, resumed, self._shards, world.exchange)
         self._parts: dict[tuple[int, int], list[Any]] = {}  # by minibatch and replica of worker 0
         self._begun = self._ending = False
-        transports = {executor.worker: executor.transport for executor in self.executors}
-        self.losses = Losses(plan, world.line, transports)
+        self.losses = Losses(plan, world.line, self.executors)
 
     @property
     def begun(self) -> bool:
@@ -165,7 +160,6 @@ class FedRows:
             row.transports,
             fed.next,
             (lambda minibatch: self._parts.pop((minibatch, row.replica))) if row.rank == 0 else None,
-            between=lambda version: between_actions(row.executors, self.every, None, self.checkpoints, None, False),
             observers=[each for each in (self.losses if tells else None, self.checkpoints) if each is not None],
             more=fed.more,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.addresses import BATCH, LOSS, ProcessLine
-from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
@@ -44,7 +43,7 @@ class ComingShapes(Observer):
 
     Args:
         executors: of its workers.
-        total: how many minibatches the run has; may become fewer, on all workers at the same version.
+        total: tells how many minibatches the run has; may become fewer, on all workers at the same version.
         read: on worker 0, reads a minibatch and returns its shape; called for each in turn.
         hear: elsewhere, called with each shape that this process hears, before it may have to do with it.
     """
@@ -53,16 +52,12 @@ class ComingShapes(Observer):
         self,
         line: ProcessLine,
         executors: Sequence[Executor],
-        total: int,
+        total: Callable[[], int],
         read: Callable[[int], int] | None,
         hear: Callable[[int], None] = lambda shape: None,
     ) -> None:
-        self._hear = hear
-        self._line = line
-        self._executors = executors
+        self._line, self._executors, self._total, self._read, self._hear = line, executors, total, read, hear
         self._transport = next(each.transport for each in executors if each.worker == line.own)
-        self._total = total
-        self._read = read
         self._shapes: dict[int, int] = {}
 
     def __call__(self, minibatch: int) -> int:
@@ -71,20 +66,16 @@ class ComingShapes(Observer):
 
     def begin(self, step: int = 0) -> None:
         """Learn the first shapes; those of the minibatches from `step` on."""
-        for minibatch in range(step, min(step + AHEAD, self._total)):
+        for minibatch in range(step, min(step + AHEAD, self._total())):
             self._learn(minibatch)
 
     def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run: learn another shape, and forget those before updates."""
-        if minibatch + AHEAD < self._total and minibatch + AHEAD not in self._shapes:
+        if minibatch + AHEAD < self._total() and minibatch + AHEAD not in self._shapes:
             self._learn(minibatch + AHEAD)
         oldest = min(executor.store.version for executor in self._executors) - 1  # which may not be reported yet
         for old in [known for known in self._shapes if known < oldest]:
             del self._shapes[old]
-
-    def ends(self, total: int) -> None:
-        """The run has so many minibatches."""
-        self._total = total
 
     def _learn(self, minibatch: int) -> None:
         note = (BATCH, minibatch)
@@ -179,17 +170,19 @@ class Losses(Observer):
     """The losses of all steps, as one process hears them of the loss worker: who does not ask does not wait.
 
     Args:
-        transports: of the workers of this process.
+        executors: of this process.
 
     Attributes:
+        hears: the transport of the worker that speaks for it.
         newest: the newest loss, where the loss worker is.
     """
 
-    def __init__(self, plan: Plan, line: ProcessLine, transports: Mapping[int, Transport]) -> None:
+    def __init__(self, plan: Plan, line: ProcessLine, executors: Sequence[Executor]) -> None:
         self._source = plan.loss_worker
         self._names = plan.metrics
         self._others = line.others
-        self._hears = transports[line.own]
+        transports = {executor.worker: executor.transport for executor in executors}
+        self.hears = transports[line.own]
         self._tells = transports.get(plan.loss_worker)  # None where that worker is not
         self._coming: dict[int, StepLoss] = {}
         self.newest: Tensor | None = None
@@ -198,7 +191,7 @@ class Losses(Observer):
         """A step begins: its loss, to be asked for."""
         loss = self._coming[minibatch] = StepLoss(lambda: self._receive(minibatch), self._names)
         if self._tells is None:
-            self._hears.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
+            self.hears.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
             if len(self._coming) > MOST:
                 float(next(iter(self._coming.values())))
         return loss
@@ -220,6 +213,6 @@ class Losses(Observer):
             float(loss)
 
     def _receive(self, minibatch: int) -> Tensor:
-        found = self._hears.recv_note(self._source, (LOSS, minibatch))
+        found = self.hears.recv_note(self._source, (LOSS, minibatch))
         del self._coming[minibatch]
         return found

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxpipe.checkpoint.shard import replicas_that_write
 from fxpipe.errors import NotFiniteError
 from fxpipe.observe.live import Board
 from fxpipe.observe.progress import Progress, default_progress
@@ -46,6 +44,7 @@ from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
+from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, weights_are_safe
 from fxpipe.runtime.worker.not_finite import LossCheck, NotFinite, check_weights, not_finite
@@ -139,37 +138,33 @@ class Run(Observer):
         minibatches: ShapedMinibatches | None = None
         if self.feed is not None:
             minibatches = ShapedMinibatches(plan, Path(options.build), executors[0].buffers, task.loss_weight)
+            self.observers.append(self.feed)
             self.batches = BatchesRead(self.feed, minibatches, self.watches[0], several, self._saved_at)
         self.shapes.attach(executors, minibatches)
         self.coming: ComingShapes | None = None
         if several:
             read = None if self.batches is None else self.batches.read
-            self.coming = ComingShapes(world.line, executors, self.total, read, self.shapes.hear)
+            self.coming = ComingShapes(world.line, executors, lambda: self.total, read, self.shapes.hear)
             self.observers.append(self.coming)
             for executor in executors:
                 executor.shape_of = self.coming
         check_unchanged(agreed.files)
+        self.stop = PoliteStop()
+        self.checkpoints: Checkpoints | None = None
+        if options.checkpoint_every is not None:
+            self.checkpoints = Checkpoints(
+                *(options, plan, recipe, options.out, executors, resumed, self._shards, exchange),
+                *(lambda: self.stop.asked is not None, self.observers),
+            )
+            self.observers.append(self.checkpoints)
         self.callbacks: RunCallbacks | None = None
         if (hooks := task.callbacks).names:
             per_epoch, ends = self.options.steps_per_epoch, self.consequences
             self.callbacks = RunCallbacks(
-                hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, world.line
+                *(hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, world.line),
+                *(self.checkpoints, self._shards[0][0].state if self._shards else None),
             )
             self.observers.append(self.callbacks)
-        self.stop = PoliteStop()
-        self.checkpoints: Checkpoints | None = None
-        if options.checkpoint_every is not None:
-            write = [e.replica < replicas_that_write(plan, e.worker) or not world.alone for e in executors]
-            writers, shards = list(compress(executors, write)), list(compress(self._shards, write))
-            self.checkpoints = Checkpoints(
-                *(options, plan, recipe, options.out, writers, resumed, shards, exchange, self.feed),
-                decided=None if self.callbacks is None else self.callbacks.decided,
-                asked=lambda: self.stop.asked is not None,
-                observers=self.observers,
-            )
-            self.observers.append(self.checkpoints)
-        if self.callbacks is not None:
-            self.callbacks.go_on(self.checkpoints, self._shards[0][0].state if self._shards else None)
         self._shares: dict[int, dict[int, list[tuple[Any, ...]]]] = {}  # read, by minibatch and replica
         self._check: LossCheck | None = None
 
@@ -198,8 +193,7 @@ class Run(Observer):
             say_first(self.resumed, plan, self.recipe, first, options.out, self.total, self.epoch)
         record = self.record
         self.evaluations.begin(record)
-        for observer in self.observers:
-            observer.ends(self.consequences.end)
+        self.ends(self.consequences.end)
         try:
             with self.stop.listening() if self.checkpoints is not None else nullcontext():
                 traces = self._train()
@@ -303,7 +297,6 @@ class Run(Observer):
             partial(next, ending(self._events(row), lambda: self.total, self.recipe), None),
             None if row.rank or self.batches is None else partial(self._share, row),
             None if row.process or self.record is None else self._report,
-            partial(self._between, row),
             self.observers,
         )
         for transport in row.transports:
@@ -371,14 +364,14 @@ class Run(Observer):
             del self._shares[minibatch]
         return own
 
-    def _between(self, row: Row, version: int) -> None:
-        """Between two actions of a row, after so many updates of each worker of it."""
+    def between(self, executors: Sequence[Executor]) -> None:
+        """All workers of a row have made another update."""
         between_actions(
-            row.executors,
+            executors,
             self.executors,
             self.callbacks,
             self.checkpoints,
-            lambda: self.evaluations.if_due(version),
+            lambda: self.evaluations.if_due(executors[0].store.version),
             self.consequences.changes_rates,
         )
         self.stop.give_up_if_saved()

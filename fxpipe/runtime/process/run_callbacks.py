@@ -17,20 +17,23 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.checkpoint.shard import Shard
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.process.alike import Decision, Decisions
-from fxpipe.runtime.process.checkpoints import DECIDED, Checkpoints
+from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
 from fxpipe.runtime.wires.addresses import ProcessLine
-from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP, Callbacks
 from fxpipe.task.model_file import hook_raised
+
+DECIDED = "decided"
+"""Where the state in a shard has what callbacks decided before its step, and is yet to be done."""
 
 
 class OngoingRun:
@@ -86,6 +89,8 @@ class RunCallbacks(Observer):
         per_epoch: the steps of an epoch; must be known where there is `on_epoch`.
         evaluates: the run evaluates what it has trained.
         line: of the processes.
+        checkpoints: those that the run makes.
+        state: that of a shard of the checkpoint that it goes on from.
     """
 
     def __init__(
@@ -99,18 +104,18 @@ class RunCallbacks(Observer):
         seed: int,
         executors: Sequence[Executor],
         line: ProcessLine,
+        checkpoints: Checkpoints | None,
+        state: Any,
     ) -> None:
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints = checkpoints
         self._hooks, self._consequences, self._seed = hooks, consequences, seed
         self._executors, self._evaluates = executors, evaluates
         self._per_epoch = per_epoch if hooks.on_epoch is not None else None
-        first = executors[0].worker
-        process = plan.process_of(first, executors[0].replica)
+        process = plan.process_of(executors[0].worker, executors[0].replica)
         self._run = OngoingRun(process, self._save, self._fits)
         self._speaks = process == 0
-        transports: dict[int, Transport] = {each.worker: each.transport for each in executors}
-        self._losses = Losses(plan, line, transports)
-        self._decisions = Decisions(line, transports[line.own])
+        self._losses = Losses(plan, line, executors)
+        self._decisions = Decisions(line, self._losses.hears)
         self._coming: dict[int, StepLoss] = {}
         self._made: dict[tuple[str, int], Decision] = {}  # until all workers here have come to that step
         firsts = {ON_STEP: step, ON_EPOCH: 0}
@@ -120,20 +125,6 @@ class RunCallbacks(Observer):
         self._pending: list[tuple[int, int, str, bool]] = []  # decided and done after such steps, by which hook; ends
         if self._speaks and hooks.on_eval is not None and not evaluates:
             warn("on_eval() will not be called: the workers have nothing to evaluate (eval_data, metrics)")
-
-    @property
-    def follows(self) -> bool:
-        """Whether it is called after evaluations, or epochs: a checkpoint is cut before that."""
-        return self._hooks.on_eval is not None or self._hooks.on_epoch is not None
-
-    def go_on(self, checkpoints: Checkpoints | None, state: Any) -> None:
-        """Call before training begins.
-
-        Args:
-            checkpoints: those that the run makes.
-            state: that of a shard of the checkpoint that it goes on from.
-        """
-        self._checkpoints = checkpoints
         known = state.get(DECIDED) if isinstance(state, Mapping) else None
         for made, at, hook, ends in known or ():
             if hook not in self._hooks.names:
@@ -143,8 +134,13 @@ class RunCallbacks(Observer):
                 self._consequences.shorten(at, hook, _reason(hook, made))
                 if at <= self._version and self._speaks:
                     warn(f"{hook}() has ended this run after step {at}: take it out of the model file to train on")
-            elif self._checkpoints is not None:
-                self._checkpoints.add(at)
+            elif checkpoints is not None:
+                checkpoints.add(at)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is called after evaluations, or epochs: a checkpoint is cut before that."""
+        return self._hooks.on_eval is not None or self._hooks.on_epoch is not None
 
     def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run in a row of this process."""
@@ -220,11 +216,11 @@ class RunCallbacks(Observer):
         if self._per_epoch is not None and end and end % self._per_epoch == 0:
             self._call_on_epoch(end)
 
-    def decided(self, step: int) -> list[list[Any]]:
-        """What was decided up to a step, and is not yet done there, as a shard has it."""
+    def cut(self, worker: int, shard: Shard) -> None:
+        """A shard has what was decided up to its step, and is not yet done there."""
         oldest = min(executor.store.version for executor in self._executors)
         self._pending = [row for row in self._pending if row[1] >= oldest]
-        return [list(row) for row in self._pending if row[0] <= step <= row[1]]
+        shard.state[DECIDED] = [list(row) for row in self._pending if row[0] <= shard.step <= row[1]]
 
     def _call_on_epoch(self, version: int) -> Decision:
         on_epoch, per_epoch = self._hooks.on_epoch, self._per_epoch

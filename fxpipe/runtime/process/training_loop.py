@@ -34,7 +34,6 @@ def train(
     coming: Callable[[], Event | None],
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
     report: OnStep | None = None,
-    between: Callable[[int], None] | None = None,
     observers: Sequence[Observer] = (),
     more: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -46,8 +45,6 @@ def train(
         feed: where worker 0 is, the microbatches of a minibatch.
         report: where worker 0 is, called when it ends a minibatch (see `OnStep`).
         observers: follow the row.
-        between: called at the beginning and after each update, between two actions, with the number of updates made so
-            far; where there are several workers, between two minibatches.
     """
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
     first, several = executors[0], len(executors) > 1
@@ -92,9 +89,10 @@ def train(
             if unreported is not None:
                 report_of(unreported)
                 unreported = None
-            if between is not None and first.store.version != version:
+            if first.store.version != version:
                 version = first.store.version
-                between(version)
+                for observer in observers:
+                    observer.between(executors)
         if not window:
             for executor in executors:
                 for loss in executor.hear():

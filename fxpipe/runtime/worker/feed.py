@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import SequentialSampler
 
+from fxpipe.checkpoint.shard import Shard
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import say, warn
 from fxpipe.random_state import (
@@ -22,13 +23,14 @@ from fxpipe.random_state import (
     set_torch_state,
     torch_state,
 )
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.task.model_file import Task, hook_raised
 
 COUNTING_SECONDS = 30.0
 SAY_SECONDS = 5.0
 
 
-class Feed:
+class Feed(Observer):
     """The user's batches, epoch after epoch.
 
     The process's random state is seeded once, before the first `train_data()`. Torch's is kept apart from
@@ -129,6 +131,11 @@ class Feed:
         found = self._marks.get(batches)
         self._marks = {at: mark for at, mark in self._marks.items() if at > batches}
         return found
+
+    def cut(self, worker: int, shard: Shard) -> None:
+        """Worker 0's shard has where the data stand."""
+        if worker == 0:
+            shard.data = self.mark(shard.step)
 
     def _mark(self) -> None:
         if self._batches is None or not hasattr(self._data, "load_state_dict"):
