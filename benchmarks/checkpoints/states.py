@@ -27,6 +27,7 @@ from fxpipe.runtime.process.resume import Resumed, about_run, restore
 from fxpipe.runtime.wires.exchange import LocalExchange
 from fxpipe.runtime.worker.captures import Captures
 from fxpipe.runtime.worker.checkpoint import Checkpoint
+from fxpipe.runtime.worker.observer import Observer
 
 SIZES = {"10 MB": (640, 2), "100 MB": (2048, 2), "2 GB": (4096, 10)}
 """Width, and how many layers; 12 bytes a weight."""
@@ -64,7 +65,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-class Ours:
+class Ours(Observer):
     """A pipeline of two workers, with a flush after each step: there are no weights of minibatches in flight."""
 
     name = "fxpipe"
@@ -77,16 +78,19 @@ class Ours:
         self.pipeline = build.local(optimizer=lambda named: adamw([p for _, p in named]))
         self.shelf = Shelf.of(folder)
         about = about_run(self.pipeline.options, self.pipeline.recipe, self.pipeline.plan)
-        self.writer = ShardWriter(self.shelf, self.pipeline.plan, about, LocalExchange(), True, keep=1)
+        self.writer = ShardWriter(self.shelf, self.pipeline.plan, about, LocalExchange(), True, 1, [self])
         self.whole = threading.Event()
-        self.writer.ended = lambda step, path: self.whole.set()
+        self.captures = [Captures(executor, lambda step: True, {}, {}) for executor in self.pipeline.executors]
+
+    def stops(self, step: int, saved: Path | None) -> None:
+        """All is on the disk."""
+        self.whole.set()
 
     def save(self) -> Row:
-        captures = [Captures(executor, lambda step: True, {}, {}) for executor in self.pipeline.executors]
         self.pipeline.step(self.batch)
         self.whole.clear()
         begin = perf_counter()
-        shards = [one.take() for one in captures]
+        shards = [one.take() for one in self.captures]
         waits, cpu = perf_counter() - begin, process_time()
         for executor, shard in zip(self.pipeline.executors, shards, strict=True):
             assert shard is not None

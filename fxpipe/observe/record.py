@@ -78,10 +78,10 @@ class Record:
             not written again. None begins anew.
         earlier: the output folder of the interrupted run, if it may be another one: its lines are taken over.
         steps_per_epoch: where it is known.
-
-    Attributes:
         samples_of: tells how many samples a minibatch has, where they differ.
         scaled: tells how the last step's loss was scaled; None if it was not.
+
+    Attributes:
         steps_per_epoch: how many steps an epoch has, where that is known.
         losses: of all steps, with those of the lines that were kept; 8 bytes a step, all that grows while a run trains.
         metrics: of the last step.
@@ -105,11 +105,12 @@ class Record:
         continue_after: int | None = None,
         earlier: Path | None = None,
         steps_per_epoch: int | None = None,
+        samples_of: Callable[[int], int] | None = None,
+        scaled: Callable[[], ScaledStep | None] = lambda: None,
     ) -> None:
         self.out = None if out is None else Path(out)
         self.samples = samples
-        self.samples_of: Callable[[int], int] = lambda minibatch: samples
-        self.scaled: Callable[[], ScaledStep | None] = lambda: None
+        self._samples_of, self._scaled = samples_of or (lambda minibatch: samples), scaled
         self.steps_per_epoch = steps_per_epoch
         self.total = total
         self.losses = array("d")
@@ -163,7 +164,7 @@ class Record:
     ) -> None:
         """A minibatch is finished."""
         now = perf_counter()
-        samples = self.samples_of(minibatch)
+        samples = self._samples_of(minibatch)
         rate = samples / max(now - self._last - self._evaluating, 1e-9)
         self._steady.add(minibatch, samples, now - self._last)
         self._last = now
@@ -174,7 +175,7 @@ class Record:
         self.losses.append(loss)
         self.metrics = dict(metrics)
         seconds = self._earlier + self.seconds
-        scaled = self.scaled()
+        scaled = self._scaled()
         shown = metrics if scaled is None else {**metrics, "loss_scale": scaled.scale}
         if self._file is not None:
             line: dict[str, Any] = {"step": minibatch + 1, "loss": loss}

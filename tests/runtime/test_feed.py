@@ -81,8 +81,7 @@ def test_batches_that_are_drawn_on_a_device(device: torch.Generator, stateful: b
 
     data = OnDevice if stateful else drawn
     whole = Feed(Task(data), 5)
-    whole.marks = lambda batches: batches == 2
-    batches = [whole.next_batch() for _ in range(6)]
+    batches = [whole.next_batch(number == 2) for number in range(6)]
     assert len(set(batches)) == 6
     mark = whole.mark(2)
     apart = Feed(Task(data), 5)
@@ -171,8 +170,7 @@ class Counted:
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
 def test_goes_on_where_it_stood(data: Callable[[], Any], step: int) -> None:
     whole = Feed(Task(data), 5)
-    whole.marks = lambda batches: batches == step
-    batches = [whole.next_batch() for _ in range(10)]
+    batches = [whole.next_batch(number == step) for number in range(10)]
     mark = whole.mark(step)
     assert (mark is None) == (data is noise)
     torch.manual_seed(9)
@@ -202,13 +200,12 @@ def test_the_end_of_a_run_is_marked_too(step: int) -> None:
 def test_no_mark_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a flush a checkpoint is taken before the next batch is read, else after."""
     feed = Feed(Task(Counted), 5)
-    feed.marks = lambda batches: batches % 2 == 0
     for number in range(1, 9):
-        feed.next_batch()
+        feed.next_batch(number % 2 == 1)
         if number % 2 == 0:
             assert feed.mark(number) is not None
     for number in range(9, 13):
-        feed.next_batch()
+        feed.next_batch(number % 2 == 1)
         if number % 2:
             assert (feed.mark(number - 1) is None) == (number == 9)
     assert not feed._marks
@@ -216,10 +213,9 @@ def test_no_mark_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_marked_of_what_is_skipped() -> None:
     feed = Feed(Task(Counted), 5)
-    feed.marks = lambda batches: True
     feed.go_on(3, None)
     assert [feed.mark(batches) for batches in (1, 2)] == [None] * 2
-    feed.next_batch()
+    feed.next_batch(True)
     assert feed.mark(3) is not None
 
 

@@ -60,7 +60,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     found = Recorded()
-    read, step = WeightStore.read, WeightStore._step
+    read, settle = WeightStore.read, WeightStore.settle
 
     def reading(self: WeightStore, action: Action) -> Any:
         weights = read(self, action)
@@ -70,12 +70,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
                     found.read[self.worker, action.minibatch, name] = weights[position].detach().clone()
         return weights
 
-    def stepping(self: WeightStore, minibatch: int) -> None:
-        found.met |= {(minibatch, name): p.detach().clone() for name, p in self.trained.items()}
-        step(self, minibatch)
+    def settling(self: WeightStore) -> int:
+        found.met |= {(self.version, name): p.detach().clone() for name, p in self.trained.items()}
+        return settle(self)
 
     monkeypatch.setattr(WeightStore, "read", reading)
-    monkeypatch.setattr(WeightStore, "_step", stepping)
+    monkeypatch.setattr(WeightStore, "settle", settling)
     return found
 
 

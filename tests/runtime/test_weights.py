@@ -76,7 +76,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
         monkeypatch.setattr(WeightStore, name, watching)
 
-    for name in ("read", "release", "_step", "_keep_past", "_take", "_send_copies_of"):
+    for name in ("read", "release", "settle", "_keep_past", "_take", "_send_copies_of"):
         watch(name)
     return found
 

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.process.evaluation_while_training import BuffersKept
 from fxpipe.runtime.process.minibatch_notes import ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.training_loop import train
@@ -30,6 +31,7 @@ from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import given_task
 from fxpipe.task.step_hooks import StepHooks
@@ -144,17 +146,20 @@ class ThreadedRun:
                 assert torch.equal(value, state[name]), name
             assert not executor.store._copies
             assert not executor.transport._posted  # type: ignore[attr-defined]
-            assert not executor._kept
+            assert not executor.kept
 
 
-class _Evaluating:
+class _Evaluating(Observer):
     """Evaluates where it is due, once."""
 
-    def __init__(self, run: ThreadedRun, executors: list[Executor], evaluation: DistributedEvaluation) -> None:
-        self.run, self.executors, self.evaluation, self.last = run, executors, evaluation, 0
+    def __init__(
+        self, run: ThreadedRun, executors: list[Executor], evaluation: DistributedEvaluation, end: int
+    ) -> None:
+        self.run, self.executors, self.evaluation, self.last, self.end = run, executors, evaluation, 0, end
 
-    def __call__(self, version: int) -> None:
-        if version == self.last or not self.executors[0].evaluates(version):
+    def between(self, executors: Sequence[Executor]) -> None:
+        version = executors[0].store.version
+        if version == self.last or not 0 < version < self.end:
             return
         self.last = version
         found = self.evaluation.run([executor.state(version) for executor in self.executors])
@@ -204,8 +209,7 @@ def run_in_threads(
             shapes.attach(own, split if first else None)
             if several_shapes(plan, options):
                 read = (lambda m: split(data[m], m)[0]) if first else None
-                speaks = transports[plan.hosted(rank).index(line.own)]
-                coming = ComingShapes(line, speaks, len(data), read, shapes.hear)
+                coming = ComingShapes(line, own, lambda: len(data), read, shapes.hear)
                 for executor in own:
                     executor.shape_of = coming
                 coming.begin()
@@ -216,8 +220,7 @@ def run_in_threads(
                 partial(next, recipe.schedule.row_until(rank, len(data)), None),
                 (lambda m: split(data[m], m)[1]) if first else None,
                 (lambda m, loss, lr, norm, metrics: run.losses.append(loss)) if first else None,
-                evaluations[rank],
-                coming and coming.reach,
+                [each for each in (coming, evaluations[rank]) if each is not None],
             )
             for transport in transports:
                 transport.finish()
@@ -236,11 +239,11 @@ def run_in_threads(
         evaluations.append(None)
         if evaluated is not None:
             for executor in own:
-                executor.evaluates = lambda version: 0 < version < len(data)
+                executor.observers.append(BuffersKept(executor, lambda version: 0 < version < len(data)))
             source = EvaluationData(plan, lambda: evaluated, 0) if rank == 0 else None
             line = ProcessLine.of(plan, rank)
             evaluation = DistributedEvaluation(plan, own, str(folder), 0, [wires] * len(own), addresses, source, line)
-            evaluations[-1] = _Evaluating(run, own, evaluation)
+            evaluations[-1] = _Evaluating(run, own, evaluation, len(data))
         for executor in own:
             executor.store.begin(0, len(data))
         threads.append(threading.Thread(target=work, args=(rank,)))

@@ -75,8 +75,7 @@ def test_goes_on_where_it_stood(workers: int, way: tuple[bool, bool, bool]) -> N
     """In the first epoch, at its end, and in later ones."""
     for step in (1, 3, BATCHES, BATCHES + 2, 2 * BATCHES, 2 * BATCHES + 3):
         whole: Any = Feed(Task(workers, *way), 5)  # type: ignore[arg-type]
-        whole.marks = lambda batches, step=step: batches == step
-        batches = [whole.next_batch().tolist() for _ in range(4 * BATCHES)]
+        batches = [whole.next_batch(number == step).tolist() for number in range(4 * BATCHES)]
         differ = way in (WAYS[1], WAYS[3])
         assert (batches[:BATCHES] != batches[BATCHES : 2 * BATCHES]) == differ, "the epochs' orders"
         task = Task(workers, *way)

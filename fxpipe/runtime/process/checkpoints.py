@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
+from itertools import compress
 from typing import Any
 
 from fxpipe.checkpoint.interval import Interval
@@ -36,29 +35,24 @@ from fxpipe.runtime.process.resume import Resumed, about_run
 from fxpipe.runtime.wires.exchange import Exchange, LocalExchange
 from fxpipe.runtime.worker.captures import Captures
 from fxpipe.runtime.worker.executor import Executor
-
-DECIDED = "decided"
-"""Where the state in a shard has what callbacks decided before its step, and is yet to be done."""
+from fxpipe.runtime.worker.observer import Observer
 
 LOOK = 0.05
 """Seconds between two looks for the reports of others."""
 
 
-class Checkpoints:
-    """The checkpoints that the options of a run ask for, for the workers of one process.
+class Checkpoints(Observer):
+    """The checkpoints that the options of a run ask for, for the workers of one process, whose rows it follows.
 
     The first replica of a worker writes what all have, and each what it alone has, if there is anything.
 
     Args:
         out: the run's output folder.
-        executors: this process's.
+        executors: this process's; where all are in it, replicas that have nothing to write are left out.
         resumed, shards: the checkpoint that the run goes on from, and of each executor what it has read of it.
         exchange: with the other processes of the run; None if there are none.
-
-    Attributes:
-        data: tells, on worker 0, where the data stand after so many minibatches (see `Feed.mark`).
-        decided: tells what was decided up to a step and is yet to be done (see `RunCallbacks`).
         asked: whether the run is to stop after one more; asked where worker 0 is.
+        observers: hear of checkpoints.
 
     Raises:
         CheckpointError: there is no output folder for them.
@@ -74,11 +68,15 @@ class Checkpoints:
         resumed: Resumed | None,
         shards: Sequence[Sequence[Shard]] = (),
         exchange: Exchange | None = None,
+        asked: Callable[[], bool] = lambda: False,
+        observers: Sequence[Observer] = (),
     ) -> None:
         assert options.checkpoint_every is not None
         if out is None:
             raise CheckpointError("checkpoints need an output folder", hint="give out=FOLDER, where they will stand")
         self.every = Interval.of(options.checkpoint_every)
+        write = [e.replica < replicas_that_write(plan, e.worker) or exchange is not None for e in executors]
+        executors, shards = list(compress(executors, write)), list(compress(shards, write))
         replica = executors[0].replica
         whole = replica == 0 and any(executor.worker == 0 for executor in executors)
         shelf = Shelf.of(out)
@@ -86,44 +84,33 @@ class Checkpoints:
             shelf.clear()
         exchange = exchange or LocalExchange()
         self.writer = ShardWriter(
-            *(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep),
+            *(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep, observers),
             writing=replica < replicas_that_write(plan, executors[0].worker),
         )
-        self.data: Callable[[int], Any] = lambda step: None
-        self.decided: Callable[[int], Any] | None = None
-        self.asked: Callable[[], bool] = lambda: False
-        demand = executors[0].store.demand
+        self._observers, self._store = observers, executors[0].store
+        demand = self._store.demand
         reach = max(demand.reach(owner) for owner in range(plan.workers))
         ahead = reach + 1 + (AHEAD if several_shapes(plan, options) else 0)
         step = 0 if resumed is None else resumed.step
-        self.agenda = Agenda(exchange, step, ahead, self.every.seconds, whole, lambda: self.asked())
+        self.agenda = Agenda(exchange, step, ahead, self.every.seconds, whole, asked)
         exact = shards[: len(executors)] if resumed is not None and resumed.exact else ()
         before = [(of_worker[0].past, of_worker[0].sent) for of_worker in exact] or [({}, {}) for _ in executors]
         self._captures = {
             (executor.worker, executor.replica): Captures(executor, self.due, past, sent)
             for executor, (past, sent) in zip(executors, before, strict=True)
         }
+
+    def between(self, executors: Sequence[Executor]) -> None:
+        """Has the shards of workers written that have reached a step that is due."""
         for executor in executors:
-            executor.beginning = partial(self._begin, self._captures[executor.worker, executor.replica])
-
-    def take(self, executor: Executor) -> None:
-        """Call between two actions of a worker: has its shard written if it has reached a step that is due.
-
-        A replica that has nothing to write is left out, if all are in this process.
-        """
-        captures = self._captures.get((executor.worker, executor.replica))
-        shard = None if captures is None else captures.take()
-        if shard is None:
-            return
-        if executor.replica == 0:
-            if executor.worker == 0:
-                shard.data = self.data(shard.step)
-            if self.decided is not None:
-                shard.state[DECIDED] = self.decided(shard.step)
-        watch = executor.watch
-        watch.open("save")
-        self.writer.put(executor, shard, last=shard.step == self.agenda.stop)
-        watch.close()
+            captures = self._captures.get((executor.worker, executor.replica))
+            if captures is None or (shard := captures.take()) is None:
+                continue
+            for observer in () if executor.replica else self._observers:
+                observer.cut(executor.worker, shard)
+            executor.watch.open("save")
+            self.writer.put(executor, shard, last=shard.step == self.agenda.stop)
+            executor.watch.close()
 
     def add(self, step: int) -> None:
         """There is to be a checkpoint at a step: known so early as `Consequences.earliest` has it."""
@@ -146,11 +133,10 @@ class Checkpoints:
             finish_writing(self.writer.shelf.folder.parent, most, self.writer.writes)
         self.writer.abandon()
 
-    def _begin(self, captures: Captures, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run on a worker; the first worker's comes first."""
-        store = captures.executor.store
-        self.agenda.begin(minibatch, store.version if store.outer is None else store.outer.made_by_all(store.version))
-        captures.begin(minibatch)
+    def begins(self, minibatch: int) -> None:
+        """The first forward of a minibatch is about to run in a row; the first worker's comes first."""
+        version, outer = self._store.version, self._store.outer
+        self.agenda.begin(minibatch, version if outer is None else outer.made_by_all(version))
 
     def due(self, step: int) -> bool:
         """Whether there is a checkpoint at a step."""
@@ -166,12 +152,11 @@ class ShardWriter:
         about: what the manifest says of the run: `plan`, `run`, `versions`.
         whole: whether this process has worker 0.
         keep: how many checkpoints stay.
+        observers: hear of checkpoints.
         writing: whether this process's workers have something to write.
 
     Attributes:
         whole: as given.
-        logs: has what the run has logged so far written to the disk.
-        ended: called, in the writing thread, once the last checkpoint is whole or given up, with its step and folder.
     """
 
     def __init__(
@@ -182,12 +167,11 @@ class ShardWriter:
         exchange: Exchange,
         whole: bool,
         keep: int,
+        observers: Sequence[Observer] = (),
         writing: bool = True,
     ) -> None:
         self.shelf, self.plan, self.about, self.exchange = shelf, plan, about, exchange
-        self.keep = keep
-        self.logs: Callable[[], None] = lambda: None
-        self.ended: Callable[[int, Path | None], None] = lambda step, path: None
+        self.keep, self._observers = keep, observers
         self._last: int | None = None
         self._anchored = False  # the disk has the names of the folders that the checkpoints are in
         self.whole, self._writing = whole, writing
@@ -265,7 +249,8 @@ class ShardWriter:
         """Where worker 0 is not: the last checkpoint is over when worker 0 says so."""
         if self._last is not None and not self.whole and self.exchange.get([_over(self._last)]) is not None:
             step, self._last = self._last, None
-            self.ended(step, None)
+            for observer in self._observers:
+                observer.stops(step, None)
 
     def _commit(self, step: int, start: int, reports: list[dict[str, Any]]) -> None:
         partial = self.shelf.partial(step)
@@ -276,7 +261,8 @@ class ShardWriter:
                 raise OSError("; ".join(failed))
             files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
             complete(partial, self.plan, step, start, self.about, files)
-            self.logs()
+            for observer in self._observers:
+                observer.saves(step)
             if not self._anchored:
                 self.shelf.anchor()
                 self._anchored = True
@@ -291,7 +277,8 @@ class ShardWriter:
             self.shelf.prune(self.keep, step)
         if step == self._last:
             self.exchange.set(_over(step), "")
-            self.ended(step, self.shelf.path(step) if self.shelf.path(step).is_dir() else None)
+            for observer in self._observers:
+                observer.stops(step, self.shelf.path(step) if self.shelf.path(step).is_dir() else None)
 
 
 def _who(worker: int, replica: int) -> str:

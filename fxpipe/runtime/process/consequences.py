@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fxpipe.errors import TaskError, near
 from fxpipe.messages import say
 from fxpipe.observe.record import BEST_WEIGHTS
@@ -24,6 +22,7 @@ from fxpipe.runtime.process.minibatch_notes import AHEAD, several_shapes
 from fxpipe.runtime.process.resume import run_before
 from fxpipe.runtime.process.run_summary import write_run
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import held
@@ -40,16 +39,14 @@ class Consequences:
         total: how many steps the run is to have.
         step: how many were made before it went on.
         speaks: this process tells the user.
+        observers: hear of evaluations and of an early end.
 
     Attributes:
         goal: what `--save-best` asks for; None if it asks for nothing.
         best: the step and the value of the best evaluation so far.
         weights: the file that has its weights, in the process of worker 0; None where they are not kept.
-        keep: called with the tensors of each worker here, and with `best`, when that is a new one.
         end: after how many steps the run ends.
         stopped: why it ends before `total`: `patience`, or the callback that asks for it; None if it does not.
-        on_end: called with the end, when it becomes an earlier one.
-        on_evaluation: called with the version and the metrics of an evaluation, after all else that follows from it.
 
     Raises:
         RunError: the options ask for what cannot be done.
@@ -65,15 +62,14 @@ class Consequences:
         step: int,
         executors: Sequence[Executor],
         speaks: bool,
+        observers: Sequence[Observer],
     ) -> None:
         self.goal = Goal.of(options, plan)
         self.best: tuple[int, float] | None = None
         self.weights: BestWeights | None = None
-        self.keep: Callable[[Sequence[Mapping[str, Tensor]], tuple[int, float]], object] = lambda states, best: None
         self.end = total
         self.stopped: str | None = None
-        self.on_end: Callable[[int], None] = lambda end: None
-        self.on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda version, metrics: None
+        self._observers = observers
         self._options, self._step, self._executors, self._speaks = options, step, executors, speaks
         self._lead = lead(recipe, several_shapes(plan, options))
         self._replayed: Mapping[str, Any] | None = None
@@ -108,7 +104,8 @@ class Consequences:
         """Call when the pipeline has begun: a checkpoint is cut before the evaluation of its step changes rates."""
         if self._replayed is not None and self._replays_step and self.due(self._step):
             self._tell_schedulers(self._step, self._replayed["metrics"])
-            self.on_evaluation(self._step, self._replayed["metrics"])
+            for observer in self._observers:
+                observer.evaluated(self._step, self._replayed["metrics"])
 
     @property
     def _replays_step(self) -> bool:
@@ -127,24 +124,18 @@ class Consequences:
         self.weights = BestWeights(
             self._options.out, write, self.goal, plan.digest, self.best, run_before(self._options)
         )
-        self.keep = self.weights.keep
         return self.best is not None and self.weights.held is None
 
-    def heard(self, version: int, metrics: Mapping[str, float], states: Sequence[Mapping[str, Tensor]]) -> bool:
-        """All workers have evaluated the weights after so many updates; whether they are the best so far.
-
-        Args:
-            states: the tensors of each worker here.
-        """
+    def heard(self, version: int, metrics: Mapping[str, float]) -> bool:
+        """All workers have evaluated the weights after so many updates; whether they are the best so far."""
         end = self.end
         best = self._judge(version, metrics)
         if version < end:
             self._tell_schedulers(version, metrics)
         if self.end < end:
             self._tell_end()
-        self.on_evaluation(version, metrics)
-        if best and self.best is not None:
-            self.keep(states, self.best)
+        for observer in self._observers:
+            observer.evaluated(version, metrics)
         return best
 
     def earliest(self, version: int) -> int:
@@ -173,7 +164,8 @@ class Consequences:
     def _tell_end(self) -> None:
         for executor in self._executors:
             executor.store.end(self.end)
-        self.on_end(self.end)
+        for observer in self._observers:
+            observer.ends(self.end)
 
     def forget_best(self) -> None:
         """The weights of the best evaluation so far are not there: the best from here on counts."""

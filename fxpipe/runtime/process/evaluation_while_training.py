@@ -18,9 +18,23 @@ from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.run_summary import averages_evaluated, evaluated_last
 from fxpipe.runtime.process.together import of_worker_0
 from fxpipe.runtime.process.world import World
+from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, DistributedFinalFiles, weights_are_safe
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import Action
+
+
+class BuffersKept(Observer):
+    """Keeps what an evaluation while a worker trains on is to read: later forwards put other buffers in the place."""
+
+    def __init__(self, executor: Executor, due: Due) -> None:
+        self._executor, self._due = executor, due
+
+    def begins(self, minibatch: int) -> None:
+        """The first forward of a minibatch is about to run; if its version is not there yet, it is evaluated later."""
+        if minibatch > self._executor.store.version and self._due(minibatch):
+            self._executor.kept[minibatch] = dict(self._executor.buffers)
 
 
 class WorkerEvaluations:
@@ -51,7 +65,7 @@ class WorkerEvaluations:
         self._record: Record | None = None
         if evaluation is not None:
             for executor in executors:
-                executor.evaluates = consequences.due
+                executor.observers.append(BuffersKept(executor, consequences.due))
 
     def begin(self, record: Record | None) -> None:
         """Called by all workers before training begins: what earlier evaluations of the run have led to.
@@ -69,7 +83,6 @@ class WorkerEvaluations:
             self._evaluated = self._step - 1
         if ends.goal is None or self._options.out is None:
             return
-        ends.keep = lambda states, best: self._write(BEST_WEIGHTS, states)
         lost = record is not None and ends.keep_weights(self._write, evaluation.plan)
         if goes_on and of_worker_0(lost, self._rank):
             ends.forget_best()
@@ -87,7 +100,7 @@ class WorkerEvaluations:
 
         Where there are several rows, all wait for the last one.
         """
-        if self.evaluation is None or version <= self._evaluated or not self._executors[0].evaluates(version):
+        if self.evaluation is None or version <= self._evaluated or not self.consequences.due(version):
             return
         self._come += 1
         if self._come < self._rows:
@@ -112,13 +125,23 @@ class WorkerEvaluations:
         self._pulse.phase = "evaluating"
         states = [executor.state(version) for executor in self._executors]
         self.evaluation.run(states)
-        metrics = self.evaluation.heard
-        best = self.consequences.heard(version, metrics, states)
+        metrics, best = self.evaluation.heard, self._heard(version, states)
         self._pulse.phase = "training"
         for watch in watches:
             watch.close()
         if self._record is not None:
             self._record.evaluated(version, metrics, perf_counter() - begin, best)
+
+    def _heard(self, version: int, states: Sequence[Mapping[str, Tensor]]) -> bool:
+        """All workers have evaluated these weights: keep them if they are the best so far; whether they are."""
+        assert self.evaluation is not None
+        ends = self.consequences
+        found = ends.heard(version, self.evaluation.heard)
+        if found and ends.weights is not None and ends.best is not None:
+            ends.weights.keep(states, ends.best)
+        elif found and self._options.out is not None:
+            self._write(BEST_WEIGHTS, states)
+        return found
 
     def last(self, summary: dict[str, Any] | None, averages: Sequence[Mapping[str, Tensor]] | None) -> None:
         """Evaluate the trained weights, which are written by now, and the averages of them, if there are any.
@@ -134,8 +157,7 @@ class WorkerEvaluations:
         states = [executor.state(total) for executor in self._executors]
         with weights_are_safe(out):
             self.evaluation.run(states)
-        metrics = self.evaluation.heard
-        best = self.consequences.heard(total, metrics, states)
+        metrics, best = self.evaluation.heard, self._heard(total, states)
         if record is not None and summary is not None:
             self.consequences.tell(summary)
             evaluated_last(record, summary, metrics, perf_counter() - begin, best)

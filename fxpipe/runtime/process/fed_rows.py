@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fxpipe.checkpoint.shard import Shard, replicas_that_write
+from fxpipe.checkpoint.shard import Shard
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
@@ -18,7 +16,7 @@ from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
 from fxpipe.runtime.process.rows import Row, first_replicas, open_rows
-from fxpipe.runtime.process.training_loop import between_actions, train
+from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.worker.checkpoint import Checkpoint
@@ -41,7 +39,7 @@ class FedRows:
         fed: how many minibatches they have had, with those before the checkpoint.
         resumed: the checkpoint that they went on from; None if they did not.
         checkpoints: what saves them; None if they are not to be saved.
-        value: of the newest loss, where the loss worker is.
+        losses: of all that was fed.
 
     Raises:
         FxpipeError: as `open_rows` and `Checkpoints`.
@@ -68,27 +66,23 @@ class FedRows:
             *(world, plan, folder, recipe, addresses, task, options, self.fed, checkpoint),
             keep_gradients=keep_gradients,
         )
-        self.every = [executor for row in self.rows for executor in row.executors]
+        self.every = every = [executor for row in self.rows for executor in row.executors]
         self.executors = first_replicas(self.rows)
-        for executor in self.every:
+        for executor in every:
             executor.store.updater.scheduler_due(1)  # now, not at the first update
         self.resumed = self._going_on = resumed
         self._shards: list[list[Shard]] = []
         if resumed is not None:
-            self._shards = restore(self.every, resumed, shards)
+            self._shards = restore(every, resumed, shards)
         self._shapes: dict[int, int] = {}
         for executor in self.every:
             executor.shape_of = self._shapes.__getitem__
         self.checkpoints: Checkpoints | None = None
         if options.checkpoint_every is not None:
-            write = [e.replica < replicas_that_write(plan, e.worker) or not world.alone for e in self.every]
-            writers, own = list(compress(self.every, write)), list(compress(self._shards, write))
-            self.checkpoints = Checkpoints(options, plan, recipe, out, writers, resumed, own, world.exchange)
+            self.checkpoints = Checkpoints(options, plan, recipe, out, every, resumed, self._shards, world.exchange)
         self._parts: dict[tuple[int, int], list[Any]] = {}  # by minibatch and replica of worker 0
         self._begun = self._ending = False
-        transports = {executor.worker: executor.transport for executor in self.executors}
-        self._losses = Losses(plan, world.line, transports)
-        self.value: Tensor | None = None
+        self.losses = Losses(plan, world.line, self.executors)
 
     @property
     def begun(self) -> bool:
@@ -107,7 +101,7 @@ class FedRows:
             self._begin()
         self._share(minibatch, parts)
         self.fed += 1
-        loss = self._losses.step(minibatch)
+        loss = self.losses.step(minibatch)
         self._go()
         oldest = min(executor.store.version for executor in self.every)
         for old in [known for known in self._shapes if known < oldest]:
@@ -122,7 +116,7 @@ class FedRows:
         for executor in self.every:
             executor.store.end(self.fed, told=False)
         self._go()
-        self._losses.settle()
+        self.losses.settle()
         for executor in self.every:
             executor.take_buffers(self.fed)
         for executor in self.every:
@@ -161,14 +155,14 @@ class FedRows:
 
     def _walk(self, row: Row, fed: _Fed) -> None:
         """Walk a row until a flush."""
+        tells = row.replica == 0 or self.plan.outer is None or not self.world.alone
         train(
             self.plan,
             row.executors,
             row.transports,
             fed.next,
             (lambda minibatch: self._parts.pop((minibatch, row.replica))) if row.rank == 0 else None,
-            between=lambda version: between_actions(row.executors, self.every, None, self.checkpoints, None, False),
-            tell=self._heard if row.replica == 0 or self.plan.outer is None or not self.world.alone else None,
+            observers=[each for each in (self.losses if tells else None, self.checkpoints) if each is not None],
             more=fed.more,
         )
         for executor, transport in zip(row.executors, row.transports, strict=True):
@@ -185,11 +179,6 @@ class FedRows:
                 self._parts[minibatch, row.replica] = list(parts[row.replica :: replicas])
                 if replicas > 1 and not self.world.alone:
                     row.executors[0].compare_batch(minibatch, number_of(list(parts)))
-
-    def _heard(self, minibatch: int, loss: Tensor) -> None:
-        """The loss worker is here, and says a minibatch's loss; its replicas say the same."""
-        if self._losses.tell(minibatch, loss):
-            self.value = loss.reshape(-1)[0]
 
     def _go(self) -> None:
         device = self.world.device

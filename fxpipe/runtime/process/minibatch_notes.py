@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,10 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, ProcessLine
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.captures import Due
+from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.metrics import named_numbers
@@ -34,7 +37,7 @@ def several_shapes(plan: Plan, options: PipelineOptions) -> bool:
     return bool(plan.shapes) or bool(options.new_shapes)
 
 
-class ComingShapes:
+class ComingShapes(Observer):
     """The shapes that one process of a distributed run knows: worker 0 reads ahead, and each tells the next one.
 
     A worker posts receives before it needs them (`training_loop`), and must know by then what will come. So a
@@ -43,8 +46,8 @@ class ComingShapes:
     way.
 
     Args:
-        transport: of the worker that speaks for it.
-        total: how many minibatches the run has; may be set to fewer, on all workers at the same version.
+        executors: of its workers.
+        total: tells how many minibatches the run has; may become fewer, on all workers at the same version.
         read: on worker 0, reads a minibatch and returns its shape; called for each in turn.
         hear: elsewhere, called with each shape that this process hears, before it may have to do with it.
     """
@@ -52,16 +55,13 @@ class ComingShapes:
     def __init__(
         self,
         line: ProcessLine,
-        transport: Transport,
-        total: int,
+        executors: Sequence[Executor],
+        total: Callable[[], int],
         read: Callable[[int], int] | None,
         hear: Callable[[int], None] = lambda shape: None,
     ) -> None:
-        self._hear = hear
-        self._line = line
-        self._transport = transport
-        self.total = total
-        self._read = read
+        self._line, self._executors, self._total, self._read, self._hear = line, executors, total, read, hear
+        self._transport = next(each.transport for each in executors if each.worker == line.own)
         self._shapes: dict[int, int] = {}
 
     def __call__(self, minibatch: int) -> int:
@@ -70,18 +70,15 @@ class ComingShapes:
 
     def begin(self, step: int = 0) -> None:
         """Learn the first shapes; those of the minibatches from `step` on."""
-        for minibatch in range(step, min(step + AHEAD, self.total)):
+        for minibatch in range(step, min(step + AHEAD, self._total())):
             self._learn(minibatch)
 
-    def reach(self, minibatch: int, version: int) -> None:
-        """The forward of a minibatch is about to begin: learn another shape.
-
-        Args:
-            version: how many updates this worker has made: the minibatches before are forgotten.
-        """
-        if minibatch + AHEAD < self.total and minibatch + AHEAD not in self._shapes:
+    def begins(self, minibatch: int) -> None:
+        """The first forward of a minibatch is about to run: learn another shape, and forget those before updates."""
+        if minibatch + AHEAD < self._total() and minibatch + AHEAD not in self._shapes:
             self._learn(minibatch + AHEAD)
-        for old in [known for known in self._shapes if known < version]:
+        oldest = min(executor.store.version for executor in self._executors) - 1  # which may not be reported yet
+        for old in [known for known in self._shapes if known < oldest]:
             del self._shapes[old]
 
     def _learn(self, minibatch: int) -> None:
@@ -103,12 +100,15 @@ class ComingShapes:
 class BatchesRead:
     """Worker 0's microbatches of each minibatch in turn: read when a forward needs them, or ahead for several shapes.
 
+    Args:
+        due: whether there is a checkpoint after so many minibatches; known before the next one is read.
+
     Attributes:
         ahead: minibatches are read before they are due, by `read`.
     """
 
-    def __init__(self, feed: Feed, minibatches: ShapedMinibatches, watch: Watch, ahead: bool) -> None:
-        self.ahead = ahead
+    def __init__(self, feed: Feed, minibatches: ShapedMinibatches, watch: Watch, ahead: bool, due: Due) -> None:
+        self.ahead, self._due = ahead, due
         self._feed, self._minibatches, self._watch = feed, minibatches, watch
         self._read: deque[list[tuple[Any, ...]]] = deque()
 
@@ -125,7 +125,7 @@ class BatchesRead:
         return shape
 
     def _next(self, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
-        return self._minibatches(self._feed.next_batch(), minibatch)
+        return self._minibatches(self._feed.next_batch(self._due(minibatch)), minibatch)
 
 
 class StepLoss:
@@ -170,40 +170,46 @@ class StepLoss:
         return f"StepLoss({'on its way' if self._found is None else self._found[0]})"
 
 
-class Losses:
+class Losses(Observer):
     """The losses of all steps, as one process hears them of the loss worker: who does not ask does not wait.
 
     Args:
-        transports: of the workers of this process.
+        executors: of this process.
+
+    Attributes:
+        hears: the transport of the worker that speaks for it.
+        newest: the newest loss, where the loss worker is.
     """
 
-    def __init__(self, plan: Plan, line: ProcessLine, transports: Mapping[int, Transport]) -> None:
+    def __init__(self, plan: Plan, line: ProcessLine, executors: Sequence[Executor]) -> None:
         self._source = plan.loss_worker
         self._names = plan.metrics
         self._others = line.others
-        self._hears = transports[line.own]
+        transports = {executor.worker: executor.transport for executor in executors}
+        self.hears = transports[line.own]
         self._tells = transports.get(plan.loss_worker)  # None where that worker is not
         self._coming: dict[int, StepLoss] = {}
+        self.newest: Tensor | None = None
 
     def step(self, minibatch: int) -> StepLoss:
         """A step begins: its loss, to be asked for."""
         loss = self._coming[minibatch] = StepLoss(lambda: self._receive(minibatch), self._names)
         if self._tells is None:
-            self._hears.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
+            self.hears.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
             if len(self._coming) > MOST:
                 float(next(iter(self._coming.values())))
         return loss
 
-    def tell(self, minibatch: int, loss: Tensor) -> bool:
-        """Where the loss worker is: a loss is known; whether it was not known before, of a replica."""
+    def loss(self, minibatch: int, value: Tensor) -> None:
+        """Where the loss worker is: a loss is known; its replicas say the same."""
         assert self._tells is not None
         if minibatch not in self._coming:
-            return False
-        numbers = loss.detach().reshape(-1).to("cpu", torch.float64)
+            return
+        self.newest = value.reshape(-1)[0]
+        numbers = value.detach().reshape(-1).to("cpu", torch.float64)
         for other in self._others:
             self._tells.send_note(other, (LOSS, minibatch), numbers)
         self._coming.pop(minibatch).set(numbers)
-        return True
 
     def settle(self) -> None:
         """The pipeline is empty: receive what has not been asked for."""
@@ -211,7 +217,7 @@ class Losses:
             float(loss)
 
     def _receive(self, minibatch: int) -> Tensor:
-        found = self._hears.recv_note(self._source, (LOSS, minibatch))
+        found = self.hears.recv_note(self._source, (LOSS, minibatch))
         del self._coming[minibatch]
         return found
 

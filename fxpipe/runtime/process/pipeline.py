@@ -166,8 +166,8 @@ class Pipeline(Readings):
                 loss = self._newest = self._rows.step(shape, parts)
             if not self.world.alone:
                 return loss
-            assert self._rows.value is not None
-            return self._rows.value
+            assert self._rows.losses.newest is not None
+            return self._rows.losses.newest
 
     def flush(self) -> None:
         """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline.

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fxpipe.checkpoint.shard import replicas_that_write
 from fxpipe.errors import NotFiniteError
 from fxpipe.observe.live import Board
 from fxpipe.observe.progress import Progress
@@ -35,16 +32,18 @@ from fxpipe.runtime.process.rows import Row, first_replicas, open_evaluation, op
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row, write_run
 from fxpipe.runtime.process.together import barrier, gathered
-from fxpipe.runtime.process.training_loop import between_actions, train
+from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import say_first, warn_if_edited
 from fxpipe.runtime.process.world import NotFiniteAnswers, World
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
+from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, weights_are_safe
-from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
+from fxpipe.runtime.worker.not_finite import LossCheck, NotFinite, check_weights, not_finite
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import Event
 from fxpipe.stages.minibatch import ShapedMinibatches, number_of
 
@@ -52,13 +51,14 @@ STOPPING = 1.0
 """Seconds that worker 0 of a run that stops leaves the others to see that it does."""
 
 
-class Run:
+class Run(Observer):
     """The part of a run that is in this process: the workers of one rank, or all of them."""
 
     def __init__(self, agreed: Agreed, world: World, progress: Progress | None) -> None:
         options, plan, task = agreed.options, agreed.plan, agreed.task
         self.plan, self.world, self.progress, self.pulse = plan, world, progress, world.pulse
         self.process = process = world.here[0]
+        self.observers: list[Observer] = [self]  # of the rows here, of evaluations, of checkpoints
         self.recipe = recipe = recipe_of(plan, options)
         self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)
         self.step = 0 if resumed is None else resumed.step
@@ -89,7 +89,9 @@ class Run:
             self.evaluation = open_evaluation(world, plan, folder, addresses, self.rows, options.seed, data)
         self.watches = [executor.watch for executor in executors]
         self.pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
-        self.consequences = Consequences(options, plan, recipe, self.total, self.step, executors, process == 0)
+        self.consequences = Consequences(
+            *(options, plan, recipe, self.total, self.step, executors, process == 0, self.observers)
+        )
         self.evaluations = WorkerEvaluations(
             options, recipe, first, len(self.rows), self.evaluation, self.consequences, world, self.step
         )
@@ -103,37 +105,35 @@ class Run:
         minibatches: ShapedMinibatches | None = None
         if self.feed is not None:
             minibatches = ShapedMinibatches(plan, Path(options.build), executors[0].buffers, task.loss_weight)
-            self.batches = BatchesRead(self.feed, minibatches, self.watches[0], several)
+            self.observers.append(self.feed)
+            self.batches = BatchesRead(self.feed, minibatches, self.watches[0], several, self._saved_at)
         self.shapes.attach(executors, minibatches)
         self.coming: ComingShapes | None = None
         if several:
             read = None if self.batches is None else self.batches.read
-            speaks = next(e.transport for e in first if e.worker == world.line.own)
-            self.coming = ComingShapes(world.line, speaks, self.total, read, self.shapes.hear)
+            self.coming = ComingShapes(world.line, executors, lambda: self.total, read, self.shapes.hear)
+            self.observers.append(self.coming)
             for executor in executors:
                 executor.shape_of = self.coming
         check_unchanged(agreed.files)
+        self.stop = PoliteStop()
         self.checkpoints: Checkpoints | None = None
         if options.checkpoint_every is not None:
-            write = [e.replica < replicas_that_write(plan, e.worker) or not world.alone for e in executors]
-            writers, shards = list(compress(executors, write)), list(compress(self._shards, write))
-            self.checkpoints = Checkpoints(options, plan, recipe, options.out, writers, resumed, shards, exchange)
+            self.checkpoints = Checkpoints(
+                *(options, plan, recipe, options.out, executors, resumed, self._shards, exchange),
+                *(lambda: self.stop.asked is not None, self.observers),
+            )
+            self.observers.append(self.checkpoints)
         self.callbacks: RunCallbacks | None = None
         if (hooks := task.callbacks).names:
             per_epoch, ends = self.options.steps_per_epoch, self.consequences
-            line = None if world.alone else world.line
             self.callbacks = RunCallbacks(
-                hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, line
+                *(hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, world.line),
+                *(self.checkpoints, self._shards[0][0].state if self._shards else None),
             )
-            self.callbacks.go_on(self.checkpoints, self._shards[0][0].state if self._shards else None)
-        self._told = -1  # the newest minibatch whose loss callbacks know
+            self.observers.append(self.callbacks)
         self._shares: dict[int, dict[int, list[tuple[Any, ...]]]] = {}  # read, by minibatch and replica
-        self.stop = PoliteStop()
-        if self.checkpoints is not None:
-            self.checkpoints.asked = lambda: self.stop.asked is not None
-            self.checkpoints.writer.ended = self.stop.saved if world.alone else self._stopped
-            if self.feed is not None:
-                self.feed.marks, self.checkpoints.data = self.checkpoints.due, self.feed.mark
+        self._check: LossCheck | None = None
 
     def run(self) -> dict[str, Any] | None:
         """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""
@@ -154,16 +154,13 @@ class Run:
                 continue_after=self.step or None,
                 earlier=run_before(options),
                 steps_per_epoch=self.epoch,
+                samples_of=samples_by_shape(lambda: self.shapes.plan, first.shape_of),
+                scaled=first.scaled_step,
             )
-            if self.checkpoints is not None:
-                self.checkpoints.writer.logs = self.record.sync
-            self.record.scaled = first.scaled_step
-            self.record.samples_of = samples_by_shape(lambda: self.shapes.plan, first.shape_of)
             say_first(self.resumed, plan, self.recipe, first, options.out, self.total, self.epoch)
         record = self.record
-        self.consequences.on_end = self._ends
         self.evaluations.begin(record)
-        self._ends(self.consequences.end)
+        self.ends(self.consequences.end)
         try:
             with self.stop.listening() if self.checkpoints is not None else nullcontext():
                 traces = self._train()
@@ -227,11 +224,12 @@ class Run:
         before = self._clocks()
         stop = self.world.not_finite(self.executors)
         barrier(self.process)
-        of_loss = [e for e in self.executors if e.worker == plan.loss_worker]
-        looks = [
-            check_loss(e, self.options.keep_going, lambda *loss: self._not_finite(stop, *loss))
-            for e in of_loss or self.executors[:1]
-        ]
+        if not self.options.keep_going:
+            of_loss = [e for e in self.executors if e.worker == plan.loss_worker]
+            worker = (of_loss or self.executors)[0].worker
+            self._check = LossCheck(worker, partial(self._not_finite, stop))
+            for executor in of_loss if self.world.device.type == "cpu" else ():
+                executor.observers.append(self._check)
         watch_peak(self.world.device)
         for watch in self.watches:
             watch.begin()
@@ -243,7 +241,7 @@ class Run:
             if self.coming is not None:
                 self.coming.begin(self.step)
             self.world.turns.draws = any(executor.draws for executor in self.executors)
-            self.world.turns.walk([partial(self._walk, row, looks[0]) for row in self.rows])
+            self.world.turns.walk([partial(self._walk, row) for row in self.rows])
             for executor in self.executors:
                 executor.begin_meeting()
             for executor in self.executors:
@@ -257,7 +255,7 @@ class Run:
         after = self._clocks()
         return {(e.replica, e.worker): WorkerTrace(e.watch.spans, before, after) for e in self.executors}
 
-    def _walk(self, row: Row, look: Callable[[int, float], None]) -> None:
+    def _walk(self, row: Row) -> None:
         """Walk one row to the end of the run."""
         train(
             self.plan,
@@ -265,10 +263,8 @@ class Run:
             row.transports,
             partial(next, ending(self._events(row), lambda: self.total, self.recipe), None),
             None if row.rank or self.batches is None else partial(self._share, row),
-            None if row.process or self.record is None else looking(self.record.step, look),
-            partial(self._between, row),
-            self._reach,
-            self._tell if row.replica == 0 or self.plan.outer is None else None,
+            None if row.process or self.record is None else self._report,
+            self.observers,
         )
         for transport in row.transports:
             transport.finish()
@@ -280,17 +276,19 @@ class Run:
             return self.resumed.row(recipe, row.rank, self.total)
         return recipe.schedule.row_until(row.rank, self.total)
 
-    def _tell(self, minibatch: int, loss: Tensor) -> None:
-        """A minibatch's loss is known here; its replicas tell the same."""
-        if self.callbacks is not None and minibatch > self._told:
-            self._told = minibatch
-            self.callbacks.tell(minibatch, loss)
+    def _saved_at(self, step: int) -> bool:
+        return self.checkpoints is not None and self.checkpoints.due(step)
 
-    def _ends(self, total: int) -> None:
+    def _report(self, minibatch: int, loss: float, *more: Any) -> None:
+        """Worker 0 has ended a minibatch (see `OnStep`)."""
+        assert self.record is not None
+        self.record.step(minibatch, loss, *more)
+        if self._check is not None:
+            self._check.look(minibatch, loss)
+
+    def ends(self, total: int) -> None:
         """The run ends after so many steps, perhaps fewer than it was to have."""
         self.total = total
-        if self.coming is not None:
-            self.coming.total = total
         if self.record is not None:
             self.record.total = total
 
@@ -301,8 +299,17 @@ class Run:
         found = [NotFinite(**row) for rows in stop.ask() for row in rows]
         return not_finite(minibatch, loss, worker, found)
 
-    def _stopped(self, step: int, saved: Path | None) -> None:
-        """The last checkpoint of a run that was asked to stop is over: this process ends, whatever it is doing."""
+    def saves(self, step: int) -> None:
+        """A checkpoint is about to count: have what was logged so far on the disk, too."""
+        if self.record is not None:
+            self.record.sync()
+
+    def stops(self, step: int, saved: Path | None) -> None:
+        """The last checkpoint of a run that was asked to stop is over: one of several processes ends, whatever it is
+        doing."""
+        if self.world.alone:
+            self.stop.saved(step, saved)
+            return
         if self.process == 0:
             say_stopped(step, saved)
             time.sleep(STOPPING)  # the others look for it
@@ -324,22 +331,23 @@ class Run:
             del self._shares[minibatch]
         return own
 
-    def _between(self, row: Row, version: int) -> None:
-        """Between two actions of a row, after so many updates of each worker of it."""
-        between_actions(
-            row.executors,
-            self.executors,
-            self.callbacks,
-            self.checkpoints,
-            lambda: self.evaluations.if_due(version),
-            self.consequences.changes_rates,
-        )
-        self.stop.give_up_if_saved()
+    def between(self, executors: Sequence[Executor]) -> None:
+        """All workers of a row have made another update: do what is due, in this order.
 
-    def _reach(self, minibatch: int, version: int) -> None:
-        """The first forward of a minibatch is about to run in a row."""
-        if self.coming is not None:
-            known = min(executor.store.version for executor in self.executors) - 1  # which may not be reported yet
-            self.coming.reach(minibatch, known)
-        if self.callbacks is not None:
-            self.callbacks.begins(minibatch)
+            on_step → checkpoint → evaluation → on_eval → on_epoch
+
+        A checkpoint is cut before what follows from the evaluation of its step: whoever goes on from it hears of that
+        again. Checkpoints before which nothing is decided follow by themselves.
+        """
+        callbacks = self.callbacks
+        if callbacks is not None:
+            for executor in executors:
+                callbacks.stepped(executor)
+        decided = self.consequences.changes_rates or (callbacks is not None and callbacks.follows)
+        if self.checkpoints is not None and decided:
+            self.checkpoints.between(executors)
+        self.evaluations.if_due(executors[0].store.version)
+        if callbacks is not None:
+            for executor in self.executors:  # an evaluation may have held some
+                callbacks.epoch_over(executor)
+        self.stop.give_up_if_saved()

@@ -17,19 +17,22 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.checkpoint.shard import Shard
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
-from fxpipe.runtime.process.checkpoints import DECIDED, Checkpoints
+from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.minibatch_notes import Decision, Decisions, Losses, StepLoss
 from fxpipe.runtime.wires.addresses import ProcessLine
-from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP, Callbacks
-from fxpipe.task.metrics import named_numbers
 from fxpipe.task.model_file import hook_raised
+
+DECIDED = "decided"
+"""Where the state in a shard has what callbacks decided before its step, and is yet to be done."""
 
 
 class OngoingRun:
@@ -76,15 +79,17 @@ class OngoingRun:
         return found
 
 
-class RunCallbacks:
-    """Those of one run, for the workers of this process.
+class RunCallbacks(Observer):
+    """Those of one run, for the workers of this process, whose rows and evaluations it follows.
 
     Args:
         consequences: of the run's evaluations; it ends the run.
         step: the run's first.
         per_epoch: the steps of an epoch; must be known where there is `on_epoch`.
         evaluates: the run evaluates what it has trained.
-        line: of the processes; None where all workers are in this one.
+        line: of the processes.
+        checkpoints: those that the run makes.
+        state: that of a shard of the checkpoint that it goes on from.
     """
 
     def __init__(
@@ -97,49 +102,28 @@ class RunCallbacks:
         evaluates: bool,
         seed: int,
         executors: Sequence[Executor],
-        line: ProcessLine | None = None,
+        line: ProcessLine,
+        checkpoints: Checkpoints | None,
+        state: Any,
     ) -> None:
-        self._checkpoints: Checkpoints | None = None
-        self._hooks, self._plan, self._consequences, self._seed = hooks, plan, consequences, seed
+        self._checkpoints = checkpoints
+        self._hooks, self._consequences, self._seed = hooks, consequences, seed
         self._executors, self._evaluates = executors, evaluates
         self._per_epoch = per_epoch if hooks.on_epoch is not None else None
-        first = executors[0].worker
-        process = plan.process_of(first, executors[0].replica)
+        process = plan.process_of(executors[0].worker, executors[0].replica)
         self._run = OngoingRun(process, self._save, self._fits)
         self._speaks = process == 0
-        self._losses: Losses | None = None
-        self._decisions: Decisions | None = None
-        if line is not None:
-            transports: dict[int, Transport] = {each.worker: each.transport for each in executors}
-            self._losses = Losses(plan, line, transports)
-            self._decisions = Decisions(line, transports[line.own])
+        self._losses = Losses(plan, line, executors)
+        self._decisions = Decisions(line, self._losses.hears)
         self._coming: dict[int, StepLoss] = {}
-        self._known: dict[int, Tensor] = {}
         self._made: dict[tuple[str, int], Decision] = {}  # until all workers here have come to that step
         firsts = {ON_STEP: step, ON_EPOCH: 0}
         self._seen = {hook: {_seat(each): at for each in executors} for hook, at in firsts.items()}
         self._evaluated = 0
         self._version = step
         self._pending: list[tuple[int, int, str, bool]] = []  # decided and done after such steps, by which hook; ends
-        consequences.on_evaluation = self.evaluated
         if self._speaks and hooks.on_eval is not None and not evaluates:
             warn("on_eval() will not be called: the workers have nothing to evaluate (eval_data, metrics)")
-
-    @property
-    def follows(self) -> bool:
-        """Whether it is called after evaluations, or epochs: a checkpoint is cut before that."""
-        return self._hooks.on_eval is not None or self._hooks.on_epoch is not None
-
-    def go_on(self, checkpoints: Checkpoints | None, state: Any) -> None:
-        """Call before training begins.
-
-        Args:
-            checkpoints: those that the run makes.
-            state: that of a shard of the checkpoint that it goes on from.
-        """
-        self._checkpoints = checkpoints
-        if checkpoints is not None:
-            checkpoints.decided = self.decided
         known = state.get(DECIDED) if isinstance(state, Mapping) else None
         for made, at, hook, ends in known or ():
             if hook not in self._hooks.names:
@@ -149,25 +133,23 @@ class RunCallbacks:
                 self._consequences.shorten(at, hook, _reason(hook, made))
                 if at <= self._version and self._speaks:
                     warn(f"{hook}() has ended this run after step {at}: take it out of the model file to train on")
-            elif self._checkpoints is not None:
-                self._checkpoints.add(at)
+            elif checkpoints is not None:
+                checkpoints.add(at)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is called after evaluations, or epochs: a checkpoint is cut before that."""
+        return self._hooks.on_eval is not None or self._hooks.on_epoch is not None
 
     def begins(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run in this process."""
-        if self._hooks.on_step is None or self._losses is None:
-            return
-        assert self._decisions is not None
-        self._coming[minibatch] = self._losses.step(minibatch)
-        self._decisions.expect(ON_STEP, minibatch + 1)
+        """The first forward of a minibatch is about to run in a row of this process."""
+        if self._hooks.on_step is not None and minibatch not in self._coming:
+            self._coming[minibatch] = self._losses.step(minibatch)
+            self._decisions.expect(ON_STEP, minibatch + 1)
 
-    def tell(self, minibatch: int, loss: Tensor) -> None:
-        """On the loss worker: the loss of a minibatch, with its metrics after it."""
-        if self._hooks.on_step is None:
-            return
-        if self._losses is not None:
-            self._losses.tell(minibatch, loss)
-        else:
-            self._known[minibatch] = loss
+    def loss(self, minibatch: int, value: Tensor) -> None:
+        """The loss worker is here, and says a minibatch's loss; its replicas say the same."""
+        self._losses.loss(minibatch, value)
 
     def stepped(self, executor: Executor) -> None:
         """Between two actions of a worker: call `on_step` if it has made an update.
@@ -181,8 +163,9 @@ class RunCallbacks:
             return
 
         def call() -> Decision:
-            loss, self._run.metrics = self._numbers(version - 1)
-            return self._call(ON_STEP, version, version, lambda: on_step(version, loss, self._run))
+            loss = self._coming.pop(version - 1)
+            self._run.metrics = dict(loss.metrics)
+            return self._call(ON_STEP, version, version, lambda: on_step(version, float(loss), self._run))
 
         self._decide(ON_STEP, executor, version, call)
 
@@ -232,11 +215,11 @@ class RunCallbacks:
         if self._per_epoch is not None and end and end % self._per_epoch == 0:
             self._call_on_epoch(end)
 
-    def decided(self, step: int) -> list[list[Any]]:
-        """What was decided up to a step, and is not yet done there, as a shard has it."""
+    def cut(self, worker: int, shard: Shard) -> None:
+        """A shard has what was decided up to its step, and is not yet done there."""
         oldest = min(executor.store.version for executor in self._executors)
         self._pending = [row for row in self._pending if row[1] >= oldest]
-        return [list(row) for row in self._pending if row[0] <= step <= row[1]]
+        shard.state[DECIDED] = [list(row) for row in self._pending if row[0] <= shard.step <= row[1]]
 
     def _call_on_epoch(self, version: int) -> Decision:
         on_epoch, per_epoch = self._hooks.on_epoch, self._per_epoch
@@ -244,12 +227,6 @@ class RunCallbacks:
         assert per_epoch is not None
         epoch = version // per_epoch
         return self._call(ON_EPOCH, epoch, version, lambda: on_epoch(epoch, self._run))
-
-    def _numbers(self, minibatch: int) -> tuple[float, dict[str, float]]:
-        if self._losses is None:
-            return named_numbers(self._known.pop(minibatch), self._plan.metrics)
-        loss = self._coming.pop(minibatch)
-        return float(loss), dict(loss.metrics)
 
     def _call(self, hook: str, number: int, version: int, call: Callable[[], object]) -> Decision:
         """Call a hook, and note what it decides; what it draws at random follows from the seed, everywhere alike."""
@@ -265,10 +242,9 @@ class RunCallbacks:
         decision = self._run._taken(ends)
         if hook != ON_STEP and version >= self._consequences.end:
             return decision  # after the last update
-        if self._decisions is not None:
-            if hook != ON_STEP:
-                self._decisions.expect(hook, version)
-            self._decisions.compare(hook, version, decision)
+        if hook != ON_STEP:
+            self._decisions.expect(hook, version)
+        self._decisions.compare(hook, version, decision)
         at = self._consequences.earliest(version)
         if decision.saves:
             self._note(version, at, hook, ends=False)

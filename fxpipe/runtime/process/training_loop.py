@@ -8,9 +8,6 @@ processes do it in one order, and none waits for what another would only do late
 
     rank 0:  … 2:B7 0:B7 │ announce 2, announce 0, settle 0, settle 2 │ on_step, checkpoint, evaluation │ 0:F8 …
     rank 1:  … 3:B7 1:B7 │ announce 3, announce 1, settle 1, settle 3 │ …
-
-Between two actions comes what is due: on_step → checkpoint → evaluation → on_eval → on_epoch. A checkpoint is cut
-before what follows from the evaluation of its step: whoever goes on from it hears of that again.
 """
 
 from __future__ import annotations
@@ -23,10 +20,9 @@ from torch import Tensor
 
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.task.metrics import named_numbers
 
@@ -38,9 +34,7 @@ def train(
     coming: Callable[[], Event | None],
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
     report: OnStep | None = None,
-    between: Callable[[int], None] | None = None,
-    reach: Callable[[int, int], None] | None = None,
-    tell: Callable[[int, Tensor], None] | None = None,
+    observers: Sequence[Observer] = (),
     more: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run all actions of the workers of one process, in rising order.
@@ -50,10 +44,7 @@ def train(
         more: then called once all before is done: whether something comes. It may wait until that is known.
         feed: where worker 0 is, the microbatches of a minibatch.
         report: where worker 0 is, called when it ends a minibatch (see `OnStep`).
-        reach: called before the first forward of each minibatch, with the number of updates made so far.
-        tell: where the loss worker is, called with each minibatch and its loss, with its metrics after it.
-        between: called at the beginning and after each update, between two actions, with the number of updates made so
-            far; where there are several workers, between two minibatches.
+        observers: follow the row.
     """
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
     first, several = executors[0], len(executors) > 1
@@ -75,8 +66,8 @@ def train(
     def heard(worker: int, loss: MinibatchLoss | None) -> None:
         if loss is None:
             return
-        if tell is not None:
-            tell(*loss)
+        for observer in observers:
+            observer.loss(*loss)
         if worker:
             of_worker[worker][1].send_loss(loss.value)
         else:
@@ -98,9 +89,10 @@ def train(
             if unreported is not None:
                 report_of(unreported)
                 unreported = None
-            if between is not None and first.store.version != version:
+            if first.store.version != version:
                 version = first.store.version
-                between(version)
+                for observer in observers:
+                    observer.between(executors)
         if not window:
             for executor in executors:
                 for loss in executor.hear():
@@ -120,9 +112,9 @@ def train(
         mine = None
         if action.phase == "F" and action.minibatch > reached:
             reached = action.minibatch
-            if reach is not None:
-                executor.watch.at(action)
-                reach(action.minibatch, executor.store.version)
+            executor.watch.at(action)
+            for observer in observers:
+                observer.begins(reached)
         if feed is not None and worker == 0 and action.phase == "F":
             if action.microbatch == 0:
                 executor.watch.at(action)
@@ -134,35 +126,3 @@ def train(
         ended = action.minibatch
         if worker == 0 and executor.store.due is not None:
             unreported = executor.store.due
-
-
-def between_actions(
-    acted: Sequence[Executor],
-    here: Sequence[Executor],
-    callbacks: RunCallbacks | None,
-    checkpoints: Checkpoints | None,
-    evaluate: Callable[[], None] | None,
-    rates_follow: bool,
-) -> None:
-    """Do what is due on some workers.
-
-    Args:
-        acted: these, all at the same version.
-        here: all workers of this process: an evaluation may have held some of them.
-        evaluate: evaluates, if that is due; None where nothing is evaluated.
-        rates_follow: an evaluation changes learning rates.
-    """
-    if callbacks is not None:
-        for executor in acted:
-            callbacks.stepped(executor)
-    if checkpoints is not None and (rates_follow or (callbacks is not None and callbacks.follows)):
-        for executor in acted:
-            checkpoints.take(executor)
-    if evaluate is not None:
-        evaluate()
-    if callbacks is not None:
-        for executor in here:
-            callbacks.epoch_over(executor)
-    if checkpoints is not None:
-        for executor in acted:
-            checkpoints.take(executor)

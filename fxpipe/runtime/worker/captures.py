@@ -28,14 +28,15 @@ from torch import Tensor
 
 from fxpipe.checkpoint.shard import Past, Sent, Shard
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.weights import WeightStore
 
 Due = Callable[[int], bool]
 """Whether there is to be a checkpoint at a step; known `Captures.reach` steps before, and from then on the same."""
 
 
-class Captures:
-    """Takes a worker's shards of the checkpoints that are due.
+class Captures(Observer):
+    """Follows a worker, and takes its shards of the checkpoints that are due.
 
     Args:
         past, sent: of the shard that the run goes on from: the next checkpoints may need some of it again.
@@ -54,8 +55,7 @@ class Captures:
         self._earlier = {key: _all_copied(of) for key, of in past.items()}
         self._earlier_sent = {key: _all_copied(of) for key, of in sent.items()}
         self._memories: dict[int, dict[str, dict[str, Tensor]]] = {}  # of codecs, by step: some are ahead of updates
-        executor.store.leaving = self._keep
-        executor.ended = self._ended
+        executor.observers.append(self)
 
     def take(self) -> Shard | None:
         """Call between two actions: this worker's shard at the step that was just reached, if a checkpoint is due."""
@@ -89,17 +89,17 @@ class Captures:
         self.executor.watch.close()
         return shard
 
-    def begin(self, minibatch: int) -> None:
+    def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run; forwards put new values in the place of buffers."""
         if self._whole and minibatch > self._taken and self.due(minibatch):
             self._of(minibatch).buffers = dict(self.executor.buffers)
 
-    def _ended(self, minibatch: int) -> None:
+    def ended(self, minibatch: int) -> None:
         """All gradients of a minibatch were sent; codecs put new values in the place of what they remember."""
         self._memories[minibatch + 1] = self.executor.codec_memories()
 
     @torch.no_grad()
-    def _keep(self, version: int) -> None:
+    def leaving(self, version: int) -> None:
         """A version is about to be replaced."""
         store, watch = self.executor.store, self.executor.watch
         if not self._whole:

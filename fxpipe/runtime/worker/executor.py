@@ -60,10 +60,8 @@ class Executor:
         watch: where the worker's time goes.
         shape_of: tells which shape the batch of a minibatch has.
         draws: whether a stage draws random numbers.
-        evaluates: whether the state after so many updates will be evaluated while the worker trains on.
-        on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
-        beginning: called with each minibatch before its first forward.
-        ended: called with each minibatch after its last action here, before any update.
+        observers: what follows this worker; its store's.
+        kept: by version, buffers that `state` will give, as its minibatch met them (see `BuffersKept`).
         scaler: gives the scale of the loss; None where it is not scaled.
         resets: the hook `reset(model)`; None without it.
         offload: moves saved values away until their backward; None leaves them.
@@ -87,6 +85,7 @@ class Executor:
         self.collective = collective
         self.replica = 0 if collective is None else collective.replica
         self.store = store
+        self.observers = store.observers
         self.buffers = buffers
         self.transport = transport
         self.seed = seed
@@ -109,14 +108,10 @@ class Executor:
         self._left: dict[tuple[int, int], _Left] = {}
         self._now = Action("F", 0)
         self._loss: Tensor | None = None
-        self.evaluates: Callable[[int], bool] = lambda version: False
-        self.on_loss: Callable[[int, Tensor], None] | None = None
-        self.beginning: Callable[[int], None] = lambda minibatch: None
-        self.ended: Callable[[int], None] = lambda minibatch: None
         self.resets: BuffersReset | None = None
         self.offload: Offload | None = None
         self._coming: deque[Action] = deque()  # what was announced, in the order in which it will run
-        self._kept: dict[int, dict[str, Tensor]] = {}
+        self.kept: dict[int, dict[str, Tensor]] = {}
         self._own_losses: dict[int, Tensor] = {}  # of minibatches whose sum over the replicas is under way
         self._whole_losses: dict[int, Tensor] = {}
         self._batches: set[int] = set()  # the minibatches whose numbers are being compared
@@ -124,8 +119,6 @@ class Executor:
         self._apart = plan.outer  # replicas that train apart have losses and buffers of their own
         self._joint = collective if plan.outer is None else None
         self._handed_at = -1  # the minibatch whose buffers were last handed out
-        if collective is not None:
-            store.gathered = self._gathered
 
     @property
     def stage(self) -> LoadedStage:
@@ -195,14 +188,16 @@ class Executor:
                     self._run_later(stage, part)
                 if self.schedule.ends(action):
                     self.store.close_sum(action.minibatch)
-                    self.ended(action.minibatch)
+                    for observer in self.observers:
+                        observer.ended(action.minibatch)
                     updated = self.store.updated_by(action)
                     if updated is not None:
                         self.store.update(updated)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
-        if result is not None and self._joint is None and self.on_loss is not None:
-            self.on_loss(action.minibatch, result.value.reshape(-1)[0])
+        if result is not None and self._joint is None:
+            for observer in self.observers:
+                observer.loss(*result)
         return result
 
     def compare_batch(self, minibatch: int, number: int) -> None:
@@ -240,16 +235,23 @@ class Executor:
 
     def announce(self) -> None:
         """As `WeightStore.announce`."""
-        if self.store.due is not None:
-            with torch.no_grad():
-                self.store.announce()
+        if (minibatch := self.store.due) is None:
+            return
+        self.watch.open("update")
+        with torch.no_grad():
+            self.store.gather()
+            self._gathered(minibatch)
+            self.store.announce()
+        self.watch.close()
 
     def settle(self) -> MinibatchLoss | None:
         """As `WeightStore.settle`; the loss of the minibatch over all replicas, if there are some."""
         if self.store.due is None:
             return None
+        self.watch.open("update")
         with torch.no_grad():
             minibatch = self.store.settle()
+        self.watch.close()
         if minibatch not in self._whole_losses:
             return None
         return MinibatchLoss(minibatch, self._whole_losses.pop(minibatch))
@@ -261,7 +263,7 @@ class Executor:
         """
         self.take_buffers(version)
         own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
-        return {**own, **self.buffers, **self._kept.pop(version, {})}
+        return {**own, **self.buffers, **self.kept.pop(version, {})}
 
     def codec_memories(self) -> dict[str, dict[str, Tensor]]:
         """By edge, what codecs remember of the gradients that were sent; codecs put others in the place of these
@@ -292,7 +294,7 @@ class Executor:
         """Forget whatever an interrupted segment left."""
         self._left.clear()
         self._coming.clear()
-        self._kept.clear()
+        self.kept.clear()
         self._loss = None
         self._own_losses.clear()
         self._whole_losses.clear()
@@ -311,7 +313,8 @@ class Executor:
         part = stage.parts["F"]
         if action.microbatch == 0:
             self.take_buffers(action.minibatch)
-            self.beginning(action.minibatch)
+            for observer in self.observers:
+                observer.begins(action.minibatch)
             if self.resets is not None and self.resets.due(action.minibatch):
                 self.resets(self.buffers, action.minibatch)
             self.store.updater.begin(action.minibatch)
@@ -330,10 +333,6 @@ class Executor:
             self.buffers[name] = value
         if action.microbatch == self._last and self._meets(action.minibatch):
             self._hand_out_buffers(stage.updates, action.minibatch)
-        if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
-            if self._apart is None:
-                self.take_buffers(action.minibatch + 1)
-            self._kept[action.minibatch + 1] = dict(self.buffers)  # later forwards put others in their place
         self._left[action.minibatch, action.microbatch] = _Left(self._set_aside(saved, action), set())
         self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None
@@ -399,8 +398,8 @@ class Executor:
 
     def _gathered(self, minibatch: int) -> None:
         """The gradients of a minibatch have come from all replicas: so have its loss, and the numbers of its batch."""
-        assert self.collective is not None
         if minibatch in self._batches:
+            assert self.collective is not None
             self._batches.remove(minibatch)
             numbers = self.collective.take(("batch", minibatch)).tolist()
             check_read_alike(numbers, f"step {minibatch + 1}", "train_data()")
@@ -421,8 +420,8 @@ class Executor:
         assert self.collective is not None
         total = self.collective.take(("loss", minibatch)).reshape(self._own_losses.pop(minibatch).shape)
         loss = self._whole_losses[minibatch] = total / self._divisor if self._divisor > 1 else total
-        if self.on_loss is not None:
-            self.on_loss(minibatch, loss.reshape(-1)[0])
+        for observer in self.observers:
+            observer.loss(minibatch, loss)
 
     def _reduce(self, bucket: str, gradients: Sequence[Tensor | None]) -> None:
         """The code has made a bucket's gradients: those of the last microbatch complete the sums of this replica."""
@@ -466,8 +465,6 @@ class Executor:
             for name in names:
                 old = self.buffers[name]
                 self.buffers[name] = torch.empty_like(old).copy_(flat[place : place + old.numel()].view(old.shape))
-                if minibatch in self._kept:
-                    self._kept[minibatch][name] = self.buffers[name]
                 place += old.numel()
 
     def _reseed(self, action: Action) -> None:

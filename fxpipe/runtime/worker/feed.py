@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import SequentialSampler
 
+from fxpipe.checkpoint.shard import Shard
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import say, warn
 from fxpipe.random_state import (
@@ -22,13 +23,14 @@ from fxpipe.random_state import (
     set_torch_state,
     torch_state,
 )
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.task.model_file import Task, hook_raised
 
 COUNTING_SECONDS = 30.0
 SAY_SECONDS = 5.0
 
 
-class Feed:
+class Feed(Observer):
     """The user's batches, epoch after epoch.
 
     The process's random state is seeded once, before the first `train_data()`. Torch's is kept apart from
@@ -36,7 +38,6 @@ class Feed:
 
     Attributes:
         steps_per_epoch: if it is set, what is done once an epoch counts on it: an epoch of another length is told.
-        marks: whether `mark` will be asked after so many batches; known before the next batch is read.
     """
 
     def __init__(self, task: Task, seed: int) -> None:
@@ -54,7 +55,6 @@ class Feed:
         self._order = _Order()
         self._since_begin: int | None = 0  # the batches of the present epoch; None if it began before a checkpoint
         self.steps_per_epoch: int | None = None
-        self.marks: Callable[[int], bool] = lambda batches: False
 
     def total(self, steps: int | None, epochs: int | None) -> int:
         """How many minibatches a run has; those of one epoch if neither is given.
@@ -87,14 +87,19 @@ class Feed:
         """The same, if something has asked for it."""
         return self._length
 
-    def next_batch(self) -> Any:
+    def next_batch(self, marked: bool = False) -> Any:
         """The next batch, of a new epoch after the last one.
+
+        Args:
+            marked: `mark` will be asked after the batches before it.
 
         Raises:
             TaskError: the data are empty, or producing them failed.
         """
         with self._own_random():
-            return self._next()
+            if marked and self._given > self._handed:
+                self._mark()
+            return self._read()
 
     def go_on(self, batches: int, mark: Mapping[str, Any] | None) -> None:
         """Go to where so many batches have been given.
@@ -126,6 +131,11 @@ class Feed:
         found = self._marks.get(batches)
         self._marks = {at: mark for at, mark in self._marks.items() if at > batches}
         return found
+
+    def cut(self, worker: int, shard: Shard) -> None:
+        """Worker 0's shard has where the data stand."""
+        if worker == 0:
+            shard.data = self.mark(shard.step)
 
     def _mark(self) -> None:
         if self._batches is None or not hasattr(self._data, "load_state_dict"):
@@ -160,11 +170,6 @@ class Feed:
             numpy = (numpy[0], numpy[1].numpy(), *numpy[2:])
         set_random_state(random_state()._replace(python=mark["python"], numpy=numpy))
         self._state = TorchState(mark["torch"], mark.get("cuda"))
-
-    def _next(self) -> Any:
-        if self._given > self._handed and self.marks(self._given):
-            self._mark()
-        return self._read()
 
     def _read(self) -> Any:
         self._given += 1

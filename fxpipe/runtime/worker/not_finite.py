@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import NotFiniteError, listed
-from fxpipe.observe.record import OnStep
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.observer import Observer
 
 _NAMED = 5
 _ALL_THE_SAME = "--keep-going trains on all the same"
@@ -58,39 +58,27 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all())
 
 
-def check_loss(
-    executor: Executor, keep_going: bool, stop: Callable[[int, float, int], NotFiniteError]
-) -> Callable[[int, float], None]:
-    """Have a worker's losses looked at, before their backward runs, if they are on the CPU.
+class LossCheck(Observer):
+    """Follows a loss worker, and looks at its losses before their backward runs.
 
     On CUDA a look would have to wait for the device: there only worker 0 looks, when it reads a loss anyway.
 
     Args:
-        stop: makes the error of a minibatch, its loss and the worker that computed it.
-
-    Returns:
-        What worker 0 calls with each minibatch and its loss.
+        worker: the one that computes the losses.
+        stop: makes the error of a minibatch, its loss and that worker.
     """
 
-    def look(minibatch: int, loss: float) -> None:
+    def __init__(self, worker: int, stop: Callable[[int, float, int], NotFiniteError]) -> None:
+        self._worker, self._stop = worker, stop
+
+    def loss(self, minibatch: int, value: Tensor) -> None:
+        """Refuse one that is not finite."""
+        self.look(minibatch, float(value.reshape(-1)[0]))
+
+    def look(self, minibatch: int, loss: float) -> None:
+        """The same, of one that was read."""
         if not math.isfinite(loss):
-            raise stop(minibatch, loss, executor.worker)
-
-    if keep_going:
-        return lambda minibatch, loss: None
-    if executor.device.type == "cpu":
-        executor.on_loss = lambda minibatch, loss: look(minibatch, float(loss))
-    return look
-
-
-def looking(report: OnStep, look: Callable[[int, float], None]) -> OnStep:
-    """A report of steps that looks at each loss, once the step is recorded."""
-
-    def both(minibatch: int, loss: float, lr: float | None, norm: float | None, metrics: Mapping[str, float]) -> None:
-        report(minibatch, loss, lr, norm, metrics)
-        look(minibatch, loss)
-
-    return both
+            raise self._stop(minibatch, loss, self._worker)
 
 
 def check_weights(steps: int, rows: Sequence[Mapping[str, Any]]) -> None:

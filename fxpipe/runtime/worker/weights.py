@@ -18,6 +18,7 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages, MovingAverage
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum
+from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.runtime.worker.shared_update import SharedUpdate
 from fxpipe.runtime.worker.staleness import StalenessLog
@@ -65,9 +66,8 @@ class WeightStore:
         averages: of the trained parameters; None unless they are asked for.
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
         outer: brings the weights of replicas that train apart together; None where they do not.
-        leaving: called with the live version before each update.
         shared: what replicas exchange around an update that they share out; None where each makes all of it.
-        gathered: called with a minibatch whose gradients are there, from all replicas, before its update; may raise.
+        observers: what follows this worker.
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class WeightStore:
         self.averages: Averages | None = None
         self.staleness: StalenessLog | None = None
         self.outer: OuterStep | None = None
-        self.leaving: Callable[[int], None] = lambda version: None
-        self.gathered: Callable[[int], None] = lambda minibatch: None
+        self.observers: list[Observer] = []
         self.parameters: dict[str, nn.Parameter] = {
             p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
         }
@@ -324,7 +323,7 @@ class WeightStore:
         self.update(minibatch)
 
     def update(self, minibatch: int) -> None:
-        """The minibatch's gradients are there: `announce` and `settle`, before the next action, make the update."""
+        """The minibatch's gradients are there: `gather`, `announce` and `settle`, before the next action, update."""
         assert self.version == minibatch < self.summed, f"update {self.version} by minibatch {minibatch}"
         self.due = minibatch
 
@@ -338,21 +337,19 @@ class WeightStore:
         self._sum.close(minibatch)
         self.summed = minibatch + 1
 
-    def announce(self) -> None:
-        """Of the update that is due: take the gradients, and tell other workers what clipping tells.
-
-        Waits for other replicas, and for what the next worker tells.
-        """
+    def gather(self) -> None:
+        """Take the gradients of the update that is due; waits for other replicas."""
         minibatch = self.due
         assert minibatch is not None
-        self.transport.watch.open("update")
         self._keep_past()  # first: some predictions need the last update's gradient, which goes now
         self.updater.gather()
         if self.shared is not None and self.updater.clip is not None:
             self.shared.start_norms(minibatch)
-        self.gathered(minibatch)
-        self.updater.announce(minibatch)
-        self.transport.watch.close()
+
+    def announce(self) -> None:
+        """Tell other workers what clipping tells of the gradients; waits for what the next worker tells."""
+        assert self.due is not None
+        self.updater.announce(self.due)
 
     def settle(self) -> int:
         """Make the update that was announced, and send weight copies of the new version; returns its minibatch.
@@ -364,16 +361,6 @@ class WeightStore:
         """
         minibatch, self.due = self.due, None
         assert minibatch is not None
-        self.transport.watch.open("update")
-        self._step(minibatch)
-        self.transport.watch.close()
-        return minibatch
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The mean gradients of the last update, by parameter name (needs `keep_gradients`)."""
-        return {name: p.grad.detach().clone() for name, p in self.trained.items() if p.grad is not None}
-
-    def _step(self, minibatch: int) -> None:
         if self.staleness is not None and self.updater.optimizer is not None:
             self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
         self.updater.step(minibatch)
@@ -392,6 +379,11 @@ class WeightStore:
         if self.staleness is not None:
             self.staleness.live(self.version, self._unread.start, self.predictions.look)
             self.predictions.forget_all()
+        return minibatch
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The mean gradients of the last update, by parameter name (needs `keep_gradients`)."""
+        return {name: p.grad.detach().clone() for name, p in self.trained.items() if p.grad is not None}
 
     def _expect(self, owner: int, version: int) -> None:
         while self._expected[owner] < version:
@@ -475,7 +467,8 @@ class WeightStore:
 
     def _keep_past(self) -> None:
         """Before the live version changes: keep what this worker's actions have yet to read of it."""
-        self.leaving(self.version)
+        for observer in self.observers:
+            observer.leaving(self.version)
         for ahead, unread in self._unread.kept(self.worker, self.version).items():
             self._copies[self.worker, self.version, ahead] = self.predictions.keep(unread.names, ahead)
         self._let_go()
