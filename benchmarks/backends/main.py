@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxpipe
 from fxpipe.engines.onnxruntime import Session
-from fxpipe.measure.engines import choose_engines
+from fxpipe.lowering.choose_engines import choose_engines
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -102,16 +102,6 @@ class Build:
         """For each shape of batch, the build as it would be if there were no other; its costs are the first's."""
         return tuple(dataclasses.replace(self, plan=plan, folder=None) for plan in self.plan.of_shapes)
 
-    def with_shape_of(self, batch: Any, hooks: StepHooks) -> Build:
-        """The build with stages for the shape of a batch, which it does not have; random generators move.
-
-        Raises:
-            FxpipeError: as a compile with this batch.
-        """
-        from fxpipe.lowering.new_shape import with_new_shape
-
-        return with_new_shape(self, batch, hooks)
-
     def save(self, folder: str | Path, *, model_file: str | Path | None = None) -> Build:
         """Write the build; an earlier build in its place is replaced, anything else is left alone.
 

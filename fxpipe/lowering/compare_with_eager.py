@@ -25,9 +25,8 @@ from fxpipe.lowering.replicas_apart import of_one_replica
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
-from fxpipe.runtime.worker.stage_code import explained
 from fxpipe.stages.compare import FLOOR_OF_SUMS
-from fxpipe.stages.loaded import load_stages
+from fxpipe.stages.loaded import explained, load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import TRIED_SCALE, Minibatches, weights_of
 from fxpipe.stages.part_call import Function

@@ -27,7 +27,6 @@ from fxpipe.passes import evaluation_passes
 from fxpipe.passes.codegen import TOTALS
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, PadSpec, Plan
 from fxpipe.random_state import random_state_kept
-from fxpipe.runtime.wires.addresses import first_names
 from fxpipe.task.batch import moved, tensor_spec
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.task.padding import padded
@@ -148,7 +147,7 @@ def _with_evaluation(
 
 def carried_on(plan: Plan) -> dict[str, set[int]]:
     """By the name of each buffer that evaluations change, the workers that read or change it."""
-    aliases = first_names(plan)
+    aliases = plan.first_names
     stages = [(worker, stage.part) for spec in plan.evaluations for worker, stage in enumerate(spec.stages)]
     found: dict[str, set[int]] = {aliases.get(name, name): set() for _, part in stages for name in part.updates}
     for worker, part in stages:

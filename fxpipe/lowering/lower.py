@@ -16,6 +16,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.captured_step import captured_step
 from fxpipe.lowering.choose_codecs import emit_encoded
+from fxpipe.lowering.choose_engines import choose_engines
 from fxpipe.lowering.choose_schedule import ChosenSchedule, choose_schedule
 from fxpipe.lowering.emit import Emitter
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations, with_totals
@@ -24,7 +25,6 @@ from fxpipe.lowering.padding_doubts import padding_doubts
 from fxpipe.lowering.replicas_apart import with_replicas
 from fxpipe.lowering.shapes import CapturedShape, with_shape
 from fxpipe.lowering.step_costs import has_no_values, step_costs
-from fxpipe.measure.engines import choose_engines
 from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed
 from fxpipe.passes import front_passes

@@ -470,6 +470,12 @@ class Plan:
         """How many processes a worker has."""
         return self.replicas[worker] if self.replicas else 1
 
+    @property
+    def first_names(self) -> dict[str, str]:
+        """The first name of every parameter and buffer by each of its names."""
+        rows = [row.names for row in self.parameters] + [row.names for row in self.buffers]
+        return {name: names[0] for names in rows for name in names}
+
     @cached_property
     def mesh(self) -> Mesh:
         """Where workers and replicas are."""

@@ -9,12 +9,13 @@ import linecache
 import re
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.errors import BuildError, CodecError
+from fxpipe.errors import BuildError, CodecError, FxpipeError, PeerLost, RunError
 from fxpipe.plan.spec import FUNCTIONS, EvaluationStage, PartSpec, Phase, Plan, StageSpec
 
 ARGUMENTS = {
@@ -264,3 +265,32 @@ def _return_differences(nodes: Iterable[ast.AST], part: PartSpec, name: str) -> 
             if literal and len(value.elts) != length:  # type: ignore[attr-defined]
                 found.append(f"returns {len(value.elts)} {word}, the plan has {length}")  # type: ignore[attr-defined]
     return found
+
+
+IN_A_STAGE = "if the file was edited, undo the edit; else step into it: fxpipe run BUILD --local --steps 1"
+
+
+@contextmanager
+def explained(path: Path, worker: int, what: Callable[[], str], out_of_memory: str) -> Iterator[None]:
+    """Turn errors of the emitted code in `path` into RunError with their place; give our own errors their place.
+
+    Args:
+        what: gives the words for what was done, if it fails.
+        out_of_memory: the hint if the device has no memory left.
+    """
+    try:
+        yield
+    except PeerLost:
+        raise
+    except FxpipeError as error:
+        place = stage_line(error, path)
+        error.where = error.where or f"{what()} on worker {worker}" + (f", {place}" if place else "")
+        raise
+    except Exception as error:
+        import torch
+
+        raise RunError(
+            f"{what()} failed on worker {worker}: {type(error).__name__}: {error}",
+            where=stage_line(error, path) or str(path),
+            hint=out_of_memory if isinstance(error, torch.OutOfMemoryError) else IN_A_STAGE,
+        ) from error

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fxpipe.build.build import Build, load
 from fxpipe.errors import BatchError, BuildError, FxpipeError
+from fxpipe.lowering.new_shape import with_new_shape
 from fxpipe.messages import say
 from fxpipe.observe.pulse import Pulse
 from fxpipe.observe.record import samples_of
@@ -195,7 +196,7 @@ class NewShapes:
         """The build with one more shape.
 
         Raises:
-            FxpipeError: as `Build.with_shape_of`; or a worker lacks what the shape reads.
+            FxpipeError: as `with_new_shape`; or a worker lacks what the shape reads.
         """
         assert self._hooks is not None
         build = load(self._folder)
@@ -203,7 +204,7 @@ class NewShapes:
             raise BuildError("the build was replaced since the run began", where=str(self._folder))
         build = replace(build, plan=self.plan, tensors={**build.tensors, **self._constants})
         with random_state_kept(), torch.enable_grad():
-            build = build.with_shape_of(batch, self._hooks)
+            build = with_new_shape(build, batch, self._hooks)
         for buffer in build.plan.buffers:  # what does not change, and no checkpoint holds, the build has the value of
             if buffer.persistent and (more := self._new_readers(buffer)):
                 raise BatchError(

@@ -28,7 +28,7 @@ from fxpipe.runtime.process.membership import Agreed
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, recipe_of, restore, resumed_step, run_before
-from fxpipe.runtime.process.rows import Row, first_replicas, open_evaluation, open_rows
+from fxpipe.runtime.process.rows import RankRow, first_replicas, open_evaluation, open_rows
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row, write_run
 from fxpipe.runtime.process.together import barrier, gathered
@@ -51,7 +51,7 @@ STOPPING = 1.0
 """Seconds that worker 0 of a run that stops leaves the others to see that it does."""
 
 
-class Run(Observer):
+class TrainingRun(Observer):
     """The part of a run that is in this process: the workers of one rank, or all of them."""
 
     def __init__(self, agreed: Agreed, world: World, progress: Progress | None) -> None:
@@ -255,7 +255,7 @@ class Run(Observer):
         after = self._clocks()
         return {(e.replica, e.worker): WorkerTrace(e.watch.spans, before, after) for e in self.executors}
 
-    def _walk(self, row: Row) -> None:
+    def _walk(self, row: RankRow) -> None:
         """Walk one row to the end of the run."""
         train(
             self.plan,
@@ -269,7 +269,7 @@ class Run(Observer):
         for transport in row.transports:
             transport.finish()
 
-    def _events(self, row: Row) -> Iterator[Event]:
+    def _events(self, row: RankRow) -> Iterator[Event]:
         """What a rank does until the run is to end."""
         recipe = self.recipe.of_worker(row.executors[0].worker)
         if self.resumed is not None:
@@ -315,7 +315,7 @@ class Run(Observer):
             time.sleep(STOPPING)  # the others look for it
         self.stop.exit()
 
-    def _share(self, row: Row, minibatch: int) -> list[tuple[Any, ...]]:
+    def _share(self, row: RankRow, minibatch: int) -> list[tuple[Any, ...]]:
         """The microbatches of a minibatch that a replica of worker 0 does."""
         assert self.batches is not None
         replicas = self.plan.replicas_of(0)

@@ -20,7 +20,7 @@ from fxpipe.task.model_file import Task
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRow:
     """A rank, or one of its replicas: what it does is walked one action after the other.
 
     Attributes:
@@ -46,7 +46,7 @@ def open_rows(
     step: int,
     checkpoint: Checkpoint | None,
     keep_gradients: bool = False,
-) -> list[Row]:
+) -> list[RankRow]:
     """Open all workers that are here.
 
     Args:
@@ -79,11 +79,11 @@ def open_rows(
                 world.collective(worker, replica),
             )
             executors.append(executor)
-        rows.append(Row(process, rank, replica, executors, transports))
+        rows.append(RankRow(process, rank, replica, executors, transports))
     return rows
 
 
-def first_replicas(rows: Sequence[Row]) -> list[Executor]:
+def first_replicas(rows: Sequence[RankRow]) -> list[Executor]:
     """Of each worker here the first replica that is, in rising order."""
     found: dict[int, Executor] = {}
     for executor in (executor for row in rows for executor in row.executors):
@@ -96,7 +96,7 @@ def open_evaluation(
     plan: Plan,
     folder: str,
     addresses: Addresses,
-    rows: Sequence[Row],
+    rows: Sequence[RankRow],
     seed: int,
     data: EvaluationData | None,
 ) -> DistributedEvaluation:

@@ -19,7 +19,7 @@ from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.membership import Agreed, membership
 from fxpipe.runtime.process.pipeline import Pipeline
-from fxpipe.runtime.process.rank import Run
+from fxpipe.runtime.process.rank import TrainingRun
 from fxpipe.runtime.process.resume import resumed_options
 from fxpipe.runtime.process.together import barrier
 from fxpipe.runtime.process.warnings import warn_if_edited
@@ -69,7 +69,7 @@ def run_local(options: RunOptions, task: Task | None = None, progress: Progress 
         if progress is None and options.progress:
             progress = default_progress()
         with threads(options.threads, plan.processes), debugged(progress):
-            run = Run(Agreed(options, plan, task, files, checkpoint), OneProcess(plan, options), progress)
+            run = TrainingRun(Agreed(options, plan, task, files, checkpoint), OneProcess(plan, options), progress)
             try:
                 summary = run.run()
             except FxpipeError as error:
@@ -104,7 +104,7 @@ def join(
             progress = default_progress()
         agreed, plan = member.agreed, member.agreed.plan
         world = AmongProcesses(plan, agreed.options, member.rank, member.pulse, member.pulses)
-        return Run(agreed, world, progress).run()
+        return TrainingRun(agreed, world, progress).run()
 
 
 def open_local(folder: str | Path, task: Task, options: PipelineOptions, out: str | None = None) -> Pipeline:

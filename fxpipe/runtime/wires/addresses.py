@@ -184,7 +184,7 @@ class Move:
 
 def moves(plan: Plan) -> list[Move]:
     """All moves of a plan, in the order in which every worker sends and receives its own."""
-    aliases = first_names(plan)
+    aliases = plan.first_names
     readers: dict[str, set[int]] = {}
     for spec in plan.evaluations:
         for worker, stage in enumerate(spec.stages):
@@ -203,9 +203,3 @@ def moves(plan: Plan) -> list[Move]:
 def evaluation_edges(plan: Plan) -> list[EdgeSpec]:
     """All edges of evaluation, which notes are not: of moved tensors, and of the values for every shape of batch."""
     return [*(move.edge for move in moves(plan)), *(edge for spec in plan.evaluations for edge in spec.edges)]
-
-
-def first_names(plan: Plan) -> dict[str, str]:
-    """The first name of every parameter and buffer by each of its names."""
-    rows = [row.names for row in plan.parameters] + [row.names for row in plan.buffers]
-    return {name: names[0] for names in rows for name in names}

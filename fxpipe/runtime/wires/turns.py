@@ -24,7 +24,7 @@ class Turns:
     def __init__(self) -> None:
         self.draws = False
         self._rows: list[greenlet] = []
-        self._waiting: dict[greenlet, _Waiting] = {}
+        self._waiting: dict[greenlet, _Held] = {}
         self._grad = True  # outside of the rows
 
     def walk(self, rows: Sequence[Callable[[], None]]) -> None:
@@ -93,7 +93,7 @@ class Turns:
         if row.parent is None:
             raise stuck(what)
         grad, state = torch.is_grad_enabled(), torch_state() if self.draws else None
-        self._waiting[row] = _Waiting(ready, what, idle)
+        self._waiting[row] = _Held(ready, what, idle)
         row.parent.switch()
         if grad != torch.is_grad_enabled():
             torch.set_grad_enabled(grad)
@@ -101,7 +101,7 @@ class Turns:
             set_torch_state(state)
 
 
-class _Waiting(NamedTuple):
+class _Held(NamedTuple):
     ready: Callable[[], bool]
     what: Callable[[], str]
     idle: bool

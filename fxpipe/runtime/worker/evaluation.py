@@ -14,10 +14,9 @@ from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import EdgeSpec, EvaluationSpec, EvaluationStage, LeafSpec, Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
-from fxpipe.runtime.wires.addresses import first_names
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
-from fxpipe.runtime.worker.stage_code import explained, reseed
-from fxpipe.stages.loaded import LoadedStage, load_evaluation
+from fxpipe.runtime.worker.stage_code import reseed
+from fxpipe.stages.loaded import LoadedStage, explained, load_evaluation
 from fxpipe.stages.minibatch import number_of
 from fxpipe.task.batch import describe, dump, said, shape_key
 from fxpipe.task.containers import flatten, tree_text
@@ -183,7 +182,7 @@ class Evaluator:
         self._seed = seed
         self._device = torch.device(plan.device)
         transport.watch = Watch()
-        aliases = first_names(plan)
+        aliases = plan.first_names
         edges: dict[str, EdgeSpec] = {}
         self.loaded: list[LoadedStage] = []
         self._stages: list[EvaluationStage] = []

@@ -21,10 +21,10 @@ from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
 from fxpipe.runtime.worker.replicas_alike import check_read_alike, start_comparison
-from fxpipe.runtime.worker.stage_code import StageOfShape, explained, reseed
+from fxpipe.runtime.worker.stage_code import StageOfShape, reseed
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
-from fxpipe.stages.loaded import LoadedStage
+from fxpipe.stages.loaded import LoadedStage, explained
 
 
 class _Left(NamedTuple):
