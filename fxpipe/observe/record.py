@@ -7,7 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,11 +21,7 @@ from fxpipe.observe.progress import Progress
 from fxpipe.observe.run_folder import METRICS, RUN
 from fxpipe.observe.tensorboard import TensorboardLog
 from fxpipe.plan.spec import Plan
-from fxpipe.task.metrics import NO_METRICS
 
-OnStep = Callable[[int, float, "float | None", "float | None", Mapping[str, float]], None]
-"""Called after a minibatch with its number, its loss, worker 0's learning rate if it trains, the norm of all gradients
-if they are clipped, and the metrics that the loss came with."""
 OnEvaluation = Callable[[int, "dict[str, float]", float], None]
 """Called after an evaluation with the number of steps, the means of all metrics, and the seconds that worker 0 took."""
 FINAL_WEIGHTS = "model.safetensors"
@@ -50,6 +46,44 @@ class ScaledStep:
 
     scale: float
     skipped: bool
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A minibatch that is over on worker 0.
+
+    Attributes:
+        lr: worker 0's learning rate, if it trains something.
+        norm: of all gradients, if they are clipped.
+        metrics: what the loss came with.
+        scaled: how the loss was scaled, if it was.
+    """
+
+    minibatch: int
+    loss: float
+    lr: float | None = None
+    norm: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    scaled: ScaledStep | None = None
+
+    def line(self, epoch: int | None) -> dict[str, Any]:
+        """Its line in `metrics.jsonl`, without what takes time."""
+        found: dict[str, Any] = {"step": self.minibatch + 1, "loss": self.loss}
+        if self.metrics:
+            found["metrics"] = dict(self.metrics)
+        found |= {
+            name: value
+            for name, value in (("epoch", epoch), ("lr", self.lr), ("grad_norm", self.norm))
+            if value is not None
+        }
+        if self.scaled is not None:
+            found |= {"loss_scale": self.scaled.scale} | ({"skipped": True} if self.scaled.skipped else {})
+        return found
+
+    @property
+    def shown(self) -> Mapping[str, float]:
+        """What is shown next to the loss."""
+        return self.metrics if self.scaled is None else {**self.metrics, "loss_scale": self.scaled.scale}
 
 
 class Record:
@@ -79,7 +113,6 @@ class Record:
         earlier: the output folder of the interrupted run, if it may be another one: its lines are taken over.
         steps_per_epoch: where it is known.
         samples_of: tells how many samples a minibatch has, where they differ.
-        scaled: tells how the last step's loss was scaled; None if it was not.
 
     Attributes:
         steps_per_epoch: how many steps an epoch has, where that is known.
@@ -106,11 +139,10 @@ class Record:
         earlier: Path | None = None,
         steps_per_epoch: int | None = None,
         samples_of: Callable[[int], int] | None = None,
-        scaled: Callable[[], ScaledStep | None] = lambda: None,
     ) -> None:
         self.out = None if out is None else Path(out)
         self.samples = samples
-        self._samples_of, self._scaled = samples_of or (lambda minibatch: samples), scaled
+        self._samples_of = samples_of or (lambda minibatch: samples)
         self.steps_per_epoch = steps_per_epoch
         self.total = total
         self.losses = array("d")
@@ -154,16 +186,9 @@ class Record:
         if self._progress is not None:
             self._progress.watch(board)
 
-    def step(
-        self,
-        minibatch: int,
-        loss: float,
-        lr: float | None,
-        norm: float | None,
-        metrics: Mapping[str, float] = NO_METRICS,
-    ) -> None:
+    def step(self, step: RecordedStep) -> None:
         """A minibatch is finished."""
-        now = perf_counter()
+        now, minibatch = perf_counter(), step.minibatch
         samples = self._samples_of(minibatch)
         rate = samples / max(now - self._last - self._evaluating, 1e-9)
         self._steady.add(minibatch, samples, now - self._last)
@@ -172,32 +197,21 @@ class Record:
         self._evaluating = 0.0
         self._samples += samples
         self.own_steps += 1
-        self.losses.append(loss)
-        self.metrics = dict(metrics)
+        self.losses.append(step.loss)
+        self.metrics = dict(step.metrics)
         seconds = self._earlier + self.seconds
-        scaled = self._scaled()
-        shown = metrics if scaled is None else {**metrics, "loss_scale": scaled.scale}
         if self._file is not None:
-            line: dict[str, Any] = {"step": minibatch + 1, "loss": loss}
-            if metrics:
-                line["metrics"] = dict(metrics)
-            if self.steps_per_epoch is not None:
-                line["epoch"] = minibatch // self.steps_per_epoch + 1
-            if lr is not None:
-                line["lr"] = lr
-            if norm is not None:
-                line["grad_norm"] = norm
-            if scaled is not None:
-                line |= {"loss_scale": scaled.scale} | ({"skipped": True} if scaled.skipped else {})
-            self._file.write(line | {"seconds": round(seconds, 6), "samples_per_second": round(rate, 3)})
+            epoch = None if self.steps_per_epoch is None else minibatch // self.steps_per_epoch + 1
+            times = {"seconds": round(seconds, 6), "samples_per_second": round(rate, 3)}
+            self._file.write(step.line(epoch) | times)
         if self._tensorboard is not None:
-            self._tensorboard.step(minibatch + 1, loss, lr, norm, rate, seconds, shown)
+            self._tensorboard.step(minibatch + 1, step.loss, step.lr, step.norm, rate, seconds, step.shown)
             if self._looker is not None and now - self._looked >= LOOK:
                 self._looked = now
                 found = [{"busy": state.busy, "waiting": state.waiting} for state in self._looker.look()]
                 self._tensorboard.workers(minibatch + 1, found)
         if self._progress is not None:
-            self._show(lambda progress: progress(minibatch + 1, self.total, loss, rate, shown))
+            self._show(lambda progress: progress(minibatch + 1, self.total, step.loss, rate, step.shown))
 
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float, best: bool = False) -> None:
         """The state after `step` steps was evaluated, and is the best so far or not; worker 0 took `seconds`."""

@@ -17,8 +17,8 @@ from fxpipe import engines as backends
 from fxpipe.build.build import Build
 from fxpipe.engines.engine import Engine
 from fxpipe.errors import BackendError
+from fxpipe.lowering import choose_engines as choose
 from fxpipe.lowering.choose_engines import choose_engines
-from fxpipe.lowering import choose_engines as engines as choose
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.cost_records import EngineTime
 from fxpipe.plan.spec import Plan

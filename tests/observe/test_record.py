@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from fxpipe.observe.record import Record
+from fxpipe.observe.record import Record, RecordedStep
 from fxpipe.observe.run_folder import read_run
 
 
 def train(record: Record, *steps: int, evaluate: int = 2) -> None:
     for step in steps:
-        record.step(step - 1, 1.0 / step if step != 4 else math.nan, 0.1, None)
+        record.step(RecordedStep(step - 1, 1.0 / step if step != 4 else math.nan, 0.1))
         if step % evaluate == 0:
             record.evaluated(step, {"accuracy": step / 10}, 0.0)
 
@@ -104,7 +104,7 @@ def test_a_resumed_runs_steady_rate_is_its_own(tmp_path: Path, monkeypatch: pyte
     record = Record(tmp_path, 10, 30, workers=2, continue_after=10)
     for step in range(11, 21):
         now[0] += 5.0 if step in (11, 12, 13, 19, 20) else 1.0
-        record.step(step - 1, 1.0, None, None)
+        record.step(RecordedStep(step - 1, 1.0))
     assert record.steady_samples_per_second == 10.0
     assert record.samples_per_second == pytest.approx(100 / 30)
 

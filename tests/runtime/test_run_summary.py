@@ -11,7 +11,7 @@ import pytest
 from commands import QUICK, fxpipe
 from model_files import write_model
 
-from fxpipe.observe.record import Record
+from fxpipe.observe.record import Record, RecordedStep
 from fxpipe.observe.run_folder import read_run
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import choose
@@ -78,7 +78,7 @@ def test_the_steady_rate_is_between_filling_and_emptying(
     record = Record(None, 10, steps, workers=2)
     for step in range(steps):
         now[0] += 5.0 if step in (0, steps - 1) else 1.0
-        record.step(step, 1.0, None, None)
+        record.step(RecordedStep(step, 1.0))
     assert record.steady_samples_per_second == steady
 
 
@@ -89,7 +89,7 @@ def test_evaluation_slows_no_rate_down(monkeypatch: pytest.MonkeyPatch, tmp_path
     record = Record(tmp_path, 10, 20, workers=2)
     for step in range(1, 21):
         now[0] += 1.0 + 2.0 * (step > 1 and step % 5 == 1)
-        record.step(step - 1, 1.0, None, None)
+        record.step(RecordedStep(step - 1, 1.0))
         if step % 5 == 0:
             now[0] += 7.0
             record.evaluated(step, {"accuracy": step / 20, "loss": float("nan")}, 7.0)

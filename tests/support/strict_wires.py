@@ -219,7 +219,7 @@ def run_in_threads(
                 transports,  # type: ignore[arg-type]
                 partial(next, recipe.schedule.row_until(rank, len(data)), None),
                 (lambda m: split(data[m], m)[1]) if first else None,
-                (lambda m, loss, lr, norm, metrics: run.losses.append(loss)) if first else None,
+                (lambda step: run.losses.append(step.loss)) if first else None,
                 [each for each in (coming, evaluations[rank]) if each is not None],
             )
             for transport in transports:

@@ -14,7 +14,7 @@ import torch
 from fxpipe.errors import NotFiniteError
 from fxpipe.observe.live import Board
 from fxpipe.observe.progress import Progress
-from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
+from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, RecordedStep, samples_by_shape, samples_of
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
@@ -155,7 +155,6 @@ class TrainingRun(Observer):
                 earlier=run_before(options),
                 steps_per_epoch=self.epoch,
                 samples_of=samples_by_shape(lambda: self.shapes.plan, first.shape_of),
-                scaled=first.scaled_step,
             )
             say_first(self.resumed, plan, self.recipe, first, options.out, self.total, self.epoch)
         record = self.record
@@ -279,12 +278,12 @@ class TrainingRun(Observer):
     def _saved_at(self, step: int) -> bool:
         return self.checkpoints is not None and self.checkpoints.due(step)
 
-    def _report(self, minibatch: int, loss: float, *more: Any) -> None:
-        """Worker 0 has ended a minibatch (see `OnStep`)."""
+    def _report(self, step: RecordedStep) -> None:
+        """Worker 0 has ended a minibatch."""
         assert self.record is not None
-        self.record.step(minibatch, loss, *more)
+        self.record.step(step)
         if self._check is not None:
-            self._check.look(minibatch, loss)
+            self._check.look(step.minibatch, step.loss)
 
     def ends(self, total: int) -> None:
         """The run ends after so many steps, perhaps fewer than it was to have."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.observe.record import OnStep
+from fxpipe.observe.record import RecordedStep
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
@@ -33,7 +33,7 @@ def train(
     transports: Sequence[WiredTransport],
     coming: Callable[[], Event | None],
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
-    report: OnStep | None = None,
+    report: Callable[[RecordedStep], None] | None = None,
     observers: Sequence[Observer] = (),
     more: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -43,7 +43,7 @@ def train(
         coming: gives what comes next of the row; None where nothing does, for now.
         more: then called once all before is done: whether something comes. It may wait until that is known.
         feed: where worker 0 is, the microbatches of a minibatch.
-        report: where worker 0 is, called when it ends a minibatch (see `OnStep`).
+        report: where worker 0 is, called when it ends a minibatch.
         observers: follow the row.
     """
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
@@ -61,7 +61,7 @@ def train(
         found = transports[0].recv_loss(minibatch) if remote_loss else losses.pop(minibatch)
         if report is not None:
             value, metrics = named_numbers(found, plan.metrics)
-            report(minibatch, value, updater.lr, updater.norm, metrics)
+            report(RecordedStep(minibatch, value, updater.lr, updater.norm, metrics, first.scaled_step()))
 
     def heard(worker: int, loss: MinibatchLoss | None) -> None:
         if loss is None:
