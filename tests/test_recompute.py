@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import CutError
+from fxpipe.lowering.new_shape import with_new_shape
 from fxpipe.lowering.shapes import again_like
 from fxpipe.plan.spec import PHASES
 from fxpipe.planner.partition import TooLittleMemory
@@ -125,7 +126,7 @@ def test_batches_of_another_shape_compute_the_same_again(tmp_path: Path) -> None
     saved = [[len(stage.forward.saved) for stage in plan.stages] for plan in both.plan.of_shapes]
     assert saved[0] == saved[1]
     first = fxpipe.compile(model, loss, batches[0], **options, recompute="full")
-    later = first.with_shape_of(batches[1], StepHooks(lambda: model, loss, same=True))
+    later = with_new_shape(first, batches[1], StepHooks(lambda: model, loss, same=True))
     for one, other in zip(later.plan.shapes[0].stages, both.plan.shapes[0].stages, strict=True):
         assert (one.again, one.parts) == (other.again, other.parts)
     loaded = fxpipe.load(both.save(tmp_path / "build").folder)

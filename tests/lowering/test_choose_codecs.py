@@ -18,6 +18,7 @@ from fxpipe.errors import CodecError
 from fxpipe.inspection.codecs import codec_facts, codec_text
 from fxpipe.ir.program import Program
 from fxpipe.lowering.choose_codecs import encoded, ratios_of
+from fxpipe.lowering.new_shape import with_new_shape
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.planner.device import CPU
@@ -144,7 +145,7 @@ def test_other_shapes_of_batch_get_like_codecs(codec: str, slow: list[tuple[int,
         model, loss, batch[:, :], shapes=[torch.randn(8, WIDTH)], codec=codec, links=links(slow),
         workers=3, cost="analytic", forward_at=CUTS, microbatches=1,
     )  # fmt: skip
-    on_demand = smaller.with_shape_of(batch[:48], StepHooks(lambda: model, loss, same=True))
+    on_demand = with_new_shape(smaller, batch[:48], StepHooks(lambda: model, loss, same=True))
     assert {(e.kind, e.src, e.dst): e.codec for e in on_demand.plan.of_shapes[-1].edges if e.codec} == first
 
 
