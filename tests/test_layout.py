@@ -163,8 +163,16 @@ def test_every_room_is_listed() -> None:
 
 
 def test_the_page_is_short_and_its_paths_exist() -> None:
-    assert LAYOUT.count("\n") <= 150
+    assert LAYOUT.count("\n") <= 110
     assert sorted(path for path in set(PATH.findall(LAYOUT)) if not (ROOT / path).exists()) == []
+    run = re.findall(r"`((?:wires|worker|process)/\w+\.py)`", LAYOUT)
+    assert sorted(path for path in set(run) if not (ROOT / "fxpipe" / "runtime" / path).exists()) == []
+
+
+def test_the_runtime_says_what_is_where() -> None:
+    for path in (ROOT / "fxpipe" / "runtime").rglob("__init__.py"):
+        named = set(re.findall(r"`([\w/]+\.py)`", path.read_text("utf-8")))
+        assert [n for n in named if not ((path.parent / n).exists() or (ROOT / n).exists())] == [], path
 
 
 def test_every_file_says_what_it_does() -> None:

@@ -1,17 +1,11 @@
 """Running a build: `wires/` (messages), `worker/` (one worker), `process/` (the processes that hold the workers).
 
-`options` holds the options of a run; every layer passes them on whole. In the order of a run:
+`options.py` has the options of a run; every layer passes them on whole. The way of a run:
 
-- `process/launch` starts (`guardian`) a `process/child`, which imports torch and forks the workers,
-  that run `process/rank`, and watches them (`ends`); or `process/local_run` trains all workers in
-  this process, with `process/local`. `wires/group` connects the processes (`doors`).
-- `worker/feed` gives the data. `worker/assembly` loads a worker: `initial_weights` (from `checkpoint` or
-  `model_initial_values`), `weights` with its `update` (`gradients`, `clip`), `executor`.
-- `process/training_loop`, or `local` for all workers in turn, gives the executor one action after the other. The
-  executor reads weights (`pending_reads`: which will be read again; `predictions`), calls emitted code (`stage_code`),
-  and sends and receives over a `wires/transport`: `mailbox` in one process, `distributed` between processes, by its
-  `addresses`.
-- Between two actions, and at the end, `worker/evaluation` evaluates (`process/local_evaluation` or
-  `process/distributed_evaluation`; `wires/moves`: the tensors that it reads from other workers).
-- `worker/final_weights`, `process/collect_trace` and `process/run_summary` write the results of the run.
+- `process/launch.py` starts `process/child.py`, which imports torch, forks the workers, and has each join the others
+  (`process/rank.py`). torchrun's processes join as they are; `process/local_run.py` has all workers in this process.
+- A `Run` (`process/rank.py`) opens its workers (`worker/assembly.py`). `process/training_loop.py` gives their executors
+  (`worker/executor.py`) one action after the other, which call emitted code and send and receive over `wires/wired.py`.
+- A user's own loop moves a `Pipeline` (`process/pipeline.py`) instead, call by call.
+- `process/between_actions.py` says what is due between two actions, `process/run_summary.py` what the run did.
 """
