@@ -1,1 +1,1 @@
-"""A build: in memory and on disk."""
+"""A build, in memory and on disk, and how a user starts runs and loops of it."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fxpipe.build.build import Build
-from fxpipe.errors import BatchError, TaskError
+from fxpipe.build.build import Build, load
+from fxpipe.errors import BatchError, BuildError, TaskError
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.lowering.shapes import capture_shape, with_shape
@@ -21,6 +23,25 @@ from fxpipe.task.step_hooks import StepHooks
 
 COMMAND = "a shape of batch that was met during a run"
 """Stands where stages of a compile have its command."""
+
+
+def folder_with_new_shape(
+    folder: Path, digest: str, plan: Plan, constants: Mapping[str, Tensor], batch: Any, hooks: StepHooks
+) -> Build:
+    """The build in a folder, with the shapes that a run has made and one more.
+
+    Args:
+        digest: of the build's plan when the run began.
+        plan, constants: with the shapes made so far.
+
+    Raises:
+        BuildError: another build is in the folder.
+        FxpipeError: as `with_new_shape`.
+    """
+    build = load(folder)
+    if build.plan.digest != digest:
+        raise BuildError("the build was replaced since the run began", where=str(folder))
+    return with_new_shape(replace(build, plan=plan, tensors={**build.tensors, **constants}), batch, hooks)
 
 
 def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:

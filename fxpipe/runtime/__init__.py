@@ -2,16 +2,12 @@
 
 `options` holds the options of a run; every layer passes them on whole. In the order of a run:
 
-- `process/launch` starts (`guardian`) a `process/child`, which imports torch and forks the workers,
-  that run `process/rank`, and watches them (`ends`); or `process/start` trains all workers in
-  this process, with `process/local`. `wires/group` connects the processes (`doors`).
-- `worker/feed` gives the data. `worker/assembly` loads a worker: `initial_weights` (from `checkpoint` or
-  `model_initial_values`), `weights` with its `update` (`gradients`, `clip`), `executor`.
-- `process/training_loop`, or `local` for all workers in turn, gives the executor one action after the other. The
-  executor reads weights (`pending_reads`: which will be read again; `predictions`), calls emitted code (`stage_code`),
-  and sends and receives over a `wires/transport`: `mailbox` in one process, `distributed` between processes, by its
-  `addresses`.
-- Between two actions, and at the end, `worker/evaluation` evaluates (`process/local_evaluation` or
-  `process/distributed_evaluation`; `wires/moves`: the tensors that it reads from other workers).
+- `process/launch` starts a `process/child`, which imports torch and forks the workers; each begins in `process/start`,
+  as does a run in one process, or the pipeline of a user's own loop. A `process/world` says where all ranks are.
+- `process/rows` opens the workers here: `worker/assembly` loads each, with `worker/weights`, `worker/update`,
+  `worker/executor`. `process/rank` is a run of them, `process/pipeline` a loop of the user's over them.
+- `process/training_loop` walks a row: it gives the executor one action after the other. The executor reads weights,
+  calls emitted code, and sends and receives by `wires/wired`.
+- `process/distributed_evaluation` evaluates, with a `worker/evaluation` for each worker.
 - `worker/final_weights`, `process/collect_trace` and `process/run_summary` write the results of the run.
 """

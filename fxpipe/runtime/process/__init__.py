@@ -1,1 +1,10 @@
-"""Starts the processes of a run, runs them to their end, and sums up what they did."""
+"""The processes of a run: how they start, what each does with the workers that it has, and how they end.
+
+- start and end: `launch`, `child`, `start`, `membership`, `guardian`, `ends`, `stall`; before: `check_run`, `warnings`.
+- a run: `rank`, its `world` and `rows`, `training_loop`, `epochs`, `consequences` of evaluations, `best_weights`.
+- a user's own loop: `pipeline`, with the `readings` of its workers, and `fed_rows`, which walk as far as it feeds them.
+- what processes tell each other: `minibatch_notes` with each minibatch, `new_shapes`, `together` for all at once.
+- evaluations: `distributed_evaluation`, `evaluation_while_training`; callbacks: `run_callbacks`.
+- checkpoints: `checkpoints` while it trains, on the `agenda`; `own_checkpoint` of a loop; `resume`, `last_saved`.
+- results: `run_summary`, `collect_trace`.
+"""

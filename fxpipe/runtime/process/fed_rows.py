@@ -15,7 +15,7 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
-from fxpipe.runtime.process.rows import RankRow, first_replicas, open_rows
+from fxpipe.runtime.process.rows import WalkedRow, first_replicas, open_rows
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
@@ -153,7 +153,7 @@ class FedRows:
         walked = [(row, _Fed(self, row, resumed)) for row in self.rows]
         self.world.turns.begin([partial(self._walk, row, fed) for row, fed in walked])
 
-    def _walk(self, row: RankRow, fed: _Fed) -> None:
+    def _walk(self, row: WalkedRow, fed: _Fed) -> None:
         """Walk a row until a flush."""
         tells = row.replica == 0 or self.plan.outer is None or not self.world.alone
         train(
@@ -194,7 +194,7 @@ class _Fed:
         resumed: what it goes on from; None begins with an empty pipeline.
     """
 
-    def __init__(self, rows: FedRows, row: RankRow, resumed: Resumed | None) -> None:
+    def __init__(self, rows: FedRows, row: WalkedRow, resumed: Resumed | None) -> None:
         recipe = rows.recipe.of_worker(row.executors[0].worker)
         events = recipe.schedule.row(row.rank, rows.fed) if resumed is None else resumed.row(recipe, row.rank)
         self._rows, self._events, self._workers = rows, events, len(row.executors)

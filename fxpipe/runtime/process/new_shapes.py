@@ -23,9 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fxpipe.build.build import Build, load
-from fxpipe.errors import BatchError, BuildError, FxpipeError
-from fxpipe.lowering.new_shape import with_new_shape
+from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.messages import say
 from fxpipe.observe.pulse import Pulse
 from fxpipe.observe.record import samples_of
@@ -174,10 +172,10 @@ class NewShapes:
         begin = perf_counter()
         with self._compiling():
             try:
-                build = self._compiled(batch)
+                plan, files, tensors = self._compiled(batch)
             except FxpipeError as error:
                 raise _not_made(refusal, error) from error
-            self._give(build)
+            self._give(plan, files, tensors)
         left = self._most - len(self._made)
         say(
             f"{shown}: stages for it were made in {perf_counter() - begin:.1f} s, and {left} more may be made "
@@ -192,49 +190,47 @@ class NewShapes:
         except BatchError as error:
             raise _not_made(refusal, error) from error
 
-    def _compiled(self, batch: Any) -> Build:
-        """The build with one more shape.
+    def _compiled(self, batch: Any) -> tuple[Plan, Mapping[str, str], Mapping[str, Tensor]]:
+        """The plan, the files and the tensors of the build with one more shape.
 
         Raises:
-            FxpipeError: as `with_new_shape`; or a worker lacks what the shape reads.
+            FxpipeError: as `folder_with_new_shape`; or a worker lacks what the shape reads.
         """
+        from fxpipe.lowering.new_shape import folder_with_new_shape  # tests/test_layout.py says why it may
+
         assert self._hooks is not None
-        build = load(self._folder)
-        if build.plan.digest != self._digest:
-            raise BuildError("the build was replaced since the run began", where=str(self._folder))
-        build = replace(build, plan=self.plan, tensors={**build.tensors, **self._constants})
         with random_state_kept(), torch.enable_grad():
-            build = with_new_shape(build, batch, self._hooks)
+            build = folder_with_new_shape(self._folder, self._digest, self.plan, self._constants, batch, self._hooks)
         for buffer in build.plan.buffers:  # what does not change, and no checkpoint holds, the build has the value of
             if buffer.persistent and (more := self._new_readers(buffer)):
                 raise BatchError(
                     f"worker {min(more)} reads {buffer.name} for it, which that worker does not have",
                     hint="compile with a batch of this shape (--scan N; in Python shapes=...)",
                 )
-        return build
+        return build.plan, build.files, build.tensors
 
     def _new_readers(self, buffer: BufferSpec) -> set[int]:
         """The workers that read a buffer for the newest shape alone."""
         return set(buffer.workers).difference(*(b.workers for b in self.plan.buffers if b.name == buffer.name))
 
-    def _give(self, build: Build) -> None:
-        """Add the newest shape of a build here, and tell the other workers."""
-        of_shape, number = build.plan.of_shapes[-1], len(build.plan.shapes)
+    def _give(self, plan: Plan, files: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+        """Add the newest shape of a plan here, and tell the other workers."""
+        of_shape, number = plan.of_shapes[-1], len(plan.shapes)
         parts = {}
-        for stage, worker in zip(of_shape.stages, range(build.plan.workers), strict=True):
-            files = {stage.file: build.files[stage.file]}
+        for stage, worker in zip(of_shape.stages, range(plan.workers), strict=True):
+            own = [stage.file]
             if worker == 0 and of_shape.totals is not None:
-                files |= {share.file: build.files[share.file] for share in of_shape.totals.stages}
-            read = [b.name for b in build.plan.buffers if worker in self._new_readers(b)]
-            parts[worker] = ShapeOfWorker(files, {name: build.tensors[name] for name in read})
+                own += [share.file for share in of_shape.totals.stages]
+            read = [b.name for b in plan.buffers if worker in self._new_readers(b)]
+            parts[worker] = ShapeOfWorker({f: files[f] for f in own}, {name: tensors[name] for name in read})
         before = {b.name for b in self.plan.buffers}
-        self._constants |= {b.name: build.tensors[b.name] for b in build.plan.buffers if b.name not in before}
-        self._take(build.plan, parts)
+        self._constants |= {b.name: tensors[b.name] for b in plan.buffers if b.name not in before}
+        self._take(plan, parts)
         if self._exchange is not None:
             with peers(0):
                 for worker, part in parts.items():
                     self._exchange.set(_key(number, worker), part.to_text())
-                self._exchange.set(_key(number, "plan"), build.plan.to_json())
+                self._exchange.set(_key(number, "plan"), plan.to_json())
 
     def _take(self, plan: Plan, parts: dict[int, ShapeOfWorker]) -> None:
         self._add(plan, parts)

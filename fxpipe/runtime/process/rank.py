@@ -28,7 +28,7 @@ from fxpipe.runtime.process.membership import Agreed
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, recipe_of, restore, resumed_step, run_before
-from fxpipe.runtime.process.rows import RankRow, first_replicas, open_evaluation, open_rows
+from fxpipe.runtime.process.rows import WalkedRow, first_replicas, open_evaluation, open_rows
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row, write_run
 from fxpipe.runtime.process.together import barrier, gathered
@@ -254,7 +254,7 @@ class TrainingRun(Observer):
         after = self._clocks()
         return {(e.replica, e.worker): WorkerTrace(e.watch.spans, before, after) for e in self.executors}
 
-    def _walk(self, row: RankRow) -> None:
+    def _walk(self, row: WalkedRow) -> None:
         """Walk one row to the end of the run."""
         train(
             self.plan,
@@ -268,7 +268,7 @@ class TrainingRun(Observer):
         for transport in row.transports:
             transport.finish()
 
-    def _events(self, row: RankRow) -> Iterator[Event]:
+    def _events(self, row: WalkedRow) -> Iterator[Event]:
         """What a rank does until the run is to end."""
         recipe = self.recipe.of_worker(row.executors[0].worker)
         if self.resumed is not None:
@@ -314,7 +314,7 @@ class TrainingRun(Observer):
             time.sleep(STOPPING)  # the others look for it
         self.stop.exit()
 
-    def _share(self, row: RankRow, minibatch: int) -> list[tuple[Any, ...]]:
+    def _share(self, row: WalkedRow, minibatch: int) -> list[tuple[Any, ...]]:
         """The microbatches of a minibatch that a replica of worker 0 does."""
         assert self.batches is not None
         replicas = self.plan.replicas_of(0)

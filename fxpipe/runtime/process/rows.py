@@ -20,7 +20,7 @@ from fxpipe.task.model_file import Task
 
 
 @dataclass(frozen=True)
-class RankRow:
+class WalkedRow:
     """A rank, or one of its replicas: what it does is walked one action after the other.
 
     Attributes:
@@ -46,7 +46,7 @@ def open_rows(
     step: int,
     checkpoint: Checkpoint | None,
     keep_gradients: bool = False,
-) -> list[RankRow]:
+) -> list[WalkedRow]:
     """Open all workers that are here.
 
     Args:
@@ -79,11 +79,11 @@ def open_rows(
                 world.collective(worker, replica),
             )
             executors.append(executor)
-        rows.append(RankRow(process, rank, replica, executors, transports))
+        rows.append(WalkedRow(process, rank, replica, executors, transports))
     return rows
 
 
-def first_replicas(rows: Sequence[RankRow]) -> list[Executor]:
+def first_replicas(rows: Sequence[WalkedRow]) -> list[Executor]:
     """Of each worker here the first replica that is, in rising order."""
     found: dict[int, Executor] = {}
     for executor in (executor for row in rows for executor in row.executors):
@@ -96,7 +96,7 @@ def open_evaluation(
     plan: Plan,
     folder: str,
     addresses: Addresses,
-    rows: Sequence[RankRow],
+    rows: Sequence[WalkedRow],
     seed: int,
     data: EvaluationData | None,
 ) -> DistributedEvaluation:
