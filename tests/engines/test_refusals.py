@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import BackendError
-from fxpipe.measure import engines as choose
+from fxpipe.lowering import choose_engines as choose
 from fxpipe.plan.cost_records import EngineTime
 
 OPERATOR = "aten.grid_sampler_2d_backward.default"
