@@ -15,7 +15,7 @@ if __name__ == "__main__":
 import torch
 from case import STEPS, Case, of_text
 from safetensors.torch import load_file, save_file
-from task import EPOCH, Task, cycled
+from task import Task, cycled
 
 import fxpipe
 from fxpipe.runtime.options import PipelineOptions, RunOptions
@@ -34,7 +34,7 @@ def loop(options: RunOptions, rank: int | None = None) -> None:
     task, out = Task(case), Path(options.out)
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(PipelineOptions)}
     hooks = {name: hook for name, hook in task.hooks().items() if name in TAKEN}
-    given |= {"out": options.out, "steps_per_epoch": EPOCH, **hooks}
+    given |= {"out": options.out, "steps_per_epoch": len(list(task.train_data())), **hooks}
     given = {name: value for name, value in given.items() if value != DEFAULTS.get(name)}
     build = fxpipe.load(options.build)
     data = cycled(task.train_data(), STEPS)
@@ -66,16 +66,16 @@ DEFAULTS = {f.name: f.default for f in dataclasses.fields(PipelineOptions)}
 
 
 def left(runs: list[RunOptions]) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The numbers of loops that went on from each other, and the weights and averages of the last one."""
+    """The numbers of loops that went on from each other, and the weights and averages of the last one: replica 0's."""
     outs = [Path(str(options.out)) for options in runs]
     numbers = [json.loads((out / NUMBERS).read_text()) for out in outs]
     whole = numbers[-1]
     for name in ("losses", "metrics"):
         whole[name] = numbers[0][name][: whole["fed"]] + whole[name]
-    states = [
-        {name: value for file in sorted(outs[-1].glob(f"{kind}-*")) for name, value in load_file(file).items()}
-        for kind in (WEIGHTS, AVERAGES)
-    ]
+    states = []
+    for kind in (WEIGHTS, AVERAGES):
+        files = sorted(outs[-1].glob(f"{kind}-*"), reverse=True)
+        states.append({name: value for file in files for name, value in load_file(file).items()})
     return whole, states[0], states[1]
 
 
