@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -45,14 +45,13 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json
-from fxpipe.runtime.options import PipelineOptions, RunOptions
-from fxpipe.runtime.process.check_run import check_evaluation, check_own_loop
-from fxpipe.runtime.process.pipeline import Pipeline
-from fxpipe.runtime.process.start import join as join_run
-from fxpipe.runtime.process.start import open_joined, open_local
 from fxpipe.task.hooks import given_task
 from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
 from fxpipe.task.step_hooks import Loss, StepHooks
+
+if TYPE_CHECKING:  # half a second, which only what trains a build needs
+    from fxpipe.runtime.options import PipelineOptions
+    from fxpipe.runtime.process.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -180,6 +179,9 @@ class Build:
             FxpipeError: there is no option of such a name.
             TaskError: the optimizer cannot be used, or not with one for each worker.
         """
+        from fxpipe.runtime.options import PipelineOptions
+        from fxpipe.runtime.process.start import open_local
+
         chosen = changed(PipelineOptions(), _as_text(options))
         task = self._task(
             chosen, optimizer=optimizer, lr_scheduler=lr_scheduler, model=model, loss=loss, loss_weight=loss_weight,
@@ -234,6 +236,10 @@ class Build:
             RunError: torchrun started another number of processes than the build has workers; or there is something to
                 evaluate, and the build has no evaluation (see `fxpipe.compile`).
         """
+        from fxpipe.runtime.options import RunOptions
+        from fxpipe.runtime.process.check_run import check_evaluation
+        from fxpipe.runtime.process.start import join
+
         if self.folder is None:
             raise BuildError(
                 "only a saved build can be joined", hint="build.save(FOLDER) once, then fxpipe.load(FOLDER)"
@@ -246,7 +252,7 @@ class Build:
             averaged=averaged, reset=reset, train_data=train_data, eval_data=eval_data,
             on_step=on_step, on_eval=on_eval, on_epoch=on_epoch,
         )  # fmt: skip
-        return join_run(chosen, task)
+        return join(chosen, task)
 
     def _task(self, options: PipelineOptions, **hooks: Callable[..., Any] | None) -> Task:
         """The hooks of a run. Its optimizer may be another than at compile time; Python's warning says what cannot be
@@ -313,6 +319,10 @@ def join(
         RunError: torchrun started another number of processes than the build has workers, or none; or they were given
             different things.
     """
+    from fxpipe.runtime.options import RunOptions
+    from fxpipe.runtime.process.check_run import check_own_loop
+    from fxpipe.runtime.process.start import open_joined
+
     check_own_loop(options)
     build = load(folder)
     given = _as_text(options if out is None else {**options, "out": out})
