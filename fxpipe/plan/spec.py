@@ -321,6 +321,14 @@ class Mesh:
         """What a process is called, by what it has."""
         return "worker" if self.plain else "process" if self.replicated else "rank"
 
+    def rank_of(self, worker: int) -> int:
+        """The rank that a worker runs on."""
+        return self.placement[worker] if self.placement else worker
+
+    def process_of(self, worker: int, replica: int) -> int:
+        """The process that has a replica of a worker."""
+        return self.of_rank(self.rank_of(worker))[replica]
+
     def of_rank(self, rank: int) -> range:
         """The processes of a rank, one for each replica."""
         if not self.replicas:
@@ -493,7 +501,7 @@ class Plan:
 
     def process_of(self, worker: int, replica: int) -> int:
         """The process that has a replica of a worker."""
-        return self.mesh.of_rank(self.rank_of(worker))[replica]
+        return self.mesh.process_of(worker, replica)
 
     @property
     def own_microbatches(self) -> int:

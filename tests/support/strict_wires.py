@@ -88,7 +88,7 @@ class StrictWires:
     def isend(
         self, value: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0, replica: int = 0
     ) -> Message | None:
-        target = self.process_of(to, replica)
+        target = self.mesh.process_of(to, replica)
         if target == self.rank:
             self.loopback.send(self.number(channel, tag), value)
             return None
@@ -107,19 +107,13 @@ class StrictWires:
         turn: int = 0,
         replica: int = 0,
     ) -> Message | Passing:
-        if (rank := self.process_of(source, replica)) == self.rank:
+        if (rank := self.mesh.process_of(source, replica)) == self.rank:
             return self.loopback.expect(self.number(channel, tag))
         key = self.key(rank, self.rank, channel, tag)
         return self.hub.put(self.hub.receives, key, torch.empty(count, dtype=dtype))
 
-    def rank_of(self, worker: int) -> int:
-        return self.mesh.placement[worker] if self.mesh.placement else worker
-
-    def process_of(self, worker: int, replica: int) -> int:
-        return self.mesh.of_rank(self.rank_of(worker))[replica]
-
     def stays(self, edge: EdgeSpec) -> bool:
-        return self.rank_of(edge.src) == self.rank_of(edge.dst)
+        return self.mesh.rank_of(edge.src) == self.mesh.rank_of(edge.dst)
 
     def number(self, channel: Any, tag: int | None) -> Any:
         return channel if tag is None else tag

@@ -9,6 +9,7 @@ A process may have several workers: what they send each other stays there.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from math import gcd
 from typing import Any
@@ -73,7 +74,7 @@ class ProcessWires:
         turns: Turns | None = None,
     ) -> None:
         self.rank = rank
-        self._mesh = mesh
+        self._mesh, self._process_of = mesh, cache(mesh.process_of)
         self._loopback = Loopback(turns)
         self.backend = backend
         self.device = device
@@ -120,7 +121,7 @@ class ProcessWires:
         return Posted(self._expect(flat, rank, channel, tag, turn), flat, self.rank, target)
 
     def stays(self, edge: EdgeSpec) -> bool:
-        return self._rank_of(edge.src) == self._rank_of(edge.dst)
+        return self._mesh.rank_of(edge.src) == self._mesh.rank_of(edge.dst)
 
     def _begin(self, flat: Tensor, to: int, channel: Channel | None, tag: int, turn: int) -> Work:
         """Begin to send another process a tensor; over gloo, if it has no channel."""
@@ -154,17 +155,11 @@ class ProcessWires:
     def _waits(self, turn: int) -> bool:
         return turn != URGENT and self.backend == "gloo"
 
-    def _rank_of(self, worker: int) -> int:
-        return self._mesh.placement[worker] if self._mesh.placement else worker
-
-    def _process_of(self, worker: int, replica: int) -> int:
-        return self._mesh.of_rank(self._rank_of(worker))[replica]
-
     def _connect(self, channels: list[Channel]) -> None:
         """Set up a communicator for each channel between ranks, in one global order: each set-up waits for the other
         end."""
         for channel in channels:
-            source, target = (self._mesh.of_rank(self._rank_of(worker)) for worker in channel[1:3])
+            source, target = (self._mesh.of_rank(self._mesh.rank_of(worker)) for worker in channel[1:3])
             if source == target:
                 continue
             both = gcd(len(source), len(target))  # a replica exchanges messages with every so-manieth one
