@@ -34,6 +34,7 @@ from fxpipe.runtime.process.child import only_here
 from fxpipe.runtime.process.device import common_backend, own_device, reuse_freed_memory
 from fxpipe.runtime.process.ends import end_process, first_cause, leave_error
 from fxpipe.runtime.process.guardian import Guardian
+from fxpipe.runtime.wires.addresses import Way
 from fxpipe.runtime.wires.doors import make_secret
 from fxpipe.runtime.wires.group import close_group, leave_after, open_group, peers, place_of_process
 from fxpipe.runtime.wires.processes import ProcessWires
@@ -256,7 +257,7 @@ class _End:
         self.wires = wires
         self.sends = wires.rank == source
         self.peer = target if self.sends else source
-        self.there, self.back = ("link", source, target), ("link", target, source)
+        self.there, self.back = (Way(self.peer, ("link", *ends)) for ends in ((source, target), (target, source)))
 
     def measure(self, total: int) -> dict[str, Any]:
         """What this end sees: each end measures everything, but some figures are taken from one end only."""
@@ -275,19 +276,19 @@ class _End:
         message = torch.zeros(SMALL, dtype=torch.uint8, device=self.wires.device)
         outward, inward = (self.there, self.back) if self.sends else (self.back, self.there)
         taken = []
-        pending = self.wires.irecv(SMALL, torch.uint8, self.peer, inward)
+        pending = self.wires.irecv(SMALL, torch.uint8, inward)
         for i, measured in enumerate(ROUNDS.run(), start=1):
             if self.sends:
                 begin = time.perf_counter()
-                sent = self.wires.isend(message, self.peer, outward)
+                sent = self.wires.isend(message, outward)
                 self._take(pending)
                 if measured:
                     taken.append((time.perf_counter() - begin) / 2)
             else:
                 self._take(pending)
-                sent = self.wires.isend(message, self.peer, outward)
+                sent = self.wires.isend(message, outward)
             if i < ROUNDS.warm + ROUNDS.most:
-                pending = self.wires.irecv(SMALL, torch.uint8, self.peer, inward)
+                pending = self.wires.irecv(SMALL, torch.uint8, inward)
             if sent is not None:
                 sent.wait()
         return statistics.median(taken) if taken else 0.0
@@ -299,12 +300,12 @@ class _End:
         begin, first, processor = 0.0, AHEAD, time.process_time()
         for i in range(count):
             if self.sends:
-                pending.append(self.wires.isend(message, self.peer, self.there))
+                pending.append(self.wires.isend(message, self.there))
                 if len(pending) == AHEAD:
                     pending.popleft().wait()
                 continue
             while len(pending) < min(AHEAD, count - i):
-                pending.append(self.wires.irecv(size, torch.uint8, self.peer, self.there))
+                pending.append(self.wires.irecv(size, torch.uint8, self.there))
             self._take(pending.popleft())
             if i == first - 1:  # the first ones came while the sender was getting ready
                 begin = time.perf_counter()

@@ -24,7 +24,7 @@ from fxpipe.runtime.process.evaluation_while_training import BuffersKept
 from fxpipe.runtime.process.minibatch_notes import ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.training_loop import train
-from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, Way
 from fxpipe.runtime.wires.exchange import LocalExchange
 from fxpipe.runtime.wires.one_process import Loopback, Passing
 from fxpipe.runtime.wires.wired import WiredTransport
@@ -85,41 +85,24 @@ class StrictWires:
         self.hub, self.rank, self.ordered, self.mesh = hub, rank, by_channel, mesh
         self.loopback = Loopback()
 
-    def isend(
-        self, value: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0, replica: int = 0
-    ) -> Message | None:
-        target = self.mesh.process_of(to, replica)
+    def isend(self, value: Tensor, way: Way) -> Message | None:
+        target = self.mesh.process_of(way.worker, way.replica)
         if target == self.rank:
-            self.loopback.send(self.number(channel, tag), value)
+            self.loopback.send(way.line, value)
             return None
         time.sleep(random.random() * 2e-4)
-        return self.hub.put(
-            self.hub.sends, self.key(self.rank, target, channel, tag), value.as_strided((value.numel(),), (1,))
-        )
+        return self.hub.put(self.hub.sends, self.key(self.rank, target, way), value.as_strided((value.numel(),), (1,)))
 
-    def irecv(
-        self,
-        count: int,
-        dtype: torch.dtype,
-        source: int,
-        channel: Any,
-        tag: int | None = None,
-        turn: int = 0,
-        replica: int = 0,
-    ) -> Message | Passing:
-        if (rank := self.mesh.process_of(source, replica)) == self.rank:
-            return self.loopback.expect(self.number(channel, tag))
-        key = self.key(rank, self.rank, channel, tag)
-        return self.hub.put(self.hub.receives, key, torch.empty(count, dtype=dtype))
+    def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Message | Passing:
+        if (rank := self.mesh.process_of(way.worker, way.replica)) == self.rank:
+            return self.loopback.expect(way.line)
+        return self.hub.put(self.hub.receives, self.key(rank, self.rank, way), torch.empty(count, dtype=dtype))
 
     def stays(self, edge: EdgeSpec) -> bool:
         return self.mesh.rank_of(edge.src) == self.mesh.rank_of(edge.dst)
 
-    def number(self, channel: Any, tag: int | None) -> Any:
-        return channel if tag is None else tag
-
-    def key(self, source: int, target: int, channel: Any, tag: int | None) -> Any:
-        return (source, target, channel if channel and (self.ordered or tag is None) else tag)
+    def key(self, source: int, target: int, way: Way) -> Any:
+        return (source, target, way.channel if way.channel and self.ordered else way.line)
 
 
 @dataclass

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxpipe.plan.spec import EdgeSpec, Plan, TensorSpec
+from fxpipe.plan.urgency import URGENT
 from fxpipe.policy.demand import Demand
 from fxpipe.task.callbacks import CALLBACKS
 
@@ -24,6 +25,28 @@ NOTES: dict[str, tuple[str, str]] = {
     **{kind: ("token", kind) for kind in CALLBACKS},
 }
 """Kinds of notes, and what a worker waits for that waits for one, as `Cause` has it."""
+
+
+class Way(NamedTuple):
+    """Between whom, and as what, a message travels: what wires ask for to send one, or to receive it.
+
+    Attributes:
+        worker: the one at the other end.
+        channel: None for a few numbers that are on the CPU, and have a tag.
+        turn: the same for all messages of a tag.
+        replica: which one of the worker.
+    """
+
+    worker: int
+    channel: Channel | None
+    tag: int | None = None
+    turn: int = URGENT
+    replica: int = 0
+
+    @property
+    def line(self) -> Channel | int | None:
+        """What tells it from other ways between the same two: what is sent first on it is received first."""
+        return self.channel if self.tag is None else self.tag
 
 
 class Addresses:

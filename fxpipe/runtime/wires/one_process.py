@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import EdgeSpec, Plan
-from fxpipe.plan.urgency import URGENT
-from fxpipe.runtime.wires.addresses import Channel
+from fxpipe.runtime.wires.addresses import Way
 from fxpipe.runtime.wires.turns import Turns
 from fxpipe.runtime.wires.wired import Waiting
 
@@ -102,28 +101,11 @@ class OneProcessWires:
         self.rank, self.device = process, device
         self._process_of, self._loopback = cache(plan.process_of), loopback
 
-    def isend(
-        self,
-        value: Tensor,
-        to: int,
-        channel: Channel | None,
-        tag: int | None = None,
-        turn: int = URGENT,
-        replica: int = 0,
-    ) -> None:
-        self._loopback.send((self.rank, self._process_of(to, replica), channel if tag is None else tag), value)
+    def isend(self, value: Tensor, way: Way) -> None:
+        self._loopback.send((self.rank, self._process_of(way.worker, way.replica), way.line), value)
 
-    def irecv(
-        self,
-        count: int,
-        dtype: torch.dtype,
-        source: int,
-        channel: Channel | None,
-        tag: int | None = None,
-        turn: int = URGENT,
-        replica: int = 0,
-    ) -> Passing:
-        return self._loopback.expect((self._process_of(source, replica), self.rank, channel if tag is None else tag))
+    def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Passing:
+        return self._loopback.expect((self._process_of(way.worker, way.replica), self.rank, way.line))
 
     def stays(self, edge: EdgeSpec) -> bool:
         return True

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.plan.urgency import URGENT
-from fxpipe.runtime.wires.addresses import Channel
+from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.group import group_among, peers
 from fxpipe.runtime.wires.one_process import Loopback
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
@@ -86,39 +86,22 @@ class ProcessWires:
         if backend == "nccl":
             self._connect(channels)
 
-    def isend(
-        self,
-        value: Tensor,
-        to: int,
-        channel: Channel | None,
-        tag: int | None = None,
-        turn: int = URGENT,
-        replica: int = 0,
-    ) -> Posted | None:
-        rank, tag = self._process_of(to, replica), self._tag_of(channel, tag)
+    def isend(self, value: Tensor, way: Way) -> Posted | None:
+        rank, tag = self._process_of(way.worker, way.replica), self._tag_of(way)
         if rank == self.rank:
             self._loopback.send(tag, value)
             return None
         flat = value.as_strided((value.numel(),), (1,))
         flat = flat.cpu() if self.staged else flat
-        return Posted(self._begin(flat, rank, channel, tag, turn), flat, self.rank)
+        return Posted(self._begin(flat, rank, way.channel, tag, way.turn), flat, self.rank)
 
-    def irecv(
-        self,
-        count: int,
-        dtype: torch.dtype,
-        source: int,
-        channel: Channel | None,
-        tag: int | None = None,
-        turn: int = URGENT,
-        replica: int = 0,
-    ) -> Coming:
-        rank, tag = self._process_of(source, replica), self._tag_of(channel, tag)
+    def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Coming:
+        rank, tag, channel = self._process_of(way.worker, way.replica), self._tag_of(way), way.channel
         if rank == self.rank:
             return self._loopback.expect(tag)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
         target = self.device if self.staged and channel is not None else None
-        return Posted(self._expect(flat, rank, channel, tag, turn), flat, self.rank, target)
+        return Posted(self._expect(flat, rank, channel, tag, way.turn), flat, self.rank, target)
 
     def stays(self, edge: EdgeSpec) -> bool:
         return self._mesh.rank_of(edge.src) == self._mesh.rank_of(edge.dst)
@@ -146,11 +129,11 @@ class ProcessWires:
             data = flat.view(torch.uint8)
             return Pieces([dist.irecv(data[place], source, tag=tag) for place in pieces(len(data))])
 
-    def _tag_of(self, channel: Channel | None, tag: int | None) -> int:
-        if tag is None:
-            assert channel is not None
-            return self._tags[channel]
-        return tag
+    def _tag_of(self, way: Way) -> int:
+        if way.tag is None:
+            assert way.channel is not None
+            return self._tags[way.channel]
+        return way.tag
 
     def _waits(self, turn: int) -> bool:
         return turn != URGENT and self.backend == "gloo"

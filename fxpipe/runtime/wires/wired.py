@@ -19,8 +19,8 @@ from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec, Plan
-from fxpipe.plan.urgency import URGENT, turn_of
-from fxpipe.runtime.wires.addresses import NOTES, Addresses, Channel, ReplicaSeat
+from fxpipe.plan.urgency import turn_of
+from fxpipe.runtime.wires.addresses import NOTES, Addresses, Channel, ReplicaSeat, Way
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import unreceived
@@ -69,38 +69,18 @@ class Wires(Protocol):
     ordered: bool
     staged: bool
 
-    def isend(
-        self,
-        value: Tensor,
-        to: int,
-        channel: Channel | None,
-        tag: int | None = None,
-        turn: int = URGENT,
-        replica: int = 0,
-    ) -> Leaving | None:
+    def isend(self, value: Tensor, way: Way) -> Leaving | None:
         """Begin to send to a worker; the caller keeps what it gets until it has waited for it.
 
         Args:
             value: dense; it must not change afterwards.
-            channel: None for a few numbers that are on the CPU, and have a tag.
-            turn: the same for all messages of a tag.
-            replica: which one of the worker.
 
         Returns:
             None if there is nothing to wait for: the worker is in this process.
         """
 
-    def irecv(
-        self,
-        count: int,
-        dtype: torch.dtype,
-        source: int,
-        channel: Channel | None,
-        tag: int | None = None,
-        turn: int = URGENT,
-        replica: int = 0,
-    ) -> Coming:
-        """Begin to receive from a replica of a worker, into new memory, what is sent with the same turn."""
+    def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Coming:
+        """Begin to receive from a worker, into new memory, what is sent with the same turn."""
 
     def stays(self, edge: EdgeSpec) -> bool:
         """Whether both ends of an edge are in one process."""
@@ -196,7 +176,7 @@ class WiredTransport(Transport):
     def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:
         layout, channel, tag, turn = self._routes[edge.name]
         source = self._seat.peer(edge.src, microbatch)
-        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, tag, turn, source)
+        pending = self.wires.irecv(layout.count, layout.dtype, Way(edge.src, channel, tag, turn, source))
         self._posted[edge.name, minibatch, microbatch] = pending
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
@@ -209,7 +189,7 @@ class WiredTransport(Transport):
             order.rotate(-1)
         layout, channel, tag, turn = self._routes[edge.name]
         reader = self._seat.peer(edge.dst, microbatch)
-        self._keep(self.wires.isend(layout(value), edge.dst, channel, tag, turn, reader), edge.dst)
+        self._keep(self.wires.isend(layout(value), Way(edge.dst, channel, tag, turn, reader)), edge.dst)
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
         layout = self._routes[edge.name].layout
@@ -219,14 +199,14 @@ class WiredTransport(Transport):
     def expect_weights(self, owner: int, version: int, ahead: int, size: int) -> None:
         turn = self.addresses.turn_of_weights(owner, self.worker)
         channel, source = ("weights", owner, self.worker), self._seat.teller(owner)
-        pending = self.wires.irecv(size, torch.uint8, owner, channel, turn=turn, replica=source)
+        pending = self.wires.irecv(size, torch.uint8, Way(owner, channel, turn=turn, replica=source))
         self._posted["weights", owner, version, ahead] = pending
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
         turn = self.addresses.turn_of_weights(self.worker, reader)
         for replica in self._seat.told(reader):
             channel = ("weights", self.worker, reader)
-            pending = self.wires.isend(block, reader, channel, turn=turn, replica=replica)
+            pending = self.wires.isend(block, Way(reader, channel, turn=turn, replica=replica))
             if pending is not None:
                 self._sent_weights.append(_Sent(self._now, pending, reader))
 
@@ -241,27 +221,26 @@ class WiredTransport(Transport):
     def expect_note(self, source: int, what: Note, count: int) -> None:
         tag = self.addresses.tag_of_note(what[0], source, self.worker)
         teller = self._seat.teller(source)
-        pending = self.wires.irecv(count, torch.float64, source, None, tag, replica=teller)
+        pending = self.wires.irecv(count, torch.float64, Way(source, None, tag, replica=teller))
         self._posted["note", source, what] = pending
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
         tag = self.addresses.tag_of_note(what[0], self.worker, to)
         for replica in self._seat.told(to):
-            self._keep(self.wires.isend(numbers, to, None, tag, replica=replica), to)
+            self._keep(self.wires.isend(numbers, Way(to, None, tag, replica=replica)), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
         return self._wait(("note", source, what), Cause(*NOTES[what[0]], source))
 
     def expect_loss(self, minibatch: int) -> None:
         """On worker 0, if it is not the loss worker: the loss of `minibatch` will be received soon."""
-        source, teller = self._loss_worker, self._seat.teller(self._loss_worker)
-        pending = self.wires.irecv(self._loss_count, torch.float32, source, self._loss_channel, replica=teller)
-        self._posted["loss", minibatch] = pending
+        way = Way(self._loss_worker, self._loss_channel, replica=self._seat.teller(self._loss_worker))
+        self._posted["loss", minibatch] = self.wires.irecv(self._loss_count, torch.float32, way)
 
     def send_loss(self, loss: Tensor) -> None:
         """Report a minibatch's loss, with its metrics after it (float32), to worker 0."""
         for replica in self._seat.told(0):
-            self._keep(self.wires.isend(loss.reshape(-1), 0, self._loss_channel, replica=replica), 0)
+            self._keep(self.wires.isend(loss.reshape(-1), Way(0, self._loss_channel, replica=replica)), 0)
 
     def recv_loss(self, minibatch: int) -> Tensor:
         """On worker 0: wait for a minibatch's loss, with its metrics after it."""
