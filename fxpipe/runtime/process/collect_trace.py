@@ -23,7 +23,8 @@ from fxpipe.observe.watch import Cause, Spans, Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.clocks import ClockOffset, aligned, read_offset
-from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.group import alone, peers
+from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Action
 
 _NUMBERS = ("kinds", "causes", "minibatches", "microbatches", "begins", "ends")
@@ -161,7 +162,14 @@ def compare_clocks(path: str | None, rank: int, ranks: int) -> ClockOffset:
     if path is None:
         return ClockOffset(0, 0, 0)
     with peers(rank):
-        return read_offset(rank, ranks)
+        return read_offset(rank, 1 if alone() else ranks)
+
+
+def recorded(
+    executors: Iterable[Executor], before: ClockOffset, after: ClockOffset
+) -> dict[tuple[int, int], WorkerTrace]:
+    """What the workers here have recorded, by replica and worker."""
+    return {(e.replica, e.worker): WorkerTrace(e.watch.spans, before, after) for e in executors}
 
 
 def collect_trace(

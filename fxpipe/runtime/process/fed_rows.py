@@ -14,58 +14,46 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
-from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
-from fxpipe.runtime.process.rows import WalkedRow, first_replicas, open_rows
+from fxpipe.runtime.process.resume import Resumed, restore
+from fxpipe.runtime.process.rows import WalkedRow, begin_rows, first_replicas, meet, shared_out
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.world import World
-from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.schedule.action import Event
-from fxpipe.stages.minibatch import number_of
-from fxpipe.task.model_file import Task
 
 
 class FedRows:
     """The workers here, in rows.
 
     Args:
-        checkpoint, resumed, shards: where they begin, and what was read of it already; None: as built.
-        keep_gradients: keep the last update's gradients (synchronous schedules only).
+        out: the folder for checkpoints, if the options ask for some.
+        resumed, shards: the checkpoint that they were opened with, and what was read of it already; None: as built.
 
     Attributes:
-        rows: as opened.
         executors: of the workers here, in rising order; of replicas the first here.
         every: those of all replicas here.
         fed: how many minibatches they have had, with those before the checkpoint.
+        begun: something was fed since the last flush.
         resumed: the checkpoint that they went on from; None if they did not.
         checkpoints: what saves them; None if they are not to be saved.
         losses: of all that was fed.
 
     Raises:
-        FxpipeError: as `open_rows` and `Checkpoints`.
+        FxpipeError: as `restore` and `Checkpoints`.
     """
 
     def __init__(
         self,
+        rows: Sequence[WalkedRow],
         world: World,
         plan: Plan,
-        folder: str,
         recipe: Recipe,
-        addresses: Addresses,
-        task: Task,
         options: PipelineOptions,
         out: str | None,
-        checkpoint: Checkpoint | None,
         resumed: Resumed | None,
-        shards: list[list[Shard]] | None = None,
-        keep_gradients: bool = False,
+        shards: list[list[Shard]] | None,
     ) -> None:
-        self.world, self.plan, self.recipe = world, plan, recipe
+        self.rows, self.world, self.plan, self.recipe = rows, world, plan, recipe
         self.fed = 0 if resumed is None else resumed.step
-        self.rows = open_rows(
-            *(world, plan, folder, recipe, addresses, task, options, self.fed, checkpoint),
-            keep_gradients=keep_gradients,
-        )
         self.every = every = [executor for row in self.rows for executor in row.executors]
         self.executors = first_replicas(self.rows)
         for executor in every:
@@ -81,15 +69,10 @@ class FedRows:
         if options.checkpoint_every is not None:
             self.checkpoints = Checkpoints(options, plan, recipe, out, every, resumed, self._shards, world.exchange)
         self._parts: dict[tuple[int, int], list[Any]] = {}  # by minibatch and replica of worker 0
-        self._begun = self._ending = False
+        self.begun = self._ending = False
         self.losses = Losses(plan, world.line, self.executors)
 
-    @property
-    def begun(self) -> bool:
-        """Whether something was fed since the last flush."""
-        return self._begun
-
-    def step(self, shape: int, parts: Sequence[Any]) -> StepLoss:
+    def step(self, shape: int, parts: list[tuple[Any, ...]]) -> StepLoss:
         """Feed a minibatch, and walk on as far as the rows can go with it; return its loss.
 
         Args:
@@ -97,9 +80,11 @@ class FedRows:
             parts: where worker 0 is, its microbatches, of all replicas.
         """
         minibatch, self._shapes[self.fed] = self.fed, shape
-        if not self._begun:
+        if not self.begun:
             self._begin()
-        self._share(minibatch, parts)
+        if self.rows[0].rank == 0:
+            shares = shared_out(self.world, self.plan, self.rows, minibatch, parts)
+            self._parts |= {(minibatch, replica): own for replica, own in shares.items()}
         self.fed += 1
         loss = self.losses.step(minibatch)
         self._go()
@@ -110,7 +95,7 @@ class FedRows:
 
     def flush(self) -> None:
         """Finish the backwards and updates of all that was fed."""
-        if not self._begun:
+        if not self.begun:
             return
         self._ending = True
         for executor in self.every:
@@ -119,14 +104,11 @@ class FedRows:
         self.losses.settle()
         for executor in self.every:
             executor.take_buffers(self.fed)
-        for executor in self.every:
-            executor.begin_meeting()
-        for executor in self.every:
-            executor.end_meeting()
+        meet(self.rows)
         for executor in self.every:
             executor.store.flushed()
             executor.store.updater.take_rates(self.fed)
-        self._begun = False
+        self.begun = False
 
     def finish(self) -> None:
         """Wait until all that was sent has been received."""
@@ -134,21 +116,18 @@ class FedRows:
             for transport in row.transports:
                 transport.finish()
 
-    def saved_at_rest(self) -> None:
-        """They are empty and being saved: here as where one goes on from that, nothing is in flight."""
+    def forget_checkpoint(self) -> None:
+        """They begin empty from now on, without what the checkpoint had in flight."""
         self._going_on, self._shards = None, []
 
     def _begin(self) -> None:
         """Begin with an empty pipeline, or go on with that of the checkpoint."""
         resumed, shards = self._going_on, self._shards
-        self.saved_at_rest()
-        self._begun, self._ending = True, False
-        for row in self.rows:
-            for transport in row.transports:
-                transport.begin(self.fed)
-        for place, executor in enumerate(self.every):
+        self.forget_checkpoint()
+        self.begun, self._ending = True, False
+        for executor in self.every:
             executor.reset()
-            begin_or_go_on(executor, resumed, shards[place] if shards else [])
+        begin_rows(self.rows, self.fed, resumed, shards)
         self.world.turns.draws = any(executor.draws for executor in self.every)
         walked = [(row, _Fed(self, row, resumed)) for row in self.rows]
         self.world.turns.begin([partial(self._walk, row, fed) for row, fed in walked])
@@ -171,15 +150,6 @@ class FedRows:
         for transport in row.transports:
             transport.finish()
 
-    def _share(self, minibatch: int, parts: Sequence[Any]) -> None:
-        """Give each replica of worker 0 that is here its microbatches."""
-        replicas = self.plan.replicas_of(0)
-        for row in self.rows:
-            if row.rank == 0:
-                self._parts[minibatch, row.replica] = list(parts[row.replica :: replicas])
-                if replicas > 1 and not self.world.alone:
-                    row.executors[0].compare_batch(minibatch, number_of(list(parts)))
-
     def _go(self) -> None:
         device = self.world.device
         devices = [device] if device.type == "cuda" else []
@@ -195,12 +165,11 @@ class _Fed:
     """
 
     def __init__(self, rows: FedRows, row: WalkedRow, resumed: Resumed | None) -> None:
-        recipe = rows.recipe.of_worker(row.executors[0].worker)
-        events = recipe.schedule.row(row.rank, rows.fed) if resumed is None else resumed.row(recipe, row.rank)
-        self._rows, self._events, self._workers = rows, events, len(row.executors)
-        self._upcoming = next(events)
+        self._rows, self._workers = rows, len(row.executors)
+        self._events = row.events(rows.recipe, rows.fed, resumed)
+        self._upcoming = next(self._events)
         self._ended = rows.fed * self._workers  # last backwards that have come out of the row
-        self._ends = recipe.schedule.ends
+        self._ends = row.executors[0].schedule.ends
 
     def next(self) -> Event | None:
         """The next event of what was fed; None if there is none yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +16,7 @@ from fxpipe.errors import BatchError, FxpipeError, RunError
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.check_run import check_evaluation
-from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks
+from fxpipe.runtime.process.collect_trace import collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.epochs import in_steps
 from fxpipe.runtime.process.fed_rows import FedRows
@@ -25,11 +25,10 @@ from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_together
 from fxpipe.runtime.process.readings import Readings
 from fxpipe.runtime.process.resume import Resumed, opened, recipe_of
-from fxpipe.runtime.process.rows import open_evaluation
+from fxpipe.runtime.process.rows import open_evaluation, open_rows
 from fxpipe.runtime.process.together import agree_on, barrier, gathered
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.stages.minibatch import ShapedMinibatches
@@ -93,7 +92,7 @@ class Pipeline(Readings):
         world.pulse.after_beat = lambda: self._beat(beat)
         self._given: Iterable[Any] = ()
         self._set_up(checkpoint, opened(options, self.recipe, plan, checkpoint))
-        self._before = self._clocks()
+        self._before = compare_clocks(options.trace, self.rank, plan.processes)
 
     def _set_up(
         self, checkpoint: Checkpoint | None, resumed: Resumed | None, shards: list[list[Shard]] | None = None
@@ -101,15 +100,16 @@ class Pipeline(Readings):
         """Open the workers here, with what is in a checkpoint if there is one; their shards, if they were read."""
         plan, world, options = self.plan, self.world, self.options
         world.clear()
-        self._rows = FedRows(
-            *(world, plan, str(self.folder), self.recipe, self._addresses, self._task, options, self._out),
-            *(checkpoint, resumed, shards),
+        step = 0 if resumed is None else resumed.step
+        rows = open_rows(
+            *(world, plan, str(self.folder), self.recipe, self._addresses, self._task, options, step, checkpoint),
             keep_gradients=world.alone and self.recipe.schedule.synchronous,
         )
+        self._rows = FedRows(rows, world, plan, self.recipe, options, self._out, resumed, shards)
         self._evaluation: DistributedEvaluation | None = None
         self._newest: StepLoss | None = None
         self._minibatches: ShapedMinibatches | None = None
-        if self._rows.rows[0].rank == 0:
+        if rows[0].rank == 0:
             self._minibatches = ShapedMinibatches(plan, self.folder, self.executors[0].buffers, self._task.loss_weight)
         self._new.attach(self.every, self._minibatches)
         speaker = next(executor for executor in self.executors if executor.worker == world.line.own)
@@ -153,7 +153,7 @@ class Pipeline(Readings):
         """
         with self._call():
             shape: int | None = None
-            parts: Sequence[Any] = ()
+            parts: list[tuple[Any, ...]] = []
             if self._minibatches is not None:
                 try:
                     shape, parts = self._minibatches(batch, self.fed)
@@ -228,7 +228,7 @@ class Pipeline(Readings):
         """
         with self._call("save"):
             self._flush()
-            self._rows.saved_at_rest()
+            self._rows.forget_checkpoint()
             writers = [e for e in self.every if e.replica < replicas_that_write(self.plan, e.worker)]
             with self._working():
                 error = write_together(Path(folder), self.plan, self.recipe, self.options, writers, self.fed, self.rank)
@@ -342,12 +342,8 @@ class Pipeline(Readings):
             return
         for executor in self.every:
             executor.watch.end()
-        after = self._clocks()
-        traces = {(e.replica, e.worker): WorkerTrace(e.watch.spans, self._before, after) for e in self.every}
+        traces = recorded(self.every, self._before, compare_clocks(path, self.rank, plan.processes))
         collect_trace(path, self.rank, plan, self.recipe, traces, self.every[0].watch.elapsed)
-
-    def _clocks(self) -> ClockOffset:
-        return compare_clocks(self.options.trace, self.rank, 1 if self.world.alone else self.plan.processes)
 
     def _watched(self) -> None:
         watches = [executor.watch for executor in self.every]

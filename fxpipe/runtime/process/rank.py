@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, Recor
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks
+from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.consequences import Consequences, ending
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.ends import PoliteStop, say_stopped
@@ -27,8 +27,16 @@ from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import Agreed
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
-from fxpipe.runtime.process.resume import begin_or_go_on, opened, recipe_of, restore, resumed_step, run_before
-from fxpipe.runtime.process.rows import WalkedRow, first_replicas, open_evaluation, open_rows
+from fxpipe.runtime.process.resume import opened, recipe_of, restore, resumed_step, run_before
+from fxpipe.runtime.process.rows import (
+    WalkedRow,
+    begin_rows,
+    first_replicas,
+    meet,
+    open_evaluation,
+    open_rows,
+    shared_out,
+)
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row, write_run
 from fxpipe.runtime.process.together import barrier, gathered
@@ -36,7 +44,6 @@ from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import say_first, warn_if_edited
 from fxpipe.runtime.process.world import NotFiniteAnswers, World
 from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
@@ -44,8 +51,7 @@ from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, weights_are_safe
 from fxpipe.runtime.worker.not_finite import LossCheck, NotFinite, check_weights, not_finite
 from fxpipe.runtime.worker.observer import Observer
-from fxpipe.schedule.action import Event
-from fxpipe.stages.minibatch import ShapedMinibatches, number_of
+from fxpipe.stages.minibatch import ShapedMinibatches
 
 STOPPING = 1.0
 """Seconds that worker 0 of a run that stops leaves the others to see that it does."""
@@ -210,17 +216,13 @@ class TrainingRun(Observer):
         return sorted((row for rows in found for row in rows), key=lambda row: (row["replica"], row["worker"]))
 
     def _train(self) -> dict[tuple[int, int], WorkerTrace]:
-        record, resumed, plan = self.record, self.resumed, self.plan
-        for row in self.rows:
-            for transport in row.transports:
-                transport.begin(self.step)
-        for place, executor in enumerate(self.executors):
-            begin_or_go_on(executor, resumed, self._shards[place] if self._shards else [], self.total)
+        record, plan = self.record, self.plan
+        begin_rows(self.rows, self.step, self.resumed, self._shards, self.total)
         self.consequences.go_on()
         if self.feed is not None:
             self.feed.go_on(self.step, self._shards[0][0].data if self._shards else None)
         self._shards = []
-        before = self._clocks()
+        before = compare_clocks(self.options.trace, self.process, plan.processes)
         stop = self.world.not_finite(self.executors)
         barrier(self.process)
         if not self.options.keep_going:
@@ -241,39 +243,29 @@ class TrainingRun(Observer):
                 self.coming.begin(self.step)
             self.world.turns.draws = any(executor.draws for executor in self.executors)
             self.world.turns.walk([partial(self._walk, row) for row in self.rows])
-            for executor in self.executors:
-                executor.begin_meeting()
-            for executor in self.executors:
-                executor.end_meeting()
+            meet(self.rows)
             if self.checkpoints is not None:
                 self.checkpoints.finish()
             for watch in self.watches:
                 watch.end()
         finally:
             stop.end()
-        after = self._clocks()
-        return {(e.replica, e.worker): WorkerTrace(e.watch.spans, before, after) for e in self.executors}
+        return recorded(self.executors, before, compare_clocks(self.options.trace, self.process, plan.processes))
 
     def _walk(self, row: WalkedRow) -> None:
         """Walk one row to the end of the run."""
+        events = row.events(self.recipe, self.step, self.resumed, self.total)
         train(
             self.plan,
             row.executors,
             row.transports,
-            partial(next, ending(self._events(row), lambda: self.total, self.recipe), None),
+            partial(next, ending(events, lambda: self.total, self.recipe), None),
             None if row.rank or self.batches is None else partial(self._share, row),
             None if row.process or self.record is None else self._report,
             self.observers,
         )
         for transport in row.transports:
             transport.finish()
-
-    def _events(self, row: WalkedRow) -> Iterator[Event]:
-        """What a rank does until the run is to end."""
-        recipe = self.recipe.of_worker(row.executors[0].worker)
-        if self.resumed is not None:
-            return self.resumed.row(recipe, row.rank, self.total)
-        return recipe.schedule.row_until(row.rank, self.total)
 
     def _saved_at(self, step: int) -> bool:
         return self.checkpoints is not None and self.checkpoints.due(step)
@@ -290,9 +282,6 @@ class TrainingRun(Observer):
         self.total = total
         if self.record is not None:
             self.record.total = total
-
-    def _clocks(self) -> ClockOffset:
-        return compare_clocks(self.options.trace, self.process, 1 if self.world.alone else self.plan.processes)
 
     def _not_finite(self, stop: NotFiniteAnswers, minibatch: int, loss: float, worker: int) -> NotFiniteError:
         found = [NotFinite(**row) for rows in stop.ask() for row in rows]
@@ -317,13 +306,8 @@ class TrainingRun(Observer):
     def _share(self, row: WalkedRow, minibatch: int) -> list[tuple[Any, ...]]:
         """The microbatches of a minibatch that a replica of worker 0 does."""
         assert self.batches is not None
-        replicas = self.plan.replicas_of(0)
         if minibatch not in self._shares:
-            parts = self.batches(minibatch)
-            if replicas > 1 and not self.world.alone:
-                row.executors[0].compare_batch(minibatch, number_of(parts))
-            here = [each.replica for each in self.rows if each.rank == 0]
-            self._shares[minibatch] = {replica: parts[replica::replicas] for replica in here}
+            self._shares[minibatch] = shared_out(self.world, self.plan, self.rows, minibatch, self.batches(minibatch))
         shares = self._shares[minibatch]
         own = shares.pop(row.replica)
         if not shares:

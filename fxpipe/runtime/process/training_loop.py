@@ -104,7 +104,7 @@ def train(
                 return
             if first.worker == 0 and remote_loss:
                 transports[0].expect_loss(owed)
-            first.catch_up()
+            first.store.catch_up()
             unreported = owed if first.worker == 0 else None
             continue
         worker, action = window.popleft()

@@ -229,10 +229,6 @@ class Executor:
             self.store.outer.end_meeting()
             self.take_buffers(self.store.version)
 
-    def catch_up(self) -> None:
-        """Begin the update that a flush makes (`WeightStore.owed`)."""
-        self.store.catch_up()
-
     def announce(self) -> None:
         """As `WeightStore.announce`."""
         if (minibatch := self.store.due) is None:
