@@ -239,7 +239,7 @@ class Calls:
         worker 1:  step ◄─┴──┐   save     ◄─┴── an error that names both calls, where each would wait for ever
         worker 2:  step    ◄─┘
 
-    So a call costs one small message between neighbours, and nobody waits for a worker that it would not wait for
+    So a call costs one small message between neighbours, and no process waits for a worker that it would not wait for
     anyway.
 
     Args:
