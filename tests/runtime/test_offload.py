@@ -12,7 +12,7 @@ from small_models import CASES
 
 from fxpipe.build.build import Build
 from fxpipe.errors import RunError
-from fxpipe.runtime.worker.executor import Executor, _Left
+from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.offload import Away, Offload
 from fxpipe.schedule.action import Action
 
@@ -70,19 +70,17 @@ def test_training_has_the_same_bits(schedule: str, recompute: str) -> None:
 
 def test_what_is_next_comes_back_during_the_action_before() -> None:
     """And what its own backward follows never leaves."""
-    build = lowered("gpt", 4, workers=2, schedule="1f1b", **cuts(CASES["gpt"], 2, 0))
-    (_, executor), saved = offloading(build)[0].executors, [torch.ones(4)]
-    first, second = Action("F", 0, 0), Action("F", 0, 1)
-    executor._coming.extend([Action("B", 0, 0), second])
-    assert executor._set_aside(saved, first) is saved, "its backward is next"
-    executor._coming.clear()
-    executor._coming.extend([second, Action("B", 0, 0)])
-    away = executor._set_aside(saved, first)
-    executor._left[0, 0] = _Left(away, set())
-    executor._bring_next()
+    offload, saved = Offload("cpu", least=1), [torch.ones(4)]
+    first, second, third = Action("F", 0, 0), Action("F", 0, 1), Action("F", 0, 2)
+    offload.coming.extend([Action("B", 0, 0), second])
+    assert offload.set_aside(saved, first) is saved, "its backward is next"
+    offload.coming.clear()
+    offload.coming.extend([second, third, Action("B", 0, 0)])
+    away = offload.set_aside(saved, first)
+    assert isinstance(away, Away)
+    offload.begins(second)
     assert not away.back, "a forward is next"
-    executor._leave(second)
-    executor._bring_next()
+    offload.begins(third)
     assert len(away.back) == 1
 
 

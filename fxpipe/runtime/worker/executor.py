@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,10 +16,10 @@ from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import FUNCTIONS, PHASES, Phase, Plan
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.between_replicas import BetweenReplicas
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
-from fxpipe.runtime.worker.replicas_alike import check_read_alike, start_comparison
 from fxpipe.runtime.worker.stage_code import StageOfShape, reseed
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
@@ -66,7 +65,7 @@ class Executor:
         resets: the hook `reset(model)`; None without it.
         offload: moves saved values away until their backward; None leaves them.
         replica: which replica of the worker this is.
-        collective: its end of what the replicas exchange; None where there are no others.
+        between: what its replicas tell each other besides gradients; None where there are no others.
     """
 
     def __init__(
@@ -110,15 +109,10 @@ class Executor:
         self._loss: Tensor | None = None
         self.resets: BuffersReset | None = None
         self.offload: Offload | None = None
-        self._coming: deque[Action] = deque()  # what was announced, in the order in which it will run
         self.kept: dict[int, dict[str, Tensor]] = {}
-        self._own_losses: dict[int, Tensor] = {}  # of minibatches whose sum over the replicas is under way
-        self._whole_losses: dict[int, Tensor] = {}
-        self._batches: set[int] = set()  # the minibatches whose numbers are being compared
-        self._handed: dict[int, dict[str, list[str]]] = {}  # the buffers that minibatches begin with, by type
-        self._apart = plan.outer  # replicas that train apart have losses and buffers of their own
-        self._joint = collective if plan.outer is None else None
-        self._handed_at = -1  # the minibatch whose buffers were last handed out
+        self.between: BetweenReplicas | None = None
+        if collective is not None:
+            self.between = BetweenReplicas(plan, collective, buffers, self.observers, self.device)
 
     @property
     def stage(self) -> LoadedStage:
@@ -146,7 +140,7 @@ class Executor:
         """Announce what an action will receive, some actions before it."""
         stage = self._stage(action)
         if self.offload is not None:
-            self._coming.append(action)
+            self.offload.coming.append(action)
         for part in self._parts(action):
             for edge in stage.incoming[part.phase]:
                 self.transport.expect(edge, action.minibatch, action.microbatch)
@@ -154,7 +148,8 @@ class Executor:
 
     def leave_out(self, action: Action) -> None:
         """The action will not run: forget what only it would have read."""
-        self._leave(action)
+        if self.offload is not None:
+            self.offload.leave(action)
         for part in self._parts(action):
             self.store.release(part)
 
@@ -172,8 +167,8 @@ class Executor:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
         """
         stage = self._stage(action)
-        self._leave(action)
-        self._bring_next()
+        if self.offload is not None:
+            self.offload.begins(action)
         stage.comm.bind(action.minibatch, action.microbatch)
         self.watch.at(action)
         self._now = action
@@ -195,7 +190,7 @@ class Executor:
                         self.store.update(updated)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
-        if result is not None and self._joint is None:
+        if result is not None and not self._adds_losses:
             for observer in self.observers:
                 observer.loss(*result)
         return result
@@ -207,19 +202,18 @@ class Executor:
         """
         if self.store.outer is not None:
             self.store.outer.read(minibatch, number)
-        elif self.collective is not None:
-            self._batches.add(minibatch)
-            start_comparison(("batch", minibatch), number, self.collective, self.device)
+        elif self.between is not None:
+            self.between.compare_batch(minibatch, number)
 
     def begin_meeting(self) -> None:
         """The pipeline is empty: begin what makes the weights and buffers of replicas that train apart the same."""
-        version = self.store.version
-        if self.store.outer is None:
+        version, outer = self.store.version, self.store.outer
+        if outer is None or self.between is None:
             return
         with torch.no_grad():
             self.take_buffers(version)
-            self.store.outer.begin_meeting(version)
-            self._hand_out_buffers([name for stage in self._stages for name in stage.updates], version - 1)
+            outer.begin_meeting(version)
+            self.between.hand_out_buffers([name for stage in self._stages for name in stage.updates], version - 1)
 
     def end_meeting(self) -> None:
         """Once all replicas here have begun it: now they have the same weights and buffers."""
@@ -236,7 +230,8 @@ class Executor:
         self.watch.open("update")
         with torch.no_grad():
             self.store.gather()
-            self._gathered(minibatch)
+            if self.between is not None:
+                self.between.gathered(minibatch)
             self.store.announce()
         self.watch.close()
 
@@ -248,9 +243,12 @@ class Executor:
         with torch.no_grad():
             minibatch = self.store.settle()
         self.watch.close()
-        if minibatch not in self._whole_losses:
-            return None
-        return MinibatchLoss(minibatch, self._whole_losses.pop(minibatch))
+        loss = None if self.between is None else self.between.losses.pop(minibatch, None)
+        return None if loss is None else MinibatchLoss(minibatch, loss)
+
+    def hear(self) -> list[MinibatchLoss]:
+        """Wait for the losses over all replicas of minibatches whose updates are yet to come."""
+        return [] if self.between is None else [MinibatchLoss(*each) for each in self.between.take_losses().items()]
 
     def state(self, version: int) -> dict[str, Tensor]:
         """The parameters it owns, live, and its buffers as the forwards of minibatch `version` − 1 left them.
@@ -283,19 +281,18 @@ class Executor:
                 for edge in stage.comm.edges & memories.keys()
             }
         self.store.load([shard.state for shard in shards], shards[0].step, same)
-        if self.store.outer is not None and self.store.outer.together(shards[0].step):
-            self._handed_at = shards[0].step - 1
+        if self.between is not None and self.store.outer is not None and self.store.outer.together(shards[0].step):
+            self.between.handed_at = shards[0].step - 1
 
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""
         self._left.clear()
-        self._coming.clear()
+        if self.offload is not None:
+            self.offload.coming.clear()
         self.kept.clear()
         self._loss = None
-        self._own_losses.clear()
-        self._whole_losses.clear()
-        self._batches.clear()
-        self._handed.clear()
+        if self.between is not None:
+            self.between.reset()
 
     def _stage(self, action: Action) -> StageOfShape:
         return self._stages[self.shape_of(action.minibatch)]
@@ -327,9 +324,10 @@ class Executor:
             self._check(len(saved), len(part.saved), "saved values")
         for name, value in zip(stage.updates, new, strict=True):
             self.buffers[name] = value
-        if action.microbatch == self._last and self._meets(action.minibatch):
-            self._hand_out_buffers(stage.updates, action.minibatch)
-        self._left[action.minibatch, action.microbatch] = _Left(self._set_aside(saved, action), set())
+        if self.between is not None and action.microbatch == self._last and self.between.meets(action.minibatch):
+            self.between.hand_out_buffers(stage.updates, action.minibatch)
+        values = saved if self.offload is None else self.offload.set_aside(saved, action)
+        self._left[action.minibatch, action.microbatch] = _Left(values, set())
         self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None
 
@@ -360,108 +358,31 @@ class Executor:
         del made
         self.store.release(action)
 
-    def _set_aside(self, saved: list[Any], action: Action) -> list[Any] | Away:
-        """What a forward has saved, moved away unless its backward is next."""
-        following = self._coming[0] if self._coming else None
-        if self.offload is None or following == replace(action, phase="B"):
-            return saved
-        return self.offload.away(saved)
-
-    def _bring_next(self) -> None:
-        """Begin to move back what the action after this one reads: it arrives while this one computes."""
-        if self.offload is None or not self._coming:
-            return
-        left = self._left.get((self._coming[0].minibatch, self._coming[0].microbatch))
-        if self._coming[0].phase == "B" and left is not None and isinstance(left.values, Away):
-            self.offload.bring(left.values)
-
-    def _leave(self, action: Action) -> None:
-        """An announced action runs now, or never."""
-        if action in self._coming:
-            self._coming.remove(action)
-
     def _add_loss(self, loss: Tensor, action: Action) -> Tensor | None:
         loss = loss.detach().float()
         self._loss = loss if self._loss is None else self._loss + loss
         if action.microbatch < self._last:
             return None
         total, self._loss = self._loss, None
-        if self._joint is not None:
-            self._own_losses[action.minibatch] = total
-            self._joint.start_sum(("loss", action.minibatch), total.reshape(-1).clone())
+        if self.between is not None and self._adds_losses:
+            self.between.add_loss(action.minibatch, total)
             return None
         return total / self._divisor if self._divisor > 1 else total
-
-    def _gathered(self, minibatch: int) -> None:
-        """The gradients of a minibatch have come from all replicas: so have its loss, and the numbers of its batch."""
-        if minibatch in self._batches:
-            assert self.collective is not None
-            self._batches.remove(minibatch)
-            numbers = self.collective.take(("batch", minibatch)).tolist()
-            check_read_alike(numbers, f"step {minibatch + 1}", "train_data()")
-        if minibatch in self._own_losses:
-            self._hear(minibatch)
-
-    def hear(self) -> list[MinibatchLoss]:
-        """Wait for the losses over all replicas of minibatches whose updates are yet to come."""
-        if self._joint is None:
-            return []
-        for minibatch in list(self._own_losses):
-            self._hear(minibatch)
-        found = [MinibatchLoss(*each) for each in self._whole_losses.items()]
-        self._whole_losses.clear()
-        return found
-
-    def _hear(self, minibatch: int) -> None:
-        assert self.collective is not None
-        total = self.collective.take(("loss", minibatch)).reshape(self._own_losses.pop(minibatch).shape)
-        loss = self._whole_losses[minibatch] = total / self._divisor if self._divisor > 1 else total
-        for observer in self.observers:
-            observer.loss(minibatch, loss)
 
     def _reduce(self, bucket: str, gradients: Sequence[Tensor | None]) -> None:
         """The code has made a bucket's gradients: those of the last microbatch complete the sums of this replica."""
         if self._now.microbatch == self._last:
             self.store.reduce(bucket, self._now.minibatch, gradients)
 
-    def _meets(self, minibatch: int) -> bool:
-        """Whether replicas have the same buffers after a minibatch."""
-        apart = self._apart
-        return apart is None or (not apart.delay and (minibatch + 1) % apart.every == 0)
-
-    def _hand_out_buffers(self, names: Sequence[str], minibatch: int) -> None:
-        """Begin to give all replicas the buffers, as a minibatch's forwards have left them, that the next begins with.
-
-        They are replica 0's. Of replicas that train apart they are the mean, which has no sense for whole numbers, such
-        as how many batches were seen: these are replica 0's there, too.
-        """
-        if self.collective is None or not names or self._handed_at == minibatch:
-            return
-        self._handed_at = minibatch
-        of_dtypes: dict[str, list[str]] = {}
-        for name in dict.fromkeys(names):
-            value = self.buffers[name]
-            averaged = self._apart is not None and (value.is_floating_point() or value.is_complex())
-            of_dtypes.setdefault(f"{'mean of ' if averaged else ''}buffers {value.dtype}", []).append(name)
-        for kind, of_dtype in of_dtypes.items():
-            flat = torch.cat([self.buffers[name].reshape(-1) for name in of_dtype])
-            start = self.collective.start_sum if kind.startswith("mean") else self.collective.start_copy
-            start((kind, minibatch), flat)
-        taken = {kind: own for kind, own in of_dtypes.items() if self.replica or kind.startswith("mean")}
-        if taken:
-            self._handed[minibatch + 1] = taken
-
     def take_buffers(self, minibatch: int) -> None:
-        """Begin a minibatch with replica 0's buffers, or the replicas' mean, if they were changed in the one before."""
-        for kind, names in self._handed.pop(minibatch, {}).items():
-            assert self.collective is not None
-            flat, place = self.collective.take((kind, minibatch - 1)), 0
-            if kind.startswith("mean"):
-                flat /= self.collective.replicas
-            for name in names:
-                old = self.buffers[name]
-                self.buffers[name] = torch.empty_like(old).copy_(flat[place : place + old.numel()].view(old.shape))
-                place += old.numel()
+        """Begin a minibatch with the buffers that the replicas have in common, if the one before changed them."""
+        if self.between is not None:
+            self.between.take_buffers(minibatch)
+
+    @property
+    def _adds_losses(self) -> bool:
+        """Whether a minibatch's loss is that of all replicas: those that train apart have losses of their own."""
+        return self.between is not None and self.store.outer is None
 
     def _reseed(self, action: Action) -> None:
         microbatch = self._plan.microbatch(action.microbatch, self.worker, self.replica)

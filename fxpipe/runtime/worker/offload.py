@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
+from fxpipe.schedule.action import Action
 
 LEAST_BYTES = 1 << 16
 """Smaller memory stays: a copy takes longer to start than to make."""
@@ -66,12 +69,38 @@ class Offload:
 
     Args:
         device: where the values are made. A CPU has no streams: its values are copied at once, for tests.
+
+    Attributes:
+        coming: the worker's next actions, in their order.
     """
 
     def __init__(self, device: torch.device | str, least: int = LEAST_BYTES) -> None:
         self.device = torch.device(device)
         self.least = least
+        self.coming: deque[Action] = deque()
+        self._away: WeakValueDictionary[tuple[int, int], Away] = WeakValueDictionary()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def leave(self, action: Action) -> None:
+        """A coming action runs now, or never."""
+        if action in self.coming:
+            self.coming.remove(action)
+
+    def begins(self, action: Action) -> None:
+        """A coming action runs now: begin to move back what the one after it reads, while this one computes."""
+        self.leave(action)
+        following = self.coming[0] if self.coming else None
+        if following is not None and following.phase == "B":
+            away = self._away.get((following.minibatch, following.microbatch))
+            if away is not None:
+                self.bring(away)
+
+    def set_aside(self, saved: list[Any], action: Action) -> list[Any] | Away:
+        """What a forward has saved, moved away unless its backward comes next."""
+        if self.coming and self.coming[0] == replace(action, phase="B"):
+            return saved
+        away = self._away[action.minibatch, action.microbatch] = self.away(saved)
+        return away
 
     def away(self, values: Sequence[Any]) -> Away:
         """Begin to move the values; their memory on the device is free once nothing else holds it."""
