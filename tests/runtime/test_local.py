@@ -38,7 +38,7 @@ def test_after_a_flush_a_pipeline_is_as_new(
     assert not pipeline.world.loopback.left
     for executor in pipeline.executors:
         assert not executor._left
-        assert not executor.store.predictions.made
+        assert not executor.store.versions.predictions.made
     pipeline.save(tmp_path / "saved")
     fresh.load(tmp_path / "saved")
     assert fresh.run(batches[3:]) == pipeline.run(batches[3:])

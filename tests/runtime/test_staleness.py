@@ -21,6 +21,7 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.process.start import open_local
 from fxpipe.runtime.worker.staleness import StalenessLog
+from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import given_task
@@ -60,9 +61,9 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     found = Recorded()
-    read, settle = WeightStore.read, WeightStore.settle
+    read, settle = ReadVersions.read, WeightStore.settle
 
-    def reading(self: WeightStore, action: Action) -> Any:
+    def reading(self: ReadVersions, action: Action) -> Any:
         weights = read(self, action)
         if action.phase == "F" and action.microbatch == 0:
             for r in self.demand.readings(self.worker, "F"):
@@ -74,7 +75,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
         found.met |= {(self.version, name): p.detach().clone() for name, p in self.trained.items()}
         return settle(self)
 
-    monkeypatch.setattr(WeightStore, "read", reading)
+    monkeypatch.setattr(ReadVersions, "read", reading)
     monkeypatch.setattr(WeightStore, "settle", settling)
     return found
 

@@ -83,7 +83,7 @@ def test_readers_follow_and_do_not_drift(batches: Any, pipeline: Any, codec: str
             store = executor.store
             true[executor.worker, store.version] = {n: p.detach().clone() for n, p in store.trained.items()}
         for executor in made.executors:
-            for (owner, version, _), tensors in executor.store.weight_copies._bases.items():
+            for (owner, version, _), tensors in executor.store.versions.copies._bases.items():
                 if version > 1:
                     now, before = true[owner, version], true[owner, version - 1]
                     apart += [((t - now[n]).norm() / (now[n] - before[n]).norm()).item() for n, t in tensors.items()]
@@ -103,7 +103,7 @@ def test_bases_do_not_grow_and_are_those_of_the_table(
         made.step(batch)
         of_worker = []
         for executor in made.executors:
-            held = executor.store.weight_copies
+            held = executor.store.versions.copies
             sent = sum(t.nbytes for _, of in held._made.values() for t in of.values())
             received = sum(t.nbytes for of in held._bases.values() for t in of.values())
             of_worker.append((sent, received))

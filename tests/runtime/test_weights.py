@@ -15,6 +15,7 @@ import fxpipe
 from fxpipe.policy import copies, make
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.worker.gradients import GradientSum
+from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.runtime.worker.weights import WeightStore
 
 LINE = {"forward": (0, 0, 1, 1, 2, 2, 3, 3), "backward": (0, 0, 1, 1, 2, 2, 3, 3)}
@@ -46,8 +47,10 @@ def held(store: WeightStore) -> int:
     """
     most = 0
     for name, live in store.trained.items():
-        found = {id(copy[name]) for key, copy in store._copies.items() if key[0] == store.worker and name in copy}
-        found |= {id(predicted[name]) for predicted in store.predictions.made.values() if name in predicted}
+        found = {
+            id(copy[name]) for key, copy in store.versions._held.items() if key[0] == store.worker and name in copy
+        }
+        found |= {id(predicted[name]) for predicted in store.versions.predictions.made.values() if name in predicted}
         found.discard(id(live))
         predictor = store.updater.predictor
         if predictor is not None:
@@ -66,18 +69,29 @@ def most(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """By worker: the most copies at any moment at which the store has just done something."""
     found: dict[int, int] = {}
 
-    def watch(name: str) -> None:
-        inner = getattr(WeightStore, name)
+    store_of: dict[ReadVersions, WeightStore] = {}
+    begin = WeightStore.begin
 
-        def watching(self: WeightStore, *arguments: Any) -> Any:
+    def beginning(self: WeightStore, *arguments: Any) -> None:
+        store_of[self.versions] = self
+        begin(self, *arguments)
+
+    def watch(kind: type, name: str) -> None:
+        inner = getattr(kind, name)
+
+        def watching(self: Any, *arguments: Any) -> Any:
             result = inner(self, *arguments)
-            found[self.worker] = max(found.get(self.worker, 0), held(self))
+            store = self if isinstance(self, WeightStore) else store_of.get(self)
+            if store is not None:
+                found[store.worker] = max(found.get(store.worker, 0), held(store))
             return result
 
-        monkeypatch.setattr(WeightStore, name, watching)
+        monkeypatch.setattr(kind, name, watching)
 
-    for name in ("read", "release", "settle", "_keep_past", "_take", "_send_copies_of"):
-        watch(name)
+    monkeypatch.setattr(WeightStore, "begin", beginning)
+    watch(WeightStore, "settle")
+    for name in ("read", "release", "leave", "_take", "_send_copies_of"):
+        watch(ReadVersions, name)
     return found
 
 
@@ -92,8 +106,8 @@ def test_as_many_copies_as_the_policy_says(
     pipeline.flush()
     assert most == before
     for executor in pipeline.executors:
-        assert not executor.store._copies
-        assert not executor.store.predictions.made
+        assert not executor.store.versions._held
+        assert not executor.store.versions.predictions.made
 
 
 @pytest.mark.parametrize(("shape", "case"), SHAPED)
@@ -109,9 +123,9 @@ def test_a_long_run_does_not_grow(
         stores = [executor.store for executor in pipeline.executors]
         sizes.append(
             (
-                *(len(store._copies) for store in stores),
-                *(len(store.predictions.made) for store in stores),
-                *(sum(len(messages) for messages in store._unread._versions.values()) for store in stores),
+                *(len(store.versions._held) for store in stores),
+                *(len(store.versions.predictions.made) for store in stores),
+                *(sum(len(messages) for messages in store.versions._unread._versions.values()) for store in stores),
                 *(
                     sum(len(tensors) for tensors in store.updater.predictor._spare.values())
                     for store in stores

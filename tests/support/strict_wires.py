@@ -121,7 +121,7 @@ class ThreadedRun:
         for executor in self.executors:
             for name, value in executor.store.parameters.items():
                 assert torch.equal(value, state[name]), name
-            assert not executor.store._copies
+            assert not executor.store.versions._held
             assert not executor.transport._posted  # type: ignore[attr-defined]
             assert not executor.kept
 

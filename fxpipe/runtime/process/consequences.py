@@ -163,7 +163,7 @@ class Consequences:
 
     def _tell_end(self) -> None:
         for executor in self._executors:
-            executor.store.end(self.end)
+            executor.store.versions.end(self.end)
         for observer in self._observers:
             observer.ends(self.end)
 

@@ -99,14 +99,14 @@ class FedRows:
             return
         self._ending = True
         for executor in self.every:
-            executor.store.end(self.fed, told=False)
+            executor.store.versions.end(self.fed, told=False)
         self._go()
         self.losses.settle()
         for executor in self.every:
             executor.take_buffers(self.fed)
         meet(self.rows)
         for executor in self.every:
-            executor.store.flushed()
+            executor.store.versions.flushed()
             executor.store.updater.take_rates(self.fed)
         self.begun = False
 
@@ -145,7 +145,7 @@ class FedRows:
             more=fed.more,
         )
         for executor, transport in zip(row.executors, row.transports, strict=True):
-            executor.store.expect_all()
+            executor.store.versions.expect_all()
             transport.drop_weights()
         for transport in row.transports:
             transport.finish()

@@ -76,9 +76,9 @@ class Captures(Observer):
         if not shard.buffers:  # no forward of it has begun
             self.executor.take_buffers(step)
             shard.buffers = dict(self.executor.buffers)
-        shard.start = store.start
+        shard.start = store.versions.start
         self._take_earlier(shard)
-        if store.weight_copies.encoded:
+        if store.versions.copies.encoded:
             shard.sent.update(_sent(store, step))
         shard.past = dict(sorted(shard.past.items()))
         shard.sent = dict(sorted(shard.sent.items()))
@@ -110,12 +110,12 @@ class Captures(Observer):
             shard = self._of(step)
             watch.open("save")
             for reader, ahead, names in _needed(store, version, step):
-                if reader != self.executor.worker and store.weight_copies.encoded:
+                if reader != self.executor.worker and store.versions.copies.encoded:
                     continue
                 held = shard.past.setdefault((version, ahead), {})
-                found = store.predictions.look(names, ahead)
+                found = store.versions.predictions.look(names, ahead)
                 held.update({name: copied(found[name]) for name in names if name not in held})
-            if store.weight_copies.encoded:
+            if store.versions.copies.encoded:
                 shard.sent.update(_sent(store, step))
             watch.close()
 
@@ -124,7 +124,7 @@ class Captures(Observer):
         oldest = shard.step - self.reach
         self._earlier = {key: of for key, of in self._earlier.items() if key[0] >= oldest}
         self._earlier_sent = {key: of for key, of in self._earlier_sent.items() if key[0] >= oldest}
-        encoded = self.executor.store.weight_copies.encoded
+        encoded = self.executor.store.versions.copies.encoded
         versions = {key[0] for key in self._earlier} | {key[0] for key in self._earlier_sent}
         for version in sorted(version for version in versions if version < self._begun_at):
             for reader, ahead, names in _needed(self.executor.store, version, shard.step):
@@ -169,7 +169,7 @@ def _of_other_replica(executor: Executor, shard: Shard, memories: dict[str, dict
 def _needed(store: WeightStore, version: int, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
     """What actions of minibatches from a step on read of a version: where, how far ahead, and which parameters."""
     for reader in range(store.demand.plan.workers):
-        for message in store.demand.messages(store.worker, reader, version, store.start, None, step):
+        for message in store.demand.messages(store.worker, reader, version, store.versions.start, None, step):
             yield reader, message.ahead, message.names
 
 
@@ -179,7 +179,7 @@ def _sent(store: WeightStore, step: int) -> dict[tuple[int, int, int], dict[str,
     found = {}
     for reader, ahead, names in _needed(store, store.version, step):
         if reader != store.worker:
-            made = store.weight_copies.of_reader(reader, ahead, names, store.predictions.look(names, ahead))
+            made = store.versions.copies.of_reader(reader, ahead, names, store.versions.predictions.look(names, ahead))
             found[store.version, ahead, reader] = _all_copied(made)
     return found
 

@@ -151,7 +151,7 @@ class Executor:
         if self.offload is not None:
             self.offload.leave(action)
         for part in self._parts(action):
-            self.store.release(part)
+            self.store.versions.release(part)
 
     def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> MinibatchLoss | None:
         """Run one action, and begin the update that is part of it, if one is (`WeightStore.updated_by`).
@@ -311,7 +311,7 @@ class Executor:
             if self.resets is not None and self.resets.due(action.minibatch):
                 self.resets(self.buffers, action.minibatch)
             self.store.updater.begin(action.minibatch)
-        weights = stage.weights("F", self.store.read(action))
+        weights = stage.weights("F", self.store.versions.read(action))
         buffers = tuple([self.buffers[name] for name in stage.buffers["F"]])
         if leaves is not None and self.scaler is not None:
             leaves = self.scaler.leaves(leaves, self.shape_of(action.minibatch), self.device)
@@ -328,14 +328,14 @@ class Executor:
             self.between.hand_out_buffers(stage.updates, action.minibatch)
         values = saved if self.offload is None else self.offload.set_aside(saved, action)
         self._left[action.minibatch, action.microbatch] = _Left(values, set())
-        self.store.release(action)
+        self.store.versions.release(action)
         return self._add_loss(loss, action) if part.loss else None
 
     def _run_later(self, stage: StageOfShape, action: Action) -> None:
         """The backward or the weight gradients of a microbatch."""
         phase, key = action.phase, (action.minibatch, action.microbatch)
         part, makes_gradients = stage.parts[phase], phase == stage.last
-        weights = stage.weights(phase, self.store.read(action))
+        weights = stage.weights(phase, self.store.versions.read(action))
         buffers = tuple([self.buffers[name] for name in stage.buffers[phase]])
         values, taken = self._left.pop(key)
         if isinstance(values, Away):
@@ -354,9 +354,9 @@ class Executor:
         if makes_gradients:
             self.store.add(phase, stage.gradients(made), taken)
         else:
-            self._left[key] = _Left(list(made), taken | self.store.storages(phase))
+            self._left[key] = _Left(list(made), taken | self.store.versions.storages(phase))
         del made
-        self.store.release(action)
+        self.store.versions.release(action)
 
     def _add_loss(self, loss: Tensor, action: Action) -> Tensor | None:
         loss = loss.detach().float()

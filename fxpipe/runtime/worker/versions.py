@@ -1,0 +1,292 @@
+"""The versions of weights that one worker's actions read: its own, earlier ones too, and copies of other workers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxpipe.checkpoint.shard import Past, Sent
+from fxpipe.observe.watch import Cause
+from fxpipe.plan.spec import PHASES, ParameterSpec, Phase, Plan
+from fxpipe.policy.copy_messages import CopyMessages, Filling
+from fxpipe.policy.demand import Demand, WeightReads
+from fxpipe.policy.optimizers.predict import Predictor
+from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.weight_copies import Key, Predictions, Unread, WeightCopies
+from fxpipe.schedule.action import Action
+
+
+@dataclass
+class _Argument:
+    """The `weights` argument of one phase; the weights that never change are already in `weights`."""
+
+    weights: tuple[Any, ...]
+    readings: list[WeightReads]
+    keys: tuple[Key, ...] = ()  # those that `argument` was made from
+    argument: tuple[Any, ...] = field(default=())
+    storages: set[int] | None = None  # addresses of what an action reads, once they are asked for
+
+
+class ReadVersions:
+    """What one worker's forward, backward and weight gradients read.
+
+    Where these are parts of a stage, an action here is that of a part: W's, whether or not the schedule has it.
+
+    Args:
+        initial: the initial values of all parameters the worker owns or reads, by name.
+        parameters: the owned ones by name, live.
+        predictor: of the owned ones that are trained; None if the policy does not predict, or none is.
+        seed: of the run.
+
+    Attributes:
+        live: how many updates the worker's own weights have had.
+        predictions: of the live version.
+        copies: what other workers have of its weights, and it of theirs.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        demand: Demand,
+        transport: Transport,
+        initial: Mapping[str, Tensor],
+        parameters: Mapping[str, nn.Parameter],
+        predictor: Predictor | None,
+        seed: int,
+    ) -> None:
+        self.worker, self.demand, self.transport = worker, demand, transport
+        self.live = 0
+        self._parameters = parameters
+        self._trained = {name: p for name, p in parameters.items() if demand.parameters[name].trained}
+        self.predictions = Predictions(predictor, self._trained, transport)
+        self._readers = demand.readers(worker)
+        self.copies = WeightCopies(CopyMessages(demand), worker, transport, seed)
+        self._held: dict[Key, dict[str, Tensor]] = {}
+        self._unread = Unread(demand, worker)
+        own = demand.readings_of(worker, worker)
+        self._counts_own = predictor is not None or any(reading.past for reading in own)
+        self._frozen = {n: t for n, t in initial.items() if not demand.parameters[n].trained}
+        self._parts = {phase: self._part(plan, phase, self._frozen) for phase in PHASES}
+        self._expected: dict[int, int] = {}
+        self._initial = {n: t for n, t in initial.items() if n not in parameters and demand.parameters[n].trained}
+
+    def begin(self, start: int, stop: int | None = None) -> None:
+        """Begin a segment: the pipeline is empty, every owner is at version `start`.
+
+        The weight copies of version 0 are the initial weights; those of a later start are sent here.
+        """
+        assert self.live == start, f"worker {self.worker} is at version {self.live}, not {start}"
+        owners = self._empty(start, stop, start)
+        if start > 0:
+            self._send_copies()
+        else:
+            self.copies.hold_initial(self._readers, self._trained, sorted(owners), self._initial)
+            for owner in owners:
+                for ahead, unread in self._unread.of(owner, 0).items():
+                    self._held[owner, 0, ahead] = {name: self._initial[name] for name in unread.message.names}
+                self._expected[owner] = 0
+            self._initial = {}
+
+    def go_on(self, start: int, past: Past, sent: Sent, stop: int | None = None) -> None:
+        """Go on in the middle of a segment that began at `start`, as if minibatches had been in flight all the time.
+
+        Args:
+            past: of this worker's parameters, what actions of the minibatches in flight read of earlier versions
+                (see `Captures`); the store takes it over.
+            sent: what other workers had of them, where that is something else.
+        """
+        if past and not self._counts_own:
+            self._counts_own = True
+            self._parts = {phase: self._part(self.demand.plan, phase, self._frozen) for phase in PHASES}
+        owners = self._empty(start, stop, self.live)
+        for owner in owners:
+            self._expected[owner] = max(start, self.live - self.demand.reach(owner)) - 1
+        for version in range(max(start, self.live - self.demand.reach(self.worker)), self.live):
+            for ahead, unread in self._unread.of(self.worker, version).items():
+                if self._counts_own:
+                    held = past[version, ahead]
+                    self._held[self.worker, version, ahead] = {name: held[name] for name in unread.message.names}
+            self._send_again(version, past, sent)
+        self._initial = {}
+        if sent:
+            self._send_again(self.live, past, sent)
+        else:
+            self._send_copies()
+
+    def _empty(self, start: int, stop: int | None, since: int) -> set[int]:
+        """Forget all that a pipeline has in flight; return the owners of the weight copies that this worker reads."""
+        self._unread.begin(start, stop, since)
+        self._stop = stop
+        self.copies.begin(Filling(start, since))
+        self._held.clear()
+        self.predictions.forget_all()
+        self._let_go()
+        self._open_own()
+        owners = {r.owner for part in self._parts.values() for r in part.readings} - {self.worker}
+        self._expected = dict.fromkeys(owners, start - 1)
+        return owners
+
+    @property
+    def start(self) -> int:
+        """The minibatch that the segment began with."""
+        return self._unread.start
+
+    @property
+    def since(self) -> int:
+        """The first minibatch of it that was not over when the worker began, or went on."""
+        return self._unread.since
+
+    def end(self, stop: int, told: bool = True) -> None:
+        """The segment's end is now known: forget what is kept for minibatches from `stop` on.
+
+        Args:
+            told: all workers hear of it at one version; else they still send each other what later ones would read.
+        """
+        if told:
+            self._stop = stop
+        for key in self._unread.end(stop):
+            self._forget(key)
+
+    def flushed(self) -> None:
+        """The segment is over: the streams of weight copies end with it."""
+        self.copies.begin(self.copies.filling)
+
+    def expect(self, action: Action) -> None:
+        """Tell the transport which weight copies an action could wait for: those of the newest versions it can see."""
+        for reading in self._parts[action.phase].readings:
+            owner = reading.owner
+            if owner == self.worker:
+                continue
+            self._expect(owner, self.demand.newest(action, self.worker, owner, self._unread.start))
+
+    def expect_all(self) -> None:
+        """The pipeline is empty, and its owners did not know the end: tell the transport of all that they have sent."""
+        for owner in self._expected:
+            self._expect(owner, self.live)
+
+    def read(self, action: Action) -> tuple[Any, ...]:
+        """The `weights` argument for an action; waits for weight copies. Actions of the same versions share it."""
+        part = self._parts[action.phase]
+        if not part.readings:
+            return part.weights
+        keys = tuple([self._key(reading, action) for reading in part.readings])
+        if part.keys != keys:
+            weights = list(part.weights)
+            for reading, key in zip(part.readings, keys, strict=True):
+                tensors = self._take(key, reading.names)
+                for name, position in zip(reading.names, reading.positions, strict=True):
+                    weights[position] = tensors[name]
+            part.keys, part.argument, part.storages = keys, tuple(weights), None
+        return part.argument
+
+    def release(self, action: Action) -> None:
+        """An action is over, or left out: forget what no later action reads."""
+        for reading in self._parts[action.phase].readings:
+            key = self._key(reading, action)
+            if self._unread.read(key, reading.key):
+                self._forget(key)
+
+    def storages(self, phase: Phase) -> set[int]:
+        """The addresses of the weights that the newest action of a phase has read."""
+        part = self._parts[phase]
+        if part.storages is None:
+            weights = part.argument if part.readings else part.weights
+            part.storages = {weight.untyped_storage().data_ptr() for weight in weights}
+        return part.storages
+
+    def leave(self) -> None:
+        """Before the live version changes: keep what this worker's actions have yet to read of it."""
+        for ahead, unread in self._unread.kept(self.worker, self.live).items():
+            self._held[self.worker, self.live, ahead] = self.predictions.keep(unread.names, ahead)
+        self._let_go()
+
+    def advance(self) -> None:
+        """The worker's own weights have had another update: send what others read of the new version."""
+        self.predictions.forget_all()
+        self.live += 1
+        self._open_own()
+        self._send_copies()
+
+    def _expect(self, owner: int, version: int) -> None:
+        while self._expected[owner] < version:
+            self._expected[owner] += 1
+            for ahead, size in self.copies.coming(owner, self._expected[owner], self._stop):
+                self.transport.expect_weights(owner, self._expected[owner], ahead, size)
+
+    def _part(self, plan: Plan, phase: Phase, frozen: Mapping[str, Tensor]) -> _Argument:
+        names = plan.stages[self.worker].part(phase).weights
+        specs: list[ParameterSpec] = [self.demand.parameters[name] for name in names]
+        weights = tuple(
+            self._parameters[p.name] if p.owner == self.worker else None if p.trained else frozen[p.name] for p in specs
+        )
+        readings = [
+            reading
+            for reading in self.demand.readings(self.worker, phase)
+            if reading.owner != self.worker or self._counts_own
+        ]
+        return _Argument(weights, readings)
+
+    def _key(self, reading: WeightReads, action: Action) -> Key:
+        version = self.demand.version(reading, action, self._unread.start)
+        return (reading.owner, version, self.demand.ahead(reading, action, version))
+
+    def _open_own(self) -> None:
+        """The worker's own weights have a new live version: count its reads from now on."""
+        if self._counts_own:
+            self._unread.of(self.worker, self.live)
+
+    def _take(self, key: Key, names: Sequence[str]) -> Mapping[str, Tensor]:
+        owner, version, ahead = key
+        if owner == self.worker and version == self.live:
+            return self.predictions.look(names, ahead)
+        if key not in self._held:
+            assert owner != self.worker, f"version {version} was not kept, live is {self.live}"
+            watch = self.transport.watch
+            watch.open("receive", Cause("weights", "weights", owner))
+            for each, weights in self.copies.receive(owner, version, ahead):
+                if each == version or ahead in self._unread.of(owner, each):
+                    self._held[owner, each, ahead] = weights
+            watch.close()
+        return self._held[key]
+
+    def _forget(self, key: Key) -> None:
+        """Nothing reads these weights any more; later predictions reuse the memory of a prediction."""
+        owner, version, ahead = key
+        copies = self._held.pop(key, {})
+        if owner == self.worker and ahead:
+            if version == self.live:
+                self.predictions.forget(ahead)
+            else:
+                self.predictions.give_back(copies)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for part in self._parts.values():
+            part.keys, part.argument = (), ()
+
+    def _send_copies(self) -> None:
+        self._send_copies_of(self.live, lambda reader, names, ahead: self.predictions.look(names, ahead))
+        self.predictions.forget_all()
+
+    def _send_again(self, version: int, past: Past, sent: Sent) -> None:
+        """Send what readers had of a version before the store went on."""
+        encoded = self.copies.encoded
+        self._send_copies_of(
+            version, lambda reader, names, ahead: sent[version, ahead, reader] if encoded else past[version, ahead]
+        )
+
+    def _send_copies_of(self, version: int, look: Callable[[int, tuple[str, ...], int], Mapping[str, Tensor]]) -> None:
+        watch = self.transport.watch
+        for reader in self._readers:
+            for message, sent in self.copies.due(reader, version, self._stop):
+                weights = look(reader, message.names, message.ahead)
+                watch.open("send", Cause("weights", "weights", reader))
+                block = self.copies.write(reader, message, weights)
+                if sent:
+                    self.transport.send_weights(reader, version, message.ahead, block)
+                watch.close()
+        self.copies.written(version)
