@@ -11,8 +11,9 @@ numbers: the metrics are added up as without replicas, in the order of the batch
 A worker waits for the workers after it only until they have what it sent two batches ago, so that no worker runs far
 ahead. It receives the shape of a batch, and posts that batch's receives, before it computes the batch before it.
 
-Of a process with several workers, worker k computes a batch k − j turns after worker j: then what it receives was sent
-a turn ago, and all processes compute at the same time. With workers 0 and 2 here, and 1 and 3 there:
+What a process does is a row of forwards, as the row of a schedule is one of forwards and backwards. Worker k computes a
+batch k − j turns after worker j: then what it receives was sent a turn ago, and all processes compute at the same time.
+With workers 0 and 2 here, and 1 and 3 there:
 
     rank 0:  0·b0      0·b1      0·b2 2·b0  0·b3 2·b1
     rank 1:  ..        1·b0      1·b1       1·b2 3·b0
@@ -23,7 +24,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +33,14 @@ from torch import Tensor
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.process.best_weights import metrics_of
+from fxpipe.runtime.process.training_loop import posted
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat, evaluation_edges, moves
 from fxpipe.runtime.wires.collective import Collective, Key
 from fxpipe.runtime.wires.wired import WiredTransport, Wires
 from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, means
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.replicas_alike import check_read_alike
+from fxpipe.schedule.action import Action, Event
 
 AHEAD = 2
 """How many batches a worker may be ahead: it has sent their values, and no worker has received them yet."""
@@ -112,7 +116,9 @@ class DistributedEvaluation:
         self._moves = moves(plan)
         self._fixed: dict[tuple[int, str], Tensor] = {}  # received once, since they never change; by worker
         self._given: set[str] = set()  # names of the messages that are sent only once, and were
-        self._upcoming: _Batch | None = None
+        self._begun = self._more = False  # an evaluation has; worker 0 has another batch
+        self._shapes: dict[int, int] = {}  # of this pipeline's share of the batches, by the batch's number
+        self._leaves: dict[int, tuple[Any, ...]] = {}  # where worker 0 is, of those that it has yet to compute
 
     @property
     def watches(self) -> list[Watch]:
@@ -141,35 +147,23 @@ class DistributedEvaluation:
         Raises:
             FxpipeError: making the data, or computing with them, failed; or another worker failed.
         """
-        if self._upcoming is None:
+        if not self._begun:
             self._begin()
         held = {worker: dict(state) for worker, state in zip(self._hosted, states, strict=True)}
         if self._resets is not None:
             for state in held.values():
                 self._resets(state, "evaluation")
         self._exchange(held)
-        batches: list[_Batch] = []
-        values: dict[int, list[Tensor]] = {worker: [] for worker in self._hosted}
-        upcoming, self._upcoming = self._upcoming, None
-        assert upcoming is not None
-        turn = 0
-        while upcoming.shape != _OVER or turn < len(batches) + self._hosted[-1] - self._hosted[0]:
-            if upcoming.shape != _OVER:
-                batches.append(upcoming)
-                upcoming = self._hear(len(batches))
-            for evaluator in self.evaluators:
-                place = turn - (evaluator.worker - self._hosted[0])
-                if 0 <= place < len(batches):
-                    batch, number = batches[place], self._number(place)
-                    transport = self._transports[evaluator.worker]
-                    transport.set_order(self.plan.evaluations[batch.shape].edges)
-                    state, leaves = held[evaluator.worker], batch.leaves if evaluator.worker == 0 else None
-                    values[evaluator.worker] += evaluator.run(batch.shape, number, state, leaves)
-                    transport.done("F", number, 0)
-                    if evaluator.worker == 0:
-                        batches[place] = batch._replace(leaves=None)
-            turn += 1
-        found = self._gather([batch.shape for batch in batches], values)
+        evaluators = {evaluator.worker: evaluator for evaluator in self.evaluators}
+        for worker, evaluator in evaluators.items():
+            evaluator.begin(held[worker], self._shapes)
+        row = partial(next, self._row(), None)
+        for event in posted(row, lambda event: evaluators[event[0]].expect(event[1]), len(evaluators)):
+            if event is None:
+                break
+            worker, action = event
+            evaluators[worker].execute(action, self._leaves.pop(action.minibatch) if worker == 0 else None)
+        found = self._gather({worker: evaluator.values for worker, evaluator in evaluators.items()})
         self._finish()
         self._pass_word(found)
         return found
@@ -177,12 +171,26 @@ class DistributedEvaluation:
     def _begin(self) -> None:
         self._batches = None if self._data is None else self._data(self._replica, self._replicas)
         self._read = []
+        self._shapes.clear()
         for worker, transport in self._transports.items():
             transport.set_order()
             for move in self._moves:
                 if move.reader == worker and (worker, move.name) not in self._fixed:
                     transport.expect(move.edge, 0, 0)
-        self._upcoming = self._hear(0)
+        self._begun, self._more = True, self._hear()
+
+    def _row(self) -> Iterator[Event]:
+        """What the workers here do: forwards of batches, as far as worker 0 has some."""
+        first, turn = self._hosted[0], 0
+        while self._more or turn < len(self._shapes) + self._hosted[-1] - first:
+            for worker in self._hosted:
+                place = turn - (worker - first)
+                if 0 <= place < len(self._shapes):
+                    yield worker, Action("F", self._number(place))
+            turn += 1
+            if self._more:
+                self._more = self._hear()
+        self._begun = False
 
     def _exchange(self, held: dict[int, dict[str, Tensor]]) -> None:
         """Send the tensors of the workers here to the workers that read them; put those that they read in place."""
@@ -207,35 +215,35 @@ class DistributedEvaluation:
         """Which batch of the evaluation one of this pipeline's share is, from 0."""
         return place * self._replicas + self._replica
 
-    def _next(self, batches: Iterator[Placed]) -> _Batch:
-        """The next batch of this pipeline's share."""
+    def _next(self, batches: Iterator[Placed]) -> Placed | None:
+        """The next batch of this pipeline's share; None if there are no more."""
         for batch in batches:
             self._read.append(batch._replace(leaves=None))
             if batch.leaves is not None:
-                return _Batch(batch.shape, batch.leaves)
-        return _Batch(_OVER, None)
+                return batch
+        return None
 
-    def _hear(self, place: int) -> _Batch:
-        """The batch that comes next; pass its shape on to the next process, and post its receives."""
-        if self._batches is not None:
-            batch = self._next(self._batches)
-        else:
+    def _hear(self) -> bool:
+        """Learn the shape of the batch that comes next, and pass it on to the next process; False: none comes."""
+        number = self._number(len(self._shapes))
+        if self._batches is None:
             assert self._line.before is not None
-            batch = _Batch(int(self._numbers(self._line.before, "shape", 1)[0]), None)
+            shape = int(self._numbers(self._line.before, "shape", 1)[0])
+        elif (batch := self._next(self._batches)) is not None:
+            shape = batch.shape
+            assert batch.leaves is not None
+            self._leaves[number] = batch.leaves
+        else:
+            shape = _OVER
         if self._line.after is not None:
-            self._speaks.send_note(self._line.after, ("shape", 0), torch.tensor([batch.shape], dtype=torch.float64))
-        if batch.shape != _OVER:
-            for edge in self.plan.evaluations[batch.shape].edges:
-                if edge.dst in self._transports:
-                    self._transports[edge.dst].expect(edge, self._number(place), 0)
-        return batch
+            self._speaks.send_note(self._line.after, ("shape", 0), torch.tensor([shape], dtype=torch.float64))
+        if shape == _OVER:
+            return False
+        self._shapes[number] = shape
+        return True
 
-    def _gather(self, shapes: list[int], values: dict[int, list[Tensor]]) -> dict[str, float] | None:
-        """The means of all workers' metrics where worker 0 is, None elsewhere.
-
-        Args:
-            shapes: of this pipeline's share of the batches.
-        """
+    def _gather(self, values: dict[int, list[Tensor]]) -> dict[str, float] | None:
+        """The means of all workers' metrics where worker 0 is, None elsewhere."""
         own = {
             worker: torch.stack(found).cpu() if found else torch.empty(0, dtype=torch.float64)
             for worker, found in values.items()
@@ -250,7 +258,7 @@ class DistributedEvaluation:
             if worker in own:
                 made.append(own[worker].tolist())
                 continue
-            parts = [self.plan.evaluations[shape].stages[worker].part for shape in shapes]
+            parts = [self.plan.evaluations[shape].stages[worker].part for shape in self._shapes.values()]
             count = sum(len(part.metrics) for part in parts)
             made.append(self._numbers(worker, "metrics", count).tolist() if count else [])
         if self._collective is not None:
@@ -299,13 +307,6 @@ class HeardEvaluation(DistributedEvaluation):
         self._told.start_copy(word, torch.zeros(len(self._names), dtype=torch.float64, device=self._device))
         self.heard = dict(zip(self._names, self._told.take(word).tolist(), strict=True))
         return None
-
-
-class _Batch(NamedTuple):
-    """The batch that comes next: its shape, or `_OVER`; on worker 0 its leaves."""
-
-    shape: int
-    leaves: tuple[Any, ...] | None
 
 
 def sharing(plan: Plan) -> int:

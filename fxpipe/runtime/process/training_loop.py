@@ -1,4 +1,4 @@
-"""Runs one process's actions one after the other, with receives posted ahead.
+"""Runs one process's actions one after the other, with receives posted ahead; evaluations do so, too (`posted`).
 
 Where updates are late, the one that the row's end owes is made after it.
 
@@ -13,7 +13,7 @@ processes do it in one order, and none waits for what another would only do late
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,16 @@ from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.task.metrics import named_numbers
+
+
+def posted(coming: Callable[[], Event | None], expect: Callable[[Event], None], ahead: int) -> Iterator[Event | None]:
+    """The events of a row in turn, None where nothing comes for now; `expect` hears of each `ahead` events before."""
+    window: deque[Event] = deque()
+    while True:
+        while len(window) <= ahead and (event := coming()) is not None:
+            expect(event)
+            window.append(event)
+        yield window.popleft() if window else None
 
 
 def train(
@@ -49,7 +59,6 @@ def train(
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
     first, several = executors[0], len(executors) > 1
     remote_loss = plan.loss_worker != 0
-    window: deque[Event] = deque()
     leaves: list[tuple[Any, ...]] = []
     losses: dict[int, Tensor] = {}
     reached = ended = -1
@@ -73,15 +82,15 @@ def train(
         else:
             losses[loss.minibatch] = loss.value
 
-    while True:
-        while len(window) <= LOOKAHEAD * len(executors) and (event := coming()) is not None:
-            worker, action = event
-            executor, transport = of_worker[worker]
-            executor.expect(action)
-            if worker == 0 and remote_loss and (updated := executor.store.updated_by(action)) is not None:
-                transport.expect_loss(updated)
-            window.append(event)
-        if not several or not window or window[0][1].minibatch != ended:
+    def expect(event: Event) -> None:
+        worker, action = event
+        executor, transport = of_worker[worker]
+        executor.expect(action)
+        if worker == 0 and remote_loss and (updated := executor.store.updated_by(action)) is not None:
+            transport.expect_loss(updated)
+
+    for event in posted(coming, expect, LOOKAHEAD * len(executors)):
+        if not several or event is None or event[1].minibatch != ended:
             for executor in reversed(executors):
                 executor.announce()
             for executor in executors:
@@ -93,7 +102,7 @@ def train(
                 version = first.store.version
                 for observer in observers:
                     observer.between(executors)
-        if not window:
+        if event is None:
             for executor in executors:
                 for loss in executor.hear():
                     heard(executor.worker, loss)
@@ -107,9 +116,8 @@ def train(
             first.store.catch_up()
             unreported = owed if first.worker == 0 else None
             continue
-        worker, action = window.popleft()
-        executor, transport = of_worker[worker]
-        mine = None
+        worker, action = event
+        executor, mine = of_worker[worker][0], None
         if action.phase == "F" and action.minibatch > reached:
             reached = action.minibatch
             executor.watch.at(action)

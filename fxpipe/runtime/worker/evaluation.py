@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,10 @@ from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import EdgeSpec, EvaluationSpec, EvaluationStage, LeafSpec, Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
-from fxpipe.runtime.wires.transport import EdgeComm, Transport
+from fxpipe.runtime.wires.transport import EdgeComm
+from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.stage_code import reseed
+from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import LoadedStage, explained, load_evaluation
 from fxpipe.stages.minibatch import number_of
 from fxpipe.task.batch import describe, dump, said, shape_key
@@ -164,7 +166,7 @@ def _text(leaf: LeafSpec) -> str:
 
 
 class Evaluator:
-    """Runs one worker's code, for each shape of batch.
+    """Does the forwards of one worker's row of an evaluation: those of a batch, by the code for its shape.
 
     Args:
         folder: of the build.
@@ -172,11 +174,14 @@ class Evaluator:
         transport: for the messages of evaluation. Waits are part of the evaluation, so the transport gets a watch that
             no one reads.
 
+    Attributes:
+        values: the metrics that this worker has computed, float64 scalars, batch after batch in the plan's order.
+
     Raises:
         BuildError: a file is missing, or does not fit the plan.
     """
 
-    def __init__(self, plan: Plan, worker: int, folder: str | Path, seed: int, transport: Transport) -> None:
+    def __init__(self, plan: Plan, worker: int, folder: str | Path, seed: int, transport: WiredTransport) -> None:
         self.worker = worker
         self.transport = transport
         self._seed = seed
@@ -186,6 +191,10 @@ class Evaluator:
         edges: dict[str, EdgeSpec] = {}
         self.loaded: list[LoadedStage] = []
         self._stages: list[EvaluationStage] = []
+        self._specs = plan.evaluations
+        self.values: list[Tensor] = []
+        self._state: dict[str, Tensor] = {}
+        self._shapes: Mapping[int, int] = {}
         self._arguments: list[tuple[list[str], list[str], list[int], list[str]]] = []
         for spec in plan.evaluations:
             stage = spec.stages[worker]
@@ -203,18 +212,35 @@ class Evaluator:
             )
         self._comm = EdgeComm(edges, transport, transport.watch)
 
-    def run(self, shape: int, number: int, state: dict[str, Tensor], leaves: Sequence[Any] | None) -> list[Tensor]:
-        """Evaluate one batch; return the metrics that this worker computes, float64 scalars in the plan's order.
+    def begin(self, state: dict[str, Tensor], shapes: Mapping[int, int]) -> None:
+        """An evaluation begins.
 
         Args:
-            number: which batch of the evaluation it is, from 0.
-            state: parameters and buffers by their first names, of this evaluation alone: buffers that the batch changes
-                are replaced in it, so that the next batch meets what this one has left.
+            state: parameters and buffers by their first names, of this evaluation alone: buffers that a batch changes
+                are replaced in it, so that the next batch meets what that one has left.
+            shapes: of the batches, by their number in the evaluation, from 0; known before their forward is expected.
+        """
+        self._state, self._shapes, self.values = state, shapes, []
+
+    def expect(self, action: Action) -> None:
+        """Announce what a forward will receive."""
+        for edge in self._specs[self._shapes[action.minibatch]].edges:
+            if edge.dst == self.worker:
+                self.transport.expect(edge, action.minibatch, 0)
+
+    def execute(self, action: Action, leaves: Sequence[Any] | None) -> None:
+        """Evaluate one batch.
+
+        Args:
+            action: its forward, with the batch's number in the evaluation.
             leaves: of the batch, on worker 0.
 
         Raises:
             RunError: the code failed; names the worker, the batch and the emitted line.
         """
+        number, state = action.minibatch, self._state
+        shape = self._shapes[number]
+        self.transport.set_order(self._specs[shape].edges)
         part, loaded = self._stages[shape].part, self.loaded[shape]
         weights, buffers, batch, carried = self._arguments[shape]
         self._comm.bind(number, 0)
@@ -237,7 +263,8 @@ class Evaluator:
                 more = f" and {len(carried)} buffers" if carried else ""
                 raise ValueError(f"returned {len(found)} values, the plan has {count} metrics{more}")
             state.update(zip(carried, found[count:], strict=True))
-            return [value.detach().to(torch.float64, copy=True).reshape(()) for value in found[:count]]
+            self.values += [value.detach().to(torch.float64, copy=True).reshape(()) for value in found[:count]]
+        self.transport.done("F", number, 0)
 
 
 def means(
