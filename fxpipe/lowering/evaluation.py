@@ -25,7 +25,7 @@ from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.padding_doubts import evaluation_doubts
 from fxpipe.passes import evaluation_passes
 from fxpipe.passes.codegen import TOTALS
-from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, PadSpec, Plan
+from fxpipe.plan.spec import BufferSpec, PadSpec, Plan, StageSpec, StepSpec
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import moved, tensor_spec
 from fxpipe.task.loss_weights import LossWeight, weight_of
@@ -148,7 +148,7 @@ def _with_evaluation(
 def carried_on(plan: Plan) -> dict[str, set[int]]:
     """By the name of each buffer that evaluations change, the workers that read or change it."""
     aliases = plan.first_names
-    stages = [(worker, stage.part) for spec in plan.evaluations for worker, stage in enumerate(spec.stages)]
+    stages = [(worker, stage.forward) for spec in plan.evaluations for worker, stage in enumerate(spec.stages)]
     found: dict[str, set[int]] = {aliases.get(name, name): set() for _, part in stages for name in part.updates}
     for worker, part in stages:
         for name in (aliases.get(name, name) for name in (*part.buffers, *part.updates)):
@@ -172,16 +172,16 @@ def check_carried(plan: Plan) -> None:
         )
 
 
-def spec_of(program: Program, metrics: tuple[str, ...], constants: dict[str, float]) -> EvaluationSpec:
+def spec_of(program: Program, metrics: tuple[str, ...], constants: dict[str, float]) -> StepSpec:
     """What the plan says of an evaluation whose stages are emitted."""
-    return EvaluationSpec(
+    return StepSpec(
         batch=tuple(b.leaf for b in program.batch),
         batch_spec=program.batch_spec,
         metrics=metrics,
         constants=constants,
         edges=program.edges,
         stages=tuple(
-            EvaluationStage(stage.file, hashlib.sha256(stage.source.encode()).hexdigest(), stage.parts["F"].spec)
+            StageSpec(stage.file, hashlib.sha256(stage.source.encode()).hexdigest(), stage.parts["F"].spec)
             for stage in program.stages
         ),
     )
@@ -206,11 +206,11 @@ def with_totals(build: Build, totals: Program, command: str, shape: int = 0) -> 
     )
 
 
-def buffers_read(plan: Plan, program: Program, stages: Sequence[EvaluationStage]) -> tuple[BufferSpec, ...]:
+def buffers_read(plan: Plan, program: Program, stages: Sequence[StageSpec]) -> tuple[BufferSpec, ...]:
     """The plan's buffers, and those that evaluation alone reads; its workers are among the readers."""
     readers: dict[str, tuple[int, ...]] = {}
     for worker, stage in enumerate(stages):
-        for name in stage.part.buffers:
+        for name in stage.forward.buffers:
             readers[name] = (*readers.get(name, ()), worker)
     return with_readers(
         plan.buffers,

@@ -30,7 +30,7 @@ from fxpipe.passes.encode import Encode
 from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
-from fxpipe.plan.spec import FUNCTIONS, Plan, ShapeSpec
+from fxpipe.plan.spec import FUNCTIONS, Plan, StepSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
 from fxpipe.tracing.capture import Loss
@@ -106,7 +106,7 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     alone = dataclasses.replace(build, plan=one)
     if program.totals is not None:
         alone = with_totals(alone, program.totals, options.command, shape=number)
-    spec = ShapeSpec(
+    spec = StepSpec(
         batch=made.batch,
         batch_spec=made.batch_spec,
         units=made.units,

@@ -13,13 +13,12 @@ from fxpipe.plan.limits import MOST_ELEMENTS, MOST_MICROBATCHES, MOST_WORKERS
 from fxpipe.plan.spec import (
     BufferSpec,
     EdgeSpec,
-    EvaluationSpec,
-    EvaluationStage,
     LeafSpec,
     ParameterSpec,
     PartSpec,
     Plan,
     StageSpec,
+    StepSpec,
     TensorSpec,
 )
 from fxpipe.typed_json import Malformed, parse
@@ -67,7 +66,7 @@ def check(plan: Plan) -> None:
     _check_replicas(plan)
     shapes = [(", $", plan), *((f", $.shapes[{i}]", shape) for i, shape in enumerate(plan.of_shapes[1:]))]
     alone = [(f", $.evaluations[{i}]", evaluation) for i, evaluation in enumerate(plan.evaluations)]
-    whole: list[tuple[str, Plan | EvaluationSpec]] = [*shapes, *alone]
+    whole: list[tuple[str, Plan | StepSpec]] = [*shapes, *alone]
     for place, of in whole:
         if len(of.stages) != plan.workers:
             raise Malformed(f"there are {len(of.stages)} stages for {plan.workers} workers", f"{place}.stages")
@@ -78,6 +77,8 @@ def check(plan: Plan) -> None:
         _check_units(shape, at)
         for i, stage in enumerate(shape.stages):
             place = f"{at}.stages[{i}]"
+            if stage.backward is None:
+                raise Malformed("it has no backward", place)
             if (stage.weights is None) == plan.weights_apart:
                 raise Malformed("some stages make weight gradients apart, and it does not", place)
             _check_buckets(plan, i, stage, place)
@@ -93,7 +94,9 @@ def check(plan: Plan) -> None:
         raise Malformed("two edges have one name", ", $.edges")
     for at, evaluation in alone:
         for i, share in enumerate(evaluation.stages):
-            _check_names(plan, share.part, evaluation, f"{at}.stages[{i}]")
+            if tuple(share.parts) != ("F",):
+                raise Malformed("it has more than a forward", f"{at}.stages[{i}]")
+            _check_names(plan, share.forward, evaluation, f"{at}.stages[{i}]")
 
 
 def _parts(found: Any, place: str) -> Iterator[tuple[Any, str]]:
@@ -120,7 +123,7 @@ def _check_part(plan: Plan, found: Any, place: str) -> None:
             workers = (found.home or 0, *found.workers)
         case EdgeSpec():
             workers = (found.src, found.dst)
-        case StageSpec() | EvaluationStage():
+        case StageSpec():
             file = found.file
         case TensorSpec(shape, stride, dtype):
             sizes = len(shape) == len(stride) and min((*shape, *stride), default=0) >= 0
@@ -203,7 +206,7 @@ def _tree_leaves(text: str, place: str) -> int:
         raise Malformed("it is not a pytree as torch writes it", place) from error
 
 
-def _check_names(plan: Plan, part: PartSpec, of: Plan | EvaluationSpec, place: str) -> None:
+def _check_names(plan: Plan, part: PartSpec, of: Plan | StepSpec, place: str) -> None:
     """Whether a part names what the plan has, and the step or evaluation that it is a part of."""
     parameters = {p.name for p in plan.parameters}
     wires = {edge.name for edge in of.edges}

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 13
+FORMAT = 14
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
 Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients where a schedule has them apart
@@ -208,16 +208,17 @@ class StageSpec:
     input's gradient: those are in `backward_units`. `engines` run its forward and its backward. `weights` is there if
     weight gradients are made apart from backward: it then returns the stage's gradients, all of them. `again` names the
     values of its forward that its backward computes again because memory is short. `buckets` are what its gradients
-    are added up in over the worker's replicas, in the order of the code; there are none without replicas.
+    are added up in over the worker's replicas, in the order of the code; there are none without replicas. One that does
+    not train has a forward alone, which its file calls `evaluate`, and no units.
     """
 
     file: str
     digest: str
-    forward_units: tuple[int, int]
-    backward_units: tuple[int, int]
-    weight_units: tuple[int, int]
     forward: PartSpec
-    backward: PartSpec
+    backward: PartSpec | None = None
+    forward_units: tuple[int, int] = (0, 0)
+    backward_units: tuple[int, int] = (0, 0)
+    weight_units: tuple[int, int] = (0, 0)
     engines: tuple[str, str] = ("eager", "eager")
     weights: PartSpec | None = None
     again: tuple[str, ...] = ()
@@ -226,8 +227,13 @@ class StageSpec:
     @property
     def parts(self) -> dict[Phase, PartSpec]:
         """The interfaces of its functions, in the order of phases."""
-        apart: dict[Phase, PartSpec] = {} if self.weights is None else {"W": self.weights}
-        return {"F": self.forward, "B": self.backward, **apart}
+        parts: dict[Phase, PartSpec | None] = {"F": self.forward, "B": self.backward, "W": self.weights}
+        return {phase: part for phase, part in parts.items() if part is not None}
+
+    @property
+    def functions(self) -> dict[Phase, str]:
+        """What its file calls its functions."""
+        return {"F": "evaluate"} if self.backward is None else {phase: FUNCTIONS[phase] for phase in self.parts}
 
     def part(self, phase: Phase) -> PartSpec:
         """The interface of the function that runs in this phase; of nothing if there is none."""
@@ -236,7 +242,7 @@ class StageSpec:
     @property
     def gradients(self) -> tuple[str, ...]:
         """The names of the parameters whose gradients it makes, in the order in which they are returned."""
-        return (self.weights or self.backward).gradients
+        return (self.weights or self.backward or self.forward).gradients
 
     def engine(self, phase: Phase) -> str:
         """The engine that runs this phase's function: weight gradients apart are always made by the emitted code."""
@@ -244,50 +250,32 @@ class StageSpec:
 
 
 @dataclass(frozen=True)
-class EvaluationStage:
-    """One worker's share of an evaluation: its file, the file's digest, and its one function, `evaluate`."""
+class StepSpec:
+    """What the workers compute of batches of one shape: a step of training, an evaluation, or totals of a minibatch.
 
-    file: str
-    digest: str
-    part: PartSpec
-
-
-@dataclass(frozen=True)
-class EvaluationSpec:
-    """`metrics(model, batch)` in eval mode, forward only, for batches of one shape.
+    A step of training for another shape than the first reads no other weights than that one, has the same gradients and
+    updates the same buffers. An evaluation is `metrics(model, batch)` in eval mode, of a whole batch of `eval_data()`,
+    and has forwards alone, as totals have, which worker 0 computes of each microbatch.
 
     Attributes:
-        batch: the leaves of a whole batch of `eval_data()` in pytree order; `batch_spec` is the serialised pytree.
-        metrics: their names, in the order of the user's dictionary.
-        constants: those that are plain numbers, the same for every batch.
+        batch: the leaves in pytree order; `batch_spec` is the serialised pytree.
         edges: in the order in which they are sent.
         stages: one for each worker.
+        metrics: of an evaluation or of totals, their names, in the order of the user's dictionary.
+        constants: those metrics that are plain numbers, the same for every batch.
+        units, differs_from_whole, whole_numbers, totals: of a step of training, as those of `Plan`.
     """
 
     batch: tuple[LeafSpec, ...]
     batch_spec: str
-    metrics: tuple[str, ...]
-    constants: dict[str, float]
-    edges: tuple[EdgeSpec, ...]
-    stages: tuple[EvaluationStage, ...]
-
-
-@dataclass(frozen=True)
-class ShapeSpec:
-    """The step for batches of another shape than the first: all that differs; the attributes are those of `Plan`.
-
-    Every worker has a stage of its own for it, which reads no other weights than the first shape's, has the same
-    gradients and updates the same buffers.
-    """
-
-    batch: tuple[LeafSpec, ...]
-    batch_spec: str
-    units: tuple[str, ...]
     edges: tuple[EdgeSpec, ...]
     stages: tuple[StageSpec, ...]
+    metrics: tuple[str, ...] = ()
+    constants: dict[str, float] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
     differs_from_whole: str = ""
     whole_numbers: bool = False
-    totals: EvaluationSpec | None = None
+    totals: StepSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -446,11 +434,11 @@ class Plan:
     whole_numbers: bool = False
     batch_norm: str = ""
     loss_weight: bool = False
-    totals: EvaluationSpec | None = None
-    shapes: tuple[ShapeSpec, ...] = ()
+    totals: StepSpec | None = None
+    shapes: tuple[StepSpec, ...] = ()
     codec: str = "none"
     padding: tuple[PadSpec, ...] = ()
-    evaluations: tuple[EvaluationSpec, ...] = ()
+    evaluations: tuple[StepSpec, ...] = ()
     not_evaluated: str = ""
     weights_codec: str = ""
     placement: tuple[int, ...] = ()
@@ -537,20 +525,21 @@ class Plan:
         return tuple(worker for worker in range(self.workers) if self.rank_of(worker) == rank)
 
     @property
-    def code(self) -> tuple[StageSpec | EvaluationStage, ...]:
-        """Everything of the build that has a file of its own: the stages, then what has one part alone."""
+    def code(self) -> tuple[StageSpec, ...]:
+        """Everything of the build that has a file of its own: the stages, then what has forwards alone."""
         stages = (stage for plan in self.of_shapes for stage in plan.stages)
         return (*stages, *(share for e in self.alone for share in e.stages))
 
     @property
-    def alone(self) -> tuple[EvaluationSpec, ...]:
-        """What has one part alone: evaluations, and the totals of every shape."""
+    def alone(self) -> tuple[StepSpec, ...]:
+        """What has forwards alone: evaluations, and the totals of every shape."""
         return (*self.evaluations, *(plan.totals for plan in self.of_shapes if plan.totals))
 
     @property
     def of_shapes(self) -> tuple[Plan, ...]:
         """For each shape of batch, the plan as it would be if there were no other."""
-        fields = [{f.name: getattr(shape, f.name) for f in dataclasses.fields(ShapeSpec)} for shape in self.shapes]
+        own = ("batch", "batch_spec", "edges", "stages", "units", "differs_from_whole", "whole_numbers", "totals")
+        fields = [{name: getattr(shape, name) for name in own} for shape in self.shapes]
         return tuple(dataclasses.replace(self, shapes=(), **more) for more in ({}, *fields))
 
     @property

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import BuildError, CodecError, FxpipeError, PeerLost, RunError
-from fxpipe.plan.spec import FUNCTIONS, EvaluationStage, PartSpec, Phase, Plan, StageSpec
+from fxpipe.plan.spec import PartSpec, Phase, Plan, StageSpec
 
 ARGUMENTS = {
     "forward": ("weights", "buffers", "batch", "comm"),
@@ -32,7 +32,7 @@ _serial = itertools.count()
 class LoadedStage:
     """A stage ready to run: its functions by phase and their engines, its file, and whether someone edited it.
 
-    One of an evaluation has F alone.
+    One that does not train has F alone.
     """
 
     path: Path
@@ -70,19 +70,6 @@ def load_stage_text(text: str, spec: StageSpec) -> LoadedStage:
         BuildError: as `load_stage`.
     """
     return _stage_of_text(Path(f"<build {next(_serial)}>") / spec.file, text, spec)
-
-
-def load_evaluation(source: Path | Mapping[str, str], spec: EvaluationStage) -> LoadedStage:
-    """Import a worker's stage of an evaluation, or the totals: from the build's folder, or from texts by file name.
-
-    Raises:
-        BuildError: as `load_stage`.
-    """
-    path, text = (
-        _read(source / spec.file) if isinstance(source, Path) else (Path(spec.file), source[spec.file].encode())
-    )
-    functions = functions_of(path, text, {"evaluate": spec.part})
-    return LoadedStage(path, {"F": functions["evaluate"]}, is_edited(text, spec))
 
 
 def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> dict[str, Callable[..., Any]]:
@@ -132,8 +119,9 @@ def _read(path: str | Path) -> tuple[Path, bytes]:
 
 
 def _stage(path: Path, source: bytes, spec: StageSpec) -> LoadedStage:
-    functions = functions_of(path, source, {FUNCTIONS[phase]: part for phase, part in spec.parts.items()})
-    return LoadedStage(path, {phase: functions[FUNCTIONS[phase]] for phase in spec.parts}, is_edited(source, spec))
+    named = spec.functions
+    functions = functions_of(path, source, {named[phase]: part for phase, part in spec.parts.items()})
+    return LoadedStage(path, {phase: functions[name] for phase, name in named.items()}, is_edited(source, spec))
 
 
 def _stage_of_text(path: Path, text: str, spec: StageSpec) -> LoadedStage:
@@ -143,7 +131,7 @@ def _stage_of_text(path: Path, text: str, spec: StageSpec) -> LoadedStage:
     return stage
 
 
-def is_edited(source: bytes, spec: StageSpec | EvaluationStage) -> bool:
+def is_edited(source: bytes, spec: StageSpec) -> bool:
     """Whether someone changed a file's source since it was emitted."""
     return hashlib.sha256(source).hexdigest() != spec.digest
 

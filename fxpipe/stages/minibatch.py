@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan
-from fxpipe.stages.loaded import load_evaluation
+from fxpipe.stages.loaded import load_stage, load_stage_text
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.task.padding import padded
 from fxpipe.task.splitter import Splitter
@@ -63,9 +63,13 @@ class Minibatches:
         self._totals: Callable[..., tuple[Tensor, ...]] | None = None
         if plan.totals is not None:
             (spec,) = plan.totals.stages
-            self._totals = load_evaluation(source, spec).functions["F"]
-            self._arguments = spec.part.batch
-            self._buffers = tuple(tensors[name] for name in spec.part.buffers)
+            if isinstance(source, Path):
+                code = load_stage(source / spec.file, spec)
+            else:
+                code = load_stage_text(source[spec.file], spec)
+            self._totals = code.functions["F"]
+            self._arguments = spec.forward.batch
+            self._buffers = tuple(tensors[name] for name in spec.forward.buffers)
 
     def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
         """Each microbatch's leaves, in the plan's order.

@@ -76,7 +76,7 @@ def test_the_stages_give_what_eval_mode_gives(name: str, tmp_path: Path) -> None
     found = in_pipeline(build, model, other)
     assert list(found) == ["loss", "perplexity", "batches"]
     assert found == pytest.approx(in_eager(model, metrics, other), rel=1e-6)
-    assert len({k for k, s in enumerate(build.plan.evaluations[0].stages) if s.part.weights}) > 1
+    assert len({k for k, s in enumerate(build.plan.evaluations[0].stages) if s.forward.weights}) > 1
     (tmp_path / "plan.json").write_text(build.plan.to_json())
     assert read_plan(tmp_path) == build.plan
     assert [w for w in build.warnings if "evaluation" in w] == []
@@ -95,7 +95,7 @@ def test_only_tied_weights_move() -> None:
     move_on(model)
     assert in_pipeline(build, model, batch) == pytest.approx(in_eager(model, metrics, batch), rel=1e-6)
     assert [(m.name, m.source, m.reader) for m in moves(build.plan)] == [("tok.weight", 0, 1)]
-    read = [set(stage.part.weights) for stage in build.plan.evaluations[0].stages]
+    read = [set(stage.forward.weights) for stage in build.plan.evaluations[0].stages]
     assert read[0] & read[1] == {"tok.weight"}
     assert read[0] | read[1] == {p.name for p in build.plan.parameters}
 
@@ -197,8 +197,8 @@ def test_metrics_are_made_where_their_values_are() -> None:
     model, batch = Model(), vectors()
     build = compiled(model, batch, metrics, forward_at=["last"])
     stages = build.plan.evaluations[0].stages
-    assert stages[0].part.metrics == ("size", "again")
-    assert stages[1].part.metrics == ("best", "bias", "single")
+    assert stages[0].forward.metrics == ("size", "again")
+    assert stages[1].forward.metrics == ("best", "bias", "single")
     assert build.plan.evaluations[0].constants == {"rows": 8.0}
     move_on(model)
     assert in_pipeline(build, model, batch) == pytest.approx(in_eager(model, metrics, batch), rel=1e-6)
@@ -253,7 +253,7 @@ def test_constants_and_what_training_does_not_read() -> None:
     assert not rows[own[0]].persistent
     for shape in build.plan.evaluations:
         for worker, stage in enumerate(shape.stages):
-            assert all(worker in rows[name].workers for name in stage.part.buffers)
+            assert all(worker in rows[name].workers for name in stage.forward.buffers)
     assert [(m.name, m.source, m.reader, m.once) for m in moves(build.plan)] == [("unread", 0, 1, True)]
 
 
@@ -280,7 +280,7 @@ def test_an_evaluation_changes_nothing() -> None:
     assert model.calls == 0
     assert model.kept == 1
     assert build.warnings == ("evaluation: it changes buffer unread: no metric reads it, and the change is not kept",)
-    assert {n for stage in build.plan.evaluations[0].stages for n in stage.part.updates} == {"calls", "kept"}
+    assert {n for stage in build.plan.evaluations[0].stages for n in stage.forward.updates} == {"calls", "kept"}
     assert in_pipeline(build, model, batch) == pytest.approx(in_eager(model, accuracy, batch), rel=1e-6)
 
 

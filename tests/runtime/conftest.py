@@ -204,7 +204,7 @@ class Toy:
                 gradients=tuple(gradients[w]),
             )
             own = (w, w + 1)
-            stages.append(StageSpec(f"stage_{w}.py", digest, own, own, own, forward, backward))
+            stages.append(StageSpec(f"stage_{w}.py", digest, forward, backward, own, own, own))
         self._finish(folder, stages, edges, value)
         return folder
 

@@ -127,7 +127,7 @@ def test_random_metrics_leave_the_random_state_alone(tmp_path: Path) -> None:
     path = write_evaluated(tmp_path, ('"norm": model.scale.norm()', '"norm": torch.rand(()) + model.scale.norm()'))
     task, build = build_of(path)
     plan = build.save(tmp_path / "build", model_file=path).plan
-    random_workers = [stage.part.random for stage in plan.evaluations[0].stages]
+    random_workers = [stage.forward.random for stage in plan.evaluations[0].stages]
     assert any(random_workers)
     before, pipeline = torch.get_rng_state(), build.local()
     found = pipeline.evaluate(task.eval_data())
@@ -142,7 +142,7 @@ def test_means_are_summed_up_in_the_batches_order(built: tuple[Task, Build]) -> 
     made: list[list[float]] = [[] for _ in range(plan.workers)]
     for shape, value in zip(shapes, values, strict=True):
         for worker, stage in enumerate(plan.evaluations[shape].stages):
-            made[worker] += [value] * len(stage.part.metrics)
+            made[worker] += [value] * len(stage.forward.metrics)
     found = means(plan, shapes, weights, made)
     assert found["size"] == (2 * 12 + 5 + 12) / 4
     assert found["accuracy"] == (((0.0 + 0.2) + 1e16) + -1e16) / 4 != 0.2 / 4

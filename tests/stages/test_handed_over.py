@@ -23,7 +23,7 @@ from fxpipe.errors import BackendError, BuildError, RunError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
-from fxpipe.plan.spec import BucketSpec, Plan, ShapeSpec
+from fxpipe.plan.spec import BucketSpec, Plan, StepSpec
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
 from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.loaded import load_stage_text, load_stages
@@ -171,9 +171,7 @@ def test_a_shape_with_other_buckets_is_refused() -> None:
     plan = dataclasses.replace(built().plan, microbatches=4)
     first = plan.stages[0]
     turned = dataclasses.replace(first, buckets=first.buckets[::-1])
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    shape = ShapeSpec(**{f.name: fields[f.name] for f in dataclasses.fields(ShapeSpec)} | {"edges": ()})
-    wrong = dataclasses.replace(shape, stages=(turned, *plan.stages[1:]))
+    wrong = StepSpec(plan.batch, plan.batch_spec, (), (turned, *plan.stages[1:]), units=plan.units, totals=plan.totals)
     with pytest.raises(Malformed, match="not those of the first shape"):
         check(dataclasses.replace(plan, shapes=(wrong,)))
 

@@ -31,9 +31,7 @@ def backward(weights, buffers, saved, comm):
 def spec(source: str = SOURCE) -> StageSpec:
     forward = PartSpec(weights=("w", "v"), receives=("x",), sends=("h",), saved=("x",))
     backward = PartSpec(weights=("w",), receives=("g",), saved=("x",), gradients=("w", "v"))
-    return StageSpec(
-        "stage_0.py", hashlib.sha256(source.encode()).hexdigest(), (0, 1), (0, 1), (0, 1), forward, backward
-    )
+    return StageSpec("stage_0.py", hashlib.sha256(source.encode()).hexdigest(), forward, backward)
 
 
 def write(folder: Path, source: str) -> Path:

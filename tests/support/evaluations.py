@@ -34,14 +34,14 @@ def in_pipeline(build: Build, model: nn.Module, batch: Any, shape: int = 0) -> d
     leaves = dict(zip((leaf.name for leaf in spec.batch), pytree.tree_leaves(batch), strict=True))
     wires, found = Wires(), dict(spec.constants)
     for worker, stage in enumerate(spec.stages):
-        assert worker == 0 or not stage.part.batch
+        assert worker == 0 or not stage.forward.batch
         namespace: dict[str, Any] = {}
         exec(compile(build.files[stage.file], stage.file, "exec"), namespace)
-        weights = tuple(now[name] for name in stage.part.weights)
-        buffers = tuple(now[name] for name in stage.part.buffers)
+        weights = tuple(now[name] for name in stage.forward.weights)
+        buffers = tuple(now[name] for name in stage.forward.buffers)
         with torch.no_grad():
-            values = namespace["evaluate"](weights, buffers, tuple(leaves[n] for n in stage.part.batch), wires)
-        found |= {name: float(v) for name, v in zip(stage.part.metrics, values, strict=False)}
+            values = namespace["evaluate"](weights, buffers, tuple(leaves[n] for n in stage.forward.batch), wires)
+        found |= {name: float(v) for name, v in zip(stage.forward.metrics, values, strict=False)}
     assert not wires.values, "sent and never received"
     return {name: found[name] for name in spec.metrics}
 

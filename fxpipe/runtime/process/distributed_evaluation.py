@@ -258,7 +258,7 @@ class DistributedEvaluation:
             if worker in own:
                 made.append(own[worker].tolist())
                 continue
-            parts = [self.plan.evaluations[shape].stages[worker].part for shape in self._shapes.values()]
+            parts = [self.plan.evaluations[shape].stages[worker].forward for shape in self._shapes.values()]
             count = sum(len(part.metrics) for part in parts)
             made.append(self._numbers(worker, "metrics", count).tolist() if count else [])
         if self._collective is not None:
@@ -315,7 +315,7 @@ def sharing(plan: Plan) -> int:
     One, which evaluates all, where a batch changes buffers that the next one reads, or replicas have weights of their
     own.
     """
-    carries = any(stage.part.updates for spec in plan.evaluations for stage in spec.stages)
+    carries = any(stage.forward.updates for spec in plan.evaluations for stage in spec.stages)
     return 1 if carries or plan.outer is not None else plan.dp
 
 
@@ -340,7 +340,7 @@ def put_together(
     of_replicas = collective.take(("evaluation", 0)).reshape(replicas, 2).tolist()
     check_read_alike(of_replicas, "an evaluation", "eval_data()")
     evaluations = [plan.evaluations[batch.shape] for batch in read]
-    counts = [[len(spec.stages[worker].part.metrics) for spec in evaluations] for worker in range(plan.workers)]
+    counts = [[len(spec.stages[worker].forward.metrics) for spec in evaluations] for worker in range(plan.workers)]
     rows: list[float] = []
     for of_worker, made in zip(counts, map(iter, values), strict=True):
         for number, count in enumerate(of_worker):

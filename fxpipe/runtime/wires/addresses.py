@@ -211,7 +211,7 @@ def moves(plan: Plan) -> list[Move]:
     readers: dict[str, set[int]] = {}
     for spec in plan.evaluations:
         for worker, stage in enumerate(spec.stages):
-            for name in (*stage.part.weights, *stage.part.buffers):
+            for name in (*stage.forward.weights, *stage.forward.buffers):
                 readers.setdefault(aliases[name], set()).add(worker)
     parameters = [(p.name, p.tensor, p.owner, not p.trained) for p in plan.parameters]
     buffers = [(b.name, b.tensor, b.home, False) for b in plan.buffers if b.home is not None]

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import EdgeSpec, EvaluationSpec, EvaluationStage, LeafSpec, Plan
+from fxpipe.plan.spec import LeafSpec, Plan, StepSpec
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
-from fxpipe.runtime.wires.transport import EdgeComm
 from fxpipe.runtime.wires.wired import WiredTransport
-from fxpipe.runtime.worker.stage_code import reseed
+from fxpipe.runtime.worker.stage_code import StageOfStep, reseed
 from fxpipe.schedule.action import Action
-from fxpipe.stages.loaded import LoadedStage, explained, load_evaluation
+from fxpipe.stages.loaded import LoadedStage, explained, load_stage
 from fxpipe.stages.minibatch import number_of
 from fxpipe.task.batch import describe, dump, said, shape_key
 from fxpipe.task.containers import flatten, tree_text
@@ -154,7 +153,7 @@ class Shapes:
         )
 
 
-def _differences(leaves: Iterable[LeafSpec], spec: EvaluationSpec) -> list[str]:
+def _differences(leaves: Iterable[LeafSpec], spec: StepSpec) -> list[str]:
     pairs = [(leaf.name, _text(leaf), _text(known)) for leaf, known in zip(leaves, spec.batch, strict=True)]
     return [f"{name} is {found}, captured as {known}" for name, found, known in pairs if found != known]
 
@@ -187,30 +186,23 @@ class Evaluator:
         self._seed = seed
         self._device = torch.device(plan.device)
         transport.watch = Watch()
-        aliases = plan.first_names
-        edges: dict[str, EdgeSpec] = {}
-        self.loaded: list[LoadedStage] = []
-        self._stages: list[EvaluationStage] = []
-        self._specs = plan.evaluations
+        self._steps = plan.evaluations
+        self._stages = [
+            StageOfStep(
+                plan, step, worker, load_stage(Path(folder) / step.stages[worker].file, step.stages[worker]), transport
+            )
+            for step in plan.evaluations
+        ]
+        names = plan.first_names
+        self._weights = [[names[name] for name in stage.parts["F"].weights] for stage in self._stages]
         self.values: list[Tensor] = []
         self._state: dict[str, Tensor] = {}
         self._shapes: Mapping[int, int] = {}
-        self._arguments: list[tuple[list[str], list[str], list[int], list[str]]] = []
-        for spec in plan.evaluations:
-            stage = spec.stages[worker]
-            self.loaded.append(load_evaluation(Path(folder), stage))
-            self._stages.append(stage)
-            edges |= {edge.name: edge for edge in spec.edges if worker in (edge.src, edge.dst)}
-            places = {leaf.name: i for i, leaf in enumerate(spec.batch)}
-            self._arguments.append(
-                (
-                    [aliases[name] for name in stage.part.weights],
-                    [aliases[name] for name in stage.part.buffers],
-                    [places[name] for name in stage.part.batch],
-                    [aliases[name] for name in stage.part.updates],
-                )
-            )
-        self._comm = EdgeComm(edges, transport, transport.watch)
+
+    @property
+    def loaded(self) -> list[LoadedStage]:
+        """Its code, by shape."""
+        return [stage.code for stage in self._stages]
 
     def begin(self, state: dict[str, Tensor], shapes: Mapping[int, int]) -> None:
         """An evaluation begins.
@@ -224,9 +216,8 @@ class Evaluator:
 
     def expect(self, action: Action) -> None:
         """Announce what a forward will receive."""
-        for edge in self._specs[self._shapes[action.minibatch]].edges:
-            if edge.dst == self.worker:
-                self.transport.expect(edge, action.minibatch, 0)
+        for edge in self._stages[self._shapes[action.minibatch]].incoming["F"]:
+            self.transport.expect(edge, action.minibatch, 0)
 
     def execute(self, action: Action, leaves: Sequence[Any] | None) -> None:
         """Evaluate one batch.
@@ -240,29 +231,29 @@ class Evaluator:
         """
         number, state = action.minibatch, self._state
         shape = self._shapes[number]
-        self.transport.set_order(self._specs[shape].edges)
-        part, loaded = self._stages[shape].part, self.loaded[shape]
-        weights, buffers, batch, carried = self._arguments[shape]
-        self._comm.bind(number, 0)
-        with contextlib.ExitStack() as stack:
+        stage = self._stages[shape]
+        part = stage.parts["F"]
+        self.transport.set_order(self._steps[shape].edges)
+        stage.comm.bind(number, 0)
+        with contextlib.ExitStack() as inside:
             if part.random:
-                stack.enter_context(random_state_kept())
+                inside.enter_context(random_state_kept())
                 reseed(self._device, self._seed, self.worker, "evaluate", number)
-            stack.enter_context(torch.no_grad())
+            inside.enter_context(torch.no_grad())
             what = f"evaluating batch {number + 1} of eval_data()"
             hint = "let eval_data() give smaller batches"
-            stack.enter_context(explained(loaded.path, self.worker, lambda: what, hint))
-            found = loaded.functions["F"](
-                tuple([state[name] for name in weights]),
-                tuple([state[name] for name in buffers]),
-                () if leaves is None else tuple([leaves[i] for i in batch]),
-                self._comm,
+            inside.enter_context(explained(stage.code.path, self.worker, lambda: what, hint))
+            found = stage.code.functions["F"](
+                tuple([state[name] for name in self._weights[shape]]),
+                tuple([state[name] for name in stage.buffers["F"]]),
+                () if leaves is None else tuple([leaves[i] for i in stage.batch]),
+                stage.comm,
             )
             count = len(part.metrics)
-            if len(found) != count + len(carried):
-                more = f" and {len(carried)} buffers" if carried else ""
+            if len(found) != count + len(stage.updates):
+                more = f" and {len(stage.updates)} buffers" if stage.updates else ""
                 raise ValueError(f"returned {len(found)} values, the plan has {count} metrics{more}")
-            state.update(zip(carried, found[count:], strict=True))
+            state.update(zip(stage.updates, found[count:], strict=True))
             self.values += [value.detach().to(torch.float64, copy=True).reshape(()) for value in found[:count]]
         self.transport.done("F", number, 0)
 
@@ -286,7 +277,7 @@ def means(
         made = {
             name: next(stream)
             for stream, stage in zip(streams, spec.stages, strict=True)
-            for name in stage.part.metrics
+            for name in stage.forward.metrics
         }
         rows.append((weight, {n: made[n] if n in made else spec.constants[n] for n in spec.metrics}))
     return weighted_means(rows)

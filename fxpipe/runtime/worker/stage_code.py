@@ -1,4 +1,4 @@
-"""One worker's stage for one shape of batch, and the seed of a call of its code."""
+"""One worker's stage of a step for one shape of batch, and the seed of a call of its code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.plan.spec import EdgeSpec, Phase, Plan
+from fxpipe.plan.spec import EdgeSpec, Phase, Plan, StepSpec
 from fxpipe.random_state import seed_of, seed_torch
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
 from fxpipe.stages.loaded import LoadedStage
@@ -20,8 +20,49 @@ def reseed(device: torch.device, *place: object) -> None:
     seed_torch(seed_of(*place), device.type)
 
 
-class StageOfShape:
-    """A worker's stage for one shape.
+class StageOfStep:
+    """A worker's stage of a step, with what its functions take by place or by name.
+
+    Args:
+        step: of training for one shape of batch, or an evaluation of such batches.
+        seed: of the run.
+        replica: which one of the worker it is for.
+
+    Attributes:
+        parts: the interfaces of its functions.
+        incoming: the edges that each part receives.
+        batch: the places of its leaves among those of a microbatch.
+        buffers, updates: the names of buffers that each part reads and that it updates, those of the worker.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        step: Plan | StepSpec,
+        worker: int,
+        code: LoadedStage,
+        transport: Transport,
+        seed: int = 0,
+        replica: int = 0,
+    ) -> None:
+        spec = step.stages[worker]
+        self.code = code
+        self.parts = spec.parts
+        places = {leaf.name: i for i, leaf in enumerate(step.batch)}
+        self.batch = [places[name] for name in spec.forward.batch]
+        self.incoming: dict[Phase, list[EdgeSpec]] = {
+            phase: [e for e in step.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in self.parts
+        }
+        edges = {e.name: e for e in step.edges if worker in (e.src, e.dst)}
+        number = partial(plan.microbatch, worker=worker, replica=replica)
+        self.comm = EdgeComm(edges, transport, transport.watch, seed, number)
+        aliases = plan.first_names
+        self.buffers = {phase: [aliases[name] for name in part.buffers] for phase, part in self.parts.items()}
+        self.updates = [aliases[name] for name in spec.forward.updates]
+
+
+class StageOfShape(StageOfStep):
+    """That of a training step for one shape.
 
     Weights are read, and gradients added up, as the stage of the first shape has them: another shape's reads some of
     those weights, and makes some of those gradients.
@@ -29,15 +70,9 @@ class StageOfShape:
     Args:
         plan: of this shape.
         first: of the first shape.
-        seed: of the run.
-        replica: which one of the worker it is for.
 
     Attributes:
-        parts: the interfaces of its functions.
-        last: the phase of the last one, which makes gradients.
-        incoming: the edges that each part receives.
-        batch: the places of its leaves among those of a microbatch.
-        buffers, updates: the names of buffers that each part reads and that it updates, those of the worker.
+        last: the phase of the last function, which makes gradients.
     """
 
     def __init__(
@@ -50,21 +85,9 @@ class StageOfShape:
         seed: int = 0,
         replica: int = 0,
     ) -> None:
+        super().__init__(plan, plan, worker, code, transport, seed, replica)
         spec, of_first = plan.stages[worker], first.stages[worker]
-        self.code = code
-        self.parts = spec.parts
         self.last = next(reversed(self.parts))
-        places = {leaf.name: i for i, leaf in enumerate(plan.batch)}
-        self.batch = [places[name] for name in spec.forward.batch]
-        self.incoming: dict[Phase, list[EdgeSpec]] = {
-            phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in self.parts
-        }
-        edges = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
-        number = partial(plan.microbatch, worker=worker, replica=replica)
-        self.comm = EdgeComm(edges, transport, transport.watch, seed, number)
-        aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
-        self.buffers = {phase: [aliases[name] for name in part.buffers] for phase, part in self.parts.items()}
-        self.updates = [aliases[name] for name in spec.forward.updates]
         self._weights = {
             phase: _places(part.weights, of_first.part(phase).weights) for phase, part in self.parts.items()
         }
