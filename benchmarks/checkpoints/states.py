@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.checkpoint.shelf import Shelf
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.runtime.process.checkpoints import ShardWriter
 from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.process.resume import Resumed, about_run, restore
 from fxpipe.runtime.wires.exchange import LocalExchange
 from fxpipe.runtime.worker.captures import Captures
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.observer import Observer
 
 SIZES = {"10 MB": (640, 2), "100 MB": (2048, 2), "2 GB": (4096, 10)}

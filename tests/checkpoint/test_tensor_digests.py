@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fxpipe.checkpoint.safetensors_file import SafetensorsWriter, read_digests
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import BuildError
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.final_weights import final_tensors
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fxpipe.build.build import Build
+from fxpipe.checkpoint.starting_weights import INDEX, SINGLE, Checkpoint
 from fxpipe.errors import BuildError
-from fxpipe.runtime.worker.checkpoint import INDEX, SINGLE, Checkpoint
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from model_files import write_model
 from pipelines import pipeline_of
 from torch import Tensor
 
+from fxpipe.observe.staleness import StalenessLog
 from fxpipe.policy import make
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.process.start import open_local
-from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action

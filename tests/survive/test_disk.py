@@ -20,9 +20,9 @@ from fxpipe import Build
 from fxpipe.checkpoint.manifest import MANIFEST, read_manifest
 from fxpipe.checkpoint.shard import read_shard
 from fxpipe.checkpoint.shelf import Shelf
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import CheckpointError, FxpipeError
 from fxpipe.runtime.process.resume import Resumed
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from tests.survive.disk import Call, Recorder
 
 STEPS = 4

@@ -18,7 +18,7 @@ from fxpipe.task.callbacks import ON_EVAL, ON_STEP
 from fxpipe.task.paced_scheduler import EPOCH
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.worker.checkpoint import Checkpoint
+    from fxpipe.checkpoint.starting_weights import Checkpoint
     from fxpipe.task.model_file import Task
 
 START_AGAIN = "start the run again, and compile into another folder while runs begin"
@@ -53,7 +53,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         raise RunError("--throttle slows messages down, but not the sums over replicas", hint="leave out --throttle")
     checkpoint = None
     if options.weights is not None:
-        from fxpipe.runtime.worker.checkpoint import Checkpoint
+        from fxpipe.checkpoint.starting_weights import Checkpoint
 
         checkpoint = Checkpoint.open(options.weights, plan)
     if writes:

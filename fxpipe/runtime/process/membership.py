@@ -27,6 +27,7 @@ import fxpipe
 from fxpipe.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from fxpipe.checkpoint.shard import worker_of
 from fxpipe.checkpoint.shelf import Shelf
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import CheckpointError, FxpipeError, PeerLost, PeerRefused, RunError, listed
 from fxpipe.files import Snapshot
 from fxpipe.messages import warn
@@ -48,7 +49,6 @@ from fxpipe.runtime.wires.group import (
     peers,
     place_of_process,
 )
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.task.hooks import task_of_build
 from fxpipe.task.model_file import Task
 from fxpipe.threads import threads_for

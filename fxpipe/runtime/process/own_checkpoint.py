@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fxpipe.checkpoint.manifest import FileEntry
 from fxpipe.checkpoint.shard import complete, write_shard
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.checkpoint.tree import said
 from fxpipe.errors import CheckpointError, FxpipeError, PeerLost
 from fxpipe.files import replacing
@@ -21,7 +22,6 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.resume import Resumed, about_run, opened
 from fxpipe.runtime.process.together import agree_on, agreed_error, gathered, of_worker_0
 from fxpipe.runtime.worker.captures import shard_at_rest
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.executor import Executor
 
 Written = dict[str, FileEntry]

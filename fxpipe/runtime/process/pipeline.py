@@ -12,6 +12,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard, replicas_that_write
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import BatchError, FxpipeError, RunError
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
@@ -29,7 +30,6 @@ from fxpipe.runtime.process.rows import open_evaluation, open_rows
 from fxpipe.runtime.process.together import agree_on, barrier, gathered
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.model_file import Task

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fxpipe.checkpoint.shard import Shard
-    from fxpipe.runtime.worker.checkpoint import Checkpoint
+    from fxpipe.checkpoint.starting_weights import Checkpoint
     from fxpipe.runtime.worker.executor import Executor
 
 Options = TypeVar("Options", bound=PipelineOptions)

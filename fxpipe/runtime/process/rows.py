@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.checkpoint.shard import Shard
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
@@ -16,7 +17,6 @@ from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Event

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import FxpipeError
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import Pulse
@@ -24,7 +25,6 @@ from fxpipe.runtime.process.resume import resumed_options
 from fxpipe.runtime.process.together import barrier
 from fxpipe.runtime.process.warnings import warn_if_edited
 from fxpipe.runtime.process.world import AmongProcesses, OneProcess
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.task.hooks import task_of_build
 from fxpipe.task.model_file import Task
 from fxpipe.threads import threads

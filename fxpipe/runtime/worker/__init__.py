@@ -2,10 +2,10 @@
 
 - `assembly` opens one; `executor` does its actions; `stage_code` is its stage for a shape of batch.
 - weights: `initial_weights`, `weights` (the worker's own), `versions` (what actions read), `weight_copies`, `averages`,
-  `staleness`, `final_weights`.
-- updates: `gradients` added up, `clip`, `loss_scaler`, `update`; `optimizer_state` across cuts; `not_finite`.
+  `final_weights`.
+- updates: `gradients` added up, `clip`, `loss_scaler`, `update`; `not_finite`.
 - replicas: `between_replicas`, `shared_update` (each makes a part), `outer_step` (they train apart), `replicas_alike`.
-- `feed` gives worker 0 its data, `buffers_reset` calls the hook for epochs, `offload` moves saved values away.
-- `captures` and `checkpoint` are what is saved of it and read back; an `observer` follows it.
+- `feed` gives worker 0 its data, `offload` moves saved values away.
+- `captures` are what is saved of it; an `observer` follows it.
 - `evaluation` is its part in evaluations.
 """

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from fxpipe.checkpoint.shard import buffer_worker
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.engines.attach import engines_of, equip
 from fxpipe.errors import RunError
+from fxpipe.observe.staleness import StalenessLog
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
@@ -16,18 +18,16 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import make_averages
-from fxpipe.runtime.worker.buffers_reset import BuffersReset
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.clip import make_clip
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.initial_weights import initial_weights
 from fxpipe.runtime.worker.loss_scaler import make_scaler
 from fxpipe.runtime.worker.offload import Offload, check_offload
 from fxpipe.runtime.worker.outer_step import OuterStep
-from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.stages.loaded import LoadedStage, load_stage
 from fxpipe.task.model_file import Task
+from fxpipe.task.reset_buffers import BuffersReset
 
 
 def open_worker(
@@ -100,7 +100,7 @@ def open_worker(
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device, collective)
     executor.scaler = scaler
     executor.offload = Offload(device) if options.offload else None
-    executor.resets = BuffersReset(plan, task, options.seed) if task.resets else None
+    executor.resets = BuffersReset(plan, task.reset, options.seed) if task.resets else None
     return executor
 
 

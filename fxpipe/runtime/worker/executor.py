@@ -17,13 +17,13 @@ from fxpipe.plan.spec import FUNCTIONS, PHASES, Phase, Plan
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.between_replicas import BetweenReplicas
-from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
 from fxpipe.runtime.worker.stage_code import StageOfShape, reseed
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import LoadedStage, explained
+from fxpipe.task.reset_buffers import BuffersReset
 
 
 class _Left(NamedTuple):

@@ -27,12 +27,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import BuildError, FxpipeError, TaskError, listed
 from fxpipe.messages import warn
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan, TensorSpec
 from fxpipe.random_state import random_state_kept
-from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import Task
 from fxpipe.torch_private import LightDispatchMode, memory_of, pytree, schema_of

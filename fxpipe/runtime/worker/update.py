@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.checkpoint.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
 from fxpipe.errors import RunError, TaskError, near
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.policy.base import Policy
@@ -20,7 +21,6 @@ from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
-from fxpipe.runtime.worker.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
 from fxpipe.runtime.worker.replicas_alike import check_optimizers_alike
 from fxpipe.task.model_file import Task
 from fxpipe.task.paced_scheduler import paced, without_order_warning

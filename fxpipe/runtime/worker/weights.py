@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.checkpoint.shard import Past, Sent
+from fxpipe.observe.staleness import StalenessLog
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.runtime.wires.collective import Collective
@@ -18,7 +19,6 @@ from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.runtime.worker.shared_update import SharedUpdate
-from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.schedule.action import Action

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.runtime.worker.optimizer_state import load_optimizer_state, optimizer_state
+from fxpipe.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 
 
 @pytest.mark.parametrize(("fused", "step"), [(False, "cpu"), (True, "meta")])
