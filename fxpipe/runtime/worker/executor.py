@@ -18,7 +18,6 @@ from fxpipe.plan.spec import FUNCTIONS, PHASES, Phase, Plan
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
-from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
 from fxpipe.runtime.worker.replicas_alike import check_read_alike, start_comparison
 from fxpipe.runtime.worker.stage_code import StageOfShape, reseed
@@ -99,7 +98,7 @@ class Executor:
         self.stages: tuple[LoadedStage, ...] = ()
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
         self.draws = False
-        self.scaler: LossScaler | None = None
+        self.scaler = store.updater.scaler
         self._plan = plan
         self._stages: list[StageOfShape] = []
         self._phases: list[dict[Phase, tuple[Phase, ...]]] = []  # the parts that an action of a phase runs, by shape
@@ -313,7 +312,7 @@ class Executor:
                 observer.begins(action.minibatch)
             if self.resets is not None and self.resets.due(action.minibatch):
                 self.resets(self.buffers, action.minibatch)
-            self.store.updater.begin(action.minibatch)
+            self.store.updater.notes.forward(action.minibatch)
         weights = stage.weights("F", self.store.read(action))
         buffers = tuple([self.buffers[name] for name in stage.buffers["F"]])
         if leaves is not None and self.scaler is not None:

@@ -18,11 +18,13 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages, MovingAverage
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum
+from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.runtime.worker.shared_update import SharedUpdate
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
+from fxpipe.runtime.worker.update_notes import UpdateNotes
 from fxpipe.runtime.worker.weight_copies import Key, Predictions, Unread, WeightCopies
 from fxpipe.schedule.action import Action
 from fxpipe.task.model_file import Task
@@ -80,6 +82,7 @@ class WeightStore:
         task: Task,
         keep_gradients: bool = False,
         clip: Clip | None = None,
+        scaler: LossScaler | None = None,
         seed: int = 0,
         collective: Collective | None = None,
     ) -> None:
@@ -123,6 +126,8 @@ class WeightStore:
             delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
             task=task,
             clip=clip,
+            scaler=scaler,
+            notes=UpdateNotes(worker, plan.workers, transport, [f for f in (scaler, clip) if f is not None], live),
             keep_gradients=keep_gradients,
             seed=seed,
             own=None if self.shared is None else self.shared.own,
@@ -148,8 +153,8 @@ class WeightStore:
         """
         assert self.version == start, f"worker {self.worker} is at version {self.version}, not {start}"
         owners = self._empty(start, stop, start)
-        if self.updater.clip is not None:
-            self.updater.clip.begin()
+        for each in self.updater.notes.fields:
+            each.begin()
         if start > 0:
             self._send_copies()
         else:
@@ -258,8 +263,7 @@ class WeightStore:
 
     def expect(self, action: Action) -> None:
         """Tell the transport which weight copies an action could wait for: those of the newest versions it can see."""
-        if self.updater.clip is not None:
-            self.updater.clip.expect(action, self.updated_by(action))
+        self.updater.notes.expect(action, self.updated_by(action))
         for reading in self._parts[action.phase].readings:
             owner = reading.owner
             if owner == self.worker:
@@ -318,8 +322,7 @@ class WeightStore:
         """The pipeline is empty: begin the update that is owed, as `update`."""
         minibatch = self.owed
         assert minibatch is not None
-        if self.updater.clip is not None:
-            self.updater.clip.expect(None, minibatch)
+        self.updater.notes.expect(None, minibatch)
         self.update(minibatch)
 
     def update(self, minibatch: int) -> None:
@@ -347,9 +350,9 @@ class WeightStore:
             self.shared.start_norms(minibatch)
 
     def announce(self) -> None:
-        """Tell other workers what clipping tells of the gradients; waits for what the next worker tells."""
+        """See `UpdateNotes.announce`."""
         assert self.due is not None
-        self.updater.announce(self.due)
+        self.updater.notes.announce(self.due)
 
     def settle(self) -> int:
         """Make the update that was announced, and send weight copies of the new version; returns its minibatch.
