@@ -51,16 +51,20 @@ def test_clipping_tells_one_note_up_and_one_down(
     assert told == {"up": 3 * len(batches), "down": 3 * len(batches)}
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("clip_norm", [None, 1e6])
 def test_scaling_shares_them(told: Counter[str], clip_norm: float | None) -> None:
     build = fxp.compile(
         overflowing.made(), overflowing.loss, overflowing.batches(1, 0)[0], autocast="fp16", schedule="1f1b",
         workers=3, microbatches=2, cost="analytic",
     )  # fmt: skip
     pipeline = build.local(optimizer=sgd, clip_norm=clip_norm, loss_scale=1024.0)
-    pipeline.run(overflowing.batches(5, 0, {1: [2]}))
-    assert pipeline.skipped_steps == 1
+    pipeline.run(overflowing.batches(5, 0, {1: [2], 3: [0]}))
     assert told == {"up": 10, "down": 10}
+    scalers = [executor.scaler for executor in pipeline.executors]
+    assert [scaler.scale.skipped for scaler in scalers if scaler is not None] == [2] * 3, "wherever it overflows"
+    if clip_norm is not None:
+        unscaled = torch.nn.utils.get_total_norm(pipeline.gradients().values())
+        assert pipeline.gradient_norm == pytest.approx(float(unscaled))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "async"])
