@@ -229,14 +229,14 @@ class Executor:
             self.take_buffers(self.store.version)
 
     def announce(self) -> None:
-        """As `WeightStore.announce`."""
+        """Take the gradients of the update that is due, and tell of them, as `UpdateNotes.announce`."""
         if (minibatch := self.store.due) is None:
             return
         self.watch.open("update")
         with torch.no_grad():
             self.store.gather()
             self._gathered(minibatch)
-            self.store.announce()
+            self.store.updater.notes.announce(minibatch)
         self.watch.close()
 
     def settle(self) -> MinibatchLoss | None:

@@ -326,7 +326,7 @@ class WeightStore:
         self.update(minibatch)
 
     def update(self, minibatch: int) -> None:
-        """The minibatch's gradients are there: `gather`, `announce` and `settle`, before the next action, update."""
+        """The minibatch's gradients are there: `gather`, the notes and `settle`, before the next action, update."""
         assert self.version == minibatch < self.summed, f"update {self.version} by minibatch {minibatch}"
         self.due = minibatch
 
@@ -348,11 +348,6 @@ class WeightStore:
         self.updater.gather()
         if self.shared is not None and self.updater.clip is not None:
             self.shared.start_norms(minibatch)
-
-    def announce(self) -> None:
-        """See `UpdateNotes.announce`."""
-        assert self.due is not None
-        self.updater.notes.announce(self.due)
 
     def settle(self) -> int:
         """Make the update that was announced, and send weight copies of the new version; returns its minibatch.
