@@ -21,7 +21,7 @@ Phase = Literal[
     "starting", "importing", "loading", "training", "evaluating", "compiling a shape", "writing results", "done"
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-WHATS = ("input", "activation", "saved", "gradient", "token", "weights", "norm", "overflow", "loss", "sent", "sum")
+WHATS = ("input", "activation", "saved", "gradient", "token", "weights", "up", "down", "loss", "sent", "sum")
 """What a worker may wait for: see `fxpipe.observe.watch.Cause`; last, that what it sent is received."""
 
 PULSES = "pulses"

@@ -29,8 +29,8 @@ _NOUNS = {
     "saved": "saved values",
     "input": "inputs",
     "token": "tokens",
-    "norm": "the gradients' norm",
-    "overflow": "the overflow check",
+    "up": "the gradients' norms or overflow check",
+    "down": "the gradients' norm or overflow check",
     "loss": "the loss",
     "sum": "the sum over the replicas",
 }

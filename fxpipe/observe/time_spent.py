@@ -22,7 +22,7 @@ CLEARLY = 1.05
 WHOLES = ("F", "B", "update")
 """What a plan has times for, by the names in `took` of a row of `run.json`: B with weight gradients that are apart."""
 
-APART = ("norm", "overflow", "loss", "sum")
+APART = ("up", "down", "loss", "sum")
 """What workers wait for that no plan has times for."""
 
 _SPENT = {"F": ("F",), "B": ("B", "W"), "update": ("update",)}

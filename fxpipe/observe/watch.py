@@ -34,8 +34,8 @@ _REBASE = 10**9
 
 
 class Cause(NamedTuple):
-    """What a span waits for, sends or receives: the kind (an edge's kind, 'weights', 'norm', 'overflow', 'loss', or
-    'sum'), its name, and the other worker."""
+    """What a span waits for, sends or receives: the kind (an edge's kind, 'weights', 'loss', 'sum', or
+    'up' and 'down' for the notes of an update), its name, and the other worker."""
 
     what: str
     name: str

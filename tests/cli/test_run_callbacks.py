@@ -175,6 +175,37 @@ def test_processes_are_called_alike(build: Path, tmp_path: Path, called: Path) -
     assert more["losses"] == one["losses"]
 
 
+COUNTING = """
+from collections import Counter
+from fxpipe.runtime.wires.wired import WiredTransport
+
+told, send_note = Counter(), WiredTransport.send_note
+
+
+def counting(self, to, what, numbers):
+    told[what[0]] += 1
+    send_note(self, to, what, numbers)
+
+
+WiredTransport.send_note = counting
+
+
+def on_step(step, loss, run):
+    if step == 10:
+        note(run, told)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_decision_is_one_note_a_step_to_the_process_before(tmp_path: Path, called: Path) -> None:
+    run = ("run", built(tmp_path, COUNTING), "--schedule", "1f1b", "--steps", 12, "--clip-norm", 1)
+    assert fxpipe(*run, "--out", tmp_path / "out").code == 0
+    told = [calls(called, rank) for rank in range(3)]
+    last = {"up": 10, "told loss": 20, "on_step": 9}  # that of this step is told when it is over
+    assert told == [[[{"down": 10}]], [[{"up": 10, "down": 10, "on_step": 9}]], [[last]]]
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_processes_that_decide_otherwise_end(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_numbers_say_what_a_worker_does() -> None:
 def test_every_cause_has_a_number() -> None:
     watch, pulse = Watch(), Pulse()
     pulse.follow([watch])
-    for what in ("input", "activation", "saved", "gradient", "token", "weights", "norm", "loss", "sent"):
+    for what in ("input", "activation", "saved", "gradient", "token", "weights", "up", "down", "loss", "sent"):
         watch.open("wait", Cause(what, "name", 1))
         pulse.beat()
         assert Signs.of(pulse.numbers).what == what

@@ -209,12 +209,12 @@ def test_data_sends_and_predictions_are_told_of_whom_they_are() -> None:
 
 def test_norm_loss_and_weights_are_said_and_not_blamed() -> None:
     plan = {"bubble": 0.0, "workers": [{"forward_ms": 3.0, "backward_ms": 6.5, "update_ms": 0.0}] * 2}
-    first = row(0, F=3.0, B=6.4, wait=0.6) | {"waits": [{"what": "norm", "from": 1, "seconds": 0.4}]}
+    first = row(0, F=3.0, B=6.4, wait=0.6) | {"waits": [{"what": "up", "from": 1, "seconds": 0.4}]}
     first["waits"].append({"what": "loss", "from": 1, "seconds": 0.2})
     second = row(1, F=3.0, B=6.5, wait=0.5) | {"waits": [{"what": "weights", "from": 0, "seconds": 0.5}]}
     assert texts(time_losses([first, second], plan, 10.0, 1000, 1)) == [
         "worker 1 waits 5% for weights of worker 0",
-        "worker 0 waits 4% for the gradients' norm of worker 1",
+        "worker 0 waits 4% for the gradients' norms or overflow check of worker 1",
         "worker 0 waits 2% for the loss of worker 1",
     ]
 

@@ -58,11 +58,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
 
     def watch(kind: type[Clip]) -> None:
-        announce, apply = kind.announce, kind.apply
+        measure, apply = kind.measure, kind.apply
 
-        def announcing(self: Clip, minibatch: int, parameters: Any) -> None:
+        def measuring(self: Clip, minibatch: int, parameters: Any) -> None:
             found.raw[self.worker, minibatch] = copies(parameters)
-            announce(self, minibatch, parameters)
+            measure(self, minibatch, parameters)
 
         def applying(self: Clip, minibatch: int, parameters: Any) -> None:
             apply(self, minibatch, parameters)
@@ -70,7 +70,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
             found.norms[self.worker, minibatch] = self.norm
             found.clipped[self.worker, minibatch] = copies(parameters)
 
-        monkeypatch.setattr(kind, "announce", announcing)
+        monkeypatch.setattr(kind, "measure", measuring)
         monkeypatch.setattr(kind, "apply", applying)
 
     watch(ExactClip)

@@ -257,6 +257,18 @@ REFUSING = """
         say(f"worker {rank}: {[float(loss) for loss in losses]}")
 """
 
+COUNTING = """
+        from collections import Counter
+        from fxpipe.runtime.wires.wired import WiredTransport
+        told, send_note = Counter(), WiredTransport.send_note
+        def counting(self, to, what, numbers):
+            told[what[0]] += 1
+            send_note(self, to, what, numbers)
+        WiredTransport.send_note = counting
+        pipeline.run(batches)
+        say(f"worker {rank}: {dict(told)}")
+"""
+
 
 def torchrun(folder: Path, workers: int, code: str) -> tuple[int, str]:
     script = folder / "train.py"
@@ -288,3 +300,13 @@ def test_a_batch_that_is_refused_is_refused_by_all(toy: Any, many: Any, tmp_path
     for rank in range(3):
         assert f"worker {rank}: BatchError\n" in written
         assert f"worker {rank}: {losses}\n" in written
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_call_is_one_note_to_the_next_and_a_loss_one_to_each(toy: Any, tmp_path: Path) -> None:
+    build = toy(**THREE).save(tmp_path / "build")
+    code, written = torchrun(tmp_path, 3, SCRIPT.format(build=str(build), body=COUNTING.strip()))
+    assert code == 0, written
+    for rank, told in enumerate([{"call": 5}, {"call": 5}, {"told loss": 8}]):  # four steps and a flush
+        assert f"worker {rank}: {told}\n" in written

@@ -15,7 +15,7 @@ from fxpipe.errors import BatchError, RunError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, ProcessLine
+from fxpipe.runtime.wires.addresses import CALL, LOSS, ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.executor import Executor
@@ -37,8 +37,69 @@ def several_shapes(plan: Plan, options: PipelineOptions) -> bool:
     return bool(plan.shapes) or bool(options.new_shapes)
 
 
-class ComingShapes(Observer):
-    """The shapes that one process of a distributed run knows: worker 0 reads ahead, and each tells the next one.
+REFUSED = "a batch that was refused"
+
+CALLS = ("step", REFUSED, "flush", "evaluate", "reset", "set_lr", "save", "load", "close")
+"""What can be called; a run makes steps alone. Worker 0 says `REFUSED` for `step` where the batch does not fit."""
+
+ALIKE = "every process makes the same calls in the same order: decide by numbers that all of them have"
+
+
+class Calls:
+    """What each process of several does next, in turn: each hears it from the one before it, and a batch's shape.
+
+        worker 0:  step ──┐      evaluate ──┐
+        worker 1:  step ◄─┴──┐   save     ◄─┴── an error that names both calls, where each would wait for ever
+        worker 2:  step    ◄─┘
+
+    So a call costs one small message between neighbours, and no process waits for a worker that it would not wait for
+    anyway.
+
+    Args:
+        executors: of this process.
+    """
+
+    def __init__(self, line: ProcessLine, executors: Sequence[Executor]) -> None:
+        self._line = line
+        self._transport = next(each.transport for each in executors if each.worker == line.own)
+        self._count = 0
+
+    def make(self, call: str, shape: int | None = None) -> int:
+        """This process makes a call; return the shape that worker 0 gives with it.
+
+        Args:
+            shape: of a batch, on worker 0.
+
+        Raises:
+            RunError: the worker before makes another call.
+            BatchError: worker 0 refuses the batch.
+        """
+        note = (CALL, self._count)
+        self._count += 1
+        before, after, refused = self._line.before, self._line.after, CALLS.index(REFUSED)
+        own, given = CALLS.index(call), 0 if shape is None else shape
+        theirs = own
+        if before is not None:
+            self._transport.expect_note(before, note, 2)
+            theirs, given = (int(number) for number in self._transport.recv_note(before, note))
+        if call == "step" and theirs == refused:
+            own = refused
+        if after is not None:
+            self._transport.send_note(after, note, torch.tensor([own, given], dtype=torch.float64))
+        if theirs != own:
+            raise RunError(
+                f"worker {self._line.own} calls {CALLS[own]}() where worker {before} calls {CALLS[theirs]}()",
+                hint=ALIKE,
+            )
+        if before is not None and own == refused:
+            raise BatchError(
+                f"worker 0 refuses the batch of this step, call {self._count}", hint="its own error says why"
+            )
+        return given
+
+
+class ComingShapes(Calls, Observer):
+    """The steps of one process of a run, and their shapes: worker 0 reads ahead.
 
     A worker posts receives before it needs them (`training_loop`), and must know by then what will come. So a
     minibatch's shape is told when the first forward of an earlier one begins, `AHEAD` minibatches before: that forward
@@ -46,10 +107,9 @@ class ComingShapes(Observer):
     way.
 
     Args:
-        executors: of its workers.
         total: tells how many minibatches the run has; may become fewer, on all workers at the same version.
         read: on worker 0, reads a minibatch and returns its shape; called for each in turn.
-        hear: elsewhere, called with each shape that this process hears, before it may have to do with it.
+        hear: called with each shape, before this process may have to do with it.
     """
 
     def __init__(
@@ -58,10 +118,10 @@ class ComingShapes(Observer):
         executors: Sequence[Executor],
         total: Callable[[], int],
         read: Callable[[int], int] | None,
-        hear: Callable[[int], None] = lambda shape: None,
+        hear: Callable[[int], None],
     ) -> None:
-        self._line, self._executors, self._total, self._read, self._hear = line, executors, total, read, hear
-        self._transport = next(each.transport for each in executors if each.worker == line.own)
+        super().__init__(line, executors)
+        self._executors, self._total, self._read, self._hear = executors, total, read, hear
         self._shapes: dict[int, int] = {}
 
     def __call__(self, minibatch: int) -> int:
@@ -70,31 +130,19 @@ class ComingShapes(Observer):
 
     def begin(self, step: int = 0) -> None:
         """Learn the first shapes; those of the minibatches from `step` on."""
-        for minibatch in range(step, min(step + AHEAD, self._total())):
-            self._learn(minibatch)
+        self._next = step
+        self.begins(step - 1)
 
     def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run: learn another shape, and forget those before updates."""
-        if minibatch + AHEAD < self._total() and minibatch + AHEAD not in self._shapes:
-            self._learn(minibatch + AHEAD)
+        while self._next < min(minibatch + AHEAD + 1, self._total()):
+            shape = self.make("step", None if self._read is None else self._read(self._next))
+            self._hear(shape)
+            self._shapes[self._next] = shape
+            self._next += 1
         oldest = min(executor.store.version for executor in self._executors) - 1  # which may not be reported yet
         for old in [known for known in self._shapes if known < oldest]:
             del self._shapes[old]
-
-    def _learn(self, minibatch: int) -> None:
-        note = (BATCH, minibatch)
-        before, after = self._line.before, self._line.after
-        if self._read is not None:
-            shape = self._read(minibatch)
-        else:
-            assert before is not None
-            self._transport.expect_note(before, note, 1)
-            shape = int(self._transport.recv_note(before, note)[0])
-        if after is not None:
-            self._transport.send_note(after, note, torch.tensor([shape], dtype=torch.float64))
-        if self._read is None:
-            self._hear(shape)
-        self._shapes[minibatch] = shape
 
 
 class BatchesRead:
@@ -222,67 +270,7 @@ class Losses(Observer):
         return found
 
 
-REFUSED = "a batch that was refused"
-
-CALLS = ("step", REFUSED, "flush", "evaluate", "reset", "set_lr", "save", "load", "close")
-"""What can be called. Worker 0 says `REFUSED` in place of `step` where the batch does not fit."""
-
-ALIKE = "every process makes the same calls in the same order: decide by numbers that all of them have"
-
 _ENDS, _SAVES, _RATES = 1, 2, 4
-
-
-class Calls:
-    """The calls of one process of a user's own loop, in turn: each hears which from the one before it.
-
-        worker 0:  step ──┐      evaluate ──┐
-        worker 1:  step ◄─┴──┐   save     ◄─┴── an error that names both calls, where each would wait for ever
-        worker 2:  step    ◄─┘
-
-    So a call costs one small message between neighbours, and no process waits for a worker that it would not wait for
-    anyway.
-
-    Args:
-        transport: of the worker that speaks for this process.
-    """
-
-    def __init__(self, line: ProcessLine, transport: Transport) -> None:
-        self._line = line
-        self._transport = transport
-        self._count = 0
-
-    def make(self, call: str, shape: int | None = None) -> int:
-        """This process makes a call; return the shape that worker 0 gives with it.
-
-        Args:
-            shape: of a batch, on worker 0.
-
-        Raises:
-            RunError: the worker before makes another call.
-            BatchError: worker 0 refuses the batch.
-        """
-        note = (CALL, self._count)
-        self._count += 1
-        before, after, refused = self._line.before, self._line.after, CALLS.index(REFUSED)
-        own, given = CALLS.index(call), 0 if shape is None else shape
-        theirs = own
-        if before is not None:
-            self._transport.expect_note(before, note, 2)
-            theirs, given = (int(number) for number in self._transport.recv_note(before, note))
-        if call == "step" and theirs == refused:
-            own = refused
-        if after is not None:
-            self._transport.send_note(after, note, torch.tensor([own, given], dtype=torch.float64))
-        if theirs != own:
-            raise RunError(
-                f"worker {self._line.own} calls {CALLS[own]}() where worker {before} calls {CALLS[theirs]}()",
-                hint=ALIKE,
-            )
-        if before is not None and own == refused:
-            raise BatchError(
-                f"worker 0 refuses the batch of this step, call {self._count}", hint="its own error says why"
-            )
-        return given
 
 
 class Decision(NamedTuple):

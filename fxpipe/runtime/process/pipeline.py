@@ -112,8 +112,7 @@ class Pipeline(Readings):
         if rows[0].rank == 0:
             self._minibatches = ShapedMinibatches(plan, self.folder, self.executors[0].buffers, self._task.loss_weight)
         self._new.attach(self.every, self._minibatches)
-        speaker = next(executor for executor in self.executors if executor.worker == world.line.own)
-        self._calls = Calls(world.line, speaker.transport)
+        self._calls = Calls(world.line, self.executors)
         for executor in self.every if options.trace is not None else ():
             executor.watch.record()
             executor.watch.begin()

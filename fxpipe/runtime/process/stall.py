@@ -41,9 +41,9 @@ _WHATS = {
     "gradient": "a gradient",
     "token": "its turn",
     "weights": "weights",
-    "norm": "the norm of its gradients",
+    "up": "the note up (the norms of gradients, or whether they overflowed)",
+    "down": "the note down (the norm of all gradients, or whether they overflowed)",
     "sum": "the sum over its replicas",
-    "overflow": "word whether its gradients overflowed",
     "loss": "the loss",
 }
 _DOES = {

@@ -12,15 +12,13 @@ from fxpipe.policy.demand import Demand
 from fxpipe.task.callbacks import CALLBACKS
 
 Channel = tuple[Any, ...]
-BATCH = "batch"
+UP, DOWN = "up", "down"
 CALL = "call"
 LOSS = "told loss"
 NOTES: dict[str, tuple[str, str]] = {
-    **{kind: ("norm", f"norm {kind}") for kind in ("behind", "total", "before")},  # clipping
-    **{kind: ("overflow", f"note {kind}") for kind in ("overflow", "skip")},  # loss scaling
+    **{kind: (kind, f"the note {kind}") for kind in (UP, DOWN)},  # of an update: clipping, loss scaling
     **{kind: ("token", f"{kind} of an evaluation") for kind in ("shape", "metrics", "heard")},
-    BATCH: ("token", BATCH),  # the shapes of a run's batches
-    CALL: ("token", CALL),  # own loops
+    CALL: ("token", CALL),  # what comes next, of which shape
     LOSS: ("loss", "loss"),
     **{kind: ("token", kind) for kind in CALLBACKS},
 }

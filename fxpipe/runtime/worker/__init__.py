@@ -3,7 +3,7 @@
 - `assembly` opens one; `executor` does its actions; `stage_code` is its stage for a shape of batch.
 - weights: `initial_weights`, `weights` (the worker's own), `versions` (what actions read), `weight_copies`, `averages`,
   `final_weights`.
-- updates: `gradients` added up, `clip`, `loss_scaler`, `update`; `not_finite`.
+- updates: `gradients` added up; `clip` and `loss_scaler`, whose numbers `update_notes` tells; `update`, `not_finite`.
 - replicas: `between_replicas`, `shared_update` (each makes a part), `outer_step` (they train apart), `replicas_alike`.
 - `feed` gives worker 0 its data, `offload` moves saved values away.
 - `captures` are what is saved of it; an `observer` follows it.

@@ -77,8 +77,6 @@ def open_worker(
     buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
     tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options.seed, device, checkpoint)
     held = {b.name: tensors.pop(b.name) for b in buffers}
-    clip = make_clip(options.clip_norm, plan, worker, recipe, transport)
-    scaler = make_scaler(options, plan, worker, recipe, transport, clip)
     store = WeightStore(
         plan,
         worker,
@@ -87,7 +85,8 @@ def open_worker(
         tensors,
         task,
         keep_gradients,
-        scaler or clip,
+        make_clip(options.clip_norm, plan, worker, recipe),
+        make_scaler(options, plan, worker, recipe),
         options.seed,
         collective if plan.outer is None else None,
     )
@@ -98,7 +97,6 @@ def open_worker(
     if options.log_staleness and (collective is None or collective.replica == 0):  # one tells enough
         store.staleness = StalenessLog(recipe.demand, worker, store.trained)
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device, collective)
-    executor.scaler = scaler
     executor.offload = Offload(device) if options.offload else None
     executor.resets = BuffersReset(plan, task.reset, options.seed) if task.resets else None
     return executor

@@ -141,8 +141,8 @@ class Captures(Observer):
 def shard_at_rest(executor: Executor) -> Shard:
     """A worker's shard after a flush: what it holds, and nothing in flight."""
     store = executor.store
-    if store.updater.clip is not None:
-        store.updater.clip.begin()  # as the next segment will
+    for field in store.updater.notes.fields:
+        field.begin()  # as the next segment will
     shard = Shard(store.version, store.version)
     if not _is_whole(executor):
         return _of_other_replica(executor, shard, executor.codec_memories())

@@ -1,14 +1,7 @@
-"""Clips by the norm of all workers' gradients; norms travel once up and once down the pipeline.
-
-They travel in the pipeline's own order: from the last worker to the first after the backwards, and from the first to
-the last before the forwards. So there is no collective call, no worker waits for a worker that it would not wait for
-anyway, and every run sees the same numbers. Only where weight gradients are apart does a worker wait for the later ones
-to end their minibatch.
-"""
+"""Clips by the norm of all workers' gradients; what norms they tell each other travels in `update_notes`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -21,86 +14,35 @@ from torch import Tensor, nn
 from fxpipe.errors import RunError
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
-from fxpipe.runtime.wires.transport import Transport
-from fxpipe.schedule.action import Action
+from fxpipe.runtime.worker.update_notes import NoteField
 from fxpipe.torch_private import foreach_norm
 
 Norms = Callable[[int, Sequence[nn.Parameter]], list[float]]
 """Gives the norms of a minibatch's gradients, as `norms_of`."""
 
 
-class Clip(ABC):
+class Clip(NoteField):
     """Scales one worker's gradients so that the norm over all workers' is at most a limit.
 
     Attributes:
         norm: of all gradients, as this worker knew it at its last update; exact on worker 0.
         not_finite: the first minibatch of which gradients of this worker were not finite, and their places among its
             parameters; None so far.
-        skips: whether the update that `apply` was called for is not to be made (see `LossScaler`).
     """
 
-    norm: float | None = None
-    skips: bool = False
-    not_finite: tuple[int, list[int]] | None = None
-
-    def measure_by(self, norms: Norms) -> None:  # noqa: B027
-        """Have the norms of this worker's gradients told by someone who knows those that are not here."""
-
-    def begin(self) -> None:  # noqa: B027
-        """The pipeline is empty."""
-
-    def state(self) -> Any:
-        """What forwards that come again after an interruption need, as plain values."""
-        return None
-
-    def load(self, state: Any, same: bool) -> None:  # noqa: B027
-        """Go on from what `state` gave, here if the cuts are the `same`, else on some worker."""
-
-    @abstractmethod
-    def expect(self, action: Action | None, updated: int | None) -> None:
-        """Announce to the transport what will be received around an action, some actions before it.
-
-        Args:
-            action: None for a flush.
-            updated: the minibatch whose update is made then, if one is.
-        """
-
-    def forward(self, minibatch: int) -> None:  # noqa: B027
-        """The first forward of a minibatch is about to run."""
-
-    @abstractmethod
-    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """The minibatch's gradients are complete on this worker: tell the others; waits for what the next one tells."""
-
-    @abstractmethod
-    def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Scale the gradients in place; may wait for other workers."""
-
-
-class _ByNorm(Clip):
-    """What both ways of clipping have in common: norms come up after the backwards."""
-
-    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
+    def __init__(self, limit: float, plan: Plan, worker: int) -> None:
+        self.norm: float | None = None
+        self.not_finite: tuple[int, list[int]] | None = None
         self.limit = limit
         self.worker = worker
-        self.last = plan.workers - 1
-        self.transport = transport
         self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
         # The norm's dtype: torch's own norm of tensors of these dtypes has it.
         self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
         self._measured: Norms = lambda minibatch, parameters: norms_of(parameters)
 
     def measure_by(self, norms: Norms) -> None:
+        """Have the norms of this worker's gradients told by someone who knows those that are not here."""
         self._measured = norms
-
-    def expect(self, action: Action | None, updated: int | None) -> None:
-        if updated is not None and self.worker < self.last:
-            self.transport.expect_note(self.worker + 1, ("behind", updated), self._behind)
-
-    @property
-    @abstractmethod
-    def _behind(self) -> int:
-        """How many numbers come up from the next worker."""
 
     def _norms(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> list[float]:
         """As `norms_of`, of the gradients that other replicas have, too."""
@@ -116,7 +58,7 @@ class _ByNorm(Clip):
         torch.nn.utils.clip_grads_with_norm_(parameters, self.limit, norm)
 
 
-class ExactClip(_ByNorm):
+class ExactClip(Clip):
     """`torch.nn.utils.clip_grad_norm_` over all workers, for schedules with a flush.
 
     The norm of every gradient travels up to worker 0, which knows the total norm when its last backward is over; the
@@ -124,43 +66,35 @@ class ExactClip(_ByNorm):
     from k on.
     """
 
-    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
-        super().__init__(limit, plan, worker, transport)
+    down = 1
+
+    def __init__(self, limit: float, plan: Plan, worker: int) -> None:
+        super().__init__(limit, plan, worker)
         trained = [p for p in plan.parameters if p.trained]
         self._order = sorted(range(len(trained)), key=lambda i: trained[i].owner)  # stable: each worker's own order
-        self._count = sum(p.owner > worker for p in trained)
+        self.up = sum(p.owner > worker for p in trained)
 
-    @property
-    def _behind(self) -> int:
-        return self._count
+    def measure(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        self._known = torch.tensor(self._norms(minibatch, parameters), dtype=torch.float64)
 
-    def expect(self, action: Action | None, updated: int | None) -> None:
-        super().expect(action, updated)
-        if updated is not None and self.worker > 0:
-            self.transport.expect_note(self.worker - 1, ("total", updated), 1)
+    def pass_up(self, behind: Tensor) -> Tensor:
+        self._known = torch.cat([self._known, behind])
+        return self._known
 
-    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        known = torch.tensor(self._norms(minibatch, parameters), dtype=torch.float64)
-        if self.worker < self.last:
-            known = torch.cat([known, self.transport.recv_note(self.worker + 1, ("behind", minibatch))])
-        if self.worker > 0:
-            self.transport.send_note(self.worker - 1, ("behind", minibatch), known)
-            return
-        found = torch.empty_like(known)
-        found[self._order] = known  # in the model's own order and types, as clip_grad_norm_ adds them up
-        self._total = torch.nn.utils.get_total_norm(
-            [norm.to(dtype) for norm, dtype in zip(found, self._dtypes, strict=True) if not norm < 0]
-        )
+    def pass_down(self, before: Tensor) -> Tensor:
+        self._total = before
+        if self.worker == 0:
+            found = torch.empty_like(self._known)
+            found[self._order] = self._known  # in the model's own order and types, as clip_grad_norm_ adds them up
+            norms = [norm.to(dtype) for norm, dtype in zip(found, self._dtypes, strict=True) if not norm < 0]
+            self._total = torch.nn.utils.get_total_norm(norms).reshape(1).double()
+        return self._total
 
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        if self.worker > 0:
-            self._total = self.transport.recv_note(self.worker - 1, ("total", minibatch))[0]
-        if self.worker < self.last:
-            self.transport.send_note(self.worker + 1, ("total", minibatch), self._total.reshape(1).double())
-        self._scale(parameters, self._total.to(self._dtype))
+        self._scale(parameters, self._total[0].to(self._dtype))
 
 
-class PipelinedClip(_ByNorm):
+class PipelinedClip(Clip):
     """Clipping without a flush: no worker waits; norms of the workers before it are some minibatches old.
 
     The update of minibatch m on worker k uses the norm over
@@ -177,25 +111,18 @@ class PipelinedClip(_ByNorm):
         lag: how many updates of its own weights a forward of this worker misses.
     """
 
-    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport, lag: int) -> None:
-        super().__init__(limit, plan, worker, transport)
+    up = down = 2
+    with_forward = True
+
+    def __init__(self, limit: float, plan: Plan, worker: int, lag: int) -> None:
+        super().__init__(limit, plan, worker)
         self._elements = sum(prod(p.tensor.shape) for p in plan.parameters if p.trained)
         self._before = torch.zeros(2, dtype=torch.float64)  # the norm's square, and the number of elements in it
         self._own = torch.zeros(2, dtype=torch.float64)
-        self._known = self._own
         self._lag = lag
         self._past: deque[Tensor] = deque()  # what `_own` was after each of the last `lag` updates, and is
         self._again: deque[Tensor] = deque()  # what `_own` was when the next forwards ran for the first time
         self.begin()
-
-    @property
-    def _behind(self) -> int:
-        return 2
-
-    def expect(self, action: Action | None, updated: int | None) -> None:
-        super().expect(action, updated)
-        if action is not None and action.phase == "F" and action.microbatch == 0 and self.worker > 0:
-            self.transport.expect_note(self.worker - 1, ("before", action.minibatch), 2)
 
     def begin(self) -> None:
         self._past = deque([self._own] * (self._lag + 1), maxlen=self._lag + 1)
@@ -212,22 +139,18 @@ class PipelinedClip(_ByNorm):
         self._own = past[-1]
         self._again.extend(past[:-1])
 
-    def forward(self, minibatch: int) -> None:
-        own = self._again.popleft() if self._again else self._own
-        if self.worker > 0:
-            self._before = self.transport.recv_note(self.worker - 1, ("before", minibatch))
-        if self.worker < self.last:
-            self.transport.send_note(self.worker + 1, ("before", minibatch), self._before + own)
-
-    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+    def measure(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         square = sum(norm * norm for norm in self._norms(minibatch, parameters) if not norm < 0)
         self._own = torch.tensor([square, sum(p.numel() for p in parameters)], dtype=torch.float64)
         self._past.append(self._own)
-        self._known = self._own
-        if self.worker < self.last:
-            self._known = self._known + self.transport.recv_note(self.worker + 1, ("behind", minibatch))
-        if self.worker > 0:
-            self.transport.send_note(self.worker - 1, ("behind", minibatch), self._known)
+
+    def pass_up(self, behind: Tensor) -> Tensor:
+        self._known = self._own + behind
+        return self._known
+
+    def pass_down(self, before: Tensor) -> Tensor:
+        self._before = before
+        return before + (self._again.popleft() if self._again else self._own)
 
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         square, elements = (float(value) for value in self._known + self._before)
@@ -243,7 +166,7 @@ def norms_of(parameters: Sequence[nn.Parameter]) -> list[float]:
     return [-1.0 if p.grad is None else next(known) for p in parameters]
 
 
-def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, transport: Transport) -> Clip | None:
+def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe) -> Clip | None:
     """The clipping that fits a schedule; None without a limit.
 
     Raises:
@@ -255,6 +178,6 @@ def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, tran
         raise RunError(f"gradients cannot be clipped to a norm of {limit}", hint="give a clip_norm above 0, or None")
     schedule = recipe.schedule
     if schedule.synchronous:
-        return ExactClip(limit, plan, worker, transport)
+        return ExactClip(limit, plan, worker)
     lag = recipe.demand.versions.lag("F", worker, worker)
-    return PipelinedClip(limit, plan, worker, transport, lag)
+    return PipelinedClip(limit, plan, worker, lag)

@@ -17,7 +17,6 @@ from fxpipe.plan.spec import FUNCTIONS, PHASES, Phase, Plan
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.between_replicas import BetweenReplicas
-from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
 from fxpipe.runtime.worker.stage_code import StageOfShape, reseed
 from fxpipe.runtime.worker.weights import WeightStore
@@ -98,7 +97,7 @@ class Executor:
         self.stages: tuple[LoadedStage, ...] = ()
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
         self.draws = False
-        self.scaler: LossScaler | None = None
+        self.scaler = store.updater.scaler
         self._plan = plan
         self._stages: list[StageOfShape] = []
         self._phases: list[dict[Phase, tuple[Phase, ...]]] = []  # the parts that an action of a phase runs, by shape
@@ -224,7 +223,7 @@ class Executor:
             self.take_buffers(self.store.version)
 
     def announce(self) -> None:
-        """As `WeightStore.announce`."""
+        """Take the gradients of the update that is due, and tell of them, as `UpdateNotes.announce`."""
         if (minibatch := self.store.due) is None:
             return
         self.watch.open("update")
@@ -232,7 +231,7 @@ class Executor:
             self.store.gather()
             if self.between is not None:
                 self.between.gathered(minibatch)
-            self.store.announce()
+            self.store.updater.notes.announce(minibatch)
         self.watch.close()
 
     def settle(self) -> MinibatchLoss | None:
@@ -310,7 +309,7 @@ class Executor:
                 observer.begins(action.minibatch)
             if self.resets is not None and self.resets.due(action.minibatch):
                 self.resets(self.buffers, action.minibatch)
-            self.store.updater.begin(action.minibatch)
+            self.store.updater.notes.forward(action.minibatch)
         weights = stage.weights("F", self.store.versions.read(action))
         buffers = tuple([self.buffers[name] for name in stage.buffers["F"]])
         if leaves is not None and self.scaler is not None:

@@ -1,8 +1,7 @@
 """Scales the loss under float16: `torch.amp.GradScaler` over all workers' gradients.
 
-What overflowed travels as norms do (`fxpipe/runtime/worker/clip.py`): up from the last worker to the first after the
-backwards, and down before the next forwards. So every worker makes or skips the same updates, has the same scale, and
-worker 0 knows it when it hands out the next minibatch.
+What overflowed travels as norms do (`update_notes`). So every worker makes or skips the same updates, has the same
+scale, and worker 0 knows it when it hands out the next minibatch.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from fxpipe.observe.record import ScaledStep
 from fxpipe.plan.spec import LOSS_SCALE, Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.wires.transport import Transport
-from fxpipe.runtime.worker.clip import Clip
-from fxpipe.schedule.action import Action
+from fxpipe.runtime.worker.update_notes import NoteField
 from fxpipe.schedule.loss_scaling import check_loss_scaling
 from fxpipe.torch_private import amp_update_scale_, unscale_and_check_
 
@@ -61,43 +58,33 @@ class Scale:
         self.in_row = self.in_row + 1 if overflowed else 0
 
 
-class LossScaler(Clip):
-    """Unscales one worker's gradients, has them clipped, and skips an update where any worker's overflowed.
+class LossScaler(NoteField):
+    """Unscales one worker's gradients, and skips an update where any worker's overflowed.
 
     Args:
         initial: the first scale.
         interval: after so many good updates the scale is doubled.
-        clip: clips the unscaled gradients; None does not.
 
     Attributes:
         scale: that of the next minibatch.
         last: the last minibatch's; None so far.
+        skips: the update that `apply` was called for is not to be made.
     """
 
-    def __init__(
-        self,
-        initial: float,
-        interval: int,
-        plan: Plan,
-        worker: int,
-        transport: Transport,
-        clip: Clip | None,
-    ) -> None:
+    up = down = 1
+
+    def __init__(self, initial: float, interval: int, plan: Plan, worker: int) -> None:
         self.scale = Scale(initial)
         self.last: ScaledStep | None = None
+        self.skips = False
         self.worker = worker
         self._interval = interval
-        self._inner = clip
-        self._end = plan.workers - 1
         self._divisor = plan.loss_divisor
-        self._transport = transport
         self._found = 0.0
         self._places: list[int] = []
-        for of_shape in plan.of_shapes:
-            self.add(of_shape)
 
     def add(self, of_shape: Plan) -> None:
-        """There is one more shape of batch."""
+        """There is a shape of batch."""
         self._places.append([leaf.name for leaf in of_shape.batch].index(LOSS_SCALE))
 
     def leaves(self, given: Sequence[Any], shape: int, device: torch.device) -> Sequence[Any]:
@@ -110,65 +97,36 @@ class LossScaler(Clip):
         made[self._places[shape]] = torch.full((), self.scale.value / self._divisor, device=device)
         return made
 
-    def begin(self) -> None:
-        if self._inner is not None:
-            self._inner.begin()
-
     def state(self) -> Any:
-        inner = None if self._inner is None else self._inner.state()
-        return {"loss_scale": dict(vars(self.scale)), "clip": inner}
+        return {"loss_scale": dict(vars(self.scale)), "clip": None}  # with a flush, clipping has no state
 
     def load(self, state: Any, same: bool) -> None:
-        if not isinstance(state, Mapping):  # of a build that scales nothing
-            return
-        self.scale = Scale(**state["loss_scale"])
-        if self._inner is not None and state["clip"] is not None:
-            self._inner.load(state["clip"], same)
+        if isinstance(state, Mapping):  # else of a build that scales nothing
+            self.scale = Scale(**state["loss_scale"])
 
-    def expect(self, action: Action | None, updated: int | None) -> None:
-        if updated is not None:
-            if self.worker < self._end:
-                self._transport.expect_note(self.worker + 1, ("overflow", updated), 1)
-            if self.worker > 0:
-                self._transport.expect_note(self.worker - 1, ("skip", updated), 1)
-        if self._inner is not None:
-            self._inner.expect(action, updated)
-
-    def forward(self, minibatch: int) -> None:
-        if self._inner is not None:
-            self._inner.forward(minibatch)
-
-    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+    def measure(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         self._found = unscale([p.grad for p in parameters if p.grad is not None], self.scale.value)
-        if self.worker < self._end:
-            behind = self._transport.recv_note(self.worker + 1, ("overflow", minibatch))
-            self._found = max(self._found, float(behind[0]))
+
+    def pass_up(self, behind: Tensor) -> Tensor:
+        self._found = max(self._found, float(behind))
+        return torch.tensor([self._found], dtype=torch.float64)
+
+    def pass_down(self, before: Tensor) -> Tensor:
         if self.worker > 0:
-            self._send(self.worker - 1, "overflow", minibatch)
-        if self._inner is not None:
-            self._inner.announce(minibatch, parameters)
+            self._found = float(before)
+        return torch.tensor([self._found], dtype=torch.float64)
 
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Have the gradients clipped, and learn whether the update `skips`.
+        """Learn whether the update `skips`.
 
         Raises:
             NotFiniteError: gradients overflowed again and again, down to where the loss is not scaled up any more.
         """
-        if self.worker > 0:
-            self._found = float(self._transport.recv_note(self.worker - 1, ("skip", minibatch))[0])
-        if self.worker < self._end:
-            self._send(self.worker + 1, "skip", minibatch)
-        if self._inner is not None:
-            self._inner.apply(minibatch, parameters)
-            self.norm = self._inner.norm
         self.skips = self._found > 0
         self.last = ScaledStep(self.scale.value, self.skips)
         self.scale.update(self.skips, self._interval)
         if self.skips and self.scale.value < LEAST:
             raise _overflows(minibatch, self.scale, self.last.scale)
-
-    def _send(self, to: int, what: str, minibatch: int) -> None:
-        self._transport.send_note(to, (what, minibatch), torch.tensor([self._found], dtype=torch.float64))
 
 
 def unscale(gradients: Sequence[Tensor], scale: float) -> float:
@@ -196,9 +154,7 @@ def _overflows(minibatch: int, scale: Scale, used: float) -> NotFiniteError:
     )
 
 
-def make_scaler(
-    options: PipelineOptions, plan: Plan, worker: int, recipe: Recipe, transport: Transport, clip: Clip | None
-) -> LossScaler | None:
+def make_scaler(options: PipelineOptions, plan: Plan, worker: int, recipe: Recipe) -> LossScaler | None:
     """The scaler of a worker of a build whose backwards begin with a loss scale; None for any other.
 
     Raises:
@@ -214,4 +170,4 @@ def make_scaler(
             f"a loss scale of {initial:g}, doubled after {interval} steps, makes no sense",
             hint="loss_scale is a finite number above 0, loss_scale_interval one above 0",
         )
-    return LossScaler(initial, interval, plan, worker, transport, clip)
+    return LossScaler(initial, interval, plan, worker)

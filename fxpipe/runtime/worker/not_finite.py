@@ -42,7 +42,7 @@ class NotFinite:
     def of(executor: Executor) -> NotFinite:
         """What there is on a worker now."""
         trained = executor.store.trained
-        clip = executor.store.updater.clip
+        clip = None if executor.scaler is not None else executor.store.updater.clip  # a scale is to overflow at times
         minibatch, places = (None, []) if clip is None or clip.not_finite is None else clip.not_finite
         names = list(trained)
         weights = [name for name, weight in trained.items() if not is_finite(weight)]

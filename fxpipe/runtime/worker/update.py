@@ -21,7 +21,9 @@ from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
+from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.replicas_alike import check_optimizers_alike
+from fxpipe.runtime.worker.update_notes import UpdateNotes
 from fxpipe.task.model_file import Task
 from fxpipe.task.paced_scheduler import paced, without_order_warning
 from fxpipe.task.several_optimizers import may_draw
@@ -36,6 +38,7 @@ class Updater:
         delays: how many updates old each parameter's gradients are, for error feedback.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
             optimizer; its scheduler, if any, makes a step after every update, or after every epoch.
+        notes: what clipping and loss scaling tell other workers.
         keep_gradients: leave them in `grad` until the next update.
         own: those of the trained parameters that are updated here, where replicas share them out; None for all.
         replica: then, which one this is: each has random numbers of its own.
@@ -63,6 +66,8 @@ class Updater:
         delays: Mapping[Tensor, int],
         task: Task,
         clip: Clip | None,
+        scaler: LossScaler | None,
+        notes: UpdateNotes,
         keep_gradients: bool,
         seed: int,
         own: Mapping[str, nn.Parameter] | None = None,
@@ -74,7 +79,7 @@ class Updater:
         self.parameters = list(trained.values())
         self._names = {id(parameter): name for name, parameter in trained.items()}
         self._sum = gradients
-        self.clip = clip
+        self.clip, self.scaler, self.notes = clip, scaler, notes
         self.scheduler: Any = None
         self.per_epoch = False
         self.steps_per_epoch: int | None = None
@@ -191,20 +196,10 @@ class Updater:
             )
         self._heard = version, metrics[self.metric]
 
-    def begin(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run."""
-        if self.clip is not None:
-            self.clip.forward(minibatch)
-
     def gather(self) -> None:
         """A minibatch's backwards are over: put the gradients into `grad`."""
         for parameter, gradient in zip(self.parameters, self._sum.take(), strict=True):
             parameter.grad = gradient
-
-    def announce(self, minibatch: int) -> None:
-        """Send the gradients' norms on; waits for those of the worker after this one."""
-        if self.clip is not None:
-            self.clip.announce(minibatch, self.parameters)
 
     def step(self, minibatch: int) -> None:
         """The update itself; with exact clipping it waits for the other workers.
@@ -212,8 +207,7 @@ class Updater:
         Raises:
             RunError: the user's optimizer or scheduler failed.
         """
-        if self.clip is not None:
-            self.clip.apply(minibatch, self.parameters)
+        self.notes.apply(minibatch)
         if self.optimizer is not None:
             with random_state_kept() if self._may_draw(self.optimizer) else nullcontext():
                 if self._heard is not None:
@@ -227,7 +221,7 @@ class Updater:
 
     def state(self) -> dict[str, Any]:
         """What the next updates depend on, but for the weights themselves, by the parameters' names; live tensors."""
-        found: dict[str, Any] = {"clip": None if self.clip is None else self.clip.state()}
+        found: dict[str, Any] = {"clip": next((field.state() for field in self.notes.fields), None)}
         if self.optimizer is None:
             return found
         name = self._names
@@ -254,8 +248,8 @@ class Updater:
         Raises:
             RunError: it does not fit the optimizer.
         """
-        if self.clip is not None and found[0]["clip"] is not None:
-            self.clip.load(found[0]["clip"], same)
+        for field in self.notes.fields if found[0]["clip"] is not None else ():
+            field.load(found[0]["clip"], same)
         known = [each for each in found if "optimizer" in each]
         if self.optimizer is None or not known:
             return
@@ -296,7 +290,7 @@ class Updater:
                     self.scheduler.step()
 
     def _update(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
-        if not (skips := self.clip is not None and self.clip.skips):
+        if not (skips := self.scaler is not None and self.scaler.skips):
             self._step_optimizer(minibatch, optimizer)
         try:
             if self.scheduler is not None and self.scheduler_due(minibatch + 1):

@@ -16,10 +16,12 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages, MovingAverage
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum
+from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.runtime.worker.shared_update import SharedUpdate
 from fxpipe.runtime.worker.update import Updater
+from fxpipe.runtime.worker.update_notes import UpdateNotes
 from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.schedule.action import Action
 from fxpipe.task.model_file import Task
@@ -62,6 +64,7 @@ class WeightStore:
         task: Task,
         keep_gradients: bool = False,
         clip: Clip | None = None,
+        scaler: LossScaler | None = None,
         seed: int = 0,
         collective: Collective | None = None,
     ) -> None:
@@ -106,6 +109,8 @@ class WeightStore:
             delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
             task=task,
             clip=clip,
+            scaler=scaler,
+            notes=UpdateNotes(worker, plan.workers, transport, [f for f in (scaler, clip) if f is not None], live),
             keep_gradients=keep_gradients,
             seed=seed,
             own=None if self.shared is None else self.shared.own,
@@ -117,8 +122,8 @@ class WeightStore:
     def begin(self, start: int, stop: int | None = None) -> None:
         """Begin a segment: the pipeline is empty, every owner is at version `start`; see `ReadVersions.begin`."""
         self._empty()
-        if self.updater.clip is not None:
-            self.updater.clip.begin()
+        for field in self.updater.notes.fields:
+            field.begin()
         self.versions.begin(start, stop)
         if self.staleness is not None:
             self.staleness.begin()
@@ -171,9 +176,8 @@ class WeightStore:
             self.averages.load(averages, version)
 
     def expect(self, action: Action) -> None:
-        """Announce what will be received around an action, some actions before it: norms, and copies of weights."""
-        if self.updater.clip is not None:
-            self.updater.clip.expect(action, self.updated_by(action))
+        """Announce what will be received around an action, some actions before it: notes, and copies of weights."""
+        self.updater.notes.expect(action, self.updated_by(action))
         self.versions.expect(action)
 
     def add(self, phase: Phase, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
@@ -193,12 +197,11 @@ class WeightStore:
         """The pipeline is empty: begin the update that is owed, as `update`."""
         minibatch = self.owed
         assert minibatch is not None
-        if self.updater.clip is not None:
-            self.updater.clip.expect(None, minibatch)
+        self.updater.notes.expect(None, minibatch)
         self.update(minibatch)
 
     def update(self, minibatch: int) -> None:
-        """The minibatch's gradients are there: `gather`, `announce` and `settle`, before the next action, update."""
+        """The minibatch's gradients are there: `gather`, the notes and `settle`, before the next action, update."""
         assert self.version == minibatch < self.summed, f"update {self.version} by minibatch {minibatch}"
         self.due = minibatch
 
@@ -222,11 +225,6 @@ class WeightStore:
         self.updater.gather()
         if self.shared is not None and self.updater.clip is not None:
             self.shared.start_norms(minibatch)
-
-    def announce(self) -> None:
-        """Tell other workers what clipping tells of the gradients; waits for what the next worker tells."""
-        assert self.due is not None
-        self.updater.announce(self.due)
 
     def settle(self) -> int:
         """Make the update that was announced, and send weight copies of the new version; returns its minibatch.

@@ -115,6 +115,14 @@ def test_workers_that_wait_for_each_other() -> None:
     assert "all workers wait for each other" in said[60].text
 
 
+def test_the_notes_of_an_update_are_named() -> None:
+    said = looks(60, [Worker().waits("up", 1), Worker().waits("down", 0)])[60].text
+    assert "worker 0 waits for worker 1: the note up (the norms of gradients, or whether they overflowed) of" in said
+    assert (
+        "1 waits for worker 0: the note down (the norm of all gradients, or whether they overflowed) of step 12" in said
+    )
+
+
 def test_what_comes_before_training_may_take_longer() -> None:
     said = looks(1900, [Worker("loading", 0), Worker("loading", 0)])
     assert said[60].text.splitlines()[1] == "  worker 0 loads its stage"

@@ -63,11 +63,11 @@ def test_it_takes_no_time_and_no_copy(toy: Any, tmp_path: Path) -> None:
     zero.send(edge, 0, 1, value.t().contiguous().t())
     two.expect(edge, 0, 1)
     assert two.recv(edge, 0, 1).stride() == edge.tensor.stride, "a value comes in the form of the plan"
-    two.expect_note(0, ("total", 3), 1)
-    zero.expect_note(2, ("total", 3), 1)
-    zero.send_note(2, ("total", 3), torch.tensor([1.0]))
-    two.send_note(0, ("total", 3), torch.tensor([2.0]))
-    assert [two.recv_note(0, ("total", 3)).item(), zero.recv_note(2, ("total", 3)).item()] == [1.0, 2.0]
+    two.expect_note(0, ("down", 3), 1)
+    zero.expect_note(2, ("down", 3), 1)
+    zero.send_note(2, ("down", 3), torch.tensor([1.0]))
+    two.send_note(0, ("down", 3), torch.tensor([2.0]))
+    assert [two.recv_note(0, ("down", 3)).item(), zero.recv_note(2, ("down", 3)).item()] == [1.0, 2.0]
     zero.expect_loss(0)
     two.send_loss(torch.tensor(5.0))
     assert zero.recv_loss(0).item() == 5.0
