@@ -23,7 +23,7 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process import world
 from fxpipe.runtime.process.start import run_local
-from fxpipe.runtime.wires.turns import Turns
+from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.task.hooks import given_task
 

@@ -16,7 +16,7 @@ from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard
-from fxpipe.runtime.wires.turns import Turns
+from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.worker.outer_step import OuterStep
 from fxpipe.task.model_file import load_task
 

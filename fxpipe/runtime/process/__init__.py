@@ -2,7 +2,7 @@
 
 - start and end: `launch`, `child`, `start`, `membership`, `guardian`, `ends`, `stall`; before: `check_run`, `warnings`.
 - a run: `rank`, its `world` and `rows`, `training_loop`, `epochs`, `consequences` of evaluations, `best_weights`.
-- a user's own loop: `pipeline`, with the `readings` of its workers, and `fed_rows`, which walk as far as it feeds them.
+- a user's own loop: `pipeline`, with the `readings` of its workers; its `rows` walk as far as it feeds them.
 - what processes tell each other: `minibatch_notes` with each minibatch, `new_shapes`, `together` for all at once.
 - evaluations: `distributed_evaluation`, `evaluation_while_training`; callbacks: `run_callbacks`.
 - checkpoints: `checkpoints` while it trains, on the `agenda`; `own_checkpoint` of a loop; `resume`, `last_saved`.

@@ -12,8 +12,8 @@ from fxpipe.errors import RunError
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.fed_rows import FedRows
 from fxpipe.runtime.process.resume import Resumed
+from fxpipe.runtime.process.rows import FedRows
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.executor import Executor

@@ -22,10 +22,9 @@ from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.exchange import Exchange, FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires
+from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires, Turns
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
 from fxpipe.runtime.wires.throttled import open_wires
-from fxpipe.runtime.wires.turns import Turns
 from fxpipe.runtime.wires.wired import Wires
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite

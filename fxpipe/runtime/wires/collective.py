@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.observe.watch import Watch
-from fxpipe.runtime.wires.turns import Turns
+from fxpipe.runtime.wires.one_process import Turns
 
 Key = tuple[str, int]
 """What is exchanged, and the minibatch that it is of."""

@@ -22,10 +22,9 @@ from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.group import group_among, peers
-from fxpipe.runtime.wires.one_process import Loopback
+from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
 from fxpipe.runtime.wires.rendezvous import NcclLine
-from fxpipe.runtime.wires.turns import Turns
 from fxpipe.runtime.wires.wired import Coming
 
 Work = Any

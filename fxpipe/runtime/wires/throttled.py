@@ -31,8 +31,8 @@ from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.wires.addresses import Channel
 from fxpipe.runtime.wires.clocks import read_offset
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.wires.processes import ProcessWires
-from fxpipe.runtime.wires.turns import Turns
 
 _WORDS = 2**24
 """The tags of words begin here, above those of messages."""

@@ -11,8 +11,8 @@ import torch
 
 from fxpipe.errors import PeerLost, RunError
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard, even_parts, summed
+from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.wires.replica_group import ReplicaProcess
-from fxpipe.runtime.wires.turns import Turns
 
 PROCESS = """
 import sys, torch
