@@ -20,7 +20,7 @@ from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.quantity import size
-from fxpipe.planner.search import EPSILON, Path, bottleneck, fullest, least_bottleneck
+from fxpipe.planner.search import EPSILON, Path, bottleneck, fullest, least_bottleneck, workers_of
 from fxpipe.planner.sums_over_runs import Places
 from fxpipe.planner.workers import Workers
 
@@ -343,9 +343,7 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
     profile, workers = costs.profile, costs.workers
     cuts = path.cuts
     loads, recompute = [], []
-    for k in range(workers.count):
-        begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
-        costs.remember(begin, end)
+    for k, begin, end in workers_of(costs, cuts):
         price = costs.price(k, begin, end, with_memory=True)
         again = costs.repeated(begin, end)
         recompute += [(k, *run) for run in again]
