@@ -49,8 +49,7 @@ class WholeCall:
 
 def whole_call(node: fx.Node) -> WholeCall | str | None:
     """What `beside` found for a node: None if it was not asked, or for a call that computes nothing."""
-    found: WholeCall | str | None = node.meta.get(WHOLE)
-    return found
+    return node.meta.get(WHOLE)
 
 
 def shapes_of(shown: Any) -> tuple[tuple[int, ...] | None, ...]:
