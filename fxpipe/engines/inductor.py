@@ -182,8 +182,7 @@ def _load(device: str, cache: Path, file: str) -> Callable[..., Any] | None:
         return None
     try:
         with _quiet(device, cache) as inductor:
-            loaded: Callable[..., Any] = inductor.CompiledArtifact.load(path=str(cache / file), format="binary")
-            return loaded
+            return inductor.CompiledArtifact.load(path=str(cache / file), format="binary")
     except Exception:  # damaged: it is built again
         return None
 

@@ -14,6 +14,7 @@ from fxpipe.planner.workers import Workers
 from fxpipe.policy.recipe import Recipe
 
 PINNED = "pinned"
+_TIMES = ("forward", "backward", "weight", "update", "recompute", "exposed", "total")
 
 
 def balance_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]]:
@@ -65,16 +66,7 @@ def _row(partition: Partition, chosen: bool) -> dict[str, Any]:
         "bottleneck_ms": 1e3 * partition.bottleneck,
         "ideal_ms": 1e3 * partition.ideal,
         "workers": [
-            {
-                "forward_ms": 1e3 * load.forward,
-                "backward_ms": 1e3 * load.backward,
-                "weight_ms": 1e3 * load.weight,
-                "update_ms": 1e3 * load.update,
-                "recompute_ms": 1e3 * load.recompute,
-                "exposed_ms": 1e3 * load.exposed,
-                "total_ms": 1e3 * load.total,
-                "memory_bytes": load.memory,
-            }
+            {f"{part}_ms": 1e3 * getattr(load, part) for part in _TIMES} | {"memory_bytes": load.memory}
             for load in partition.loads
         ],
     }
