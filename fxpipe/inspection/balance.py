@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.planner.candidates import MODES
+from fxpipe.planner.candidates import MODES, PINNED
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Workers
 from fxpipe.policy.recipe import Recipe
 
-PINNED = "pinned"
 _TIMES = ("forward", "backward", "weight", "update", "recompute", "exposed", "total")
 
 
@@ -54,7 +53,7 @@ def _own(subject: Subject, workers: Workers) -> Partition:
     """What the build's own cuts cost under another schedule or policy, or if they were given by hand."""
     plan, compared = subject.plan, subject.costs.partitions
     again = compared[-1].recompute if compared else ()
-    return of_cuts(subject.profile, workers, replace(Cuts.of(plan), recompute=again), mode=PINNED)
+    return of_cuts(subject.profile, workers, replace(Cuts.of(plan), recompute=again))
 
 
 def _row(partition: Partition, chosen: bool) -> dict[str, Any]:

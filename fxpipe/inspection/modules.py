@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -33,7 +34,8 @@ class ModuleTree:
         self._last = max((i for i, path in enumerate(units) if path), default=len(units))
         self._index: dict[str | None, int] = {}
         self.rows = [self._row(path, parent) for path, parent in self._walk(self._paths())]
-        self._add_apart()
+        apart = (self.of(units[i], i) for i, apart in enumerate(units_apart(subject)) if apart)
+        self._add_counts("apart", Counter(apart))
         self._add_nodes()
         for row in self.rows:
             for phase in ("forward", "backward"):
@@ -98,31 +100,28 @@ class ModuleTree:
 
     def _add_nodes(self) -> None:
         own: dict[tuple[int, Phase, int], tuple[float, int]] = {}
-        passed: dict[int, int] = {}
+        nodes = Counter[int]()
         for node in self._subject.nodes.rows:
-            if node.phase is not None:
-                module = self.of(node.module, node.unit)
-                if node.op in WIRES:
-                    passed[module] = passed.get(module, 0) + 1
-                    continue
+            if node.phase is None:
+                continue
+            module = self.of(node.module, node.unit)
+            nodes[module] += 1
+            if node.op not in WIRES:
                 key = module, node.phase, node.worker
                 ms, count = own.get(key, (0.0, 0))
                 own[key] = ms + (node.ms or 0.0), count + 1
+        self._add_counts("nodes", nodes)
         for (module, phase, worker), (ms, count) in own.items():
             for row in self._up(module):
                 places = row["forward" if phase == "F" else "backward"]
                 before = places.get(worker, (0.0, 0))
                 places[worker] = before[0] + ms, before[1] + count
-                row["nodes"] += count
-        for module, count in passed.items():
-            for row in self._up(module):
-                row["nodes"] += count
 
-    def _add_apart(self) -> None:
-        """Count the units that are cut apart."""
-        for unit, apart in enumerate(units_apart(self._subject)):
-            for row in self._up(self.of(self._subject.plan.units[unit], unit)):
-                row["apart"] += apart
+    def _add_counts(self, column: str, counts: Counter[int]) -> None:
+        """Counts by row, each for its parents, too."""
+        for module, count in counts.items():
+            for row in self._up(module):
+                row[column] += count
 
     def _add_parameters(self) -> None:
         for parameter in self._subject.plan.parameters:

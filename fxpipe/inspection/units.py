@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.plan.spec import Plan
+from fxpipe.planner.cuts import Cuts
 
 WIRES = ("send", "recv", "all_reduce", "reduce_scatter")
 """Operators of nodes that compute nothing: an idle worker has some too, since it passes on what keeps the order."""
@@ -14,20 +13,20 @@ WIRES = ("send", "recv", "all_reduce", "reduce_scatter")
 
 def unit_rows(subject: Subject) -> list[dict[str, Any]]:
     """A row for each unit."""
+    plan, cuts = subject.plan, Cuts.of(subject.plan)
+    rows = zip(plan.units, subject.profile.units, units_apart(subject), strict=True)
     return [
         {
             "module": path,
-            "forward": forward,
-            "backward": backward,
-            "weights": weights,
+            "forward": cuts.worker("F", i),
+            "backward": cuts.worker("B", i),
+            "weights": cuts.worker("B", i, weight=True),
             "forward_ms": unit.forward_ms,
             "backward_ms": unit.backward_ms,
             "weight_ms": unit.weight_ms,
             "apart": apart,
         }
-        for path, (forward, backward, weights), unit, apart in zip(
-            subject.plan.units, workers_of_units(subject.plan), subject.profile.units, units_apart(subject), strict=True
-        )
+        for i, (path, unit, apart) in enumerate(rows)
     ]
 
 
@@ -36,24 +35,11 @@ def units_apart(subject: Subject) -> list[bool]:
 
     A kind of which the unit has no nodes does not count, nor does what other workers compute again.
     """
-    homes = workers_of_units(subject.plan)
-    places: list[set[int]] = [set() for _ in homes]
+    cuts = Cuts.of(subject.plan)
+    places: list[set[int]] = [set() for _ in subject.plan.units]
     for node in subject.nodes.rows:
-        if node.phase is None or node.op in WIRES or node.unit is None or not 0 <= node.unit < len(homes):
+        if node.phase is None or node.op in WIRES or node.unit is None or not 0 <= node.unit < len(places):
             continue
-        kind = 2 if node.weight else 0 if node.phase == "F" else 1
-        if node.worker == homes[node.unit][kind]:
+        if node.worker == cuts.worker(node.phase, node.unit, node.weight):
             places[node.unit].add(node.worker)
     return [len(workers) > 1 for workers in places]
-
-
-def workers_of_units(plan: Plan) -> list[tuple[int, int, int]]:
-    """Each unit's workers of F, B and W."""
-    kinds = ("forward_units", "backward_units", "weight_units")
-    return list(zip(*(_spread(plan, kind) for kind in kinds), strict=True))
-
-
-def _spread(plan: Plan, kind: str) -> Iterator[int]:
-    for worker, stage in enumerate(plan.stages):
-        first, end = getattr(stage, kind)
-        yield from (worker for _ in range(first, end))

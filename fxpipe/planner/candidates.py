@@ -14,6 +14,9 @@ from fxpipe.planner.sums_over_runs import Places
 
 MODES = ("same", "bidirectional", "three-way")
 
+PINNED = "pinned"
+"""Instead of a mode, where the cuts were given."""
+
 
 @dataclass(frozen=True)
 class Positions:

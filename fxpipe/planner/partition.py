@@ -15,7 +15,7 @@ import numpy as np
 
 from fxpipe.errors import CutError
 from fxpipe.planner.balance import bidirectional_cuts, same_cuts
-from fxpipe.planner.candidates import MODES, Positions, all_layers, positions, window
+from fxpipe.planner.candidates import MODES, PINNED, Positions, all_layers, positions, window
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import Profile
@@ -142,7 +142,7 @@ def partitions(
 
 
 def of_cuts(
-    profile: Profile, workers: Workers, cuts: Cuts, *, mode: str = "pinned", costs: CostModel | None = None
+    profile: Profile, workers: Workers, cuts: Cuts, *, mode: str = PINNED, costs: CostModel | None = None
 ) -> Partition:
     """What given cuts cost, as a partition: there is no search, so only the ideal bounds it.
 
