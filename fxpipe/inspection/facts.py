@@ -18,10 +18,9 @@ from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_fac
 from fxpipe.inspection.edges import edge_rows
 from fxpipe.inspection.evaluation import evaluation_facts
 from fxpipe.inspection.grid import grid_rows
-from fxpipe.inspection.modules import ModuleTree, node_table
+from fxpipe.inspection.modules import ModuleTree, node_table, unit_rows
 from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.timeline import outlook
-from fxpipe.inspection.units import unit_rows
 from fxpipe.inspection.workers import worker_rows
 from fxpipe.observe.record import samples_of
 from fxpipe.passes.analysis.summary import Traffic

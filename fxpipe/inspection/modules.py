@@ -1,4 +1,4 @@
-"""The model's module tree: where each module's forward and backward run, and what that takes; and its nodes."""
+"""The model's module tree: where each module's forward and backward run, and what that takes; its units and nodes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.inspection.units import WIRES, units_apart
 from fxpipe.ir.program_table import Row
 from fxpipe.plan.spec import Phase
+from fxpipe.planner.cuts import Cuts
 
 COLUMNS = list(Row._fields)
 
 LOSS = "(loss)"
 """The name of the row for what comes after the last module; its path is None."""
+
+WIRES = ("send", "recv", "all_reduce", "reduce_scatter")
+"""Operators of nodes that compute nothing: an idle worker has some too, since it passes on what keeps the order."""
 
 
 class ModuleTree:
@@ -133,6 +136,40 @@ class ModuleTree:
                 row["owners"].add(parameter.owner)
         for row in self.rows:
             row["owners"] = sorted(row["owners"])
+
+
+def unit_rows(subject: Subject) -> list[dict[str, Any]]:
+    """A row for each unit, in order: where it runs, whether it is cut apart, and what it costs."""
+    plan, cuts = subject.plan, Cuts.of(subject.plan)
+    rows = zip(plan.units, subject.profile.units, units_apart(subject), strict=True)
+    return [
+        {
+            "module": path,
+            "forward": cuts.worker("F", i),
+            "backward": cuts.worker("B", i),
+            "weights": cuts.worker("B", i, weight=True),
+            "forward_ms": unit.forward_ms,
+            "backward_ms": unit.backward_ms,
+            "weight_ms": unit.weight_ms,
+            "apart": apart,
+        }
+        for i, (path, unit, apart) in enumerate(rows)
+    ]
+
+
+def units_apart(subject: Subject) -> list[bool]:
+    """For each unit whether its forward, its backward and its weight gradients are not all on one worker.
+
+    A kind of which the unit has no nodes does not count, nor does what other workers compute again.
+    """
+    cuts = Cuts.of(subject.plan)
+    places: list[set[int]] = [set() for _ in subject.plan.units]
+    for node in subject.nodes.rows:
+        if node.phase is None or node.op in WIRES or node.unit is None or not 0 <= node.unit < len(places):
+            continue
+        if node.worker == cuts.worker(node.phase, node.unit, node.weight):
+            places[node.unit].add(node.worker)
+    return [len(workers) > 1 for workers in places]
 
 
 def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any]:
