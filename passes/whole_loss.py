@@ -74,8 +74,7 @@ class WholeLoss(Pass):
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()
-        found = microbatches_of(program)
-        found = with_metrics(found)
+        found = with_metrics(microbatches_of(program))
         if found.batch_norms:
             names = dict.fromkeys(info(n).module or info(n).source or n.name for n in found.batch_norms)
             norms = listed(list(names), 6)

@@ -109,8 +109,7 @@ def trainer_hooks(
             {"params": [p for name, p in named_parameters if (name in decayed) is decays], "weight_decay": decay}
             for decays, decay in ((True, args.weight_decay), (False, 0.0))
         ]
-        made: torch.optim.Optimizer = kind([group for group in groups if group["params"]], **options)
-        return made
+        return kind([group for group in groups if group["params"]], **options)
 
     def lr_scheduler(optimizer: torch.optim.Optimizer) -> Any:
         steps = updates(args, train_data())
@@ -144,8 +143,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """The loss that a model of transformers computes where its batch has labels."""
     with problem_type_kept(model):
         made = model(**batch)
-    loss: Tensor = made["loss"] if isinstance(made, dict) else made[0]
-    return loss
+    return made["loss"] if isinstance(made, dict) else made[0]
 
 
 @contextmanager

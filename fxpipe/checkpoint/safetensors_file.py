@@ -48,8 +48,7 @@ def key(name: str) -> str:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's bytes as the file has them."""
-    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return data
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def digest(tensor: Tensor) -> str:

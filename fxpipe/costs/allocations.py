@@ -41,10 +41,10 @@ class TrackedAllocations(TorchDispatchMode):
     ) -> Any:
         """Run an operator and look at what it read and made."""
         kwargs = kwargs or {}
-        for tensor in _tensors((args, tuple(kwargs.values()))):
+        for tensor in tensors_in((args, kwargs)):
             self._see(tensor)
         made = func(*args, **kwargs)
-        for tensor in _tensors(made):
+        for tensor in tensors_in(made):
             self._see(tensor)
         return made
 
@@ -64,9 +64,10 @@ class TrackedAllocations(TorchDispatchMode):
         self.live -= self._known.pop(key)
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
+def tensors_in(found: Any) -> Iterator[Tensor]:
+    """The tensors in nested dictionaries, lists and tuples."""
     if isinstance(found, Tensor):
         yield found
-    elif isinstance(found, (tuple, list)):
-        for each in found:
-            yield from _tensors(each)
+    elif isinstance(found, (dict, list, tuple)):
+        for each in found.values() if isinstance(found, dict) else found:
+            yield from tensors_in(each)

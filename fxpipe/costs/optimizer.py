@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.costs.allocations import TrackedAllocations
+from fxpipe.costs.allocations import TrackedAllocations, tensors_in
 from fxpipe.costs.timer import Clock, Rounds, clock_of, quartile, seconds_of
 from fxpipe.errors import PolicyError, TaskError
 from fxpipe.optimizer.hook import make_optimizer
@@ -86,7 +85,7 @@ def _state(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, bool, St
         return 0.0, False, StepMemory()
     state = 0.0
     for (_, whole), (_, small) in zip(parameters, sample, strict=True):
-        for found in _tensors(made.state.get(small, {})):
+        for found in tensors_in(made.state.get(small, {})):
             state += found.nbytes * (whole.numel() / small.numel() if found.dim() and small.numel() else 1.0)
     step = replace(
         _step_memory(made, [p for _, p in sample]),
@@ -199,14 +198,3 @@ def _stepped(sample: list[tuple[str, nn.Parameter]], optimizer: MakeOptimizer) -
             for _ in range(2):  # the first makes the state
                 made.step()
     return made
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _tensors(value)

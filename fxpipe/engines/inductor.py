@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -182,8 +182,7 @@ def _load(device: str, cache: Path, file: str) -> Callable[..., Any] | None:
         return None
     try:
         with _quiet(device, cache) as inductor:
-            loaded: Callable[..., Any] = inductor.CompiledArtifact.load(path=str(cache / file), format="binary")
-            return loaded
+            return inductor.CompiledArtifact.load(path=str(cache / file), format="binary")
     except Exception:  # damaged: it is built again
         return None
 
@@ -220,8 +219,6 @@ def _quiet(device: str, folder: Path) -> Iterator[Any]:
     """Inside, inductor works in this process alone, prints nothing, and writes only into `folder`."""
     from fxpipe.torch_private import inductor
 
-    loggers = [] if os.environ.get("TORCH_LOGS") else [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -230,7 +227,7 @@ def _quiet(device: str, folder: Path) -> Iterator[Any]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(kernels.traced())
         for table in (inductor.decomposition.decompositions, inductor.decomposition.fast_random_decomps()):
-            stack.enter_context(_without(table, _NOT_DECOMPOSED))
+            stack.callback(table.update, {key: table.pop(key) for key in _NOT_DECOMPOSED if key in table})
         # Under the variable CI, inductor refuses to call the kernel of an operator that torch can decompose.
         called = functools.partial(inductor.lowering.make_fallback, warn=False)
         stack.enter_context(mock.patch.object(inductor.graph, "make_fallback", called))
@@ -239,23 +236,10 @@ def _quiet(device: str, folder: Path) -> Iterator[Any]:
             with contextlib.suppress(Exception):
                 inductor.cpu_vec_isa.pick_vec_isa()
         stack.enter_context(inductor.temporary_cache_dir(str(folder.absolute())))
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.CRITICAL)
-            yield inductor
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _without(table: dict[Any, Any], keys: Iterable[Any]) -> Iterator[None]:
-    """Inside, the table lacks these keys."""
-    taken = {key: table.pop(key) for key in keys if key in table}
-    try:
-        yield
-    finally:
-        table.update(taken)
+        for logger in map(logging.getLogger, () if os.environ.get("TORCH_LOGS") else _LOGGERS):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
+        yield inductor
 
 
 def _reason(error: BaseException) -> str:

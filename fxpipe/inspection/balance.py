@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.planner.candidates import MODES
+from fxpipe.planner.candidates import MODES, PINNED
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Workers
 from fxpipe.policy.recipe import Recipe
 
-PINNED = "pinned"
+_TIMES = ("forward", "backward", "weight", "update", "recompute", "exposed", "total")
 
 
 def balance_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def _own(subject: Subject, workers: Workers) -> Partition:
     """What the build's own cuts cost under another schedule or policy, or if they were given by hand."""
     plan, compared = subject.plan, subject.costs.partitions
     again = compared[-1].recompute if compared else ()
-    return of_cuts(subject.profile, workers, replace(Cuts.of(plan), recompute=again), mode=PINNED)
+    return of_cuts(subject.profile, workers, replace(Cuts.of(plan), recompute=again))
 
 
 def _row(partition: Partition, chosen: bool) -> dict[str, Any]:
@@ -65,16 +65,7 @@ def _row(partition: Partition, chosen: bool) -> dict[str, Any]:
         "bottleneck_ms": 1e3 * partition.bottleneck,
         "ideal_ms": 1e3 * partition.ideal,
         "workers": [
-            {
-                "forward_ms": 1e3 * load.forward,
-                "backward_ms": 1e3 * load.backward,
-                "weight_ms": 1e3 * load.weight,
-                "update_ms": 1e3 * load.update,
-                "recompute_ms": 1e3 * load.recompute,
-                "exposed_ms": 1e3 * load.exposed,
-                "total_ms": 1e3 * load.total,
-                "memory_bytes": load.memory,
-            }
+            {f"{part}_ms": 1e3 * getattr(load, part) for part in _TIMES} | {"memory_bytes": load.memory}
             for load in partition.loads
         ],
     }

@@ -13,18 +13,18 @@ from typing import Any
 
 import fxpipe
 from fxpipe.errors import PolicyError
-from fxpipe.inspection.balance import PINNED, balance_rows
+from fxpipe.inspection.balance import balance_rows
 from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_facts
 from fxpipe.inspection.edges import edge_rows
 from fxpipe.inspection.evaluation import evaluation_facts
 from fxpipe.inspection.grid import grid_rows
-from fxpipe.inspection.modules import ModuleTree, node_table
+from fxpipe.inspection.modules import ModuleTree, node_table, unit_rows
 from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.timeline import outlook
-from fxpipe.inspection.units import unit_rows
 from fxpipe.inspection.workers import worker_rows
 from fxpipe.observe.record import samples_of
 from fxpipe.passes.analysis.summary import Traffic
+from fxpipe.planner.candidates import PINNED
 from fxpipe.policy import POLICIES
 from fxpipe.policy.recipe import Recipe, choose
 

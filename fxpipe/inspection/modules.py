@@ -1,19 +1,23 @@
-"""The model's module tree: where each module's forward and backward run, and what that takes; and its nodes."""
+"""The model's module tree: where each module's forward and backward run, and what that takes; its units and nodes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.inspection.units import WIRES, units_apart
 from fxpipe.ir.program_table import Row
 from fxpipe.plan.spec import Phase
+from fxpipe.planner.cuts import Cuts
 
 COLUMNS = list(Row._fields)
 
 LOSS = "(loss)"
 """The name of the row for what comes after the last module; its path is None."""
+
+WIRES = ("send", "recv", "all_reduce", "reduce_scatter")
+"""Operators of nodes that compute nothing: an idle worker has some too, since it passes on what keeps the order."""
 
 
 class ModuleTree:
@@ -33,7 +37,8 @@ class ModuleTree:
         self._last = max((i for i, path in enumerate(units) if path), default=len(units))
         self._index: dict[str | None, int] = {}
         self.rows = [self._row(path, parent) for path, parent in self._walk(self._paths())]
-        self._add_apart()
+        apart = (self.of(units[i], i) for i, apart in enumerate(units_apart(subject)) if apart)
+        self._add_counts("apart", Counter(apart))
         self._add_nodes()
         for row in self.rows:
             for phase in ("forward", "backward"):
@@ -98,31 +103,28 @@ class ModuleTree:
 
     def _add_nodes(self) -> None:
         own: dict[tuple[int, Phase, int], tuple[float, int]] = {}
-        passed: dict[int, int] = {}
+        nodes = Counter[int]()
         for node in self._subject.nodes.rows:
-            if node.phase is not None:
-                module = self.of(node.module, node.unit)
-                if node.op in WIRES:
-                    passed[module] = passed.get(module, 0) + 1
-                    continue
+            if node.phase is None:
+                continue
+            module = self.of(node.module, node.unit)
+            nodes[module] += 1
+            if node.op not in WIRES:
                 key = module, node.phase, node.worker
                 ms, count = own.get(key, (0.0, 0))
                 own[key] = ms + (node.ms or 0.0), count + 1
+        self._add_counts("nodes", nodes)
         for (module, phase, worker), (ms, count) in own.items():
             for row in self._up(module):
                 places = row["forward" if phase == "F" else "backward"]
                 before = places.get(worker, (0.0, 0))
                 places[worker] = before[0] + ms, before[1] + count
-                row["nodes"] += count
-        for module, count in passed.items():
-            for row in self._up(module):
-                row["nodes"] += count
 
-    def _add_apart(self) -> None:
-        """Count the units that are cut apart."""
-        for unit, apart in enumerate(units_apart(self._subject)):
-            for row in self._up(self.of(self._subject.plan.units[unit], unit)):
-                row["apart"] += apart
+    def _add_counts(self, column: str, counts: Counter[int]) -> None:
+        """Counts by row, each for its parents, too."""
+        for module, count in counts.items():
+            for row in self._up(module):
+                row[column] += count
 
     def _add_parameters(self) -> None:
         for parameter in self._subject.plan.parameters:
@@ -134,6 +136,40 @@ class ModuleTree:
                 row["owners"].add(parameter.owner)
         for row in self.rows:
             row["owners"] = sorted(row["owners"])
+
+
+def unit_rows(subject: Subject) -> list[dict[str, Any]]:
+    """A row for each unit, in order: where it runs, whether it is cut apart, and what it costs."""
+    plan, cuts = subject.plan, Cuts.of(subject.plan)
+    rows = zip(plan.units, subject.profile.units, units_apart(subject), strict=True)
+    return [
+        {
+            "module": path,
+            "forward": cuts.worker("F", i),
+            "backward": cuts.worker("B", i),
+            "weights": cuts.worker("B", i, weight=True),
+            "forward_ms": unit.forward_ms,
+            "backward_ms": unit.backward_ms,
+            "weight_ms": unit.weight_ms,
+            "apart": apart,
+        }
+        for i, (path, unit, apart) in enumerate(rows)
+    ]
+
+
+def units_apart(subject: Subject) -> list[bool]:
+    """For each unit whether its forward, its backward and its weight gradients are not all on one worker.
+
+    A kind of which the unit has no nodes does not count, nor does what other workers compute again.
+    """
+    cuts = Cuts.of(subject.plan)
+    places: list[set[int]] = [set() for _ in subject.plan.units]
+    for node in subject.nodes.rows:
+        if node.phase is None or node.op in WIRES or node.unit is None or not 0 <= node.unit < len(places):
+            continue
+        if node.worker == cuts.worker(node.phase, node.unit, node.weight):
+            places[node.unit].add(node.worker)
+    return [len(workers) > 1 for workers in places]
 
 
 def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any]:

@@ -44,12 +44,8 @@ class Subject:
     measured: bool = False
 
 
-def subject_of(build: Build, model: Path | None = None) -> Subject:
-    """A build in memory.
-
-    Args:
-        model: the file it was compiled from.
-    """
+def subject_of(build: Build) -> Subject:
+    """A build in memory."""
     assert build.nodes is not None
     assert build.profile is not None
     return Subject(
@@ -59,7 +55,6 @@ def subject_of(build: Build, model: Path | None = None) -> Subject:
         nodes=build.nodes,
         profile=build.profile,
         passes=build.passes,
-        model=model,
         measured=bool(build.costs.times or build.node_costs),
     )
 

@@ -265,8 +265,7 @@ class Program:
 
 def info(node: fx.Node) -> NodeInfo:
     """The node's record; only calls have one."""
-    record: NodeInfo = node.meta[INFO]
-    return record
+    return node.meta[INFO]
 
 
 def home_of(node: fx.Node) -> int:

@@ -22,8 +22,6 @@ from fxpipe.observe.run_folder import METRICS, RUN
 from fxpipe.observe.tensorboard import TensorboardLog
 from fxpipe.plan.spec import Plan
 
-OnEvaluation = Callable[[int, "dict[str, float]", float], None]
-"""Called after an evaluation with the number of steps, the means of all metrics, and the seconds that worker 0 took."""
 FINAL_WEIGHTS = "model.safetensors"
 AVERAGED_WEIGHTS = "ema.safetensors"
 BEST_WEIGHTS = "best.safetensors"

@@ -121,12 +121,11 @@ def _everywhere(run: TimedRun, slow: list[_Loss], updates: list[_Loss]) -> list[
     causes = {loss.cause for loss in slow}
     if not 1 < len(ratios) == len(slow) or len(causes) > 1 or min(ratios) < CLEARLY or max(ratios) > 1.15 * min(ratios):
         return None
-    parts = {
-        "forwards": [(run.took[worker.rank].forward, plan.forward) for worker, plan in run.both()],
-        "backwards": [(run.took[worker.rank].backward, plan.backward) for worker, plan in run.both()],
-        "updates": [(run.took[worker.rank].update, plan.update) for worker, plan in run.both()],
+    both = [(run.took[worker.rank], plan) for worker, plan in run.both()]
+    sums = {
+        f"{part}s": (sum(getattr(took, part) for took, _ in both), sum(getattr(plan, part) for _, plan in both))
+        for part in ("forward", "backward", "update")
     }
-    sums = {name: (sum(m for m, _ in pairs), sum(p for _, p in pairs)) for name, pairs in parts.items()}
     named = [name for name in ("forwards", "backwards") if _ratio(*sums[name]) >= CLEARLY]
     if not named:
         return None

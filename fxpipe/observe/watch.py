@@ -81,8 +81,8 @@ class Watch:
             self._clock = _CudaClock()
         self._stack: list[tuple[_OpenSpan, int]] = []
         self._since = 0  # what came before is already counted
-        self._own = [0] * (len(KINDS) * len(KINDS))  # by whole and kind
-        self._closed = [0] * len(KINDS)
+        self._own = [0] * (_SIZE * _SIZE)  # by whole and kind
+        self._closed = [0] * _SIZE
         self._waits: dict[tuple[str, int], int] = {}
         self._fill = 0
         self._refilling = False
@@ -134,9 +134,8 @@ class Watch:
         """Own time of all spans of these kinds: all, or what belongs to F, to B or W without its update, to updates."""
         if self._clock is not None and not self._open:
             self._read()
-        size = len(KINDS)
-        wholes = range(size) if within is None else (_NUMBER[within],)
-        return sum(self._own[whole * size + _NUMBER[kind]] for whole in wholes for kind in kinds) / 1e9
+        wholes = range(_SIZE) if within is None else (_NUMBER[within],)
+        return sum(self._own[whole * _SIZE + _NUMBER[kind]] for whole in wholes for kind in kinds) / 1e9
 
     def count(self, kind: Kind) -> int:
         """How many spans of a kind are closed."""
@@ -183,12 +182,11 @@ class Watch:
     @property
     def status(self) -> Status:
         """The status now; open spans count up to now, or on CUDA up to what was read last."""
-        size = len(KINDS)
-        own = [sum(self._own[kind::size]) for kind in range(size)]
+        own = [sum(self._own[kind::_SIZE]) for kind in range(_SIZE)]
         now = perf_counter_ns()
         if self._clock is None and (stack := self._stack[-1:]):
             own[stack[0][0].kind] += max(now - self._since, 0)
-        waiting = own[_NUMBER["wait"]]
+        waiting = own[_WAIT]
         busy = sum(own) - sum(own[_NUMBER[kind]] for kind in _IDLE)
         return Status(now - self.began, busy, waiting, self.count("F") - self.count("B"))
 

@@ -123,13 +123,9 @@ def quiet() -> Iterator[None]:
         for name, found in logging.root.manager.loggerDict.items()
         if isinstance(found, logging.Logger) and name.startswith(("torch.onnx.", "onnxscript.", "onnx_ir."))
     ]
-    levels = [found.level for found in loggers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         for found in loggers:
+            stack.callback(found.setLevel, found.level)
             found.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for found, level in zip(loggers, levels, strict=True):
-                found.setLevel(level)
+        yield

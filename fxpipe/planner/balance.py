@@ -9,7 +9,7 @@ the first k workers decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def same_cuts(forward: Sequence[float], backward: Backwards, speeds: Sequence[fl
     limit = _bisect(lambda t: cuts(t) is not None, _shared_out(forward, backward, speeds), alone)
     found = cuts(limit)
     assert found is not None
-    return _measured(forward, backward, found, found, speeds)
+    return _measured(forward, backward, BalancedCuts(found, found, 0.0), speeds)
 
 
 def bidirectional_cuts(forward: Sequence[float], backward: Backwards, speeds: Sequence[float]) -> BalancedCuts:
@@ -87,7 +87,8 @@ def bidirectional_cuts(forward: Sequence[float], backward: Backwards, speeds: Se
         before = _came_from(f, b[k], reach[k], at, back, limit * speeds[k] * (1 + 2 * _TOLERANCE))
         cuts.append((before, min(int(reach[k][before]), back)))
     cuts.reverse()
-    return _measured(forward, backward, tuple(c[0] for c in cuts), tuple(c[1] for c in cuts), speeds)
+    found = BalancedCuts(tuple(c[0] for c in cuts), tuple(c[1] for c in cuts), 0.0)
+    return _measured(forward, backward, found, speeds)
 
 
 def _prefixes(backward: Backwards) -> list[Floats]:
@@ -149,11 +150,6 @@ def _came_from(f: Floats, b: Floats, reach: Places, at: int, back: int, time: fl
 
 
 def _measured(
-    forward: Sequence[float],
-    backward: Backwards,
-    forward_cuts: tuple[int, ...],
-    backward_cuts: tuple[int, ...],
-    speeds: Sequence[float],
+    forward: Sequence[float], backward: Backwards, cuts: BalancedCuts, speeds: Sequence[float]
 ) -> BalancedCuts:
-    balance = BalancedCuts(forward_cuts, backward_cuts, 0.0)
-    return BalancedCuts(forward_cuts, backward_cuts, max(worker_loads(forward, backward, balance, speeds)))
+    return replace(cuts, bottleneck=max(worker_loads(forward, backward, cuts, speeds)))

@@ -14,6 +14,9 @@ from fxpipe.planner.sums_over_runs import Places
 
 MODES = ("same", "bidirectional", "three-way")
 
+PINNED = "pinned"
+"""Instead of a mode, where the cuts were given."""
+
 
 @dataclass(frozen=True)
 class Positions:
@@ -104,7 +107,12 @@ def within(costs: CostModel, where: Positions, mode: str, least: float, most: fl
         found = every[(load >= least) & (load <= most)]
         return found if len(found) <= limit else None
     if mode == "bidirectional":
-        return _pairs(costs, where, least, most, limit)
+        backward = costs.backward[where.backward] + costs.weight[where.backward]
+        pairs = _grid(costs.forward[where.forward], backward, least, most, limit)
+        if pairs is None:
+            return None
+        i, j = pairs
+        return np.stack([where.forward[i], where.backward[j], where.backward[j]], axis=1)
     parts, count = [], 0
     for w in where.weight:
         spent = costs.weight[w]
@@ -116,15 +124,6 @@ def within(costs: CostModel, where: Positions, mode: str, least: float, most: fl
         parts.append(np.stack([where.forward[i], inner[j], np.full(len(i), w)], axis=1))
         count += len(i)
     return np.concatenate(parts)
-
-
-def _pairs(costs: CostModel, where: Positions, least: float, most: float, limit: int) -> Places | None:
-    backward = costs.backward[where.backward] + costs.weight[where.backward]
-    pairs = _grid(costs.forward[where.forward], backward, least, most, limit)
-    if pairs is None:
-        return None
-    i, j = pairs
-    return np.stack([where.forward[i], where.backward[j], where.backward[j]], axis=1)
 
 
 def _grid(one: np.ndarray, other: np.ndarray, least: float, most: float, limit: int) -> tuple[Places, Places] | None:
@@ -176,5 +175,4 @@ def with_choices(costs: CostModel, cuts: Places) -> Places:
 def _around(allowed: Places, position: int, offsets: Sequence[int]) -> Places:
     at = int(np.searchsorted(allowed, position))
     places = np.clip(at + np.asarray(offsets), 0, len(allowed) - 1)
-    found: Places = allowed[np.unique(places)]
-    return found
+    return allowed[np.unique(places)]

@@ -148,8 +148,7 @@ class CostModel:
 
     def load(self, states: Places) -> Floats:
         """Work before boundaries, rows (f, b, w, …), in milliseconds at speed 1; without the policy's."""
-        found: Floats = self.forward[states[..., 0]] + self.backward[states[..., 1]] + self.weight[states[..., 2]]
-        return found
+        return self.forward[states[..., 0]] + self.backward[states[..., 1]] + self.weight[states[..., 2]]
 
     def floor(self, worker: int, begins: Places, ends: Places) -> Floats:
         """A lower bound of `price` that is quicker to compute: computation, activations and gradients."""
@@ -224,8 +223,7 @@ class CostModel:
         if (share := self._share(worker)) != 1:
             update = self._update[ends[:, 2]] - self._update[begins[:, 2]]
             work, once = share * (work - update), update + policy
-        busy: Floats = (work + once) / self.workers.speeds[worker]
-        return busy
+        return (work + once) / self.workers.speeds[worker]
 
     def _share(self, worker: int) -> float:
         """What share of a minibatch's microbatches one process of the worker does."""
@@ -327,8 +325,7 @@ class CostModel:
     def _received(self, chain: int, begins: Places, ends: Places) -> Floats:
         assert self._lookup is not None
         rows, columns, table = self._lookup[chain]
-        found: Floats = table[np.searchsorted(rows, begins), np.searchsorted(columns, ends)]
-        return found
+        return table[np.searchsorted(rows, begins), np.searchsorted(columns, ends)]
 
     def run(self, backward: Span, weight: Span, again: Places) -> MismatchedRuns:
         """A run of units with B or W on one side of a boundary and F on the other."""

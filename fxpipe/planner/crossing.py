@@ -47,18 +47,15 @@ class Crossing:
 
     def open_at(self, position: int) -> Places:
         """The hops that lead over a position, by their end."""
-        found: Places = self._open[self._start[position] : self._start[position + 1]]
-        return found
+        return self._open[self._start[position] : self._start[position + 1]]
 
     def ends(self, hops: Places) -> Places:
         """Where hops end."""
-        found: Places = self._hi[hops]
-        return found
+        return self._hi[hops]
 
     def starts(self, hops: Places) -> Places:
         """Where hops start."""
-        found: Places = self._lo[hops]
-        return found
+        return self._lo[hops]
 
     def table(self, begins: Places, ends: Places) -> Floats:
         """Bytes received by [p, q) for every p of `begins` (rows) and q of `ends` (columns); 0 where q ≤ p."""

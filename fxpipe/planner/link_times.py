@@ -94,8 +94,7 @@ def exposed_exchange(workers: Workers, worker: int, weights: Floats, hidden: Flo
         hidden: milliseconds of the backward of the last microbatch, meanwhile.
     """
     taken = np.where(weights > 0, all_reduce(workers, worker).occupied(weights), 0.0)
-    found: Floats = np.maximum(taken - hidden, 0.0)
-    return found
+    return np.maximum(taken - hidden, 0.0)
 
 
 def fans(workers: Workers, worker: int) -> tuple[float, float]:

@@ -15,12 +15,12 @@ import numpy as np
 
 from fxpipe.errors import CutError
 from fxpipe.planner.balance import bidirectional_cuts, same_cuts
-from fxpipe.planner.candidates import MODES, Positions, all_layers, positions, window
+from fxpipe.planner.candidates import MODES, PINNED, Positions, all_layers, positions, window
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.quantity import size
-from fxpipe.planner.search import EPSILON, Path, bottleneck, fullest, least_bottleneck
+from fxpipe.planner.search import EPSILON, Path, bottleneck, fullest, least_bottleneck, workers_of
 from fxpipe.planner.sums_over_runs import Places
 from fxpipe.planner.workers import Workers
 
@@ -142,7 +142,7 @@ def partitions(
 
 
 def of_cuts(
-    profile: Profile, workers: Workers, cuts: Cuts, *, mode: str = "pinned", costs: CostModel | None = None
+    profile: Profile, workers: Workers, cuts: Cuts, *, mode: str = PINNED, costs: CostModel | None = None
 ) -> Partition:
     """What given cuts cost, as a partition: there is no search, so only the ideal bounds it.
 
@@ -343,9 +343,7 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
     profile, workers = costs.profile, costs.workers
     cuts = path.cuts
     loads, recompute = [], []
-    for k in range(workers.count):
-        begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
-        costs.remember(begin, end)
+    for k, begin, end in workers_of(costs, cuts):
         price = costs.price(k, begin, end, with_memory=True)
         again = costs.repeated(begin, end)
         recompute += [(k, *run) for run in again]

@@ -257,8 +257,7 @@ class _SearchByModes:
 def _inner(costs: CostModel, rows: Places) -> Places:
     """The rows that may be between two workers, each once."""
     between = (rows[:, :3] > 0).any(axis=1) & (rows[:, :3] < costs.count).any(axis=1)
-    found: Places = np.unique(rows[between], axis=0)
-    return found
+    return np.unique(rows[between], axis=0)
 
 
 def _thinned(costs: CostModel, where: Positions, few: int) -> Places:
@@ -269,5 +268,4 @@ def _thinned(costs: CostModel, where: Positions, few: int) -> Places:
         return rows
     load = costs.load(rows)
     chosen = np.searchsorted(load, np.linspace(load[0], load[-1], few))
-    found: Places = rows[np.unique(np.minimum(chosen, len(rows) - 1))]
-    return found
+    return rows[np.unique(np.minimum(chosen, len(rows) - 1))]

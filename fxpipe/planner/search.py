@@ -8,7 +8,7 @@ traffic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,23 +60,21 @@ def least_bottleneck(
 
 def bottleneck(costs: CostModel, cuts: Places) -> float:
     """The slowest worker's cost of a plan; inf if it does not fit into memory."""
-    slowest = 0.0
-    for k in range(len(cuts) - 1):
-        begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
-        costs.remember(begin, end)
-        slowest = max(slowest, float(costs.price(k, begin, end).cost[0]))
-    return slowest
+    return max(float(costs.price(*worker).cost[0]) for worker in workers_of(costs, cuts))
 
 
 def fullest(costs: CostModel, cuts: Places) -> tuple[float, int]:
     """The fullest worker of a plan: how full it is, in units of its memory, and its number."""
-    shares = []
+    full = (float(costs.memory(*worker)[0]) / costs.workers.memory[worker[0]] for worker in workers_of(costs, cuts))
+    return max(((share, worker) for worker, share in enumerate(full)), key=lambda pair: pair[0])
+
+
+def workers_of(costs: CostModel, cuts: Places) -> Iterator[tuple[int, Places, Places]]:
+    """The workers of a plan as the cost model takes them, one at a time: number, begin and end."""
     for k in range(len(cuts) - 1):
         begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
         costs.remember(begin, end)
-        shares.append(float(costs.memory(k, begin, end)[0]) / costs.workers.memory[k])
-    worker = int(np.argmax(shares))
-    return shares[worker], worker
+        yield k, begin, end
 
 
 def _slowest(so_far: Floats, cost: Floats, traffic: Floats) -> Floats:

@@ -20,8 +20,7 @@ def prefix(values: Sequence[float]) -> Floats:
 
 def total(sums: Floats, span: Span) -> Floats:
     """The sum over each span, from `prefix`; 0 for an empty one."""
-    found: Floats = sums[np.maximum(span[1], span[0])] - sums[span[0]]
-    return found
+    return sums[np.maximum(span[1], span[0])] - sums[span[0]]
 
 
 def both(one: Span, other: Span) -> Span:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from math import ceil
 
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.policy.base import Policy
@@ -46,8 +45,7 @@ def _fed_back(policy: Policy, versions: Versions, worker: int) -> int:
 
 def _held(policy: Policy, versions: Versions, worker: int) -> int:
     schedule = versions.schedule
-    filling = ceil(schedule.filled_by / schedule.microbatches)
-    row = list(schedule.until(worker, 3 * filling + 4))
+    row = list(schedule.until(worker, 3 * schedule.filling + 4))
     seen = [sight(policy, versions, action, worker) for action in row]
     left = Counter(seen)
     of_version: dict[int, set[tuple[int, int]]] = {}
@@ -89,7 +87,7 @@ def predictions(policy: Policy, schedule: Schedule, worker: int) -> int:
     Actions that see the same version, predicted as far, share one prediction.
     """
     versions = versions_of(schedule)
-    late = 3 * ceil(schedule.filled_by / schedule.microbatches) + 4
+    late = 3 * schedule.filling + 4
     seen: list[set[tuple[int, int]]] = [set(), set()]
     for action in schedule.until(worker, late + 1):
         version, ahead = sight(policy, versions, action, worker)

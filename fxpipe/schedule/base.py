@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from math import isqrt
+from math import ceil, isqrt
 from typing import ClassVar, TypeVar
 
 from fxpipe.errors import ScheduleError
@@ -117,6 +117,11 @@ class Schedule(ABC):
     def filled_by(self) -> int:
         """How many microbatches enter the pipeline before the first one leaves it: its workers, or its processes."""
         return self.ahead(0) + 1
+
+    @property
+    def filling(self) -> int:
+        """How many minibatches enter the pipeline before the first one leaves it."""
+        return ceil(self.filled_by / self.microbatches)
 
     @property
     def ranks(self) -> int:
@@ -237,7 +242,7 @@ class Schedule(ABC):
 
     def _again(self, step: int, start: int) -> int:
         """Where a row that began with minibatch `start` begins again, to be what it was from minibatch `step` on."""
-        settled = 3 * -(-self.filled_by // self.microbatches) + 4  # as `Versions` studies it
+        settled = 3 * self.filling + 4  # as `Versions` studies it
         return max(start, step - settled)
 
     def _finite(self, row: Iterable[T], action_of: Callable[[T], Action], stop: int, left: int) -> Iterator[T]:

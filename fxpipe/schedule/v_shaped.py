@@ -14,6 +14,7 @@ from typing import ClassVar
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
+from fxpipe.schedule.merge import sender
 from fxpipe.schedule.table import Table
 
 
@@ -295,8 +296,7 @@ def _filled(rows: list[list[Event]], workers: int) -> list[list[Event]]:
         worker, action = event
         if action.phase == "W":
             return (worker, Action("B", 0, action.microbatch)) in done
-        after = worker + (-1 if action.phase == "F" else 1)
-        return not 0 <= after < workers or (after, action) in done
+        return (awaited := sender(worker, action, workers)) is None or awaited in done
 
     while any(left):
         now: list[tuple[int, Event]] = []

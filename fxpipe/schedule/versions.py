@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from math import ceil
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
@@ -52,12 +51,11 @@ class Versions:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         workers, microbatches = schedule.workers, schedule.microbatches
-        filling = ceil(schedule.filled_by / microbatches)  # minibatches that enter before the first one leaves
         # A flush ends every effect of one minibatch on the next; without one, the effect of the start takes a while to
         # end.
-        studied = range(3 if schedule.synchronous else 3 * filling + 4)
+        studied = range(3 if schedule.synchronous else 3 * schedule.filling + 4)
         # The last minibatches of a finite run lack the later forwards that an endless run has between them.
-        rows = read(schedule, len(studied) + (1 if schedule.synchronous else 2 * filling))
+        rows = read(schedule, len(studied) + (1 if schedule.synchronous else 2 * schedule.filling))
         seen = _seen(schedule, play(schedule, rows, _flush(schedule, rows)))
         last = studied[-1]
         self._lags: dict[tuple[Phase, int, int], tuple[int, ...]] = {
@@ -109,7 +107,7 @@ def most_missed(schedule: Schedule) -> int:
 
 def own_lag(schedule: Schedule, worker: int) -> int:
     """The same for one worker."""
-    last = 2 * ceil(schedule.filled_by / schedule.microbatches) + 2
+    last = 2 * schedule.filling + 2
     most = updates = 0
     for action in schedule.until(worker, last + 1):
         if action.phase == "F" and action.minibatch == last:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.errors import ScheduleError
+from fxpipe.planner.candidates import PINNED
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
@@ -16,9 +17,6 @@ from fxpipe.schedule.base import divisors
 
 SIZES = 3
 """How many numbers of microbatches are tried at first where none is asked: each is captured and measured by itself."""
-
-PINNED = "pinned"
-"""The kind of cuts that were given."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from fxpipe.planner.candidates import Positions, positions
 from fxpipe.planner.cuts import Cuts
-from fxpipe.search.simulated_plan import Judge, SimulatedPlan
+from fxpipe.search.simulated_plan import Judge, SimulatedPlan, ThreeCuts
 
 STEPS = (1, -1, 3, -3, 9, -9)
 """By how many positions cuts are moved."""
@@ -25,8 +25,6 @@ EVERY = 400
 WORTH = 1e-4
 """The least share of the time that a move must gain."""
 
-_Cut = tuple[int, ...]
-_Three = tuple[_Cut, _Cut, _Cut]
 _Move = tuple[int, int, int]
 _MOVES: dict[str, tuple[_Move, ...]] = {
     "same": ((1, 1, 1),),
@@ -63,7 +61,7 @@ class _Climb:
         self.mode = judge.candidate.mode
         self.costs = judge.costs
         self.places = _allowed(positions(judge.costs, self.mode), self.mode)
-        self.seen: set[_Three] = set()
+        self.seen: set[ThreeCuts] = set()
 
     @property
     def plans(self) -> int:
@@ -102,7 +100,7 @@ class _Climb:
 
     def _first(self, best: SimulatedPlan, boundaries: tuple[int, ...]) -> SimulatedPlan | None:
         """The first move of these boundaries that is worth it."""
-        for moved in self._moves(_cuts(best), boundaries):
+        for moved in self._moves(best.cuts, boundaries):
             if moved in self.seen:
                 continue
             self.seen.add(moved)
@@ -112,7 +110,7 @@ class _Climb:
                 return None
         return None
 
-    def _better(self, cuts: _Three, best: SimulatedPlan) -> SimulatedPlan | None:
+    def _better(self, cuts: ThreeCuts, best: SimulatedPlan) -> SimulatedPlan | None:
         """What these cuts do, if they fit and gain something; not simulated where work alone takes too long."""
         if self._work(cuts) >= best.seconds:
             return None
@@ -124,13 +122,13 @@ class _Climb:
                 return found
         return None
 
-    def _work(self, cuts: _Three) -> float:
+    def _work(self, cuts: ThreeCuts) -> float:
         """Seconds of work of the worker that has most in a minibatch: a bound on what any schedule takes."""
         loads = self.costs.load(np.array(cuts).T)
         busy = np.diff(loads) / np.array(self.judge.workers.speeds)
         return float(busy.max()) * self.judge.workers.microbatches / 1e3
 
-    def _moves(self, cuts: _Three, boundaries: tuple[int, ...]) -> Iterator[_Three]:
+    def _moves(self, cuts: ThreeCuts, boundaries: tuple[int, ...]) -> Iterator[ThreeCuts]:
         """The lawful cuts that differ in these boundaries."""
         for move in _MOVES[self.mode]:
             for step in STEPS:
@@ -154,10 +152,6 @@ def _allowed(where: Positions, mode: str) -> tuple[list[int], list[int], list[in
     if mode != "three-way":
         weight = backward
     return forward.tolist(), backward.tolist(), weight.tolist()
-
-
-def _cuts(trial: SimulatedPlan) -> _Three:
-    return trial.partition.forward, trial.partition.backward, trial.partition.weights
 
 
 def _shifted(places: list[int], position: int, step: int) -> int:

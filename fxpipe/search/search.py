@@ -10,11 +10,11 @@ from typing import NoReturn
 from fxpipe.errors import FxpipeError, PolicyError
 from fxpipe.plan.cost_records import ScheduleForecast
 from fxpipe.planner.advice import advised_partitions
-from fxpipe.planner.candidates import MODES
+from fxpipe.planner.candidates import MODES, PINNED
 from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts
 from fxpipe.planner.quantity import size
 from fxpipe.planner.search import EPSILON
-from fxpipe.search.candidate import PINNED, Candidate, Question, Sized, candidates, counted
+from fxpipe.search.candidate import Candidate, Question, Sized, candidates, counted
 from fxpipe.search.climb import climb
 from fxpipe.search.plans import Found, Plans
 from fxpipe.search.reasons import TIE, complexity, reason
@@ -176,11 +176,11 @@ class _Planning:
 
     def _borrowed(self, planned: Sequence[tuple[Judge, Found]], trials: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
         """Plans that were made for other schedules, where they fit: their objectives are the same."""
-        tried = {(t.candidate.schedule, *_cuts(t)) for t in trials}
+        tried = {(t.candidate.schedule, t.candidate.mode, t.cuts) for t in trials}
         found = []
         for judge, _ in planned:
             for trial in trials:
-                key = (judge.candidate.schedule, *_cuts(trial))
+                key = (judge.candidate.schedule, trial.candidate.mode, trial.cuts)
                 same = trial.candidate.mode == judge.candidate.mode and trial.placement == judge.placement
                 if same and trial.candidate.mode != PINNED and key not in tried:
                     tried.add(key)
@@ -208,7 +208,7 @@ def _fixed(judge: Judge) -> Partition:
     """
     cuts, workers = judge.sized.fixed, judge.workers
     assert cuts is not None
-    found = of_cuts(judge.profile, workers, cuts, mode=PINNED)
+    found = of_cuts(judge.profile, workers, cuts)
     shares = [load.memory / memory for load, memory in zip(found.loads, workers.memory, strict=True)]
     if max(shares) > 1 + EPSILON:
         fullest = shares.index(max(shares))
@@ -293,8 +293,3 @@ def _by_pair(trials: Sequence[SimulatedPlan]) -> dict[_Pair, list[SimulatedPlan]
     for trial in trials:
         found.setdefault((trial.candidate.schedule, trial.candidate.microbatches), []).append(trial)
     return found
-
-
-def _cuts(trial: SimulatedPlan) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    p = trial.partition
-    return trial.candidate.mode, p.forward, p.backward, p.weights

@@ -23,6 +23,9 @@ from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate, steady_minibatches
 
+ThreeCuts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Of forward, backward and weight gradients."""
+
 
 @dataclass(frozen=True)
 class SimulatedPlan:
@@ -53,6 +56,11 @@ class SimulatedPlan:
     def placement(self) -> tuple[int, ...]:
         """The rank of each worker."""
         return self.schedule.placement
+
+    @property
+    def cuts(self) -> ThreeCuts:
+        """Of its partition, whatever is recomputed."""
+        return self.partition.forward, self.partition.backward, self.partition.weights
 
     @property
     def memory(self) -> float:

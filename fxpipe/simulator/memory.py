@@ -90,8 +90,7 @@ def _peak(plan: Plan, costs: BuildCosts, demand: Demand, row: Sequence[Event]) -
 def filling(demand: Demand) -> int:
     """After how many minibatches a run has held all that it ever holds: with copies, their first blocks are free."""
     schedule = demand.schedule
-    filled = ceil(schedule.filled_by / schedule.microbatches)
-    once = 1 if schedule.synchronous else 3 * filled  # as `Versions` studies it
+    once = 1 if schedule.synchronous else 3 * schedule.filling  # as `Versions` studies it
     blocks = any(demand.readers(worker) for worker in range(schedule.workers))
     return once + (ceil(_slack(schedule) / schedule.microbatches) if blocks else 0) + 2
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import ceil, isclose
+from math import isclose
 from operator import itemgetter
 
 from fxpipe.errors import ScheduleError
@@ -75,7 +75,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
 def steady_minibatches(schedule: Schedule) -> int:
     """How many minibatches show a schedule's steady state: four times as many as fill the pipeline, and enough to see
     twice a cycle of four."""
-    return 4 if schedule.synchronous else 4 * ceil(schedule.filled_by / schedule.microbatches) + 16
+    return 4 if schedule.synchronous else 4 * schedule.filling + 16
 
 
 @lru_cache(maxsize=32)

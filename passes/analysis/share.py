@@ -117,8 +117,7 @@ class Microbatches:
         """What the loss of one microbatch is."""
         node = self.program.loss_node
         assert node is not None
-        found: Known = self.known[node]
-        return found
+        return self.known[node]
 
 
 def fits(known: Known, own: Sequence[int], whole: Sequence[int], parts: int) -> bool:

@@ -8,7 +8,7 @@ by call: a number that is another one there depends on how many samples there ar
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import Output, Program, info, value
 from fxpipe.plan.spec import Phase
-from fxpipe.torch_private import OpOverload, operator_name, schema_of
+from fxpipe.torch_private import OpOverload, operator_name, pytree, schema_of
 
 aten = torch.ops.aten
 WHOLE = "whole"
@@ -49,8 +49,7 @@ class WholeCall:
 
 def whole_call(node: fx.Node) -> WholeCall | str | None:
     """What `beside` found for a node: None if it was not asked, or for a call that computes nothing."""
-    found: WholeCall | str | None = node.meta.get(WHOLE)
-    return found
+    return node.meta.get(WHOLE)
 
 
 def shapes_of(shown: Any) -> tuple[tuple[int, ...] | None, ...]:
@@ -63,7 +62,9 @@ def arguments_of(node: fx.Node) -> dict[Place, Any]:
     """What a call is called with where that is no tensor."""
     given: dict[Place, Any] = dict(enumerate(node.args))
     given.update(node.kwargs)
-    return {place: a for place, a in given.items() if not _has_nodes(a)}
+    return {
+        place: a for place, a in given.items() if not any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(a))
+    }
 
 
 def changed_arguments(node: fx.Node) -> dict[Place, Any]:
@@ -162,11 +163,7 @@ def _has_one_sample(pairs: dict[fx.Node, fx.Node]) -> bool:
 def _without_shapes(program: Program) -> Counter[Any]:
     """What backward calls, without what serves shapes alone: of one sample, it expands nothing, and adds nothing up."""
     calls = (n for n in _phase(program, "B") if not computes_nothing(n))
-    return Counter(_operator(n) for n in calls if _name(n) not in _OF_SHAPES)
-
-
-def _name(node: fx.Node) -> str:
-    return operator_name(node.target)
+    return Counter(_operator(n) for n in calls if operator_name(n.target) not in _OF_SHAPES)
 
 
 def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Node, fx.Node]) -> fx.Node | None:
@@ -297,28 +294,13 @@ def _alike(one: fx.Node, other: fx.Node, pairs: dict[fx.Node, fx.Node]) -> bool:
         return False
     if is_getitem(one) and one.args[1] != other.args[1]:
         return False
-    mine, theirs = list(_flat((one.args, one.kwargs))), list(_flat((other.args, other.kwargs)))
+    mine, theirs = (pytree.tree_leaves((n.args, sorted(n.kwargs.items()))) for n in (one, other))
     return len(mine) == len(theirs) and all(
         isinstance(b, fx.Node) and _partner(a, pairs) is _computed(b)
         if isinstance(a, fx.Node)
         else not isinstance(b, fx.Node) and (a is None) == (b is None)
         for a, b in zip(mine, theirs, strict=True)
     )
-
-
-def _flat(argument: Any) -> Iterator[Any]:
-    if isinstance(argument, dict):
-        for key in sorted(argument):
-            yield from _flat(argument[key])
-    elif isinstance(argument, (tuple, list)):
-        for a in argument:
-            yield from _flat(a)
-    else:
-        yield argument
-
-
-def _has_nodes(argument: Any) -> bool:
-    return any(isinstance(a, fx.Node) for a in _flat(argument))
 
 
 def _equal(one: Any, other: Any) -> bool:

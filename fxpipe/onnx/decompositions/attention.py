@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.torch_private import Decompositions
+from fxpipe.torch_private import Decompositions, OpOverload, schema_of
 
 aten = torch.ops.aten
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
-    factor = scale if scale is not None else q.shape[-1] ** -0.5
-    scores = (q * factor) @ k.transpose(-1, -2)
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        # An additive constant is cheaper than Where: it is folded, and Add runs on whole vectors.
-        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        scores = scores + torch.where(allowed, 0.0, float("-inf")).to(q.dtype)
-    return scores
+class _AttentionCall:
+    """One call of a kernel.
 
+    Attributes:
+        given: its arguments by the names that its schema has for them.
+        bias: what is added to the scores; None if nothing is.
+        factor: what the queries are multiplied by.
+    """
 
-def _refuse_dropout(p: float) -> None:
-    if p:
-        raise NotImplementedError("dropout within an attention kernel")
+    def __init__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = schema_of(op).arguments
+        names = [argument.name for argument in arguments]
+        self.given: dict[str, Any] = {a.name: a.default_value for a in arguments}
+        self.given |= dict(zip(names, args, strict=False)) | kwargs
+        if self.given["dropout_p"]:
+            raise NotImplementedError("dropout within an attention kernel")
+        self.q, self.k, self.v = (self.given[name] for name in ("query", "key", "value"))
+        self.bias: Tensor | None = self.given.get("attn_mask", self.given.get("attn_bias"))
+        scale = self.given["scale"]
+        self.factor: float = scale if scale is not None else self.q.shape[-1] ** -0.5
 
+    def scores(self, k: Tensor) -> Tensor:
+        """The scores of keys for each head."""
+        scores = (self.q * self.factor) @ k.transpose(-1, -2)
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.given["is_causal"]:
+            # An additive constant is cheaper than Where: it is folded, and Add runs on whole vectors.
+            allowed = torch.ones(self.q.shape[-2], k.shape[-2], dtype=torch.bool, device=self.q.device).tril()
+            scores = scores + torch.where(allowed, 0.0, float("-inf")).to(self.q.dtype)
+        return scores
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    k, v = _for_each_head(k, q), _for_each_head(v, q)
-    scores = _scores(q, k, bias, causal, scale)
-    # Softmax is one kernel; the sums' logarithm comes from its largest entry: p_max = exp(s_max - logsumexp).
-    p = torch.softmax(scores, -1)
-    if bias is None:
-        return p @ v, scores.amax(-1) - p.amax(-1).log()
-    # A row that masks every key gives zeros, as the kernels do; the NaN of its softmax stays within the row.
-    top = scores.amax(-1, keepdim=True)
-    empty = top == float("-inf")
-    lse = torch.where(empty, 0.0, top - p.amax(-1, keepdim=True).log())
-    return torch.where(empty, 0.0, p @ v), lse.squeeze(-1)
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The result, and the logarithm of the sums of each row."""
+        k, v = _for_each_head(self.k, self.q), _for_each_head(self.v, self.q)
+        scores = self.scores(k)
+        # Softmax is one kernel; the sums' logarithm comes from its largest entry: p_max = exp(s_max - logsumexp).
+        p = torch.softmax(scores, -1)
+        if self.bias is None:
+            return p @ v, scores.amax(-1) - p.amax(-1).log()
+        # A row that masks every key gives zeros, as the kernels do; the NaN of its softmax stays within the row.
+        top = scores.amax(-1, keepdim=True)
+        empty = top == float("-inf")
+        lse = torch.where(empty, 0.0, top - p.amax(-1, keepdim=True).log())
+        return torch.where(empty, 0.0, p @ v), lse.squeeze(-1)
+
+    def backward(self, grad: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys, values and scores."""
+        k, v = _for_each_head(self.k, self.q), _for_each_head(self.v, self.q)
+        p = torch.exp(self.scores(k) - logsumexp.unsqueeze(-1)).to(self.q.dtype)
+        dv = p.transpose(-1, -2) @ grad
+        delta = (grad * self.given["out"]).sum(-1, keepdim=True)
+        ds = p * (grad @ v.transpose(-1, -2) - delta)
+        dk = ds.transpose(-1, -2) @ (self.q * self.factor)
+        return (ds @ k) * self.factor, _of_shared_heads(dk, self.k), _of_shared_heads(dv, self.v), ds
+
+    def philox(self) -> Tensor:
+        """The state of a random generator that nothing reads without dropout."""
+        return torch.zeros(2, dtype=torch.int64, device=self.q.device)
 
 
 def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
@@ -59,193 +89,58 @@ def _of_shared_heads(grad: Tensor, x: Tensor) -> Tensor:
     return grad.reshape(*x.shape[:-2], -1, *x.shape[-2:]).sum(-3)
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    factor = scale if scale is not None else q.shape[-1] ** -0.5
-    own_k, own_v = k, v
-    k, v = _for_each_head(k, q), _for_each_head(v, q)
-    p = torch.exp(_scores(q, k, bias, causal, scale) - logsumexp.unsqueeze(-1)).to(q.dtype)
-    dv = p.transpose(-1, -2) @ grad
-    delta = (grad * out).sum(-1, keepdim=True)
-    ds = p * (grad @ v.transpose(-1, -2) - delta)
-    dk = ds.transpose(-1, -2) @ (q * factor)
-    return (ds @ k) * factor, _of_shared_heads(dk, own_k), _of_shared_heads(dv, own_v), ds
+def _flash_cpu(call: _AttentionCall) -> tuple[Tensor, ...]:
+    out, logsumexp = call.forward()
+    return out, logsumexp.to(torch.promote_types(call.q.dtype, torch.float32))
 
 
-def _flash_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    _refuse_dropout(dropout_p)
-    out, logsumexp = _forward(q, k, v, attn_mask, is_causal, scale)
-    return out, logsumexp.to(torch.promote_types(q.dtype, torch.float32))
+def _flash_cpu_backward(call: _AttentionCall) -> tuple[Tensor, ...]:
+    return call.backward(call.given["grad_out"], call.given["logsumexp"])[:3]
 
 
-def _flash_cpu_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _refuse_dropout(dropout_p)
-    return _backward(grad_out, q, k, v, out, logsumexp, attn_mask, is_causal, scale)[:3]
+def _flash_cuda(call: _AttentionCall) -> tuple[Any, ...]:
+    out, logsumexp = call.forward()
+    nothing, rows, keys = call.q.new_zeros(0), call.q.shape[-2], call.k.shape[-2]
+    return out, logsumexp.float(), None, None, rows, keys, call.philox(), call.philox()[0], nothing
 
 
-def _philox(q: Tensor) -> Tensor:
-    """The state of a random generator that nothing reads without dropout."""
-    return torch.zeros(2, dtype=torch.int64, device=q.device)
+def _flash_cuda_backward(call: _AttentionCall) -> tuple[Tensor, ...]:
+    return call.backward(call.given["grad_out"], call.given["logsumexp"].to(call.q.dtype))[:3]
 
 
-def _flash_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    _refuse_dropout(dropout_p)
-    out, logsumexp = _forward(q, k, v, None, is_causal, scale)
-    nothing = q.new_zeros(0)
-    return out, logsumexp.float(), None, None, q.shape[-2], k.shape[-2], _philox(q), _philox(q)[0], nothing
-
-
-def _flash_cuda_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _refuse_dropout(dropout_p)
-    return _backward(grad_out, q, k, v, out, logsumexp.to(q.dtype), None, is_causal, scale)[:3]
-
-
-def _efficient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    _refuse_dropout(dropout_p)
-    out, logsumexp = _forward(q, k, v, attn_bias, is_causal, scale)
-    if compute_log_sumexp:  # the kernel pads it to whole blocks of rows
-        rows = -(-q.shape[-2] // 32) * 32
-        logsumexp = torch.constant_pad_nd(logsumexp.float(), [0, rows - q.shape[-2]], float("inf"))
+def _efficient(call: _AttentionCall) -> tuple[Tensor, ...]:
+    out, logsumexp = call.forward()
+    if call.given["compute_log_sumexp"]:  # the kernel pads it to whole blocks of rows
+        rows = -(-call.q.shape[-2] // 32) * 32
+        logsumexp = torch.constant_pad_nd(logsumexp.float(), [0, rows - call.q.shape[-2]], float("inf"))
     else:
         logsumexp = logsumexp.new_zeros((*logsumexp.shape[:2], 0), dtype=torch.float32)
-    return out, logsumexp, _philox(q)[0], _philox(q)[0]
+    return out, logsumexp, call.philox()[0], call.philox()[0]
 
 
-def _efficient_backward(
-    grad_out_: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor | None, ...]:
-    _refuse_dropout(dropout_p)
-    lse = logsumexp[..., : q.shape[-2]].to(q.dtype)
-    *grads, ds = _backward(grad_out_, q, k, v, out, lse, attn_bias, is_causal, scale)
-    if grad_input_mask[3] and attn_bias is not None:
-        grads.append(ds.sum_to_size(attn_bias.shape))
+def _efficient_backward(call: _AttentionCall) -> tuple[Tensor, ...]:
+    lse = call.given["logsumexp"][..., : call.q.shape[-2]].to(call.q.dtype)
+    *grads, ds = call.backward(call.given["grad_out_"], lse)
+    asked = call.given["grad_input_mask"]
+    if asked[3] and call.bias is not None:
+        grads.append(ds.sum_to_size(call.bias.shape))
     else:
-        grads.append(q.new_zeros(0))
-    return tuple(g if wanted else q.new_zeros(0) for g, wanted in zip(grads, grad_input_mask, strict=True))
+        grads.append(call.q.new_zeros(0))
+    return tuple(g if wanted else call.q.new_zeros(0) for g, wanted in zip(grads, asked, strict=True))
 
 
-def _cudnn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    _refuse_dropout(dropout_p)
-    out, logsumexp = _forward(q, k, v, attn_bias, is_causal, scale)
-    logsumexp = logsumexp.float().unsqueeze(-1)
-    return out, logsumexp, None, None, q.shape[-2], k.shape[-2], _philox(q)[0], _philox(q)[0], q.new_zeros(0)
+def _cudnn(call: _AttentionCall) -> tuple[Any, ...]:
+    out, logsumexp = call.forward()
+    logsumexp, rows, keys = logsumexp.float().unsqueeze(-1), call.q.shape[-2], call.k.shape[-2]
+    return out, logsumexp, None, None, rows, keys, call.philox()[0], call.philox()[0], call.q.new_zeros(0)
 
 
-def _cudnn_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Tensor | None,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _refuse_dropout(dropout_p)
-    lse = logsumexp.reshape(q.shape[:-1]).to(q.dtype)
-    return _backward(grad_out, q, k, v, out, lse, attn_bias, is_causal, scale)[:3]
+def _cudnn_backward(call: _AttentionCall) -> tuple[Tensor, ...]:
+    lse = call.given["logsumexp"].reshape(call.q.shape[:-1]).to(call.q.dtype)
+    return call.backward(call.given["grad_out"], lse)[:3]
 
 
-TABLE: Decompositions = {
+_KERNELS: dict[OpOverload, Callable[[_AttentionCall], tuple[Any, ...]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_cpu_backward,
     aten._scaled_dot_product_flash_attention.default: _flash_cuda,
@@ -255,3 +150,10 @@ TABLE: Decompositions = {
     aten._scaled_dot_product_cudnn_attention.default: _cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
 }
+
+
+def _decomposed(op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return _KERNELS[op](_AttentionCall(op, args, kwargs))
+
+
+TABLE: Decompositions = {op: partial(_decomposed, op) for op in _KERNELS}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,32 +52,28 @@ def _unfold_backward(grad: Tensor, input_sizes: Sequence[int], dim: int, size: i
     return (grad.movedim(dim, -2).flatten(-2) @ places.to(grad.dtype)).movedim(-1, dim)
 
 
-def _with_long_indices(op: OpOverload) -> Callable[..., Tensor]:
-    def put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-        if all(i is None or i.dtype is not torch.int32 for i in indices):
-            return NotImplemented
-        wide = [i.long() if i is not None and i.dtype is torch.int32 else i for i in indices]
-        return op(x, wide, values, accumulate)
+def _with_long_indices(
+    op: OpOverload, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    if all(i is None or i.dtype is not torch.int32 for i in indices):
+        return NotImplemented
+    wide = [i.long() if i is not None and i.dtype is torch.int32 else i for i in indices]
+    return op(x, wide, values, accumulate)
 
-    return put
 
-
-def _of_bools(op: OpOverload) -> Callable[..., tuple[Tensor, Tensor]]:
-    def extreme(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-        if x.dtype is not torch.bool:
-            return NotImplemented
-        values, indices = op(x.int(), dim, keepdim)
-        return values.bool(), indices
-
-    return extreme
+def _of_bools(op: OpOverload, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    if x.dtype is not torch.bool:
+        return NotImplemented
+    values, indices = op(x.int(), dim, keepdim)
+    return values.bool(), indices
 
 
 TABLE: Decompositions = {
     aten.cumprod.default: _cumprod,
     aten.embedding.default: _embedding,
-    aten.max.dim: _of_bools(aten.max.dim),
-    aten.min.dim: _of_bools(aten.min.dim),
+    aten.max.dim: partial(_of_bools, aten.max.dim),
+    aten.min.dim: partial(_of_bools, aten.min.dim),
     aten.unfold_backward.default: _unfold_backward,
-    aten.index_put.default: _with_long_indices(aten.index_put.default),
+    aten.index_put.default: partial(_with_long_indices, aten.index_put.default),
     aten.diagonal_backward.default: _diagonal_backward,
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -31,26 +31,24 @@ def _max_backward(grad: Tensor, x: Tensor, indices: Tensor, axes: int) -> Tensor
     return flat.reshape(x.shape)
 
 
-def _max_pool_backward(axes: int) -> Callable[..., Tensor]:
-    def backward(
-        grad: Tensor,
-        x: Tensor,
-        kernel_size: Sequence[int],
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        ceil_mode: bool,
-        indices: Tensor,
-    ) -> Tensor:
-        kernel, pad = _each(kernel_size, axes), _each(padding, axes)
-        step = _each(stride, axes) if stride else kernel
-        spread = [s // k for s, k in zip(x.shape[-axes:], kernel, strict=True)]
-        close = all(d == 1 for d in _each(dilation, axes))
-        if kernel == step and close and not any(pad) and spread == list(grad.shape[-axes:]):
-            return _disjoint(grad, x, kernel, indices, axes)
-        return _max_backward(grad, x, indices, axes)
-
-    return backward
+def _max_pool_backward(
+    axes: int,
+    grad: Tensor,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:
+    kernel, pad = _each(kernel_size, axes), _each(padding, axes)
+    step = _each(stride, axes) if stride else kernel
+    spread = [s // k for s, k in zip(x.shape[-axes:], kernel, strict=True)]
+    close = all(d == 1 for d in _each(dilation, axes))
+    if kernel == step and close and not any(pad) and spread == list(grad.shape[-axes:]):
+        return _disjoint(grad, x, kernel, indices, axes)
+    return _max_backward(grad, x, indices, axes)
 
 
 def _disjoint(grad: Tensor, x: Tensor, kernel: list[int], indices: Tensor, axes: int) -> Tensor:
@@ -71,21 +69,18 @@ def _disjoint(grad: Tensor, x: Tensor, kernel: list[int], indices: Tensor, axes:
     return torch.constant_pad_nd(spread, missing) if any(missing) else spread
 
 
-def _adaptive_max(axes: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    def forward(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
-        sizes, wanted = list(x.shape[-axes:]), _each(output_size, axes)
-        if all(s % w == 0 for s, w in zip(sizes, wanted, strict=True)):
-            kernel = [s // w for s, w in zip(sizes, wanted, strict=True)]
-            pool = aten.max_pool2d_with_indices.default if axes == 2 else aten.max_pool3d_with_indices.default
-            return pool(x, kernel, kernel)
-        places = constant(lambda: _windows(sizes, wanted))
-        flat = x.flatten(-axes)
-        entries = flat.index_select(-1, places.reshape(-1)).reshape(*x.shape[:-axes], *places.shape)
-        best = entries.argmax(-1, keepdim=True)
-        indices = places.expand(entries.shape).gather(-1, best).squeeze(-1)
-        return entries.amax(-1), indices
-
-    return forward
+def _adaptive_max(axes: int, x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    sizes, wanted = list(x.shape[-axes:]), _each(output_size, axes)
+    if all(s % w == 0 for s, w in zip(sizes, wanted, strict=True)):
+        kernel = [s // w for s, w in zip(sizes, wanted, strict=True)]
+        pool = aten.max_pool2d_with_indices.default if axes == 2 else aten.max_pool3d_with_indices.default
+        return pool(x, kernel, kernel)
+    places = constant(lambda: _windows(sizes, wanted))
+    flat = x.flatten(-axes)
+    entries = flat.index_select(-1, places.reshape(-1)).reshape(*x.shape[:-axes], *places.shape)
+    best = entries.argmax(-1, keepdim=True)
+    indices = places.expand(entries.shape).gather(-1, best).squeeze(-1)
+    return entries.amax(-1), indices
 
 
 def _windows(sizes: Sequence[int], wanted: Sequence[int]) -> Tensor:
@@ -109,32 +104,22 @@ def _adaptive_matrix(size: int, count: int, dtype: torch.dtype) -> Tensor:
     return m.to(dtype)
 
 
-def _adaptive_mean(axes: int) -> Callable[..., Tensor]:
-    def forward(x: Tensor, output_size: Sequence[int]) -> Tensor:
-        wanted = _each(output_size, axes)
-        if wanted == [1] * axes:
-            return x.mean(list(range(-axes, 0)), keepdim=True)
-        sizes = list(x.shape[-axes:])
-        matrices = [
-            constant(functools.partial(_adaptive_matrix, s, w, x.dtype)) for s, w in zip(sizes, wanted, strict=True)
-        ]
-        return along(x, matrices)
-
-    return forward
+def _adaptive_mean(axes: int, x: Tensor, output_size: Sequence[int]) -> Tensor:
+    wanted = _each(output_size, axes)
+    if wanted == [1] * axes:
+        return x.mean(list(range(-axes, 0)), keepdim=True)
+    sizes = list(x.shape[-axes:])
+    matrices = [constant(partial(_adaptive_matrix, s, w, x.dtype)) for s, w in zip(sizes, wanted, strict=True)]
+    return along(x, matrices)
 
 
-def _adaptive_mean_backward(axes: int) -> Callable[..., Tensor]:
-    def backward(grad: Tensor, x: Tensor) -> Tensor:
-        sizes, made = list(x.shape[-axes:]), list(grad.shape[-axes:])
-        if all(s % m == 0 for s, m in zip(sizes, made, strict=True)):
-            factors = [s // m for s, m in zip(sizes, made, strict=True)]
-            return repeat(grad * (1 / prod(factors)), factors)
-        matrices = [
-            constant(functools.partial(_adaptive_matrix, s, m, x.dtype)).t() for s, m in zip(sizes, made, strict=True)
-        ]
-        return along(grad, matrices)
-
-    return backward
+def _adaptive_mean_backward(axes: int, grad: Tensor, x: Tensor) -> Tensor:
+    sizes, made = list(x.shape[-axes:]), list(grad.shape[-axes:])
+    if all(s % m == 0 for s, m in zip(sizes, made, strict=True)):
+        factors = [s // m for s, m in zip(sizes, made, strict=True)]
+        return repeat(grad * (1 / prod(factors)), factors)
+    matrices = [constant(partial(_adaptive_matrix, s, m, x.dtype)).t() for s, m in zip(sizes, made, strict=True)]
+    return along(grad, matrices)
 
 
 def _mean_matrix(size: int, made: int, kernel: int, step: int, pad: int, include: bool) -> tuple[Tensor, Tensor]:
@@ -149,57 +134,53 @@ def _mean_matrix(size: int, made: int, kernel: int, step: int, pad: int, include
     return m, counts
 
 
-def _mean_backward(axes: int) -> Callable[..., Tensor]:
-    def backward(
-        grad: Tensor,
-        x: Tensor,
-        kernel_size: Sequence[int],
-        stride: Sequence[int],
-        padding: Sequence[int],
-        ceil_mode: bool,
-        count_include_pad: bool,
-        divisor_override: int | None,
-    ) -> Tensor:
-        kernel, pad = _each(kernel_size, axes), _each(padding, axes)
-        step = _each(stride, axes) if stride else kernel
-        sizes, made = list(x.shape[-axes:]), list(grad.shape[-axes:])
-        if kernel == step and not any(pad) and all(m * k == s for m, k, s in zip(made, kernel, sizes, strict=True)):
-            return repeat(grad * (1 / (divisor_override or prod(kernel))), kernel)
+def _mean_backward(
+    axes: int,
+    grad: Tensor,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Tensor:
+    kernel, pad = _each(kernel_size, axes), _each(padding, axes)
+    step = _each(stride, axes) if stride else kernel
+    sizes, made = list(x.shape[-axes:]), list(grad.shape[-axes:])
+    if kernel == step and not any(pad) and all(m * k == s for m, k, s in zip(made, kernel, sizes, strict=True)):
+        return repeat(grad * (1 / (divisor_override or prod(kernel))), kernel)
 
-        values = []
-        for size, count, k, s, p in zip(sizes, made, kernel, step, pad, strict=True):
-            m, counts = constant(functools.partial(_mean_matrix, size, count, k, s, p, count_include_pad))
-            values.append((m.t() if divisor_override else m.t() / counts).to(grad.dtype))
-        return along(grad * (1 / divisor_override) if divisor_override else grad, values)
-
-    return backward
+    values = []
+    for size, count, k, s, p in zip(sizes, made, kernel, step, pad, strict=True):
+        m, counts = constant(partial(_mean_matrix, size, count, k, s, p, count_include_pad))
+        values.append((m.t() if divisor_override else m.t() / counts).to(grad.dtype))
+    return along(grad * (1 / divisor_override) if divisor_override else grad, values)
 
 
-def _mean(axes: int) -> Callable[..., Tensor]:
-    def forward(
-        x: Tensor,
-        kernel_size: Sequence[int],
-        stride: Sequence[int] = (),
-        padding: Sequence[int] = (0,),
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Tensor:
-        if not divisor_override:
-            return NotImplemented  # torch.onnx has it, but ignores a divisor
-        kernel, pad = _each(kernel_size, axes), _each(padding, axes)
-        step = _each(stride, axes) if stride else kernel
-        made = [
-            pooling_output(size, k, p, s, ceil_mode)
-            for size, k, p, s in zip(x.shape[-axes:], kernel, pad, step, strict=True)
-        ]
-        values = [
-            constant(functools.partial(_mean_matrix, size, m, k, s, p, True))[0].to(x.dtype)
-            for size, m, k, s, p in zip(x.shape[-axes:], made, kernel, step, pad, strict=True)
-        ]
-        return along(x, values) * (1 / divisor_override)
-
-    return forward
+def _mean(
+    axes: int,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    if not divisor_override:
+        return NotImplemented  # torch.onnx has it, but ignores a divisor
+    kernel, pad = _each(kernel_size, axes), _each(padding, axes)
+    step = _each(stride, axes) if stride else kernel
+    made = [
+        pooling_output(size, k, p, s, ceil_mode)
+        for size, k, p, s in zip(x.shape[-axes:], kernel, pad, step, strict=True)
+    ]
+    values = [
+        constant(partial(_mean_matrix, size, m, k, s, p, True))[0].to(x.dtype)
+        for size, m, k, s, p in zip(x.shape[-axes:], made, kernel, step, pad, strict=True)
+    ]
+    return along(x, values) * (1 / divisor_override)
 
 
 def pooling_output(size: int, kernel: int, pad: int, step: int, ceil: bool) -> int:
@@ -212,18 +193,18 @@ def pooling_output(size: int, kernel: int, pad: int, step: int, ceil: bool) -> i
 
 
 TABLE: Decompositions = {
-    aten.max_pool2d_with_indices_backward.default: _max_pool_backward(2),
-    aten.max_pool3d_with_indices_backward.default: _max_pool_backward(3),
-    aten.adaptive_max_pool2d.default: _adaptive_max(2),
-    aten.adaptive_max_pool3d.default: _adaptive_max(3),
+    aten.max_pool2d_with_indices_backward.default: partial(_max_pool_backward, 2),
+    aten.max_pool3d_with_indices_backward.default: partial(_max_pool_backward, 3),
+    aten.adaptive_max_pool2d.default: partial(_adaptive_max, 2),
+    aten.adaptive_max_pool3d.default: partial(_adaptive_max, 3),
     aten.adaptive_max_pool2d_backward.default: lambda g, x, i: _max_backward(g, x, i, 2),
     aten.adaptive_max_pool3d_backward.default: lambda g, x, i: _max_backward(g, x, i, 3),
-    aten._adaptive_avg_pool2d.default: _adaptive_mean(2),
-    aten._adaptive_avg_pool3d.default: _adaptive_mean(3),
-    aten._adaptive_avg_pool2d_backward.default: _adaptive_mean_backward(2),
-    aten._adaptive_avg_pool3d_backward.default: _adaptive_mean_backward(3),
-    aten.avg_pool2d.default: _mean(2),
-    aten.avg_pool3d.default: _mean(3),
-    aten.avg_pool2d_backward.default: _mean_backward(2),
-    aten.avg_pool3d_backward.default: _mean_backward(3),
+    aten._adaptive_avg_pool2d.default: partial(_adaptive_mean, 2),
+    aten._adaptive_avg_pool3d.default: partial(_adaptive_mean, 3),
+    aten._adaptive_avg_pool2d_backward.default: partial(_adaptive_mean_backward, 2),
+    aten._adaptive_avg_pool3d_backward.default: partial(_adaptive_mean_backward, 3),
+    aten.avg_pool2d.default: partial(_mean, 2),
+    aten.avg_pool3d.default: partial(_mean, 3),
+    aten.avg_pool2d_backward.default: partial(_mean_backward, 2),
+    aten.avg_pool3d_backward.default: partial(_mean_backward, 3),
 }

@@ -144,8 +144,8 @@ def _along_moments(look: Look, made: list[float], factors: list[float]) -> None:
         [-factor * roots[t] for t, factor in zip(made, factors, strict=True)],
         [float(group["eps"]) * roots[t] for t in made],
     )
-    if group["decoupled_weight_decay"]:
-        _add_in_place(look.out, look.weights, -look.reach * float(group["weight_decay"]))
+    if group["decoupled_weight_decay"] and (decay := -look.reach * float(group["weight_decay"])):
+        foreach_add_(look.out, look.weights, alpha=decay)
 
 
 def _numbers(states: list[dict[str, Any]], name: str) -> list[float]:
@@ -168,11 +168,6 @@ def add(out: list[Tensor], weights: list[Tensor], directions: list[Tensor], fact
         return
     foreach_copy_(out, weights)
     foreach_add_(out, directions, alpha=factor)
-
-
-def _add_in_place(out: list[Tensor], directions: list[Tensor], factor: float) -> None:
-    if factor:
-        foreach_add_(out, directions, alpha=factor)
 
 
 def _add_quotient(

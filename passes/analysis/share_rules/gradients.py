@@ -31,8 +31,7 @@ def _loss(call: OperatorCall) -> Known:
     """Of an element-wise loss: a mean over one microbatch divides by what is no number of the whole batch."""
     if call.get("reduction") == 1:
         return call.lost("divides by the size of one microbatch")
-    rows = aligned(call, call.tensors, call.shape())
-    return rows or unknown(call)
+    return aligned(call, call.tensors, call.shape()) or unknown(call)
 
 
 def _likelihood(call: OperatorCall) -> Known:

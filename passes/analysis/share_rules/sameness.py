@@ -43,8 +43,8 @@ def same_of(call: OperatorCall) -> Any:
         return UNIFORM
     rule = _elements if pointwise else _DIMS.get(call.name)
     dims = rule(call, [alike(call.known(n), len(call.shape(n))) for n in tensors]) if rule else set()
-    repeating = _periods_of_elements if rule is _elements else _PERIODS.get(call.name)
-    periods = {d: n for d, n in repeating(call).items() if 1 < n < call.shape()[d]} if repeating else {}
+    repeating = _PERIODS[rule](call) if rule in _PERIODS else {}
+    periods = {d: n for d, n in repeating.items() if 1 < n < call.shape()[d]}
     made = Alike(frozenset(dims), frozenset(periods.items())) if dims or periods else SAME
     return _rows_of_view(call, made) or made
 
@@ -86,14 +86,6 @@ def _periods_of_elements(call: OperatorCall) -> dict[int, int]:
     return found
 
 
-def _periods_of_copies(call: OperatorCall) -> dict[int, int]:
-    """expand and repeat."""
-    source = call.tensors[0]
-    shape = call.shape(source)
-    more = len(call.shape()) - len(shape)
-    return {d + more: period(call.known(source), d, shape) for d in range(len(shape))}
-
-
 def _periods_of_view(call: OperatorCall) -> dict[int, int]:
     """Dimensions that become one: those that are alike in front of the others make it repeat the others."""
     source = call.tensors[0]
@@ -108,10 +100,13 @@ def _periods_of_view(call: OperatorCall) -> dict[int, int]:
 
 
 def _elements(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    count = len(call.shape())
+    return _broadcast([call.shape(node) for node in call.tensors], dims, len(call.shape()))
+
+
+def _broadcast(shapes: Sequence[Sequence[int]], dims: Sequence[frozenset[int]], count: int) -> set[int]:
+    """Along which of `count` dimensions tensors are alike, each as it is broadcast to these."""
     found = set(range(count))
-    for node, own in zip(call.tensors, dims, strict=True):
-        shape = call.shape(node)
+    for shape, own in zip(shapes, dims, strict=True):
         missing = count - len(shape)
         found &= {d for d in range(count) if d < missing or shape[d - missing] == 1 or d - missing in own}
     return found
@@ -149,11 +144,6 @@ def _joined(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range
             else:
                 j += 1
         yield range(begin, i), range(first, j)
-
-
-def _expand(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    shape, missing = call.shape(call.tensors[0]), len(call.shape()) - len(call.shape(call.tensors[0]))
-    return {d for d in range(len(call.shape())) if d < missing or shape[d - missing] == 1 or d - missing in dims[0]}
 
 
 def _moved(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
@@ -195,12 +185,7 @@ def _index(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     if None in call.get("indices"):
         return set()
     shapes = [call.shape(node) for node in call.tensors[1:]]
-    count = max(map(len, shapes))
-    found = set(range(count))
-    for shape, own in zip(shapes, dims[1:], strict=True):
-        missing = count - len(shape)
-        found &= {d for d in range(count) if d < missing or shape[d - missing] == 1 or d - missing in own}
-    return found
+    return _broadcast(shapes, dims[1:], max(map(len, shapes)))
 
 
 def _placed(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
@@ -230,16 +215,15 @@ _KEEPS_UNIFORM = {
     "unsqueeze", "select", "slice", "repeat", "unbind", "split", "split_with_sizes", "chunk", "native_dropout",
     "bernoulli", "normal", "sum", "mean",
 }  # fmt: skip
-_PERIODS: dict[str, Callable[[OperatorCall], dict[int, int]]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _periods_of_view),
-    **dict.fromkeys(("expand", "repeat"), _periods_of_copies),
+_PERIODS: dict[Dims | None, Callable[[OperatorCall], dict[int, int]]] = {
+    _elements: _periods_of_elements,
+    _view: _periods_of_view,
 }
 _DIMS: dict[str, Dims] = {}
 for _rule, _names in (
     (_elements, "clone _to_copy alias detach lift_fresh_copy copy native_dropout bernoulli log_sigmoid_forward"),
-    (_elements, "_prelu_kernel hardswish floor_divide complex polar"),
+    (_elements, "_prelu_kernel hardswish floor_divide complex polar expand repeat"),
     (_view, "view _unsafe_view reshape _reshape_alias"),
-    (_expand, "expand repeat"),
     (_moved, "permute transpose t unsqueeze select unbind squeeze sum mean amax amin max min argmax argmin any all"),
     (_cat, "cat"),
     (_stack, "stack"),

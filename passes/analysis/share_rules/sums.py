@@ -145,8 +145,7 @@ def _scaled(call: OperatorCall, linear: fx.Node, factor: fx.Node) -> Known:
     if call.known(linear) is SUM and made_of_totals(call.found, factor):
         call.found.factors[call.node] = factor
         return MEAN
-    share: Known = call.known(linear)
-    return share
+    return call.known(linear)
 
 
 def _by_number(call: OperatorCall, over: fx.Node) -> Known | None:
