@@ -48,7 +48,7 @@ from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
-from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, weights_are_safe
+from fxpipe.runtime.worker.final_weights import FinalFiles, weights_are_safe
 from fxpipe.runtime.worker.not_finite import LossCheck, NotFinite, check_weights, not_finite
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.stages.minibatch import ShapedMinibatches
@@ -176,7 +176,7 @@ class TrainingRun(Observer):
                 check_weights(self.total, rows)
             files = None
             if options.out is not None:
-                files = DistributedFinalFiles(options.out, plan, self.first, self.process, self.pulse)
+                files = FinalFiles(options.out, plan, self.first, self.process, self.pulse)
                 files.write(FINAL_WEIGHTS)
             with weights_are_safe(options.out):
                 averages = averages_of([executor.store.averages for executor in self.first])
