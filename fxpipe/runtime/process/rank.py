@@ -27,7 +27,7 @@ from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import Agreed
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
-from fxpipe.runtime.process.resume import opened, recipe_of, restore, resumed_step, run_before
+from fxpipe.runtime.process.resume import check_length, opened, recipe_of, restore, run_before
 from fxpipe.runtime.process.rows import (
     WalkedRow,
     begin_rows,
@@ -75,7 +75,7 @@ class TrainingRun(Observer):
         self.total, options = agree_length(options, self.feed, process, task.callbacks.on_epoch is not None)
         self.options = options = of_run(options, plan)
         check_replicas_apart(plan, options, task)
-        resumed_step(options, agreed.checkpoint, self.total)
+        check_length(resumed, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
         addresses = Addresses(plan, recipe.demand)
         world.open(addresses)
