@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,6 @@ from fxpipe.schedule.action import Action
 
 Look = Callable[[Sequence[str], int], Mapping[str, Tensor]]
 """(names, ahead) → the live weights of these names, predicted so many updates ahead."""
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What some worker's forward reads of this worker's weights."""
-
-    reading: WeightReads
-    names: tuple[str, ...]
 
 
 @dataclass
@@ -45,8 +37,8 @@ class StalenessLog:
     def __init__(self, demand: Demand, worker: int, trained: Mapping[str, nn.Parameter]) -> None:
         self.demand, self.worker = demand, worker
         self.trained = trained
-        self._reads = list(_forwards(demand, worker, trained))
-        self._reach = max((read.reading.lags[0] for read in self._reads), default=0)
+        self._reads = _forwards(demand, worker, trained)
+        self._reach = max((reading.lags[0] for reading, _ in self._reads), default=0)
         self._sample: _Sample | None = None
         self._sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
 
@@ -61,11 +53,11 @@ class StalenessLog:
         if self._sample is None:
             self._sample = _Sample(version + self._reach, {})
         action = Action("F", self._sample.minibatch)
-        for read in self._reads:
-            if self.demand.version(read.reading, action, start) == version:
-                ahead = self.demand.ahead(read.reading, action, version)
-                tensors = look(read.names, ahead)
-                for name in read.names:
+        for reading, names in self._reads:
+            if self.demand.version(reading, action, start) == version:
+                ahead = self.demand.ahead(reading, action, version)
+                tensors = look(names, ahead)
+                for name in names:
                     self._sample.used[name] = tensors[name].detach().clone(), version, ahead
 
     def meets(self, minibatch: int, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -103,15 +95,19 @@ class StalenessLog:
         ]
 
 
-def _forwards(demand: Demand, owner: int, trained: Mapping[str, nn.Parameter]) -> list[_Read]:
-    """For every trained parameter one forward that reads it: the owner's own if there is one, else the first."""
+def _forwards(demand: Demand, owner: int, trained: Iterable[str]) -> list[tuple[WeightReads, tuple[str, ...]]]:
+    """For every trained parameter one forward that reads it: the owner's own if there is one, else the first.
+
+    Returns:
+        What forwards read of the owner's weights, and the names of those parameters among that.
+    """
     missing = set(trained)
-    reads: list[_Read] = []
+    reads = []
     for reader in (owner, *range(demand.plan.workers)):
         for reading in demand.readings(reader, "F"):
             names = tuple(name for name in reading.names if reading.owner == owner and name in missing)
             if names:
-                reads.append(_Read(reading, names))
+                reads.append((reading, names))
                 missing.difference_update(names)
     return reads
 

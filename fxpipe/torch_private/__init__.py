@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction, DispatchKey, FunctionSchema
 from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._C._nn import _parse_to as parse_to
 from torch._decomp import decomposition_table as torch_decompositions

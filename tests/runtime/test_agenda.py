@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from torch.distributed import HashStore
 
 from fxpipe.runtime.process import agenda as module
 from fxpipe.runtime.process.agenda import Agenda
-from fxpipe.runtime.wires.exchange import LocalExchange
+from fxpipe.runtime.wires.exchange import StoreExchange
 
 
 class Clock:
@@ -31,7 +32,8 @@ def play(
     clock: Clock, steps: int, pace: float, seconds: float | None, asks_at: int | None
 ) -> tuple[Agenda, Agenda, list[int]]:
     """Two workers begin minibatches; the steps that both know, three steps before, are saved."""
-    exchange, asked = LocalExchange(), [False]
+    store, asked = HashStore(), [False]
+    exchange = StoreExchange(store)
     first = Agenda(exchange, 0, 3, seconds, True, lambda: asked[0])
     second = Agenda(exchange, 0, 3, seconds, False, lambda: pytest.fail("only worker 0 is asked"))
     known = []
@@ -39,7 +41,7 @@ def play(
         asked[0] |= minibatch == asks_at
         first.begin(minibatch, max(0, minibatch - 3))
         second.begin(minibatch, 0)
-        assert len(exchange._texts) <= 4
+        assert store.num_keys() <= 4
         for agenda in (first, second):
             assert (minibatch + 3 in agenda) == (minibatch + 3 in first)
         known += [minibatch + 3] if minibatch + 3 in first else []

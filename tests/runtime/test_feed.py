@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from fxpipe.errors import TaskError
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.epochs import counted
 from fxpipe.runtime.worker import feed as feeding
 from fxpipe.runtime.worker.feed import Feed
 
@@ -40,7 +42,7 @@ def test_epochs_and_isolation() -> None:
     first, second = Feed(Task(noise), 5), None
     a = [first.next_batch() for _ in range(6)]
     second = Feed(Task(noise), 5)
-    assert second.total(None, 2) == 6
+    assert second.epoch() == 3
     b = []
     for _ in range(6):
         b.append(second.next_batch())
@@ -108,18 +110,19 @@ def test_a_device_that_is_used_only_later(device: torch.Generator, monkeypatch: 
 @pytest.mark.parametrize(("steps", "epochs", "total"), [(7, None, 7), (None, None, 3), (None, 4, 12)])
 @pytest.mark.parametrize("data", [noise, lambda: [1, 2, 3]])
 def test_total(data: Callable[[], Any], steps: int | None, epochs: int | None, total: int) -> None:
-    assert Feed(Task(data), 0).total(steps, epochs) == total
+    options = RunOptions(build="build", steps=steps, epochs=epochs)
+    assert counted(options, Feed(Task(data), 0), epochs=False) == (total, None)
 
 
 def test_endless_data_need_a_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding, "COUNTING_SECONDS", 0.05)
     feed = Feed(Task(itertools.count), 0)
-    assert feed.total(9, None) == 9
+    assert counted(RunOptions(build="build", steps=9), feed, epochs=False) == (9, None)
     with pytest.raises(TaskError, match=r"--steps"):
-        feed.total(None, None)
+        feed.epoch()
 
 
-@pytest.mark.parametrize("ask", [lambda f: f.next_batch(), lambda f: f.total(None, None)])
+@pytest.mark.parametrize("ask", [lambda f: f.next_batch(), lambda f: f.epoch()])
 def test_empty_data(ask: Callable[[Feed], Any]) -> None:
     with pytest.raises(TaskError, match="gave no batch"):
         ask(Feed(Task(list), 0))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
@@ -25,7 +26,7 @@ from fxpipe.runtime.process.minibatch_notes import ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, Way
-from fxpipe.runtime.wires.exchange import LocalExchange
+from fxpipe.runtime.wires.exchange import StoreExchange
 from fxpipe.runtime.wires.one_process import Loopback, Passing
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
@@ -166,7 +167,7 @@ def run_in_threads(
     hub = Hub()
     task = given_task(optimizer=optimizer)
     run = ThreadedRun()
-    exchange = LocalExchange()
+    exchange = StoreExchange(HashStore())
     threads = []
     loopbacks: list[Loopback] = []
     of_worker: dict[int, Executor] = {}

@@ -32,10 +32,11 @@ from fxpipe.runtime.process.agenda import Agenda
 from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing, shown_alive
 from fxpipe.runtime.process.minibatch_notes import AHEAD, several_shapes
 from fxpipe.runtime.process.resume import Resumed, about_run
-from fxpipe.runtime.wires.exchange import Exchange, LocalExchange
+from fxpipe.runtime.wires.exchange import Exchange, StoreExchange
 from fxpipe.runtime.worker.captures import Captures
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
+from fxpipe.torch_private import HashStore
 
 LOOK = 0.05
 """Seconds between two looks for the reports of others."""
@@ -82,7 +83,7 @@ class Checkpoints(Observer):
         shelf = Shelf.of(out)
         if whole:
             shelf.clear()
-        exchange = exchange or LocalExchange()
+        exchange = exchange or StoreExchange(HashStore())
         self.writer = ShardWriter(
             *(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep, observers),
             writing=replica < replicas_that_write(plan, executors[0].worker),

@@ -6,12 +6,10 @@ writes each and frees it.
 
 from __future__ import annotations
 
-import json
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import fxpipe
@@ -19,15 +17,13 @@ from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.messages import warn
 from fxpipe.observe.trace import KINDS, Kind
 from fxpipe.observe.trace.writer import TraceWriter
-from fxpipe.observe.watch import Cause, Spans, Watch
+from fxpipe.observe.watch import Cause, Spans
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.clocks import ClockOffset, aligned, read_offset
 from fxpipe.runtime.wires.group import alone, peers
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Action
-
-_NUMBERS = ("kinds", "causes", "minibatches", "microbatches", "begins", "ends")
 
 
 @dataclass(frozen=True)
@@ -42,11 +38,6 @@ class WorkerTrace:
     spans: Spans
     before: ClockOffset
     after: ClockOffset
-
-    @staticmethod
-    def of(watch: Watch) -> WorkerTrace:
-        """The trace of a worker whose clock is worker 0's."""
-        return WorkerTrace(watch.spans, ClockOffset(watch.began, 0, 0), ClockOffset(watch.ended, 0, 0))
 
 
 def write_trace(
@@ -105,41 +96,12 @@ def seats(plan: Plan) -> list[tuple[int, int]]:
     return [(replica, worker) for replica in range(max(counts)) for worker, own in enumerate(counts) if replica < own]
 
 
-def send_trace(trace: WorkerTrace) -> None:
-    """Send what this worker recorded to worker 0, which calls `receive_trace`."""
-    spans = trace.spans
-    head = {
-        "causes": [None if cause is None else list(cause) for cause in spans.table],
-        "before": [trace.before.at, trace.before.offset, trace.before.error],
-        "after": [trace.after.at, trace.after.offset, trace.after.error],
-    }
-    text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
-    dist.send(torch.tensor([text.numel(), len(spans.kinds)]), 0)
-    dist.send(text, 0)
-    if spans.kinds:
-        for name in _NUMBERS:
-            column = getattr(spans, name)
-            dist.send(torch.frombuffer(bytearray(column.tobytes()), dtype=torch.uint8), 0)
-
-
-def receive_trace(rank: int) -> WorkerTrace:
-    """What a rank sends with `send_trace`."""
-    sizes = torch.empty(2, dtype=torch.int64)
-    dist.recv(sizes, rank)
-    head = json.loads(_bytes(int(sizes[0]), rank))
-    spans = Spans()
-    spans.table = {None if cause is None else Cause(*cause): i for i, cause in enumerate(head["causes"])}
-    if count := int(sizes[1]):
-        for name in _NUMBERS:
-            column: array[int] = getattr(spans, name)
-            column.frombytes(_bytes(count * column.itemsize, rank))
-    return WorkerTrace(spans, ClockOffset(*head["before"]), ClockOffset(*head["after"]))
-
-
-def _bytes(count: int, rank: int) -> bytes:
-    data = torch.empty(count, dtype=torch.uint8)
-    dist.recv(data, rank)
-    return data.numpy().tobytes()
+def _received(process: int, plan: Plan, worker: int, replica: int) -> WorkerTrace:
+    box: list[Any] = [None]
+    with peers(process):
+        dist.recv_object_list(box, plan.process_of(worker, replica))
+    found: WorkerTrace = box[0]
+    return found
 
 
 def _since(origin: int, times: Iterable[int], trace: WorkerTrace) -> list[int]:
@@ -195,7 +157,7 @@ def collect_trace(
     if process:
         with peers(process):
             for trace in here.values():
-                send_trace(trace)
+                dist.send_object_list([trace], 0)
         return False
     others = iter([seat for seat in seats(plan) if seat not in here])
 
@@ -203,8 +165,7 @@ def collect_trace(
         if (replica, worker) in here:
             return here[replica, worker]
         next(others)
-        with peers(process):
-            return receive_trace(plan.process_of(worker, replica))
+        return _received(process, plan, worker, replica)
 
     lost: FxpipeError | None = None
     try:
@@ -215,6 +176,5 @@ def collect_trace(
         lost = error
         warn(f"the trace is lost: {error.what}")
     for replica, worker in others:
-        with peers(process):
-            receive_trace(plan.process_of(worker, replica))
+        _received(process, plan, worker, replica)
     return lost is None

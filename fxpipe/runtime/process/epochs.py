@@ -50,12 +50,11 @@ def counted(options: RunOptions, feed: Feed, epochs: bool) -> tuple[int, int | N
     Raises:
         TaskError: the data are empty; or have no length, and counting them takes too long.
     """
-    if options.steps is None and options.steps_per_epoch is not None:
-        total = options.steps_per_epoch * (options.epochs or 1)
-    else:
-        total = feed.total(options.steps, options.epochs)
+    total, per_epoch = options.steps, options.steps_per_epoch
+    if total is None:
+        total = (feed.epoch() if per_epoch is None else per_epoch) * (1 if options.epochs is None else options.epochs)
     asked = epochs or any(getattr(options, name) == EPOCH for name in OF_EPOCHS)
-    return total, epoch_of(feed) if asked and options.steps_per_epoch is None else options.steps_per_epoch
+    return total, epoch_of(feed) if asked and per_epoch is None else per_epoch
 
 
 def agree_length(options: RunOptions, feed: Feed | None, rank: int, epochs: bool) -> tuple[int, RunOptions]:

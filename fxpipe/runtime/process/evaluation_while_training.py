@@ -20,7 +20,7 @@ from fxpipe.runtime.process.together import of_worker_0
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, DistributedFinalFiles, weights_are_safe
+from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, FinalFiles, weights_are_safe
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import Action
 
@@ -91,9 +91,9 @@ class WorkerEvaluations:
         """Write a file of what all workers have evaluated; called by all."""
         assert self.evaluation is not None
         out, plan = str(self._options.out), self.evaluation.plan
-        files = DistributedFinalFiles(out, plan, self._executors, self._rank, self._pulse, SHORT_PAUSES)
+        files = FinalFiles(out, plan, self._executors, self._rank, self._pulse, SHORT_PAUSES)
         files.write(name, states)
-        return None if files.files is None else files.files.problem
+        return files.problem
 
     def if_due(self, version: int) -> None:
         """Evaluate, between two actions of a row, if its workers have just reached a version that is due.

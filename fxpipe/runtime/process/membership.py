@@ -252,8 +252,8 @@ def _other_number(plan: Plan, world: int, build: str) -> RunError:
 def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
     """What decides the numbers of a run, by name: versions, the plan, the code as it is, the options."""
     found = {"fxpipe": fxpipe.__version__, "torch": torch.__version__}
-    for field in dataclasses.fields(plan):
-        found[f"plan.json: {field.name}"] = _shown(getattr(plan, field.name))
+    for name, value in dataclasses.asdict(plan).items():
+        found[f"plan.json: {name}"] = _shown(value)
     for code in plan.code:
         found[code.file] = _digest(Path(options.build) / code.file)
     for field in dataclasses.fields(options):
@@ -269,12 +269,7 @@ def _shown(value: Any) -> str:
     """A short value itself, the digest of a long one."""
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, str) and len(value) <= 64):
         return str(value)
-    plain = [dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for v in _rows(value)]  # type: ignore[arg-type]
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _rows(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple) else (value,)
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _digest(file: Path) -> str:

@@ -79,24 +79,13 @@ def write_together(
             agree_on(error, rank, workers)
             files = gathered(written, rank, workers)
             if rank == 0 and fresh is not None:
-                write_whole(fresh, plan, recipe, options, step, files)
+                whole = {name: entry for of_worker in files for name, entry in of_worker.items()}
+                complete(fresh, plan, step, step, about_run(options, recipe, plan), whole)
     except PeerLost:
         raise
     except FxpipeError as found:
         error = found
     return agreed_error(error, rank, workers)
-
-
-def write_whole(
-    folder: Path, plan: Plan, recipe: Recipe, options: PipelineOptions, step: int, written: Sequence[Written]
-) -> None:
-    """Make a checkpoint of what all workers have written into a folder.
-
-    Raises:
-        OSError: the disk does not take it.
-    """
-    files = {name: entry for of_worker in written for name, entry in of_worker.items()}
-    complete(folder, plan, step, step, about_run(options, recipe, plan), files)
 
 
 def open_checkpoint(

@@ -27,7 +27,7 @@ from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import Agreed
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
-from fxpipe.runtime.process.resume import opened, recipe_of, restore, resumed_step, run_before
+from fxpipe.runtime.process.resume import check_length, opened, recipe_of, restore, run_before
 from fxpipe.runtime.process.rows import (
     WalkedRow,
     begin_rows,
@@ -48,7 +48,7 @@ from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
-from fxpipe.runtime.worker.final_weights import DistributedFinalFiles, weights_are_safe
+from fxpipe.runtime.worker.final_weights import FinalFiles, weights_are_safe
 from fxpipe.runtime.worker.not_finite import LossCheck, NotFinite, check_weights, not_finite
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.stages.minibatch import ShapedMinibatches
@@ -75,7 +75,7 @@ class TrainingRun(Observer):
         self.total, options = agree_length(options, self.feed, process, task.callbacks.on_epoch is not None)
         self.options = options = of_run(options, plan)
         check_replicas_apart(plan, options, task)
-        resumed_step(options, agreed.checkpoint, self.total)
+        check_length(resumed, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
         addresses = Addresses(plan, recipe.demand)
         world.open(addresses)
@@ -176,7 +176,7 @@ class TrainingRun(Observer):
                 check_weights(self.total, rows)
             files = None
             if options.out is not None:
-                files = DistributedFinalFiles(options.out, plan, self.first, self.process, self.pulse)
+                files = FinalFiles(options.out, plan, self.first, self.process, self.pulse)
                 files.write(FINAL_WEIGHTS)
             with weights_are_safe(options.out):
                 averages = averages_of([executor.store.averages for executor in self.first])

@@ -181,26 +181,18 @@ def step_before(options: PipelineOptions) -> int:
     return 0 if options.resume is None else read_manifest(Path(options.resume)).step
 
 
-def resumed_step(options: PipelineOptions, checkpoint: Checkpoint | None, total: int) -> int | None:
-    """The step of the checkpoint that `resumed_options` found; None if the run begins anew.
-
-    Args:
-        checkpoint: the weights that the run starts from, which are the checkpoint's if it goes on.
-        total: how many steps the run is to have.
+def check_length(resumed: Resumed | None, total: int) -> None:
+    """Refuse to go on with a run that is to have fewer steps than it has had.
 
     Raises:
-        CheckpointError: it has had more.
+        CheckpointError: it is.
     """
-    if options.resume is None:
-        return None
-    step = _manifest(checkpoint).step
-    if step > total:
+    if resumed is not None and resumed.step > total:
         raise CheckpointError(
-            f"the checkpoint is of step {step}, and the run is to have {total} steps in all",
-            where=options.resume,
-            hint=f"--steps counts from the beginning: give one above {step}",
+            f"the checkpoint is of step {resumed.step}, and the run is to have {total} steps in all",
+            where=str(resumed.path),
+            hint=f"--steps counts from the beginning: give one above {resumed.step}",
         )
-    return step
 
 
 def run_before(options: PipelineOptions) -> Path | None:
@@ -232,21 +224,16 @@ def opened(options: PipelineOptions, recipe: Recipe, plan: Plan, checkpoint: Che
     """The checkpoint that `resumed_options` found; None if the run begins anew.
 
     Args:
-        checkpoint: as of `resumed_step`.
+        checkpoint: the weights that the run starts from, which are the checkpoint's if it goes on.
     """
     if options.resume is None:
         return None
-    path = Path(options.resume)
-    manifest = _manifest(checkpoint)
-    about = run_of(options, recipe)
-    same = all(manifest.run[name] == about[name] for name in ("schedule", "policy"))
-    return Resumed(path, manifest, same and manifest.plan == plan.digest)
-
-
-def _manifest(checkpoint: Checkpoint | None) -> Manifest:
     assert checkpoint is not None, "a run goes on with the weights of its checkpoint"
     assert checkpoint.manifest is not None
-    return checkpoint.manifest
+    manifest = checkpoint.manifest
+    about = run_of(options, recipe)
+    same = all(manifest.run[name] == about[name] for name in ("schedule", "policy"))
+    return Resumed(Path(options.resume), manifest, same and manifest.plan == plan.digest)
 
 
 def about_run(options: PipelineOptions, recipe: Recipe, plan: Plan) -> dict[str, Any]:

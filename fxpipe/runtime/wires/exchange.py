@@ -33,24 +33,6 @@ class Exchange(Protocol):
         """Remove these: nobody will ask for them again."""
 
 
-class LocalExchange:
-    """For workers in one process."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def set(self, key: str, text: str) -> None:
-        self._texts[key] = text
-
-    def get(self, keys: list[str]) -> list[str] | None:
-        found = [self._texts.get(key) for key in keys]
-        return None if None in found else [text for text in found if text is not None]
-
-    def forget(self, keys: list[str]) -> None:
-        for key in keys:
-            del self._texts[key]
-
-
 class FolderExchange:
     """For the processes of a run on one machine: a file each. In torch's `FileStore` nothing ever goes away."""
 
@@ -90,10 +72,14 @@ class FolderExchange:
 
 
 class StoreExchange:
-    """For workers that torchrun has started: in the process group's store."""
+    """In a store of torch's.
 
-    def __init__(self) -> None:
-        self._store: Any = default_store()
+    Args:
+        store: one of this process alone; None takes the process group's, for workers that torchrun has started.
+    """
+
+    def __init__(self, store: Any = None) -> None:
+        self._store = default_store() if store is None else store
 
     def set(self, key: str, text: str) -> None:
         self._store.set(key, text)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from threading import Condition, Event, Lock, Thread
+from threading import Condition, Lock, Thread
 from typing import Any
 
 from torch import Tensor
@@ -44,8 +45,7 @@ class Queued:
     data: Tensor
     send: Callable[[Tensor], Any]
     place: tuple[int, int] = (0, 0)
-    _left: Event = field(default_factory=Event)
-    _error: Exception | None = None
+    _left: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:
         """Wait until all of it has left.
@@ -53,9 +53,7 @@ class Queued:
         Raises:
             RuntimeError: the connection was lost.
         """
-        self._left.wait()
-        if self._error is not None:
-            raise self._error
+        self._left.result()
 
     def leave(self, turns: ChunkTurns) -> None:
         """Send it; `wait` raises what this meets."""
@@ -67,9 +65,9 @@ class Queued:
                     with turns.one(self.place):
                         self.send(self.data[chunk]).wait()
         except Exception as error:
-            self._error = error
-        finally:
-            self._left.set()
+            self._left.set_exception(error)
+        else:
+            self._left.set_result(None)
 
 
 class ChunkTurns:

@@ -18,6 +18,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,17 +33,14 @@ class Meeting:
 
     def __init__(self, begin: Exchange) -> None:
         self._begin = begin
-        self._begun = threading.Event()
-        self._work: Any = None
-        self._error: Exception | None = None
+        self._work: Future[Any] = Future()
 
     def meet(self) -> None:
         """Wait for the other end, and begin."""
         try:
-            self._work = self._begin()
+            self._work.set_result(self._begin())
         except Exception as error:
-            self._error = error
-        self._begun.set()
+            self._work.set_exception(error)
 
     def wait(self) -> None:
         """Wait until it has begun; the device's current stream waits until it is over.
@@ -50,10 +48,7 @@ class Meeting:
         Raises:
             Exception: what went wrong; of torch.distributed's or gloo's if the other end is gone.
         """
-        self._begun.wait()
-        if self._error is not None:
-            raise self._error
-        self._work.wait()
+        self._work.result().wait()
 
 
 class NcclLine:

@@ -15,8 +15,8 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,16 +46,6 @@ def replica_group(plan: Plan, process: int, backend: str) -> Any:
                 group = group_among(members, backend)
                 own = group if each == rank else own
     return own
-
-
-@dataclass
-class _Begun:
-    """What the thread is to run."""
-
-    run: Callable[[], Tensor]
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Tensor | None = None
-    error: Exception | None = None
 
 
 class ReplicaProcess:
@@ -89,7 +79,7 @@ class ReplicaProcess:
         self._stream = torch.cuda.Stream(device) if self._on_stream else None
         self._not_taken: Any = None  # the last call whose result is none here
         self._begun: dict[tuple[int, Key], Callable[[], Tensor]] = {}  # waits for a result
-        self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Tensor], Future[Tensor]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def of_worker(self, worker: int) -> WorkerCollective:
@@ -135,13 +125,13 @@ class ReplicaProcess:
             if taken:
                 self._begun[worker, key] = partial(self._on_device, found, event)
             return
-        exchange = _Begun(partial(run, flat.cpu() if self._staged else flat))
+        result: Future[Tensor] = Future()
         if taken:
-            self._begun[worker, key] = partial(self._of_thread, exchange)
+            self._begun[worker, key] = lambda: result.result().to(self._device)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fxpipe-replicas", daemon=True)
             self._thread.start()
-        self._jobs.put(exchange)
+        self._jobs.put((partial(run, flat.cpu() if self._staged else flat), result))
 
     def result(self, worker: int, key: Key) -> Tensor:
         """Wait for the result.
@@ -226,13 +216,6 @@ class ReplicaProcess:
         found.record_stream(stream)
         return found
 
-    def _of_thread(self, begun: _Begun) -> Tensor:
-        begun.done.wait()
-        if begun.error is not None:
-            raise begun.error
-        assert begun.result is not None
-        return begun.result.to(self._device)
-
     @contextmanager
     def _talk(self) -> Iterator[None]:
         """Whatever the group cannot do means that another replica is gone."""
@@ -252,14 +235,15 @@ class ReplicaProcess:
         """Run what has begun, in order; after an error nothing more: the replicas would no longer mean the same."""
         failed: Exception | None = None
         with torch.no_grad():
-            while (exchange := self._jobs.get()) is not None:
+            while (job := self._jobs.get()) is not None:
+                run, result = job
                 try:
-                    if failed is None:
-                        exchange.result = exchange.run()
+                    if failed is not None:
+                        raise failed
+                    result.set_result(run())
                 except Exception as error:
                     failed = error
-                exchange.error = failed
-                exchange.done.set()
+                    result.set_exception(error)
 
 
 class WorkerCollective(Collective):

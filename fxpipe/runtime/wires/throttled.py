@@ -13,10 +13,11 @@ has started. The simulator's `Direction` is the same rule.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from threading import Condition, Event, Thread
+from threading import Condition, Thread
 from time import perf_counter, sleep
 from typing import Any
 
@@ -104,18 +105,14 @@ class _SlowSend:
 
     work: Any
     send: Callable[[Tensor], Any]
-    _said: Event = field(default_factory=Event)
-    _word: Any = None
-    _error: Exception | None = None
+    _word: Future[Any] = field(default_factory=Future)
 
     def say(self, arrives: float) -> None:
         """Send the word; `wait` raises what this meets."""
         try:
-            self._word = self.send(torch.tensor([arrives], dtype=torch.float64))
+            self._word.set_result(self.send(torch.tensor([arrives], dtype=torch.float64)))
         except Exception as error:
-            self._error = error
-        finally:
-            self._said.set()
+            self._word.set_exception(error)
 
     def wait(self) -> None:
         """Wait until both have left.
@@ -124,10 +121,7 @@ class _SlowSend:
             RuntimeError: the connection was lost.
         """
         self.work.wait()
-        self._said.wait()
-        if self._error is not None:
-            raise self._error
-        self._word.wait()
+        self._word.result().wait()
 
 
 @dataclass(eq=False)

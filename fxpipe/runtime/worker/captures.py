@@ -68,24 +68,18 @@ class Captures(Observer):
         if not self.due(step):
             return None
         self.executor.watch.open("save")
-        if not self._whole:
-            shard = _of_other_replica(self.executor, Shard(step), memories)
-            self.executor.watch.close()
-            return shard
-        shard = self._begun.pop(step) if step in self._begun else Shard(step)
-        if not shard.buffers:  # no forward of it has begun
-            self.executor.take_buffers(step)
-            shard.buffers = dict(self.executor.buffers)
-        shard.start = store.versions.start
-        self._take_earlier(shard)
-        if store.versions.copies.encoded:
-            shard.sent.update(_sent(store, step))
-        shard.past = dict(sorted(shard.past.items()))
-        shard.sent = dict(sorted(shard.sent.items()))
-        shard.parameters = _all_copied(store.saved)
-        shard.buffers = _all_copied(shard.buffers)
-        shard.codecs = _copy(memories, {})
-        shard.state = _copy(store.state(), {})
+        shard = self._begun.pop(step, Shard(step))
+        if self._whole:
+            if not shard.buffers:  # no forward of it has begun
+                self.executor.take_buffers(step)
+                shard.buffers = dict(self.executor.buffers)
+            shard.start = store.versions.start
+            self._take_earlier(shard)
+            if store.versions.copies.encoded:
+                shard.sent.update(_sent(store, step))
+            shard.past = dict(sorted(shard.past.items()))
+            shard.sent = dict(sorted(shard.sent.items()))
+        _copy_into(shard, self.executor, shard.buffers, memories)
         self.executor.watch.close()
         return shard
 
@@ -144,12 +138,7 @@ def shard_at_rest(executor: Executor) -> Shard:
     for field in store.updater.notes.fields:
         field.begin()  # as the next segment will
     shard = Shard(store.version, store.version)
-    if not _is_whole(executor):
-        return _of_other_replica(executor, shard, executor.codec_memories())
-    shard.parameters = _all_copied(store.saved)
-    shard.buffers = _all_copied(executor.buffers)
-    shard.codecs = _copy(executor.codec_memories(), {})
-    shard.state = _copy(store.state(), {})
+    _copy_into(shard, executor, executor.buffers, executor.codec_memories())
     return shard
 
 
@@ -158,12 +147,19 @@ def _is_whole(executor: Executor) -> bool:
     return executor.replica == 0 or executor.store.outer is not None
 
 
-def _of_other_replica(executor: Executor, shard: Shard, memories: dict[str, dict[str, Tensor]]) -> Shard:
-    """What another replica than the first has, and that one has not."""
+def _copy_into(
+    shard: Shard, executor: Executor, buffers: Mapping[str, Tensor], memories: dict[str, dict[str, Tensor]]
+) -> None:
+    """Copy what a worker holds between two minibatches; of a replica whose shard is not whole, what the first one has
+    not."""
+    store = executor.store
     shard.codecs = _copy(memories, {})
-    if executor.store.shared is not None:
-        shard.state = _copy({"updater": executor.store.updater.state(), "averages": None}, {})
-    return shard
+    if _is_whole(executor):
+        shard.parameters = _all_copied(store.saved)
+        shard.buffers = _all_copied(buffers)
+        shard.state = _copy(store.state(), {})
+    elif store.shared is not None:
+        shard.state = _copy({"updater": store.updater.state(), "averages": None}, {})
 
 
 def _needed(store: WeightStore, version: int, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:

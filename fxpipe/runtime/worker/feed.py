@@ -37,6 +37,7 @@ class Feed(Observer):
     the stages, which reseed it, so that the data are the same whatever the pipeline does between two batches.
 
     Attributes:
+        length: what `epoch` gives, once something has asked for it.
         steps_per_epoch: if it is set, what is done once an epoch counts on it: an epoch of another length is told.
     """
 
@@ -51,41 +52,28 @@ class Feed(Observer):
         self._given = 0
         self._marks: dict[int, dict[str, Any]] = {}
         self._handed = -1  # the latest that was asked for
-        self._length: int | None = None
+        self.length: int | None = None
         self._order = _Order()
         self._since_begin: int | None = 0  # the batches of the present epoch; None if it began before a checkpoint
         self.steps_per_epoch: int | None = None
-
-    def total(self, steps: int | None, epochs: int | None) -> int:
-        """How many minibatches a run has; those of one epoch if neither is given.
-
-        Raises:
-            TaskError: the data are empty; or have no length, and counting them takes too long.
-        """
-        return self.epoch() * (1 if epochs is None else epochs) if steps is None else steps
 
     def epoch(self) -> int:
         """How many batches an epoch has: the data's length, or, where they have none, counted once.
 
         Raises:
-            TaskError: as for `total`.
+            TaskError: the data are empty; or have no length, and counting them takes too long.
         """
-        if self._length is None:
+        if self.length is None:
             with random_state_kept():
                 set_torch_state(self._state)
                 data = self._task.train_data()
                 try:
-                    self._length = len(data)  # type: ignore[arg-type]
+                    self.length = len(data)  # type: ignore[arg-type]
                 except TypeError:
-                    self._length = _count(data)
-            if not self._length:
+                    self.length = _count(data)
+            if not self.length:
                 raise _empty()
-        return self._length
-
-    @property
-    def length(self) -> int | None:
-        """The same, if something has asked for it."""
-        return self._length
+        return self.length
 
     def next_batch(self, marked: bool = False) -> Any:
         """The next batch, of a new epoch after the last one.

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import sleep
 
@@ -43,6 +44,9 @@ class FinalTensor:
     worker: int
 
 
+Fetch = Callable[[FinalTensor], Tensor | None]
+
+
 def final_tensors(plan: Plan) -> Iterator[FinalTensor]:
     """Every parameter and persistent buffer, in the order that all workers use."""
     for parameter in plan.parameters:
@@ -60,14 +64,15 @@ def held(executor: Executor, tensor: FinalTensor, averages: Mapping[str, Tensor]
     return executor.buffers[tensor.names[0]] if parameter is None else parameter.detach()
 
 
-def copies(
-    plan: Plan, executors: Sequence[Executor], averages: Sequence[Mapping[str, Tensor]] | None = None
-) -> dict[str, Tensor]:
-    """Copies of all final tensors, under all their names, of workers that are all in this process."""
+def copies(plan: Plan, executors: Sequence[Executor], parameters: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies of all final tensors, under all their names, of workers that are all in this process.
+
+    Args:
+        parameters: those of each worker, or what is taken in their place.
+    """
     found: dict[str, Tensor] = {}
     for tensor in final_tensors(plan):
-        own = None if averages is None else averages[tensor.worker]
-        value = held(executors[tensor.worker], tensor, own).detach().clone()
+        value = held(executors[tensor.worker], tensor, parameters[tensor.worker]).detach().clone()
         found |= dict.fromkeys(tensor.names, value)
     return found
 
@@ -107,11 +112,15 @@ def warn_of_little_room(out: str | None, plan: Plan, averages: bool) -> None:
 class FinalFiles:
     """Writes `model.safetensors` and `ema.safetensors`, and loses neither because a disk says no.
 
+    All processes of a run call the same at the same time: that of rank 0 writes, and the others send it what their
+    workers hold. Replicas of a worker have the same weights: the first gives them.
+
     The tensors stay where they are until their file is written. While that fails, it is tried again for a minute; then
     the file goes to a temporary folder, and `check` raises an error that names it.
 
     Args:
-        agree: called after every attempt with whether the tensors are wanted once more; of a distributed run.
+        executors: of the workers of this rank.
+        pulse: this process's; every tensor is progress.
         pauses: seconds between two attempts, if they are not `PAUSES`.
     """
 
@@ -119,19 +128,60 @@ class FinalFiles:
         self,
         out: str | Path,
         plan: Plan,
-        agree: Callable[[bool], object] = lambda again: None,
+        executors: Sequence[Executor],
+        rank: int,
+        pulse: Pulse,
         pauses: Sequence[float] | None = None,
     ) -> None:
         self.out = Path(out)
-        self._agree = agree
+        self._plan, self._rank, self._pulse = plan, rank, pulse
+        self._executors = {executor.worker: executor for executor in executors if executor.replica == 0}
         self._pauses = PAUSES if pauses is None else pauses
         self._tensors = list(final_tensors(plan))
         self._elsewhere: Path | None = None
         self._problems: list[str] = []
         self._lost: list[str] = []
 
-    def write(self, name: str, fetch: Callable[[FinalTensor], Tensor]) -> None:
-        """Write a file; `fetch` gives one tensor after the other, in `final_tensors`' order, in every attempt."""
+    def write(self, name: str, averages: Sequence[Mapping[str, Tensor]] | None = None) -> None:
+        """Write a file of the trained weights, or of the `averages` of them that each worker here has."""
+        instead: dict[int, Mapping[str, Tensor]] = {}
+        if averages is not None and self._executors:
+            instead = dict(zip(self._executors, averages, strict=True))
+        fetch = partial(self._fetch, instead)
+        if self._rank == 0:
+            self._write(name, fetch)
+            return
+        again = True
+        while again:
+            for tensor in self._tensors:
+                if (value := fetch(tensor)) is not None:
+                    with peers(self._rank):
+                        dist.send(value.cpu().contiguous(), 0)
+            again = self._agree(False)
+
+    def check(self) -> None:
+        """Go on only if all files are in the run's folder.
+
+        Raises:
+            RunError: on rank 0, which names the folder that has one instead, and what is lost; the others wait for it,
+                and lose it.
+        """
+        if (problem := self.problem) is not None:
+            raise problem
+        self._agree(False)
+
+    @property
+    def problem(self) -> RunError | None:
+        """The error that `check` raises here; None if all is there."""
+        if not self._problems:
+            return None
+        if self._lost:
+            hint = f"{listed(self._lost)} could be written nowhere: make room, and train again"
+        else:
+            hint = f"the trained weights are in {self._elsewhere}: move them before that folder is cleared"
+        return RunError("; ".join(self._problems), hint=hint)
+
+    def _write(self, name: str, fetch: Fetch) -> None:
         path = self.out / name
         if self._elsewhere is None:
             for pause in (*self._pauses, None):
@@ -159,32 +209,13 @@ class FinalFiles:
             self._problems.append(f"nor can {name} be written elsewhere: {error.strerror or error}")
         self._agree(False)
 
-    def check(self) -> None:
-        """Say what could not be written into the run's folder.
-
-        Raises:
-            RunError: names the folder that has it instead, and what is lost.
-        """
-        if (problem := self.problem) is not None:
-            raise problem
-
-    @property
-    def problem(self) -> RunError | None:
-        """The error that `check` raises; None if all is there."""
-        if not self._problems:
-            return None
-        if self._lost:
-            hint = f"{listed(self._lost)} could be written nowhere: make room, and train again"
-        else:
-            hint = f"the trained weights are in {self._elsewhere}: move them before that folder is cleared"
-        return RunError("; ".join(self._problems), hint=hint)
-
-    def _attempt(self, path: Path, fetch: Callable[[FinalTensor], Tensor]) -> OSError | None:
+    def _attempt(self, path: Path, fetch: Fetch) -> OSError | None:
         """Fetch all tensors, whatever becomes of the file; returns why it could not be written."""
         values = ((tensor, fetch(tensor)) for tensor in self._tensors)
         try:
             with SafetensorsWriter(path, [(name, t.spec) for t in self._tensors for name in t.names]) as file:
                 for tensor, value in values:
+                    assert value is not None, "rank 0 gets it from the worker's process"
                     for _ in tensor.names:
                         file.write(value)
         except OSError as error:
@@ -193,80 +224,24 @@ class FinalFiles:
             return error
         return None
 
-
-class DistributedFinalFiles:
-    """`FinalFiles` on rank 0, and what the other processes do for it; all call the same at the same time. Replicas of a
-    worker have the same weights: the first gives them.
-
-    Args:
-        executors: of the workers of this rank.
-        pulse: this process's; every tensor is progress.
-        pauses: as those of `FinalFiles`.
-
-    Attributes:
-        files: those that rank 0 writes; None elsewhere.
-    """
-
-    def __init__(
-        self,
-        out: str | Path,
-        plan: Plan,
-        executors: Sequence[Executor],
-        rank: int,
-        pulse: Pulse,
-        pauses: Sequence[float] | None = None,
-    ) -> None:
-        self.plan = plan
-        self.executors = {executor.worker: executor for executor in executors if executor.replica == 0}
-        self.rank = rank
-        self.pulse = pulse
-        self.files = FinalFiles(out, plan, self._agree, pauses) if self.rank == 0 else None
-
-    def write(self, name: str, averages: Sequence[Mapping[str, Tensor]] | None = None) -> None:
-        """Write a file of the trained weights, or of the `averages` of them that each worker here has."""
-        instead: dict[int, Mapping[str, Tensor]] = {}
-        if averages is not None and self.executors:
-            instead = dict(zip(self.executors, averages, strict=True))
-        if self.files is not None:
-            self.files.write(name, lambda tensor: self._fetch(tensor, instead))
-            return
-        again = True
-        while again:
-            for tensor in final_tensors(self.plan):
-                self.pulse.move()
-                if tensor.worker in self.executors:
-                    with peers(self.rank):
-                        dist.send(self._held(tensor, instead).cpu().contiguous(), 0)
-            again = self._agree(False)
-
-    def check(self) -> None:
-        """Go on only if all files are in the run's folder.
-
-        Raises:
-            RunError: on rank 0, as `FinalFiles.check`; the others wait for it, and lose it.
-        """
-        if self.files is not None:
-            self.files.check()
-        self._agree(False)
+    def _fetch(self, instead: Mapping[int, Mapping[str, Tensor]], tensor: FinalTensor) -> Tensor | None:
+        """A tensor of a worker here, or on rank 0 of any, from its process; None where it is not for this one."""
+        self._pulse.move()
+        if tensor.worker in self._executors:
+            return held(self._executors[tensor.worker], tensor, instead.get(tensor.worker))
+        if self._rank:
+            return None
+        value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
+        with peers(self._rank):
+            dist.recv(value, self._plan.process_of(tensor.worker, 0))
+        return value
 
     def _agree(self, again: bool) -> bool:
         """Rank 0 tells the others whether it wants the tensors of a file once more."""
-        self.pulse.move()
+        self._pulse.move()
         if alone():
             return again
         box = [again]
-        with peers(self.rank):
+        with peers(self._rank):
             dist.broadcast_object_list(box, 0)
         return box[0]
-
-    def _held(self, tensor: FinalTensor, instead: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
-        return held(self.executors[tensor.worker], tensor, instead.get(tensor.worker))
-
-    def _fetch(self, tensor: FinalTensor, instead: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
-        self.pulse.move()
-        if tensor.worker in self.executors:
-            return self._held(tensor, instead)
-        value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
-        with peers(self.rank):
-            dist.recv(value, self.plan.process_of(tensor.worker, 0))
-        return value

@@ -89,22 +89,26 @@ def read_tensors(
         with safe_open(str(path), framework="pt") as file:
             present = set(file.keys())
             for name, spec in specs:
-                if name not in present:
-                    wrong.append(f"{name} is missing")
-                    continue
-                tensor = file.get_tensor(name)
+                tensor = file.get_tensor(name) if name in present else None
                 layout = Layout(spec, name)
-                if tensor.shape != layout.shape or tensor.dtype != layout.dtype:
-                    wrong.append(
-                        f"{name} is {tensor.dtype}{list(tensor.shape)}, not {layout.dtype}{list(layout.shape)}"
-                    )
-                    continue
-                found[name] = layout.empty(device).copy_(tensor)
+                if unlike := _unlike(name, tensor, layout):
+                    wrong.append(unlike)
+                elif tensor is not None:
+                    found[name] = layout.empty(device).copy_(tensor)
     except Exception as error:
         raise BuildError(f"the weights cannot be read: {error}", where=str(path), hint=AGAIN) from error
     if wrong:
         raise BuildError("the weights do not fit the plan: " + "; ".join(wrong), where=str(path), hint=AGAIN)
     return found
+
+
+def _unlike(name: str, found: Tensor | None, layout: Layout) -> str:
+    """How a tensor is not as the plan has it; empty if it is."""
+    if found is None:
+        return f"{name} is missing"
+    if (found.shape, found.dtype) == (layout.shape, layout.dtype):
+        return ""
+    return f"{name} is {found.dtype}{list(found.shape)}, not {layout.dtype}{list(layout.shape)}"
 
 
 CURE = "run with --weights CHECKPOINT, or give the parameters their values in the modules' reset_parameters()"
@@ -165,15 +169,8 @@ def _own(value: Tensor, layout: Layout, device: torch.device | str) -> Tensor:
 
 def _check_same(plan: Plan, model: nn.Module) -> None:
     present = dict(model.named_parameters(remove_duplicate=False))
-    wrong = []
-    for row in plan.parameters:
-        found = present.get(row.name)
-        layout = Layout(row.tensor)
-        if found is None:
-            wrong.append(f"{row.name} is missing")
-        elif (found.shape, found.dtype) != (layout.shape, layout.dtype):
-            wrong.append(f"{row.name} is {found.dtype}{list(found.shape)}, not {layout.dtype}{list(layout.shape)}")
-    if wrong:
+    unlike = (_unlike(row.name, present.get(row.name), Layout(row.tensor)) for row in plan.parameters)
+    if wrong := [text for text in unlike if text]:
         raise TaskError(
             f"model() does not give the model that was compiled: {listed(wrong)}", hint="compile the model again"
         )

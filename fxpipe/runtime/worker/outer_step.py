@@ -171,12 +171,6 @@ class OuterStep:
         if self._under_way is not None:
             self._exchange(self._under_way, self._begun)
 
-    @property
-    def _keys(self) -> list[tuple[str, int]]:
-        assert self._under_way is not None
-        kinds = [f"outer {dtype}" for dtype in self._common]
-        return [(kind, self._under_way) for kind in (*kinds, *([BATCHES] if self._compared[1] else []))]
-
     def _live(self) -> dict[str, Tensor]:
         """Copies of the weights, by dtype, one vector each."""
         return {

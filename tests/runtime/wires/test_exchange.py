@@ -9,15 +9,16 @@ import pytest
 import torch.distributed as dist
 
 from fxpipe.runtime.wires import exchange as exchanging
-from fxpipe.runtime.wires.exchange import Exchange, FolderExchange, LocalExchange, StoreExchange
+from fxpipe.runtime.wires.exchange import Exchange, FolderExchange, StoreExchange
 
 
-@pytest.fixture(params=["local", "folder", "store"])
+@pytest.fixture(params=["own", "folder", "group's"])
 def exchange(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exchange:
     store = dist.HashStore()
     monkeypatch.setattr(exchanging, "default_store", lambda: store)
-    made = {"local": LocalExchange, "folder": lambda: FolderExchange(tmp_path / "texts"), "store": StoreExchange}
-    return made[request.param]()
+    if request.param == "folder":
+        return FolderExchange(tmp_path / "texts")
+    return StoreExchange(dist.HashStore()) if request.param == "own" else StoreExchange()
 
 
 def test_until_they_are_forgotten(exchange: Exchange) -> None:
