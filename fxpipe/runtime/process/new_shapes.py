@@ -10,7 +10,7 @@ receive for a minibatch of this shape. A worker that hears a number it does not 
 from __future__ import annotations
 
 import base64
-import pickle
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.messages import say
 from fxpipe.observe.pulse import Pulse
 from fxpipe.observe.record import samples_of
+from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.options import PipelineOptions, RunOptions
@@ -38,6 +40,7 @@ from fxpipe.stages.loaded import load_stage_text
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.batch import check_divisible, shape_text
 from fxpipe.task.step_hooks import StepHooks
+from fxpipe.typed_json import convert
 
 MOST = 8
 """How many shapes are made where the options do not say it."""
@@ -57,6 +60,25 @@ class ShapeOfWorker:
 
     files: Mapping[str, str]
     tensors: Mapping[str, Tensor]
+
+    def to_text(self) -> str:
+        """As text; `of_text` is its inverse."""
+        tensors = safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()})
+        return json.dumps({"files": dict(self.files), "tensors": base64.b64encode(tensors).decode()})
+
+    @staticmethod
+    def of_text(text: str) -> ShapeOfWorker:
+        """Read `to_text`'s text."""
+        body = json.loads(text)
+        return ShapeOfWorker(body["files"], safetensors.torch.load(base64.b64decode(body["tensors"])))
+
+
+def plan_of_text(text: str) -> Plan:
+    """Read the text of a plan (`Plan.to_json`) that another worker of this run has written."""
+    body = json.loads(text)
+    plan = convert({name: value for name, value in body.items() if name not in ("format", "digest")}, Plan)
+    check(plan)
+    return plan
 
 
 def of_run(options: RunOptions, plan: Plan) -> RunOptions:
@@ -122,7 +144,8 @@ class NewShapes:
             with peers(own[0]):
                 while (texts := self._exchange.get(keys)) is None:
                     time.sleep(LOOK)
-            plan, *parts = (pickle.loads(base64.b64decode(text)) for text in texts)
+            plan = plan_of_text(texts[0])
+            parts = (ShapeOfWorker.of_text(text) for text in texts[1:])
             self._take(plan, dict(zip(own, parts, strict=True)))
 
     def _make(self, batch: Any, minibatch: int, refusal: BatchError) -> None:
@@ -199,14 +222,15 @@ class NewShapes:
             if worker == 0 and of_shape.totals is not None:
                 own += [share.file for share in of_shape.totals.stages]
             read = [b.name for b in plan.buffers if worker in self._new_readers(b)]
-            parts[worker] = ShapeOfWorker({f: files[f] for f in own}, {n: tensors[n].cpu().clone() for n in read})
+            parts[worker] = ShapeOfWorker({f: files[f] for f in own}, {name: tensors[name] for name in read})
         before = {b.name for b in self.plan.buffers}
         self._constants |= {b.name: tensors[b.name] for b in plan.buffers if b.name not in before}
         self._take(plan, parts)
         if self._exchange is not None:
             with peers(0):
-                for what, value in (*parts.items(), ("plan", plan)):
-                    self._exchange.set(_key(number, what), base64.b64encode(pickle.dumps(value)).decode())
+                for worker, part in parts.items():
+                    self._exchange.set(_key(number, worker), part.to_text())
+                self._exchange.set(_key(number, "plan"), plan.to_json())
 
     def _take(self, plan: Plan, parts: dict[int, ShapeOfWorker]) -> None:
         self._add(plan, parts)
@@ -253,5 +277,5 @@ def _not_made(refusal: BatchError, error: FxpipeError) -> BatchError:
     )
 
 
-def _key(shape: int, what: object) -> str:
+def _key(shape: int, what: int | str) -> str:
     return f"shape/{shape}/{what}"
