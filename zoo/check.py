@@ -31,7 +31,7 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.stages.compare import FLOOR_OF_SUMS
 from fxpipe.task.batch import describe, split
-from fxpipe.tracing.capture import Loss
+from fxpipe.task.hooks import Loss
 
 WORKERS, MICROBATCHES, ASYNC_STEPS = 4, 2, 5
 TOLERANCE = 1e-4

@@ -19,7 +19,7 @@ from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.schedule.base import divisors
 from fxpipe.schedule.versions import most_missed
 from fxpipe.task.batch import check_divisible, samples_of, shape_text
-from fxpipe.tracing.capture import Loss
+from fxpipe.task.hooks import Loss
 
 
 @dataclass(frozen=True)

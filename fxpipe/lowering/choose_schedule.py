@@ -24,7 +24,7 @@ from fxpipe.planner.profile import PlanInput
 from fxpipe.planner.workers import Ratios
 from fxpipe.schedule.loss_scaling import FLOAT16
 from fxpipe.search import Counts, Question, SimulatedPlan, Sized, counted, microbatch_counts, schedules_of, search
-from fxpipe.tracing.capture import Loss
+from fxpipe.task.hooks import Loss
 
 Say = Callable[[str], None]
 

@@ -31,12 +31,13 @@ from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import TRIED_SCALE, Minibatches, weights_of
 from fxpipe.stages.part_call import Function
 from fxpipe.task.batch import split
+from fxpipe.task.hooks import Loss
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.task.padding import padded
 from fxpipe.torch_private import pytree
 from fxpipe.tracing import user_lines
-from fxpipe.tracing.capture import Loss, autocasting
+from fxpipe.tracing.capture import autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.model_state import preserved
 

@@ -28,9 +28,10 @@ from fxpipe.passes.codegen import TOTALS
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, PadSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import moved, tensor_spec
+from fxpipe.task.hooks import Metrics
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.task.padding import padded
-from fxpipe.tracing.capture import CapturedEvaluation, Metrics, capture_evaluation
+from fxpipe.tracing.capture import CapturedEvaluation, capture_evaluation
 from fxpipe.tracing.carried_buffers import buffers_carried
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 

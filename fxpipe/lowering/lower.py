@@ -32,10 +32,10 @@ from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
+from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.padding import padded
 from fxpipe.task.step_hooks import StepHooks
-from fxpipe.tracing.capture import Loss, Metrics
 
 Say = Callable[[str], None]
 DEFAULTS = CompileOptions()

@@ -29,8 +29,9 @@ from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, LeafSpec
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
 from fxpipe.stages.minibatch import TRIED_SCALE, added_up, weights_of
 from fxpipe.task.batch import Dims, check_sizes, describe, said, share_of, split
+from fxpipe.task.hooks import Loss
 from fxpipe.torch_private import pytree
-from fxpipe.tracing.capture import Loss, autocasting, capture
+from fxpipe.tracing.capture import autocasting, capture
 
 SMALL = 1e-5
 """How far apart two losses may be, relative to the larger one, to count as one number of different rounding."""

@@ -18,9 +18,9 @@ from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.planner.profile import PlanInput, Profile
+from fxpipe.task.hooks import Loss
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.padding import padded
-from fxpipe.tracing.capture import Loss
 
 
 @dataclass(frozen=True)

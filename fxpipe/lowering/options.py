@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from fxpipe.passes.reduce import Reduce
     from fxpipe.passes.whole_loss import WholeLoss
     from fxpipe.plan.spec import PadSpec, Plan
-    from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
+    from fxpipe.task.hooks import MakeScheduler, OptimizerHook
+    from fxpipe.task.model_file import Task
     from fxpipe.task.padding import Pad
 
 IN_PYTHON = "fxpipe.compile(...)"
@@ -533,12 +534,12 @@ class CompileOptions:
         from fxpipe.threads import threads_for
 
         threads = threads_for(self.threads, self.processes)
-        pad_to = task.pad_to if self.pad_to is None else self.pad_to
+        pad_to = task.hooks.pad_to if self.pad_to is None else self.pad_to
         return replace(
             self,
-            microbatch_dims=task.microbatch_dims if self.microbatch_dims is None else self.microbatch_dims,
+            microbatch_dims=task.hooks.microbatch_dims if self.microbatch_dims is None else self.microbatch_dims,
             constant_batch=self.constant_batch or task.constant_batch,
-            pad=self.pad or (None if pad_to is None else task.pad),
+            pad=self.pad or (None if pad_to is None else task.hooks.pad),
             pad_to=pad_to,
             loss_weight=self.loss_weight or task.loss_weight,
             optimizer=self.optimizer or task.optimizer,

@@ -17,10 +17,11 @@ from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import PadSpec
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS
 from fxpipe.task.batch import describe, is_named, shape_text
+from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.loss_weights import weight_of
 from fxpipe.task.meta import are_on_meta
 from fxpipe.task.padding import padded
-from fxpipe.tracing.capture import Loss, Metrics, autocasting
+from fxpipe.tracing.capture import autocasting
 from fxpipe.tracing.eval_mode import eval_mode
 
 ROUGH = 1e-2

@@ -33,7 +33,7 @@ from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.spec import FUNCTIONS, Plan, ShapeSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
-from fxpipe.tracing.capture import Loss
+from fxpipe.task.hooks import Loss
 from fxpipe.tracing.joint import NO_GRADIENT
 
 

@@ -17,7 +17,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from fxpipe.ir.program import Program
 from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
+from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.torch_private import DisableTorchFunction, FakeTensorMode, compiling, pytree, run_backward
 from fxpipe.torch_private.aot import aot_export_joint_with_descriptors
@@ -47,8 +48,6 @@ from fxpipe.tracing.refusals import dense, explain, own_gradients, scalar, scala
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.step_metrics import forget_numbers, metric_tensors
 
-Loss = Callable[[nn.Module, Any], "torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]"]
-Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
