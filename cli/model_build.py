@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fxpipe.ir.transform import Observer
     from fxpipe.plan.spec import PadSpec
     from fxpipe.planner.costs_file import BuildCosts
+    from fxpipe.task.batch import Batch
     from fxpipe.task.first_batches import FirstBatches
     from fxpipe.task.model_file import Task
 
@@ -47,7 +48,7 @@ class ModelBuild:
     task: Task
     model: nn.Module
     example: Any
-    shapes: tuple[Any, ...]
+    shapes: tuple[Batch, ...]
     options: CompileOptions
 
 
@@ -67,9 +68,8 @@ def build_model(
     from fxpipe.lowering.shapes import further_shapes
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.device import reuse_freed_memory
-    from fxpipe.task.batch import moved
+    from fxpipe.task.batch import Batch
     from fxpipe.task.model_file import load_task, source_digests
-    from fxpipe.task.padding import padded
 
     if made.meta and options.backend != "eager":
         raise click.UsageError(
@@ -82,7 +82,6 @@ def build_model(
         task = load_task(path)
         _ = options.encoding  # refused before the work, and after the file, which may have codecs of its own
         model, first = made.make_with(task, options.scan)
-        example = first.batches[0]
     if made.device == "cuda" or any(p.device.type == "cuda" for p in model.parameters()):
         options = costs.applied(asked, NCCL_NODE, meta=made.meta)
     for warning in task.warnings:
@@ -90,29 +89,30 @@ def build_model(
     options = dataclasses.replace(options.for_task(task), command=_command(path, made, options))
     evaluation = (task.metrics, _batches("eval_data", task.eval_data, task, made.seed)) if task.validates else None
     with working("compiling") as say:
-        read, last = first.apart()
-        padding = options.padding(first.batches)
-        told = list(first_of_each([example, *read], options.constant_batch, padding))[1:]
+        batches = [Batch.of(batch, options.constant_batch) for batch in first.batches]
+        read, last = dataclasses.replace(first, batches=batches).apart()
+        padding = options.padding(batches)
+        told = list(first_of_each([batches[0], *read], padding))[1:]
         if made.device is not None:  # only what is compiled or compared, not all that was read
-            told, last = moved(made.device, (told, last))
-        after = (padded(batch, padding) for batch in told)
-        shapes = further_shapes(padded(example, padding), after, options.constant_batch)
-        last = _last(first, last, [padded(example, padding), *shapes], padding, options)
+            told, last = [batch.on(made.device) for batch in told], last and last.on(made.device)
+        example = batches[0].padded(padding)
+        shapes = further_shapes(example, (batch.padded(padding) for batch in told))
+        last = _last(first, last, [example, *shapes], padding, options)
         say("capturing, costing and cutting")
         more: dict[str, Any] = {"shapes": told, "last": last, "evaluation": evaluation, "observers": observers}
-        build = compile(model, task.loss, example, options, **more, say=say)
+        build = compile(model, task.loss, batches[0], options, **more, say=say)
         doubts = [MANY_SHAPES.format(len(first.batches), len(shapes) + 1)] if len(shapes) > 1 else []
         if options.cost == "measured":
-            build = _timed(build, example, task, options.threads or 1, say)
+            build = _timed(build, first.batches[0], task, options.threads or 1, say)
     plan = dataclasses.replace(build.plan, sources=source_digests(Path(path)))
     build = dataclasses.replace(build, plan=plan, warnings=(*build.warnings, *doubts))
-    compiled = [*shapes, padded(last, padding)][: len(plan.shapes)]
-    return ModelBuild(build, task, model, example, tuple(compiled), options)
+    compiled = [*shapes, *([] if last is None else [last.padded(padding)])][: len(plan.shapes)]
+    return ModelBuild(build, task, model, first.batches[0], tuple(compiled), options)
 
 
 def _last(
-    first: FirstBatches, found: Any, known: Sequence[Any], padding: Sequence[PadSpec], options: CompileOptions
-) -> Any:
+    first: FirstBatches, found: Batch | None, known: list[Batch], padding: Sequence[PadSpec], options: CompileOptions
+) -> Batch | None:
     """A batch as small as the last one of an epoch will be; None if it is as the others, or cannot be made of them.
 
     Args:
@@ -121,15 +121,11 @@ def _last(
     """
     from fxpipe.lowering.first_of_each import first_of_each
     from fxpipe.task.first_batches import shortened
-    from fxpipe.task.padding import padded
 
-    last = found
-    if last is None:
-        last = shortened(known[0], first, options.dims(known[0]))
+    last = shortened(known[0], first, options.cut(known[0]).dims) if found is None else found
     if last is None:
         return None
-    every = [*known, padded(last, padding)]
-    return last if len(list(first_of_each(every, options.constant_batch))) > len(known) else None
+    return last if len(list(first_of_each([*known, last.padded(padding)]))) > len(known) else None
 
 
 def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:

@@ -63,12 +63,14 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
     from fxpipe.lowering.choose_schedule import counts_of, for_count
     from fxpipe.lowering.model_profile import profile_model
     from fxpipe.runtime.process.device import reuse_freed_memory
+    from fxpipe.task.batch import Batch
     from fxpipe.task.model_file import load_task
 
     reuse_freed_memory()
     task = load_task(path)
     model, batch = made.make(task)
     asked = options.for_task(task)
+    whole = Batch.of(batch, asked.constant_batch)
     told = dict.fromkeys(task.warnings)
     for warning in told:
         warn(warning)
@@ -79,14 +81,14 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
         counted = replace(asked, microbatches=microbatches)
         if asked.schedule == AUTO and microbatches is not None:
             counted = for_count(asked, microbatches)
-        found = profile_model(model, task.loss, batch, counted, three_way=three_way, say=say, yardstick=yardstick).input
+        found = profile_model(model, task.loss, whole, counted, three_way=three_way, say=say, yardstick=yardstick).input
         for warning in found.warnings:
             if warning not in told:
                 told[warning] = None
                 warn(warning)
         return found
 
-    return Source(read, lambda options: counts_of(replace(asked, synchronous=options.synchronous), [batch]))
+    return Source(read, lambda options: counts_of(replace(asked, synchronous=options.synchronous), [whole]))
 
 
 def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], say: Say) -> PlannedCuts:

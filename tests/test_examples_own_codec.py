@@ -15,7 +15,7 @@ from fxpipe.codecs import CODECS, codec
 from fxpipe.codecs.codec import EdgeState
 from fxpipe.errors import CodecError
 from fxpipe.plan.spec import TensorSpec
-from fxpipe.task.model_file import load_task
+from fxpipe.task.model_file import imported
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_codec.py"
 
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "own_codec.py"
 @pytest.fixture
 def example() -> Iterator[ModuleType]:
     before = dict(CODECS)
-    yield load_task(EXAMPLE).module
+    yield imported(EXAMPLE)
     CODECS.clear()
     CODECS.update(before)
 

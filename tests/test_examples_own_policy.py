@@ -14,7 +14,7 @@ from commands import QUICK, fxpipe, fxpipe_process, unchanged
 from fxpipe.policy import POLICIES, make, sees
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.asynchronous import Async
-from fxpipe.task.model_file import load_task
+from fxpipe.task.model_file import imported
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"
 
@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"
 @pytest.fixture
 def example() -> Iterator[ModuleType]:
     before = dict(POLICIES)
-    yield load_task(EXAMPLE).module
+    yield imported(EXAMPLE)
     POLICIES.clear()
     POLICIES.update(before)
 

@@ -10,7 +10,7 @@ import torch
 from commands import QUICK, fxpipe, fxpipe_process
 from torch import Tensor
 
-from fxpipe.task.model_file import load_task
+from fxpipe.task.model_file import imported
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "soap.py"
 STEPS = 12
@@ -18,7 +18,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    return load_task(EXAMPLE).module
+    return imported(EXAMPLE)
 
 
 def trained(optimizer: torch.optim.Optimizer, weight: Tensor, gradients: list[Tensor]) -> Tensor:

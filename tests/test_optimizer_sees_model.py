@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fxpipe
 from fxpipe.errors import TaskError
+from fxpipe.task.hooks import Hooks
 
 STEPS = 5
 Hook = Callable[..., Any]
@@ -150,7 +151,7 @@ def test_a_loaded_build_needs_the_model(tmp_path: Path) -> None:
     assert "model=" in str(caught.value.hint)
     with pytest.raises(TaskError, match="asks for the model"):
         loaded.join(batches, optimizer=by_type)
-    one, other = loaded.local(optimizer=by_type, model=model), saved.local(optimizer=by_type)
+    one, other = loaded.local(Hooks(optimizer=by_type), model=model), saved.local(optimizer=by_type)
     assert [float(x) for x in one.run(batches())] == [float(x) for x in other.run(batches())]
     with pytest.raises(TaskError, match="is another there"):
         loaded.local(optimizer=by_type, model=lambda: nn.Linear(2, 2))

@@ -30,8 +30,8 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.stages.compare import FLOOR_OF_SUMS
-from fxpipe.task.batch import describe, split
-from fxpipe.tracing.capture import Loss
+from fxpipe.task.batch import Batch
+from fxpipe.task.hooks import Loss
 
 WORKERS, MICROBATCHES, ASYNC_STEPS = 4, 2, 5
 TOLERANCE = 1e-4
@@ -145,7 +145,7 @@ def check(entry: ZooModel) -> Row:
 
 def captured(entry: ZooModel, model: nn.Module, loss: Loss, batch: Any) -> Program:
     """The step on the first microbatch, every tensor cut along its first dimension."""
-    part = split(batch, MICROBATCHES, {leaf.name: leaf.dim for leaf in describe(batch)[0]})[0]
+    part = Batch.of(batch).split(MICROBATCHES)[0].given
     return fxpipe.capture(model, loss, part, constant_batch=entry.constant_batch)
 
 

@@ -84,8 +84,8 @@ def run_single(folder: Path, steps: int) -> float:
     names = [leaf.name for leaf in build.plan.batch]
     split = Splitter(build.plan.batch, build.plan.batch_spec, 1)
     parameters = {p.name: torch.nn.Parameter(build.tensors[p.name]) for p in build.plan.parameters}
-    optimizer = load_task(HERE / "model.py").optimizer(list(parameters.items()))
-    data = load_task(HERE / "model.py").module.train_data()
+    task = load_task(HERE / "model.py")
+    optimizer, data = task.optimizer(list(parameters.items())), task.train_data()
 
     class Mail(dict[str, torch.Tensor]):
         send = dict.__setitem__
@@ -122,8 +122,8 @@ def executor_overhead(steps: int) -> float:
     from fxpipe.task.model_file import load_task
 
     task = load_task(HERE / "model.py")
-    data = task.module.train_data()
-    build = fxpipe.compile(task.model(), task.module.loss, data[0], workers=1, cost="analytic")
+    data = task.train_data()
+    build = fxpipe.compile(task.model(), task.loss, data[0], workers=1, cost="analytic")
     pipeline = build.local(policy="latest")
     pipeline.step(data[0])
     executor = pipeline.executors[0]

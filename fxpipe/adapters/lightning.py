@@ -21,7 +21,6 @@ from fxpipe.errors import TaskError
 from fxpipe.messages import warn
 from fxpipe.task.meta import on_meta
 
-Hooks = dict[str, Callable[..., Any]]
 NEVER_CALLED = (
     "on_fit_start",
     "on_train_start",
@@ -54,7 +53,7 @@ def lightning_hooks(
     max_epochs: int | None = None,
     max_steps: int | None = None,
     reload_dataloaders_every_n_epochs: int = 0,
-) -> Hooks:
+) -> dict[str, Callable[..., Any]]:
     """The hooks that train and evaluate a LightningModule as `Trainer.fit` would.
 
     `training_step` is the loss, and what it logs are metrics of training, step by step; what `validation_step` logs are
@@ -122,7 +121,7 @@ def lightning_hooks(
             optimizer.step = counted
         return scheduler
 
-    hooks: Hooks = {"model": make, "loss": loss_of, "train_data": train_data}
+    hooks: dict[str, Callable[..., Any]] = {"model": make, "loss": loss_of, "train_data": train_data}
     hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
     return {**hooks, "eval_data": eval_data, "metrics": metrics_of} if _validates(module, data) else hooks
 

@@ -30,7 +30,6 @@ from fxpipe.messages import say, warn
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import load_task
 
-Hooks = dict[str, Callable[..., Any]]
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """The names of parameters without weight decay, besides those of LayerNorm: those of `Trainer`."""
 
@@ -47,7 +46,7 @@ def trainer_hooks(
     eval_dataset: Any = None,
     data_collator: Callable[[list[Any]], Any] | None = None,
     metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None,
-) -> Hooks:
+) -> dict[str, Callable[..., Any]]:
     """The hooks that train as `Trainer(model_init=model, args=args(), ...)` would.
 
     A minibatch is what Trainer makes one update of: `gradient_accumulation_steps` batches. The optimizer has Trainer's
@@ -130,7 +129,7 @@ def trainer_hooks(
         with problem_type_kept(model):
             return (metrics or loss_alone)(model, batch)
 
-    hooks: Hooks = {"model": make_model, "loss": loss_of, "train_data": train_data}
+    hooks: dict[str, Callable[..., Any]] = {"model": make_model, "loss": loss_of, "train_data": train_data}
     hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
     tokenizer: Any = getattr(collator, "tokenizer", None)
     if getattr(tokenizer, "pad_token_id", None) is not None and tokenizer.padding_side == "right":

@@ -45,9 +45,9 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json
-from fxpipe.task.hooks import given_task
-from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
-from fxpipe.task.step_hooks import Loss, StepHooks
+from fxpipe.task.hooks import NO_HOOKS, OF_LOOPS, OF_RUNS, Hooks, taken_apart
+from fxpipe.task.model_file import Task
+from fxpipe.task.step_hooks import StepHooks
 
 if TYPE_CHECKING:  # half a second, which only what trains a build needs
     from fxpipe.runtime.options import PipelineOptions
@@ -139,41 +139,18 @@ class Build:
             (fresh / PLAN).write_text(plan.to_json())
         return dataclasses.replace(self, plan=plan, folder=folder)
 
-    def local(
-        self,
-        *,
-        optimizer: OptimizerHook | None = None,
-        lr_scheduler: MakeScheduler | None = None,
-        model: Callable[[], nn.Module] | None = None,
-        loss: Loss | None = None,
-        loss_weight: Callable[[Any], Any] | None = None,
-        averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
-        reset: Callable[[nn.Module], Any] | None = None,
-        out: str | Path | None = None,
-        **options: Any,
-    ) -> Pipeline:
+    def local(self, hooks: Hooks = NO_HOOKS, *, out: str | Path | None = None, **changes: Any) -> Pipeline:
         """All workers in this process: for debugging, and for accuracy studies of N workers on one machine.
 
         The stages of a build in memory are written to a temporary folder, where a debugger finds them; it is deleted
         with the pipeline.
 
         Args:
-            optimizer: made once for each worker, from its own named parameters; default SGD(lr=0.01, momentum=0.9).
-                Where it asks for the model as well (`fxpipe.task.model_view`), with its view of that.
-            lr_scheduler: made for each optimizer; none by default. It makes a step after every update; one that is
-                returned as `(scheduler, "epoch")` after every `steps_per_epoch`, a ReduceLROnPlateau as `(scheduler,
-                METRIC)` after every evaluation.
-            model: makes the model again, for a build whose parameters have no values (`fxpipe.task.meta`): its modules
-                initialise them, by `seed`. Not needed with `weights`. And for an optimizer that asks for it, where
-                the build was loaded. With `loss`, worker 0 makes stages for batches of new shapes (`new_shapes`).
-            loss: `loss(model, batch)`, as it was compiled; neither it nor `model` is needed for a build in memory.
-            loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
-            averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
-            reset: sets buffers where an evaluation begins, and in `train` an epoch (`fxpipe.task.reset_buffers`).
+            hooks, changes: model, loss, optimizer, lr_scheduler, loss_weight, averaged, reset: see
+                `fxpipe.task.hooks.Hooks`. And options: schedule, policy, clip_norm, ema, checkpoint_every, trace,
+                weights, seed and more: see `fxpipe.runtime.options.PipelineOptions`.
             out: the folder for the checkpoints that `checkpoint_every` asks for; with `resume`, feed the batches from
                 the step `Pipeline.fed` on.
-            options: schedule, policy, clip_norm, ema, checkpoint_every, trace, weights, seed and more: see
-                `fxpipe.runtime.options.PipelineOptions`.
 
         Raises:
             FxpipeError: there is no option of such a name.
@@ -182,11 +159,9 @@ class Build:
         from fxpipe.runtime.options import PipelineOptions
         from fxpipe.runtime.process.start import open_local
 
-        chosen = changed(PipelineOptions(), _as_text(options))
-        task = self._task(
-            chosen, optimizer=optimizer, lr_scheduler=lr_scheduler, model=model, loss=loss, loss_weight=loss_weight,
-            averaged=averaged, reset=reset,
-        )  # fmt: skip
+        hooks, given = taken_apart(hooks, OF_LOOPS, changes)
+        chosen = changed(PipelineOptions(), _as_text(given))
+        task = self._task(chosen, hooks)
         temporary = None
         folder = self.folder
         if folder is None:
@@ -198,33 +173,15 @@ class Build:
         return pipeline
 
     def join(
-        self,
-        train_data: Callable[[], Iterable[Any]],
-        *,
-        optimizer: OptimizerHook | None = None,
-        lr_scheduler: MakeScheduler | None = None,
-        model: Callable[[], nn.Module] | None = None,
-        loss: Loss | None = None,
-        eval_data: Callable[[], Iterable[Any]] | None = None,
-        loss_weight: Callable[[Any], Any] | None = None,
-        averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
-        on_step: Callable[[int, float, Any], object] | None = None,
-        on_eval: Callable[[int, dict[str, float], Any], object] | None = None,
-        on_epoch: Callable[[int, Any], object] | None = None,
-        reset: Callable[[nn.Module], Any] | None = None,
-        **options: Any,
+        self, train_data: Callable[[], Iterable[Any]], hooks: Hooks = NO_HOOKS, **changes: Any
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
 
         Args:
             train_data: gives an epoch's batches; called on worker 0 alone.
-            optimizer, lr_scheduler, model, loss, loss_weight, averaged, reset: as those of `local`.
-            eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
-                call; called on worker 0 alone. The trained weights are evaluated in the end.
-            on_step, on_eval, on_epoch: called in every process while it trains, with the same numbers, and the run (see
-                `fxpipe.task.callbacks`, `OngoingRun`); something true that one returns ends the run.
-            options: those of `local`, and steps, epochs, eval_every, save_best, patience, out, trace, tensorboard,
-                threads: see `fxpipe.runtime.options.RunOptions`.
+            hooks, changes: the hooks and options of `local`. And eval_data, whose metrics are computed in the end,
+                too; on_step, on_eval, on_epoch; steps, epochs, eval_every, save_best, patience, out, trace,
+                tensorboard, threads: see `fxpipe.runtime.options.RunOptions`.
 
         Returns:
             The summary of the run on rank 0, None elsewhere.
@@ -244,23 +201,19 @@ class Build:
             raise BuildError(
                 "only a saved build can be joined", hint="build.save(FOLDER) once, then fxpipe.load(FOLDER)"
             )
-        chosen = changed(RunOptions(str(self.folder), progress=True), _as_text(options))
-        if eval_data is not None:
+        hooks, given = taken_apart(hooks, OF_RUNS, changes)
+        chosen = changed(RunOptions(str(self.folder), progress=True), _as_text(given))
+        if hooks.eval_data is not None:
             check_evaluation(self.plan, "eval_data")
-        task = self._task(
-            chosen, optimizer=optimizer, lr_scheduler=lr_scheduler, model=model, loss=loss, loss_weight=loss_weight,
-            averaged=averaged, reset=reset, train_data=train_data, eval_data=eval_data,
-            on_step=on_step, on_eval=on_eval, on_epoch=on_epoch,
-        )  # fmt: skip
-        return join(chosen, task)
+        return join(chosen, self._task(chosen, dataclasses.replace(hooks, train_data=train_data)))
 
-    def _task(self, options: PipelineOptions, **hooks: Callable[..., Any] | None) -> Task:
+    def _task(self, options: PipelineOptions, hooks: Hooks) -> Task:
         """The hooks of a run. Its optimizer may be another than at compile time; Python's warning says what cannot be
         found out."""
-        task = given_task(self.model, self.hooks, **hooks)
-        make = hooks["optimizer"] and task.optimizer
+        task = Task(hooks, seen=self.model, compiled=self.hooks)
+        make = hooks.optimizer and task.optimizer
         accepted = options.accept_optimizer_per_worker
-        if found := check_per_worker(self.plan, make, hooks["lr_scheduler"], accepted=accepted):
+        if found := check_per_worker(self.plan, make, hooks.lr_scheduler, accepted=accepted):
             warnings.warn(found, stacklevel=3)
         return task
 
@@ -288,19 +241,7 @@ def load(folder: str | Path) -> Build:
     )
 
 
-def join(
-    folder: str | Path,
-    *,
-    optimizer: OptimizerHook | None = None,
-    lr_scheduler: MakeScheduler | None = None,
-    model: Callable[[], nn.Module] | None = None,
-    loss: Loss | None = None,
-    loss_weight: Callable[[Any], Any] | None = None,
-    averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
-    reset: Callable[[nn.Module], Any] | None = None,
-    out: str | Path | None = None,
-    **options: Any,
-) -> Pipeline:
+def join(folder: str | Path, hooks: Hooks = NO_HOOKS, *, out: str | Path | None = None, **changes: Any) -> Pipeline:
     """Be one worker of the processes that torchrun started, each of which runs the user's own loop with the same calls.
 
         with fxpipe.join("build/", optimizer=make_optimizer) as pipeline:
@@ -309,8 +250,8 @@ def join(
 
     Args:
         folder: of the build; each process has one with the same content.
-        optimizer, lr_scheduler, model, loss, loss_weight, averaged, reset, options: as those of `Build.local`, and
-            threads and stall_timeout: see `fxpipe.runtime.options.RunOptions`.
+        hooks, changes: as those of `Build.local`, and threads and stall_timeout: see
+            `fxpipe.runtime.options.RunOptions`.
         out: as of `Build.local`.
 
     Raises:
@@ -323,15 +264,11 @@ def join(
     from fxpipe.runtime.process.check_run import check_own_loop
     from fxpipe.runtime.process.start import open_joined
 
-    check_own_loop(options)
+    hooks, given = taken_apart(hooks, OF_LOOPS, changes)
+    check_own_loop(given)
     build = load(folder)
-    given = _as_text(options if out is None else {**options, "out": out})
-    chosen = changed(RunOptions(str(build.folder)), given)
-    task = build._task(
-        chosen, optimizer=optimizer, lr_scheduler=lr_scheduler, model=model, loss=loss, loss_weight=loss_weight,
-        averaged=averaged, reset=reset,
-    )  # fmt: skip
-    return open_joined(chosen, task)
+    chosen = changed(RunOptions(str(build.folder)), _as_text(given if out is None else {**given, "out": out}))
+    return open_joined(chosen, build._task(chosen, hooks))
 
 
 def beside_plan(folder: Path, plan: Plan) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes, StepMemory
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback, has_momentum
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, rule_of
-from fxpipe.task.model_file import MakeOptimizer
+from fxpipe.task.hooks import MakeOptimizer
 from fxpipe.task.one_optimizer import OptimizerRefused
 
 Named = Sequence[tuple[str, Tensor]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -18,8 +17,8 @@ from fxpipe.policy.accuracy_warnings import lost_by
 from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.schedule.base import divisors
 from fxpipe.schedule.versions import most_missed
-from fxpipe.task.batch import check_divisible, samples_of, shape_text
-from fxpipe.tracing.capture import Loss
+from fxpipe.task.batch import Batch
+from fxpipe.task.hooks import Loss
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,10 @@ class CapturedStep:
 def captured_step(
     model: nn.Module,
     loss: Loss,
-    batch: Any,
+    batch: Batch,
     options: CompileOptions,
-    shapes: Iterable[Any] = (),
-    last: Any = None,
+    shapes: Iterable[Batch] = (),
+    last: Batch | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> CapturedStep:
     """Capture the step, and choose the number of microbatches where none is asked.
@@ -72,14 +71,14 @@ def captured_step(
 def _chosen(
     model: nn.Module,
     loss: Loss,
-    batch: Any,
+    batch: Batch,
     options: CompileOptions,
-    shapes: Iterable[Any],
-    last: Any,
+    shapes: Iterable[Batch],
+    last: Batch | None,
     say: Callable[[str], None],
 ) -> CapturedStep:
     """With the number of microbatches chosen."""
-    others = further_shapes(batch, shapes, options.constant_batch)
+    others = further_shapes(batch, shapes)
     if options.microbatches is not None or options.kind.synchronous:
         chosen, without = _decided(options, [batch, *others], last)
         step = _captured(model, loss, batch, others, chosen, say)
@@ -106,7 +105,7 @@ def _chosen(
         return _late_warned(
             step,
             f"{_microbatches(step.options.count)}, so that forwards miss {late} updates: not {without.count}, which do "
-            f"not divide the last, smaller batch of an epoch ({shape_text(last)})",
+            f"not divide the last, smaller batch of an epoch ({last})",
             f"drop_last=True gives {without.count}",
         )
     return _late_warned(
@@ -117,7 +116,9 @@ def _chosen(
     )
 
 
-def _decided(options: CompileOptions, batches: Sequence[Any], last: Any) -> tuple[CompileOptions, CompileOptions]:
+def _decided(
+    options: CompileOptions, batches: Sequence[Batch], last: Batch | None
+) -> tuple[CompileOptions, CompileOptions]:
     """The options with the number of microbatches, and with what it were without the last, smaller batch.
 
     Raises:
@@ -136,7 +137,7 @@ def _microbatches(count: int) -> str:
     return "one microbatch a minibatch" if count == 1 else f"{count} microbatches a minibatch"
 
 
-def _idle(step: CapturedStep, usual: int, last: Any) -> CapturedStep:
+def _idle(step: CapturedStep, usual: int, last: Batch | None) -> CapturedStep:
     """With a warning of what it costs a schedule with a flush that the last batch allows no more microbatches.
 
     Of workers that are equally fast, each is idle for (N−1)/(M+N−1) of the time with M microbatches (Huang et al. 2019,
@@ -146,14 +147,14 @@ def _idle(step: CapturedStep, usual: int, last: Any) -> CapturedStep:
     idle, less = (others / (m + others) for m in (count, usual))
     text = (
         f"{_microbatches(count)}, which leaves workers idle about {idle:.0%} of the time: {usual}, with {less:.0%}, "
-        f"do not divide the last, smaller batch of an epoch ({shape_text(last)}); drop_last=True in the DataLoader "
+        f"do not divide the last, smaller batch of an epoch ({last}); drop_last=True in the DataLoader "
         f"gives {usual}, or choose a batch size that leaves no such rest"
     )
     return _warned(step, text)
 
 
-def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Any, last: Any) -> CapturedStep:
-    shown = shape_text(last).replace("{", "{{").replace("}", "}}")
+def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Batch, last: Batch) -> CapturedStep:
+    shown = str(last).replace("{", "{{").replace("}", "}}")
     left_out = f"the last batch of an epoch will be smaller ({shown}), and its step cannot be compiled: {{}}; "
     left_out += "a run ends there: "
     try:
@@ -186,8 +187,8 @@ def _warned(step: CapturedStep, text: str) -> CapturedStep:
 def _captured(
     model: nn.Module,
     loss: Loss,
-    batch: Any,
-    others: Sequence[Any],
+    batch: Batch,
+    others: Sequence[Batch],
     options: CompileOptions,
     say: Callable[[str], None],
 ) -> CapturedStep:
@@ -202,12 +203,12 @@ def _captured(
             _check_divisible(program, batch, other, options)
             shapes.append(capture_shape(model, loss, other, options))
         except FxpipeError as error:
-            error.what += f" (for batches like this one, after those of the first shape: {shape_text(other)})"
+            error.what += f" (for batches like this one, after those of the first shape: {other})"
             raise
     return CapturedStep(program, whole_loss, tuple(shapes), options)
 
 
-def _check_shares(batch: Any, options: CompileOptions) -> None:
+def _check_shares(batch: Batch, options: CompileOptions) -> None:
     """Refuse a minibatch that the replicas cannot share.
 
     Raises:
@@ -215,7 +216,7 @@ def _check_shares(batch: Any, options: CompileOptions) -> None:
     """
     if options.dp == 1:
         return
-    size = options.samples(batch)
+    size = options.cut(batch).samples
     if size % options.count == 0:
         return
     own = options.own_count
@@ -228,7 +229,7 @@ def _check_shares(batch: Any, options: CompileOptions) -> None:
     )
 
 
-def _check_divisible(program: Program, first: Any, other: Any, options: CompileOptions) -> None:
+def _check_divisible(program: Program, first: Batch, other: Batch, options: CompileOptions) -> None:
     """Refuse a batch that the microbatches do not divide where those of the first are cut.
 
     Raises:
@@ -236,4 +237,4 @@ def _check_divisible(program: Program, first: Any, other: Any, options: CompileO
     """
     dims = {b.leaf.name: b.leaf.dim for b in program.batch}
     if options.count > 1 and any(dim is not None for dim in dims.values()):
-        check_divisible(other, options.count, dims, samples_of(first, dims, options.constant_batch))
+        other.check_divisible(options.count, dims, replace(first, cut=dims).samples)

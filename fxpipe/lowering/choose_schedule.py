@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -24,7 +23,8 @@ from fxpipe.planner.profile import PlanInput
 from fxpipe.planner.workers import Ratios
 from fxpipe.schedule.loss_scaling import FLOAT16
 from fxpipe.search import Counts, Question, SimulatedPlan, Sized, counted, microbatch_counts, schedules_of, search
-from fxpipe.tracing.capture import Loss
+from fxpipe.task.batch import Batch
+from fxpipe.task.hooks import Loss
 
 Say = Callable[[str], None]
 
@@ -69,10 +69,10 @@ class ChosenSchedule:
 def choose_schedule(
     model: nn.Module,
     loss: Loss,
-    batch: Any,
+    batch: Batch,
     options: CompileOptions,
-    shapes: Sequence[Any] = (),
-    last: Any = None,
+    shapes: Sequence[Batch] = (),
+    last: Batch | None = None,
     say: Say = lambda text: None,
 ) -> ChosenSchedule:
     """Capture and cost the step with each number of microbatches, search, and capture what was chosen.
@@ -177,12 +177,12 @@ def compare(
     return Compared(ranking.best, (*ranking.rows, *refused), sizes[0].samples, ratios)
 
 
-def counts_of(options: CompileOptions, batches: Sequence[Any]) -> Counts:
+def counts_of(options: CompileOptions, batches: Sequence[Batch]) -> Counts:
     """The numbers of microbatches to try: the one that is asked, or such as divide all of these minibatches."""
     if options.microbatches is not None:
         return Counts((options.microbatches,))
     try:
-        samples = math.gcd(*map(options.samples, batches)) // options.dp
+        samples = math.gcd(*(options.cut(batch).samples for batch in batches)) // options.dp
     except BatchError:
         return Counts((1,))
     return microbatch_counts(options.workers, max(1, samples), question(options).schedules)

@@ -12,7 +12,6 @@ from fxpipe.lowering.compare_with_eager import emitted_step
 from fxpipe.lowering.replicas_apart import of_one_replica
 from fxpipe.stages.compare import wide_dtype
 from fxpipe.task.loss_weights import LossWeight
-from fxpipe.task.padding import padded
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def codec_effect(build: Build, batch: Any, *, seed: int = 0, loss_weight: LossWe
     Raises:
         RunError: the emitted code fails; a lossless codec meets a value that does not fit.
     """
-    build, batch = of_one_replica(build, padded(batch, build.plan.padding))
+    build, batch = of_one_replica(build, batch)
     plain = emitted_step(build, batch, seed, loss_weight)
     coded = emitted_step(build, batch, seed, loss_weight, with_codecs=True)
     norms = {name: g.to(wide_dtype(g)).norm().item() for name, g in plain.gradients.items()}

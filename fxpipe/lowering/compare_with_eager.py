@@ -30,13 +30,13 @@ from fxpipe.stages.loaded import explained, load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import TRIED_SCALE, Minibatches, weights_of
 from fxpipe.stages.part_call import Function
-from fxpipe.task.batch import split
+from fxpipe.task.batch import Batch
+from fxpipe.task.hooks import Loss
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.metrics import loss_and_metrics
-from fxpipe.task.padding import padded
 from fxpipe.torch_private import pytree
 from fxpipe.tracing import user_lines
-from fxpipe.tracing.capture import Loss, autocasting
+from fxpipe.tracing.capture import autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.model_state import preserved
 
@@ -58,7 +58,7 @@ def compare_with_eager(
     Raises:
         RunError: the emitted code fails, where eager PyTorch does not.
     """
-    build, batch = of_one_replica(build, padded(batch, build.plan.padding))
+    build, batch = of_one_replica(build, batch)
     plan = build.plan
     eager = eager_step(plan, model, loss, batch, seed)  # first: a step that cannot run is not the emitted code's
     emitted = emitted_step(build, batch, seed, loss_weight)
@@ -140,8 +140,12 @@ def _weights(plan: Plan, batch: Any, loss_weight: LossWeight | None) -> list[flo
     """How much each microbatch counts, if that is not the same."""
     if not plan.loss_weight or loss_weight is None:
         return []
-    parts = split(batch, plan.microbatches, {leaf.name: leaf.dim for leaf in plan.given})
-    return [float(w) for w in weights_of(loss_weight, parts, 0, "cpu")]
+    return [float(w) for w in weights_of(loss_weight, _cut(plan, batch), 0, "cpu")]
+
+
+def _cut(plan: Plan, batch: Any) -> list[Batch]:
+    """The microbatches, as the plan cuts them."""
+    return replace(Batch.of(batch), cut={leaf.name: leaf.dim for leaf in plan.given}).split(plan.microbatches)
 
 
 def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int = 0, *, whole: bool = False) -> Step:
@@ -151,12 +155,12 @@ def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int =
         whole: whether on the whole batch, of which batch norm alone sees one microbatch at a time, or microbatch by
             microbatch as the plan cuts it.
     """
-    dims = {leaf.name: leaf.dim for leaf in plan.given}
+    parts = [Batch.of(batch)] if whole else _cut(plan, batch)
     with SeparateBatchNorm(plan.microbatches) if whole else contextlib.nullcontext():
         return run_eagerly(
             model,
             loss,
-            [batch] if whole else split(batch, plan.microbatches, dims),
+            [part.given for part in parts],
             parameters=[(p.names, p.trained) for p in plan.parameters],
             buffers=[b.name for b in plan.buffers],
             context=lambda: autocasting(plan.device, plan.autocast),

@@ -27,10 +27,10 @@ from fxpipe.passes import evaluation_passes
 from fxpipe.passes.codegen import TOTALS
 from fxpipe.plan.spec import BufferSpec, PadSpec, Plan, StageSpec, StepSpec
 from fxpipe.random_state import random_state_kept
-from fxpipe.task.batch import moved, tensor_spec
+from fxpipe.task.batch import Batch, tensor_spec
+from fxpipe.task.hooks import Metrics
 from fxpipe.task.loss_weights import LossWeight, weight_of
-from fxpipe.task.padding import padded
-from fxpipe.tracing.capture import CapturedEvaluation, Metrics, capture_evaluation
+from fxpipe.tracing.capture import CapturedEvaluation, capture_evaluation
 from fxpipe.tracing.carried_buffers import buffers_carried
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
@@ -70,19 +70,20 @@ def capture_evaluations(
     """
     try:
         with random_state_kept():
-            reading, given = tee(first_of_each(batches, constant_batch, padding))
-            examples = one_of_each((padded(batch, padding) for batch in reading), constant_batch, *_TOO_MANY)
+            read = (Batch.of(batch, constant_batch) for batch in batches)
+            reading, given = tee(first_of_each(read, padding))
+            examples = one_of_each((batch.padded(padding) for batch in reading), *_TOO_MANY)
     except (BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error))
     if not examples:
         return Evaluations(reason="eval_data() gave no batch")
     if loss_weight is not None:
         for example in examples:
-            weight_of(loss_weight, example)
-    doubts = evaluation_doubts(model, metrics, (moved(device, batch) for batch in given), padding) if padding else ()
-    placed = [moved(device, batch) for batch in examples]
+            weight_of(loss_weight, example.given)
+    doubts = evaluation_doubts(model, metrics, (batch.on(device) for batch in given), padding) if padding else ()
+    placed = [batch.on(device) for batch in examples]
     try:
-        captured = [capture_evaluation(model, metrics, b, constant_batch=constant_batch) for b in placed]
+        captured = [capture_evaluation(model, metrics, batch) for batch in placed]
     except (CaptureError, BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error), doubts=doubts)
     programs = buffers_carried([one.program for one in captured])

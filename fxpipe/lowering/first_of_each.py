@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 from fxpipe.errors import BatchError
 from fxpipe.plan.spec import PadSpec
-from fxpipe.task.batch import describe, dump, shape_key
-from fxpipe.task.padding import padded
+from fxpipe.task.batch import Batch
 
 SHAPES = 8
 """How many shapes of batches are cut into stages, each on its own."""
 
 
-def first_of_each(
-    batches: Iterable[Any], constant_batch: Sequence[str] = (), padding: Sequence[PadSpec] = ()
-) -> Iterator[Any]:
+def first_of_each(batches: Iterable[Batch], padding: Sequence[PadSpec] = ()) -> Iterator[Batch]:
     """The first batch of every shape, as it comes.
 
     Args:
@@ -28,15 +24,14 @@ def first_of_each(
     """
     seen = set()
     for batch in batches:
-        after = padded(batch, padding)
-        leaves, _, spec = describe(after, constant_batch)
-        key = shape_key(dump(spec), leaves), after is batch
+        after = batch.padded(padding)
+        key = after.shape, after is batch
         if key not in seen:
             seen.add(key)
             yield batch
 
 
-def one_of_each(batches: Iterable[Any], constant_batch: Sequence[str], data: str, hint: str) -> list[Any]:
+def one_of_each(batches: Iterable[Batch], data: str, hint: str) -> list[Batch]:
     """The first batch of every shape.
 
     Args:
@@ -45,7 +40,7 @@ def one_of_each(batches: Iterable[Any], constant_batch: Sequence[str], data: str
     Raises:
         BatchError: there are too many shapes, or a batch is no pytree of tensors.
     """
-    found = list(islice(first_of_each(batches, constant_batch), SHAPES + 1))
+    found = list(islice(first_of_each(batches), SHAPES + 1))
     if len(found) > SHAPES:
         raise BatchError(f"{data} batches of more than {SHAPES} shapes", hint=hint, page="batch-shapes")
     return found

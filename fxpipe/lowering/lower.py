@@ -32,10 +32,10 @@ from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
+from fxpipe.task.batch import Batch
+from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.model_view import of_parameters, without_values
-from fxpipe.task.padding import padded
 from fxpipe.task.step_hooks import StepHooks
-from fxpipe.tracing.capture import Loss, Metrics
 
 Say = Callable[[str], None]
 DEFAULTS = CompileOptions()
@@ -72,20 +72,22 @@ def compile(
     """
     if changes.get("synchronous") and "schedule" not in changes:
         changes["schedule"] = AUTO
-    options, batches = changed(options, changes), [batch, *shapes]
+    options = changed(options, changes)
     _refuse_sync_batch_norm(model, options)
     _ = options.encoding  # refused before the work
-    padding = options.padding(batches)
-    doubts = padding_doubts(model, loss, [*batches, *([] if last is None else [last])], padding, options)
-    batch, *batches = (padded(one, padding) for one in batches)
-    bare, last = _bare(model), padded(last, padding)
+    first, *others = (Batch.of(one, options.constant_batch) for one in (batch, *shapes))
+    rest = None if last is None else Batch.of(last, options.constant_batch)
+    padding = options.padding([first, *others])
+    doubts = padding_doubts(model, loss, [first, *others, *([rest] if rest else [])], padding, options)
+    first, *others = (one.padded(padding) for one in (first, *others))
+    bare, rest = _bare(model), rest and rest.padded(padding)
     options = replace(options, pad=None, pad_to=None, optimizer=of_parameters(options.optimizer, bare))
     chosen = None
     if options.schedule == AUTO:
-        chosen = choose_schedule(model, loss, batch, options, batches, last, say)
+        chosen = choose_schedule(model, loss, first, options, others, rest, say)
         step = chosen.step
     else:
-        step = captured_step(model, loss, batch, options, batches, last, say)
+        step = captured_step(model, loss, first, options, others, rest, say)
     evaluations = None
     if evaluation is not None:
         evaluations = capture_evaluations(

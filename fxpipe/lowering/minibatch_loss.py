@@ -25,12 +25,12 @@ from fxpipe.passes.analysis.whole_call import beside
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
-from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, LeafSpec
+from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
 from fxpipe.stages.minibatch import TRIED_SCALE, added_up, weights_of
-from fxpipe.task.batch import Dims, check_sizes, describe, said, share_of, split
-from fxpipe.torch_private import pytree
-from fxpipe.tracing.capture import Loss, autocasting, capture
+from fxpipe.task.batch import Batch, Dims, said
+from fxpipe.task.hooks import Loss
+from fxpipe.tracing.capture import autocasting, capture
 
 SMALL = 1e-5
 """How far apart two losses may be, relative to the larger one, to count as one number of different rounding."""
@@ -42,7 +42,7 @@ GROWN = 1e-2
 """The same through batch norms: of a few values that are nearly alike, a norm makes last bits large."""
 
 
-def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> Program:
+def capture_microbatch(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> Program:
     """Capture the step on the first microbatch, whose leaves are cut where the graph says that samples are.
 
     Args:
@@ -54,9 +54,8 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
         CaptureError: as `capture`.
     """
     if options.count == 1:
-        return capture(model, loss, batch, autocast=options.autocast, constant_batch=options.constant_batch)
-    asked = options.dims(batch)
-    ways = _ways(describe(batch)[0]) if asked is None else [asked]
+        return capture(model, loss, batch, autocast=options.autocast)
+    ways = _ways(batch) if options.microbatch_dims is None else [options.cut(batch).dims]
     whole: Program | str | None = None
     first: Program | None = None
     best: Program | None = None
@@ -68,7 +67,7 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
             program = _captured(model, loss, batch, options, dims)
             first = first or program
             if whole is None or options.outer is not None:
-                whole = _captured_whole(model, loss, _whole_batch(batch, options, dims), options)
+                whole = _captured_whole(model, loss, _whole_batch(replace(batch, cut=dims), options), options)
             program = beside(program, whole)
             if _is_proved(program, dims):
                 return program
@@ -88,36 +87,32 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
     raise failed
 
 
-def _whole_batch(batch: Any, options: CompileOptions, dims: Dims) -> Any:
+def _whole_batch(batch: Batch, options: CompileOptions) -> Batch:
     """The batch that a minibatch's loss is of: of replicas that train apart, the first one's share."""
-    return batch if options.outer is None else share_of(batch, options.count, options.dp, dims)
+    return batch if options.outer is None else batch.share(options.count, options.dp)
 
 
-def _captured_whole(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> Program | str:
+def _captured_whole(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> Program | str:
     """The step on the whole batch, or why there is none."""
     try:
-        return capture(
-            model, loss, batch, autocast=options.autocast, constant_batch=options.constant_batch, state_notes=False
-        )
+        return capture(model, loss, replace(batch, cut=None), autocast=options.autocast, state_notes=False)
     except FxpipeError as error:
         return f"the step on the whole batch is refused: {error.what}"
 
 
-def _captured(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, dims: Dims) -> Program:
-    if not options.constant_batch:  # which may say how many rows a sample has, such as the patches of an image
-        check_sizes(describe(batch)[0], dims)
-    parts = split(batch, options.count, dims)
-    _check_constants(parts, options.constant_batch)
-    program = capture(model, loss, parts[0], autocast=options.autocast, constant_batch=options.constant_batch)
-    rows = tuple(replace(b, leaf=replace(b.leaf, dim=dims[b.leaf.name])) for b in program.batch)
-    return replace(program, batch=rows)
+def _captured(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions, dims: Dims) -> Program:
+    batch = replace(batch, cut=dims)
+    batch.check_sizes()
+    parts = batch.split(options.count)
+    _check_constants(parts)
+    return capture(model, loss, parts[0], autocast=options.autocast)
 
 
-def _check_constants(parts: Sequence[Any], names: Sequence[str]) -> None:
+def _check_constants(parts: Sequence[Batch]) -> None:
     """Refuse microbatches whose constants differ: they share one program."""
-    if not names:
+    if not parts[0].constants:
         return
-    first, *others = [[leaf for leaf in describe(part, names)[0] if not leaf.tensor] for part in parts]
+    first, *others = [[leaf for leaf in part.leaves if not leaf.tensor] for part in parts]
     for other in others:
         for expected, found in zip(first, other, strict=True):
             if repr(found.constant) != repr(expected.constant):
@@ -132,10 +127,10 @@ def _is_proved(program: Program, dims: Dims) -> bool:
     return microbatches_of(Fold()(program), dims).loss in (Share.MEAN, Share.SUM)
 
 
-def _ways(leaves: Sequence[LeafSpec]) -> list[Dims]:
+def _ways(batch: Batch) -> list[Dims]:
     """Where samples may be, likeliest first: dimension 0 of all leaves, or of all but one; 1; or where a size is."""
-    tensors = {leaf.name: leaf.tensor.shape for leaf in leaves if leaf.tensor and leaf.tensor.shape}
-    uncut: Dims = {leaf.name: None for leaf in leaves}
+    tensors = {name: tuple(tensor.shape) for name, tensor in batch.tensors.items() if tensor.dim()}
+    uncut: Dims = dict.fromkeys(batch.names)
     found: list[Dims] = [{**uncut, **dict.fromkeys(tensors, 0)}]
     if len(tensors) > 1:
         found += [{**found[0], name: None} for name in tensors]
@@ -146,7 +141,7 @@ def _ways(leaves: Sequence[LeafSpec]) -> list[Dims]:
 
 
 def checked_loss(
-    program: Program, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions
+    program: Program, model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions
 ) -> tuple[Program, WholeLoss | None]:
     """The pass that makes the microbatches' losses the whole batch's, tried on the batch; None for one microbatch.
 
@@ -166,14 +161,13 @@ def checked_loss(
     tried = options.whole_loss()
     if has_no_values(program):
         return program, tried
-    dims = {b.leaf.name: b.leaf.dim for b in program.batch}
-    batch = _whole_batch(batch, options, dims)
+    batch = _whole_batch(replace(batch, cut={b.leaf.name: b.leaf.dim for b in program.batch}), options)
     options = replace(options, dp=options.joint)
-    parts = split(batch, options.count, dims)
+    parts = batch.split(options.count)
     made = _made(program, tried)
     steady = SteadyRandomness()
     with steady:
-        eager = _whole(program, model, loss, batch, options.count)
+        eager = _whole(program, model, loss, batch.given, options.count)
         found = _step(made, parts, options)
     agreement, limit = compare(found, eager, FLOOR_OF_SUMS), _limit(program)
     checked = tried
@@ -252,13 +246,12 @@ def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatc
         )
 
 
-def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> Step:
+def _step(program: Program, parts: Sequence[Batch], options: CompileOptions) -> Step:
     """Loss and gradients of a minibatch, by the program that `WholeLoss` made."""
     given = [(i, b.node) for i, b in enumerate(program.batch) if b.node and b.leaf.name.startswith("batch")]
     batches: list[dict[str, Tensor]] = []
     for part in parts:
-        leaves = pytree.tree_leaves(part)
-        batches.append({node: leaves[i].detach().clone() for i, node in given})
+        batches.append({node: part.values[i].detach().clone() for i, node in given})
     made: dict[str, list[Tensor]] = {}
     if program.totals is not None:
         adding = KeepLayouts()(Fold()(program.totals))
@@ -305,7 +298,7 @@ def _run(program: Program, values: Mapping[str, Tensor], batch: Mapping[str, Ten
         ) from error
 
 
-def _count_differently(parts: Sequence[Any], program: Program, options: CompileOptions) -> bool:
+def _count_differently(parts: Sequence[Batch], program: Program, options: CompileOptions) -> bool:
     """Whether comparing these microbatches tells right weights from wrong ones; so it does without the hook."""
     if options.loss_weight is None:
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -18,9 +17,9 @@ from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.planner.profile import PlanInput, Profile
+from fxpipe.task.batch import Batch
+from fxpipe.task.hooks import Loss
 from fxpipe.task.model_view import of_parameters, without_values
-from fxpipe.task.padding import padded
-from fxpipe.tracing.capture import Loss
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class StepProfile:
 def profile_model(
     model: nn.Module,
     loss: Loss,
-    batch: Any,
+    batch: Batch,
     options: CompileOptions,
     *,
     three_way: bool = True,
@@ -81,7 +80,7 @@ def profile_model(
         FxpipeError: the step cannot be captured, or fails.
     """
     say("capturing")
-    step = captured_step(model, loss, padded(batch, options.padding([batch])), options)
+    step = captured_step(model, loss, batch.padded(options.padding([batch])), options)
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
     captured = step.program
     asked = step.whole_loss, bool(captured.metrics()), captured.scales_loss

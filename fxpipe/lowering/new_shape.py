@@ -17,7 +17,7 @@ from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.lowering.shapes import capture_shape, with_shape
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
-from fxpipe.task.batch import describe, moved, tensor_spec
+from fxpipe.task.batch import Batch, tensor_spec
 from fxpipe.task.meta import on_meta
 from fxpipe.task.step_hooks import StepHooks
 
@@ -56,11 +56,13 @@ def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:
         FxpipeError: as `capture_shape` and `with_shape`; or the model is another than was compiled.
     """
     plan = build.plan
-    options = options_of(plan, batch, hooks)
+    constants = [leaf.name for leaf in plan.given if leaf.tensor is None and isinstance(leaf.constant, dict)]
+    read = replace(Batch.of(batch), constants=tuple(constants))
+    options = options_of(plan, read, hooks)
     model = hooks.model() if hooks.same else _made(plan, hooks)
     if plan.device != "cpu":
-        batch = moved(plan.device, batch)
-    captured = capture_shape(model, hooks.loss, batch, options)
+        read = read.on(plan.device)
+    captured = capture_shape(model, hooks.loss, read, options)
     _check_model(plan, captured.program)
     made = with_shape(build, captured, options)
     known = {buffer.name for buffer in plan.buffers}
@@ -79,22 +81,19 @@ def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:
 _AGAIN = "compile with a batch of this shape (--scan N; in Python shapes=...)"
 
 
-def options_of(plan: Plan, batch: Any, hooks: StepHooks) -> CompileOptions:
+def options_of(plan: Plan, batch: Batch, hooks: StepHooks) -> CompileOptions:
     """What a plan was compiled with, as far as it matters for one more shape.
 
     Leaves are cut where those of the first shape are, if the batch has the same leaves; else it is found again.
     """
-    given = plan.given
-    constants = tuple(leaf.name for leaf in given if leaf.tensor is None and isinstance(leaf.constant, dict))
-    leaves = [leaf.name for leaf in describe(batch, constants)[0]]
-    dims = {leaf.name: leaf.dim if leaf.tensor else None for leaf in given}
+    dims = {leaf.name: leaf.dim if leaf.tensor else None for leaf in plan.given}
     cuts = Cuts.of(plan)
     return CompileOptions(
         **options_like(plan),
         workers=plan.ranks,
         virtual=None if plan.rows else plan.workers // plan.ranks,
-        microbatch_dims=dims if leaves == list(dims) and plan.microbatches > 1 else None,
-        constant_batch=constants,
+        microbatch_dims=dims if list(batch.dims) == list(dims) and plan.microbatches > 1 else None,
+        constant_batch=batch.constants,
         loss_weight=hooks.loss_weight if plan.loss_weight else None,
         split_backward=cuts.weights != cuts.backward,
         command=COMMAND,

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from fxpipe.passes.reduce import Reduce
     from fxpipe.passes.whole_loss import WholeLoss
     from fxpipe.plan.spec import PadSpec, Plan
-    from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
+    from fxpipe.task.batch import Batch
+    from fxpipe.task.hooks import MakeScheduler, OptimizerHook
+    from fxpipe.task.model_file import Task
     from fxpipe.task.padding import Pad
 
 IN_PYTHON = "fxpipe.compile(...)"
@@ -382,19 +384,11 @@ class CompileOptions:
             )
         return spec
 
-    def dims(self, batch: Any) -> dict[str, int | None] | None:
-        """Along which dimension each leaf of a batch is cut, if it is asked."""
-        from fxpipe.task.batch import asked_dims
+    def cut(self, batch: Batch) -> Batch:
+        """A batch that is cut where it is asked; the errors are those of `Batch.along`."""
+        return batch if self.microbatch_dims is None else batch.along(self.microbatch_dims)
 
-        return None if self.microbatch_dims is None else asked_dims(batch, self.microbatch_dims)
-
-    def samples(self, batch: Any) -> int:
-        """How many samples a batch has where it is cut; the errors are those of `samples_of`."""
-        from fxpipe.task.batch import samples_of
-
-        return samples_of(batch, self.dims(batch), self.constant_batch)
-
-    def padding(self, batches: Sequence[Any]) -> tuple[PadSpec, ...]:
+    def padding(self, batches: Sequence[Batch]) -> tuple[PadSpec, ...]:
         """How batches are padded, as it is asked; the arguments and errors are those of `padding_of`."""
         from fxpipe.task.padding import padding_of
 
@@ -505,7 +499,7 @@ class CompileOptions:
             made = replace(made, microbatches=math.lcm(*self.replicas))
         return with_replicas(made, self.replicas)
 
-    def for_batches(self, batches: Sequence[Any]) -> CompileOptions:
+    def for_batches(self, batches: Sequence[Batch]) -> CompileOptions:
         """With the number of microbatches decided where it is not asked: it divides all of these minibatches.
 
         Raises:
@@ -518,7 +512,7 @@ class CompileOptions:
         kind = self.kind
         if not self.replicas and kind.usual_microbatches(self.workers, 2 * self.workers) == 1:
             return self.of_microbatches(1)  # of any batch, also of one that cannot be cut
-        samples, multiple = math.gcd(*map(self.samples, batches)), math.lcm(*self.replicas)
+        samples, multiple = math.gcd(*(self.cut(batch).samples for batch in batches)), math.lcm(*self.replicas)
         # What replicas cannot share is refused with the batch.
         shares, ranks = max(1, samples // (self.dp * multiple)), -(-self.processes // (self.dp * multiple))
         return self.of_microbatches(multiple * kind.usual_microbatches(ranks, shares))
@@ -533,12 +527,12 @@ class CompileOptions:
         from fxpipe.threads import threads_for
 
         threads = threads_for(self.threads, self.processes)
-        pad_to = task.pad_to if self.pad_to is None else self.pad_to
+        pad_to = task.hooks.pad_to if self.pad_to is None else self.pad_to
         return replace(
             self,
-            microbatch_dims=task.microbatch_dims if self.microbatch_dims is None else self.microbatch_dims,
+            microbatch_dims=task.hooks.microbatch_dims if self.microbatch_dims is None else self.microbatch_dims,
             constant_batch=self.constant_batch or task.constant_batch,
-            pad=self.pad or (None if pad_to is None else task.pad),
+            pad=self.pad or (None if pad_to is None else task.hooks.pad),
             pad_to=pad_to,
             loss_weight=self.loss_weight or task.loss_weight,
             optimizer=self.optimizer or task.optimizer,

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from fxpipe.errors import listed
 from fxpipe.lowering.agreement import Agreement, Step
 from fxpipe.stages.compare import SLACK
-from fxpipe.task.containers import flatten
-from fxpipe.torch_private import pytree
+from fxpipe.task.batch import Batch
 
 THE_LOSS = "the loss"
 
@@ -90,10 +89,9 @@ def in_float64(step: Callable[[nn.Module, Any], Step], model: nn.Module, batch: 
         return None
     try:
         wide = copy.deepcopy(model).double()
-        values, spec = flatten(batch)
-        values = [v.double() if isinstance(v, Tensor) and v.dtype == torch.float32 else v for v in values]
+        precise = Batch.of(batch).each(lambda tensor: tensor.double() if tensor.dtype == torch.float32 else tensor)
         with _default_float64():
-            return step(wide, pytree.tree_unflatten(values, spec))
+            return step(wide, precise.given)
     except Exception:  # the user's code, and copies of the user's objects
         return None
 

@@ -16,11 +16,11 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import PadSpec
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS
-from fxpipe.task.batch import describe, is_named, shape_text
+from fxpipe.task.batch import Batch, is_named
+from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.loss_weights import weight_of
 from fxpipe.task.meta import are_on_meta
-from fxpipe.task.padding import padded
-from fxpipe.tracing.capture import Loss, Metrics, autocasting
+from fxpipe.tracing.capture import autocasting
 from fxpipe.tracing.eval_mode import eval_mode
 
 ROUGH = 1e-2
@@ -29,7 +29,7 @@ not mask changes more."""
 
 
 def padding_doubts(
-    model: nn.Module, loss: Loss, batches: Sequence[Any], padding: Sequence[PadSpec], options: CompileOptions
+    model: nn.Module, loss: Loss, batches: Sequence[Batch], padding: Sequence[PadSpec], options: CompileOptions
 ) -> tuple[str, ...]:
     """What to warn of: loss, gradients, metrics or `loss_weight` that padding changes, or that could not be compared.
 
@@ -46,8 +46,8 @@ def padding_doubts(
         return ()
     if are_on_meta(list(model.parameters())):
         return ("whether padding changes the loss was not compared: parameters have no values (--meta)",)
-    told = first_of_each(batches, options.constant_batch, padding)
-    pairs = [(batch, after) for batch in told if (after := padded(batch, padding)) is not batch]
+    told = first_of_each(batches, padding)
+    pairs = [(batch, after) for batch in told if (after := batch.padded(padding)) is not batch]
     if not pairs:
         return (
             "whether padding changes the loss was not compared: no batch that was read needs any (--scan reads more)",
@@ -56,23 +56,23 @@ def padding_doubts(
 
 
 def _of_step(
-    model: nn.Module, loss: Loss, batch: Any, after: Any, padding: Sequence[PadSpec], options: CompileOptions
+    model: nn.Module, loss: Loss, batch: Batch, after: Batch, padding: Sequence[PadSpec], options: CompileOptions
 ) -> Iterator[str]:
     device = next((p.device.type for p in model.parameters()), "cpu")
     parameters = [((name,), p.requires_grad) for name, p in model.named_parameters()]
 
-    def step(one: Any) -> Step:
+    def step(one: Batch) -> Step:
         return run_eagerly(
             model,
             loss,
-            [one],
+            [one.given],
             parameters=parameters,
             buffers=(),
             context=lambda: autocasting(device, options.autocast),
             divisor=1,
         )
 
-    place = f"of a batch of {shape_text(batch)}"
+    place = f"of a batch of {batch}"
     steady = SteadyRandomness()
     with steady:
         try:
@@ -84,8 +84,8 @@ def _of_step(
             made = step(after)
         except CaptureError as error:
             raise _needs_more(error, batch, after, padding) from error
-    if options.loss_weight is not None:
-        yield from _weights(weight_of(options.loss_weight, batch), weight_of(options.loss_weight, after), place)
+    if (hook := options.loss_weight) is not None:
+        yield from _weights(weight_of(hook, batch.given), weight_of(hook, after.given), place)
     if steady.unknown:
         drawn = ", ".join(sorted(steady.unknown))
         yield f"whether padding changes the loss was not compared: {drawn} cannot draw alike for it and for the batch"
@@ -105,16 +105,14 @@ def _of_step(
     yield from _metrics("metric", own, made, limit, place)
 
 
-def _needs_more(error: CaptureError, batch: Any, after: Any, padding: Sequence[PadSpec]) -> BatchError:
+def _needs_more(error: CaptureError, batch: Batch, after: Batch, padding: Sequence[PadSpec]) -> BatchError:
     """The error where the padded batch cannot be computed with: perhaps a leaf is as long, and not padded."""
-    before = {leaf.name: leaf.tensor.shape for leaf in describe(batch)[0] if leaf.tensor}
-    now = {leaf.name: leaf.tensor.shape for leaf in describe(after)[0] if leaf.tensor}
+    before, now = ({name: tuple(tensor.shape) for name, tensor in one.tensors.items()} for one in (batch, after))
     lengths = {a for name in before for a, b in zip(before[name], now[name], strict=True) if a != b}
     named = [rule.leaf for rule in padding]
     alike = [name for name, shape in before.items() if not is_named(name, named) and lengths & set(shape[1:])]
     return BatchError(
-        f"eager PyTorch steps on a batch of {shape_text(batch)}, and fails on it padded to {shape_text(after)}: "
-        f"{error.what}",
+        f"eager PyTorch steps on a batch of {batch}, and fails on it padded to {after}: {error.what}",
         where=error.where,
         hint=f"pad does not name {', '.join(alike)}, which has the same length: name it, too"
         if alike
@@ -124,7 +122,7 @@ def _needs_more(error: CaptureError, batch: Any, after: Any, padding: Sequence[P
 
 
 def evaluation_doubts(
-    model: nn.Module, metrics: Metrics, batches: Iterable[Any], padding: Sequence[PadSpec]
+    model: nn.Module, metrics: Metrics, batches: Iterable[Batch], padding: Sequence[PadSpec]
 ) -> tuple[str, ...]:
     """What to warn of: metrics of an evaluation that padding changes; the model is in eval mode.
 
@@ -138,17 +136,17 @@ def evaluation_doubts(
         with torch.no_grad():
             return torch.zeros((), requires_grad=True), metrics(model, batch)
 
-    def evaluated(batch: Any) -> Step:
+    def evaluated(batch: Batch) -> Step:
         with eval_mode(model), torch.enable_grad():
             return run_eagerly(
-                model, measured, [batch], parameters=(), buffers=(), context=torch.enable_grad, divisor=1
+                model, measured, [batch.given], parameters=(), buffers=(), context=torch.enable_grad, divisor=1
             )
 
     doubts: list[str] = []
     for batch in batches:
-        if (after := padded(batch, padding)) is batch:
+        if (after := batch.padded(padding)) is batch:
             continue
-        place = f"of a batch of eval_data() of {shape_text(batch)}"
+        place = f"of a batch of eval_data() of {batch}"
         try:
             with SteadyRandomness() as steady:
                 own, made = evaluated(batch), evaluated(after)

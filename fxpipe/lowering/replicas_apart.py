@@ -9,7 +9,7 @@ from fxpipe.build.build import Build
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.policy.recipe import choose
 from fxpipe.simulator.memory import peak_bytes
-from fxpipe.task.batch import share_of
+from fxpipe.task.batch import Batch
 
 
 def with_replicas(build: Build, options: CompileOptions) -> Build:
@@ -28,14 +28,15 @@ def with_replicas(build: Build, options: CompileOptions) -> Build:
     return replace(build, plan=plan, costs=replace(build.costs, workers=rows))
 
 
-def of_one_replica(build: Build, batch: Any) -> tuple[Build, Any]:
-    """A replica's pipeline, as if it were the only one, and its share of a batch; both as they are of others.
+def of_one_replica(build: Build, batch: Any) -> tuple[Build, Batch]:
+    """A replica's pipeline, as if it were the only one, and its share of a batch, padded; both as they are of others.
 
     Raises:
         BatchError: the batch cannot be cut.
     """
     plan = build.plan
+    whole = Batch.of(batch).padded(plan.padding)
     if plan.outer is None:
-        return build, batch
-    dims = {leaf.name: leaf.dim for leaf in plan.given}
-    return replace(build, plan=plan.of_one_replica), share_of(batch, plan.microbatches, plan.dp, dims)
+        return build, whole
+    cut = replace(whole, cut={leaf.name: leaf.dim for leaf in plan.given})
+    return replace(build, plan=plan.of_one_replica), cut.share(plan.microbatches, plan.dp)

@@ -33,7 +33,8 @@ from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.spec import FUNCTIONS, Plan, StepSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
-from fxpipe.tracing.capture import Loss
+from fxpipe.task.batch import Batch
+from fxpipe.task.hooks import Loss
 from fxpipe.tracing.joint import NO_GRADIENT
 
 
@@ -50,7 +51,7 @@ class CapturedShape:
     left_out: str | None = None
 
 
-def further_shapes(first: Any, batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> list[Any]:
+def further_shapes(first: Batch, batches: Iterable[Batch]) -> list[Batch]:
     """The first batch of every shape but that of `first`.
 
     Raises:
@@ -58,14 +59,13 @@ def further_shapes(first: Any, batches: Iterable[Any], constant_batch: Sequence[
     """
     return one_of_each(
         chain([first], batches),
-        constant_batch,
         "the training data have",
         "pad them to a few lengths (--pad-to 64), or drop the last, smaller batch (drop_last=True); or "
         "read fewer before the run (a smaller --scan), and let it make stages for others (--new-shapes N)",
     )[1:]
 
 
-def capture_shape(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> CapturedShape:
+def capture_shape(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> CapturedShape:
     """Capture the step for a batch of another shape, cut into as many microbatches, and compare its loss with eager's.
 
     Raises:

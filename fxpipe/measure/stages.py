@@ -31,8 +31,8 @@ from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
 from fxpipe.stages.minibatch import Minibatches, evenly
-from fxpipe.task.hooks import given_task
-from fxpipe.task.model_file import MakeOptimizer, OptimizerHook, default_optimizer
+from fxpipe.task.hooks import Hooks, MakeOptimizer, OptimizerHook
+from fxpipe.task.model_file import Task, default_optimizer
 from fxpipe.task.model_view import of_parameters
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.threads import threads as worker_threads
@@ -177,7 +177,7 @@ class _Worker:
         self.rank = rank
         self.now = clock_of(device.type)
         alone = LoneCollective(plan.replicas_of(rank)) if plan.replicas_of(rank) > 1 else None
-        task, options = given_task(optimizer=still), PipelineOptions()
+        task, options = Task(Hooks(optimizer=still)), PipelineOptions()
         self.executor = open_worker(plan, folder, rank, recipe, transport, task, options, device, collective=alone)
 
     def measure(self, leaves: Sequence[tuple[Any, ...]], repeats: int | None) -> StageTime:

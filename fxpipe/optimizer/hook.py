@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fxpipe.task.model_file import MakeOptimizer
+from fxpipe.task.hooks import MakeOptimizer
 from fxpipe.task.one_optimizer import OptimizerRefused, one_optimizer
 from fxpipe.torch_private import accumulated_hooks, backward_hooks
 

@@ -25,7 +25,7 @@ from fxpipe.optimizer.play import Copies, Played, TooLong
 from fxpipe.optimizer.small_copies import users
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+from fxpipe.task.hooks import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.threads import threads
 from fxpipe.torch_private import DYNAMO, foreach_norm, foreach_sub

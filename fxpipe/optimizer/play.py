@@ -17,7 +17,7 @@ from fxpipe.optimizer.known import looks_at_each_alone
 from fxpipe.optimizer.small_copies import shrunk
 from fxpipe.plan.spec import ParameterSpec
 from fxpipe.random_state import drew_without_torch, random_state, seed_generators, seed_torch
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+from fxpipe.task.hooks import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.task.paced_scheduler import paced
 from fxpipe.task.several_optimizers import name_of

@@ -14,8 +14,8 @@ from torch import Tensor
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan
 from fxpipe.stages.loaded import load_stage, load_stage_text
+from fxpipe.task.batch import Batch
 from fxpipe.task.loss_weights import LossWeight, weight_of
-from fxpipe.task.padding import padded
 from fxpipe.task.splitter import Splitter
 
 TRIED_SCALE = 1024.0
@@ -78,7 +78,7 @@ class Minibatches:
             BatchError: the batch differs from the captured one; names every leaf that does.
             TaskError: `loss_weight` failed, or gave what is no weight.
         """
-        parts = self._splitter.cut(padded(batch, self._plan.padding), minibatch)
+        parts = self._splitter.cut(Batch.of(batch).padded(self._plan.padding), minibatch)
         leaves = [self._splitter.leaves_of(part) for part in parts]
         made: dict[str, list[Any]] = {}
         if self._totals is not None:
@@ -94,7 +94,7 @@ class Minibatches:
         rest = [[made[name][j] for name in self._made] for j in range(len(leaves))]
         return [(*given, *more) for given, more in zip(leaves, rest, strict=True)]
 
-    def distance(self, batch: Any) -> float:
+    def distance(self, batch: Batch) -> float:
         """How far a padded batch is from those that were captured; 0 if it fits."""
         return self._splitter.distance(batch)
 
@@ -132,7 +132,7 @@ class ShapedMinibatches:
         self._tensors, self._loss_weight = tensors, loss_weight
         self._of_shapes = [Minibatches(of_shape, source, tensors, loss_weight) for of_shape in plan.of_shapes]
         self._padding = plan.padding
-        self.make: Callable[[Any, int, BatchError], None] | None = None
+        self.make: Callable[[Batch, int, BatchError], None] | None = None
 
     def add(self, of_shape: Plan, source: Mapping[str, str]) -> None:
         """From now on there is one more shape; the constants of its totals are among the tensors.
@@ -149,16 +149,16 @@ class ShapedMinibatches:
             BatchError: the batch has no captured shape; names the leaves in which it differs from the nearest.
             TaskError: as `Minibatches`.
         """
-        batch = padded(batch, self._padding)
-        distances = [of_shape.distance(batch) for of_shape in self._of_shapes]
+        read = Batch.of(batch).padded(self._padding)
+        distances = [of_shape.distance(read) for of_shape in self._of_shapes]
         shape = min(range(len(distances)), key=distances.__getitem__)
         if distances[shape] and self.make is not None:
             try:
-                return shape, self._of_shapes[shape](batch, minibatch)
+                return shape, self._of_shapes[shape](read, minibatch)
             except BatchError as refusal:
-                self.make(batch, minibatch, refusal)
+                self.make(read, minibatch, refusal)
             shape = len(self._of_shapes) - 1
-        return shape, self._of_shapes[shape](batch, minibatch)
+        return shape, self._of_shapes[shape](read, minibatch)
 
 
 def number_of(parts: Sequence[Sequence[Any]]) -> int:
@@ -178,13 +178,13 @@ def added_up(addends: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [torch.stack(column).sum(0, dtype=column[0].dtype) for column in zip(*addends, strict=True)]
 
 
-def weights_of(hook: LossWeight, parts: Sequence[Any], minibatch: int, device: str) -> list[Tensor]:
+def weights_of(hook: LossWeight, parts: Sequence[Batch], minibatch: int, device: str) -> list[Tensor]:
     """What `loss_weight` gives for each microbatch, over the mean: float32 scalars.
 
     Raises:
         TaskError: the hook failed, or gave what is no weight.
     """
-    found = [weight_of(hook, part) for part in parts]
+    found = [weight_of(hook, part.given) for part in parts]
     mean = math.fsum(found) / len(found)
     if not all(math.isfinite(w) and w >= 0 for w in found) or mean == 0:
         raise TaskError(

@@ -1,20 +1,23 @@
-"""Batches: any pytree of tensors and plain constants, described once and checked for every later minibatch."""
+"""A batch as one value: any pytree of tensors and plain constants, flattened and described once, where it comes in."""
 
 from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe.errors import BatchError, listed
-from fxpipe.plan.spec import LeafSpec, TensorSpec
+from fxpipe.plan.spec import LeafSpec, PadSpec, TensorSpec
 from fxpipe.task.containers import flatten
 from fxpipe.torch_private import is_traceable_wrapper_subclass, pytree, register_namedtuple
 
+Dims = Mapping[str, int | None]
 CONSTANTS = (bool, int, float, str, type(None))
 LARGEST_CONSTANT = 4096
 """Elements of a tensor of the batch that is a constant of the capture: the plan holds its values."""
@@ -50,66 +53,292 @@ def said(constant: Any) -> str:
     return repr(constant["values"] if isinstance(constant, dict) else constant)
 
 
-def describe(batch: Any, constants: Iterable[str] = ()) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
-    """The leaves of a batch (named by their place in it, cut along dimension 0), their values, and the pytree's shape.
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A batch, flattened once; what is asked of its leaves is found when it is first asked.
 
-    Args:
-        constants: tensors that are constants of the capture, by their names or keys.
-
-    Raises:
-        BatchError: it has no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed), or a
-            constant is large.
+    Attributes:
+        given: as the data give it, or padded, moved, cut.
+        values: its leaves, tensors and constants.
+        tree: how it is built of them.
+        constants: the tensors that are constants of the capture, by their names or keys.
+        cut: by name of a leaf, along which dimension its tensor is cut into microbatches; None for one that every
+            microbatch gets whole. Without it, all are cut along their first.
     """
-    spec = flatten(batch)[1]
-    paths, _ = pytree.tree_flatten_with_path(batch)
-    leaves, values, wrong = [], [], []
-    for path, value in paths:
-        name = "batch" + pytree.keystr(path)
-        if isinstance(value, torch.Tensor):
-            if kind := unusual(value):
-                raise BatchError(
-                    f"{name} is {kind}, which no stage can take",
-                    hint="pad nested tensors and make sparse ones dense, in train_data()",
-                    page="tensor-kinds",
-                )
-            dim = 0 if value.dim() else None
-            if is_named(name, constants):
-                _check_constant(name, value)
-                leaves.append(LeafSpec(name, None, constant_of(value), dim))
+
+    given: Any
+    values: tuple[Any, ...]
+    tree: pytree.TreeSpec
+    constants: tuple[str, ...] = ()
+    cut: Dims | None = None
+
+    @staticmethod
+    def of(batch: Any, constants: Iterable[str] = ()) -> Batch:
+        """The batch, flattened; the same object if it is one already.
+
+        Raises:
+            BatchError: a container cannot be made again of what it holds.
+        """
+        if isinstance(batch, Batch):
+            return batch
+        values, tree = flatten(batch)
+        return Batch(batch, tuple(values), tree, tuple(constants))
+
+    def of_values(self, values: Iterable[Any]) -> Batch:
+        """A batch that is built as this one, of other leaves."""
+        values = tuple(values)
+        return replace(self, given=pytree.tree_unflatten(values, self.tree), values=values)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The leaves' names: their places, `batch['x']`."""
+        again = pytree.tree_unflatten(self.values, self.tree)  # the user's code may have changed what was given
+        return tuple("batch" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(again)[0])
+
+    @cached_property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        """What the leaves are, and along which dimension each is cut.
+
+        Raises:
+            BatchError: there is no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed),
+                or a constant is large.
+        """
+        leaves, wrong = [], []
+        for name, value in zip(self.names, self.values, strict=True):
+            if isinstance(value, torch.Tensor):
+                if kind := unusual(value):
+                    raise BatchError(
+                        f"{name} is {kind}, which no stage can take",
+                        hint="pad nested tensors and make sparse ones dense, in train_data()",
+                        page="tensor-kinds",
+                    )
+                dim = (0 if value.dim() else None) if self.cut is None else self.cut[name]
+                if is_named(name, self.constants):
+                    _check_constant(name, value)
+                    leaves.append(LeafSpec(name, None, constant_of(value), dim))
+                else:
+                    leaves.append(LeafSpec(name, tensor_spec(value), dim=dim))
+            elif isinstance(value, CONSTANTS):
+                leaves.append(LeafSpec(name, None, value))
             else:
-                leaves.append(LeafSpec(name, tensor_spec(value), dim=dim))
-        elif isinstance(value, CONSTANTS):
-            leaves.append(LeafSpec(name, None, value))
+                wrong.append(f"{name} is a {type(value).__module__}.{type(value).__qualname__}")
+        if wrong:
+            raise BatchError(
+                "a batch is a pytree of tensors and plain constants, but " + "; ".join(wrong),
+                hint="convert numpy arrays with torch.from_numpy, other containers to dict, list or tuple",
+            )
+        if not any(leaf.tensor for leaf in leaves):
+            hint = "train_data() yields batches: tuples or dicts of tensors"
+            raise BatchError("the batch holds no tensor", hint=hint)
+        return tuple(leaves)
+
+    def check_constants(self) -> None:
+        """Refuse names of constants that no leaf has.
+
+        Raises:
+            BatchError: says which, and what leaves there are.
+        """
+        unknown = [known for known in self.constants if not any(is_named(name, [known]) for name in self.names)]
+        if unknown:
+            raise BatchError(
+                f"constant_batch names {', '.join(unknown)}, which the batch does not have",
+                hint=f"its leaves are {', '.join(self.names)}",
+            )
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by their names, those that are constants of the capture among them.
+
+        Raises:
+            BatchError: as `leaves`.
+        """
+        rows = zip(self.leaves, self.values, strict=True)
+        return {leaf.name: value for leaf, value in rows if isinstance(value, torch.Tensor)}
+
+    @property
+    def dims(self) -> dict[str, int | None]:
+        """By the names of leaves, along which dimension each is cut."""
+        return {leaf.name: leaf.dim for leaf in self.leaves}
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Equal for batches that fit the same captured program."""
+        return shape_key(dump(self.tree), self.leaves)
+
+    def __str__(self) -> str:
+        """What the batch holds, in words: `batch['x'] float32[8, 6], batch['mask'] None`."""
+        return listed([f"{name} {_kind(value)}" for name, value in zip(self.names, self.values, strict=True)], 6)
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with its tensors changed."""
+        return self.of_values(change(v) if isinstance(v, torch.Tensor) else v for v in self.values)
+
+    def on(self, device: str) -> Batch:
+        """The batch with its tensors on a device."""
+        return self.each(lambda tensor: tensor.to(device))
+
+    def padded(self, padding: Sequence[PadSpec]) -> Batch:
+        """The batch as the stages see it: the same object if there is nothing to append.
+
+        Leaves that it does not have, or that are no tensors of so many dimensions, are left alone: what is wrong with
+        such a batch is said where it is compared with the captured ones.
+        """
+        if not padding:
+            return self
+        values = list(self.values)
+        for i, name in enumerate(self.names):
+            for rule in padding:
+                if isinstance(values[i], torch.Tensor) and is_named(name, [rule.leaf]):
+                    values[i] = _appended(values[i], rule)
+        same = all(value is before for value, before in zip(values, self.values, strict=True))
+        return self if same else self.of_values(values)
+
+    def along(self, asked: Any) -> Batch:
+        """The batch with dimensions along which its leaves are cut, as the user says it.
+
+        Args:
+            asked: one number for all tensors; or a number or None in the place of every leaf; or, by the names of
+                leaves (`batch[0]`), for some, while the others are cut along their first dimension.
+
+        Raises:
+            BatchError: it does not fit the batch.
+        """
+        tensors = self.tensors
+        if isinstance(asked, int):
+            asked = dict.fromkeys(tensors, asked)
+        by_name = isinstance(asked, dict) and all(isinstance(k, str) and k.startswith("batch") for k in asked)
+        if by_name:
+            unknown = [name for name in asked if name not in self.names]
+            if unknown:
+                raise BatchError(
+                    f"microbatch_dims names {', '.join(unknown)}, which the batch does not have",
+                    hint=f"its leaves are {', '.join(self.names)}",
+                )
+            dims = {leaf.name: asked.get(leaf.name, leaf.dim) for leaf in self.leaves}
         else:
-            wrong.append(f"{name} is a {type(value).__module__}.{type(value).__qualname__}")
-        values.append(value)
-    if wrong:
-        raise BatchError(
-            "a batch is a pytree of tensors and plain constants, but " + "; ".join(wrong),
-            hint="convert numpy arrays with torch.from_numpy, other containers to dict, list or tuple",
+            given, tree = flatten(asked)
+            if tree != self.tree:
+                raise BatchError(
+                    f"microbatch_dims is built differently from the batch: {tree} for {self.tree}",
+                    hint="give a number, or None, in the place of every leaf of the batch",
+                )
+            dims = dict(zip(self.names, given, strict=True))
+        for name, dim in dims.items():
+            rank = tensors[name].dim() if name in tensors else 0
+            if dim is not None and not (isinstance(dim, int) and 0 <= dim < rank):
+                raise BatchError(f"microbatch_dims gives {name} dimension {dim!r}, and it has {rank}")
+        return replace(self, cut=dims)
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are along the dimensions in which the batch is cut: what its microbatches must divide.
+
+        Raises:
+            BatchError: the tensors differ, or there is none.
+        """
+        self.check_sizes()
+        return _common(size for _, size in self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """By the names of tensors that are no constants, the dimension that is cut, and how long it is."""
+        rows = ((leaf.name, leaf.tensor, leaf.dim) for leaf in self.leaves)
+        return {name: (dim, tensor.shape[dim]) for name, tensor, dim in rows if tensor and dim is not None}
+
+    def check_sizes(self) -> None:
+        """Refuse tensors of which one is longer than another where samples are. Not with constants, which may
+        say how many rows a sample has, such as the patches of an image.
+
+        Raises:
+            BatchError: says how long each is.
+        """
+        sizes = self.sizes
+        if not self.constants and len({size for _, size in sizes.values()}) > 1:
+            along = {dim for dim, _ in sizes.values()}
+            where = f"dimension {along.pop()}" if len(along) == 1 else "the given dimensions"
+            raise BatchError(
+                f"microbatches are cut along {where}, but its size differs: "
+                + ", ".join(f"{name} has {size}" for name, (_, size) in sizes.items()),
+                hint="give every tensor of the batch the batch dimension first, say which it is (microbatch_dims in "
+                "the model file, --microbatch-dims), or use --microbatches 1",
+            )
+
+    def split(self, microbatches: int) -> list[Batch]:
+        """The batch cut into equal microbatches: views of the same memory.
+
+        Raises:
+            BatchError: `microbatches` does not divide the size of the batch, the greatest common divisor of its
+                tensors'.
+        """
+        if microbatches == 1:
+            return [self]
+        places = {name: dim for name, dim in self.dims.items() if dim is not None}
+        size = _common(self.tensors[name].shape[dim] for name, dim in places.items())
+        if size % microbatches:
+            divisors = [d for d in range(1, size + 1) if size % d == 0]
+            raise BatchError(
+                f"{microbatches} microbatches do not divide a batch of {size}",
+                hint=f"choose --microbatches from {', '.join(map(str, divisors[:12]))}, or change the batch size",
+            )
+        chunks = [
+            [v] * microbatches if leaf.dim is None else torch.chunk(v, microbatches, leaf.dim)
+            for leaf, v in zip(self.leaves, self.values, strict=True)
+        ]
+        return [self.of_values(values) for values in zip(*chunks, strict=True)]
+
+    def share(self, microbatches: int, replicas: int) -> Batch:
+        """The first of several replicas' share: as one batch, of the microbatches that it does.
+
+        Args:
+            microbatches: of the whole batch; replicas take them in turn.
+
+        Raises:
+            BatchError: as `split`.
+        """
+        if replicas == 1:
+            return self
+        columns = zip(*(part.values for part in self.split(microbatches)[::replicas]), strict=True)
+        return self.of_values(
+            column[0] if leaf.dim is None else torch.cat(column, leaf.dim)
+            for leaf, column in zip(self.leaves, columns, strict=True)
         )
-    if not any(leaf.tensor for leaf in leaves):
-        raise BatchError("the batch holds no tensor", hint="train_data() yields batches: tuples or dicts of tensors")
-    return leaves, values, spec
+
+    def check_divisible(self, microbatches: int, dims: Dims, size: int) -> None:
+        """Refuse a batch of another shape than the first that so many microbatches do not divide, before any is
+        computed.
+
+        Args:
+            dims: where the first batch is cut, by the names of leaves.
+            size: how many samples the first batch has.
+
+        Raises:
+            BatchError: names the numbers of microbatches that divide both.
+        """
+        places = ((value.shape, dims.get(name)) for name, value in self.tensors.items())
+        found = math.gcd(*(shape[dim] for shape, dim in places if dim is not None and dim < len(shape)))  # 0 of none
+        if found % microbatches == 0:
+            return
+        both = math.gcd(found, size)
+        more = [str(d) for d in range(2, min(both, 64) + 1) if both % d == 0]
+        count = f"--microbatches 1, or {' or '.join(more[:6])}" if more else "--microbatches 1"
+        raise BatchError(
+            f"{microbatches} microbatches do not divide a batch of {found}",
+            hint=f"compile with {count}: no other number divides {size} and {found}; or leave out the last, smaller "
+            "batch (drop_last=True)",
+            page="batch-shapes",
+        )
+
+
+def _common(sizes: Iterable[int]) -> int:
+    """The size of a batch: the greatest common divisor, where the tensors have more than one."""
+    if not (found := list(sizes)):
+        raise BatchError("a batch of scalars cannot be split into microbatches", hint="use --microbatches 1")
+    return math.gcd(*found)
 
 
 def is_named(name: str, known: Iterable[str]) -> bool:
     """Whether a leaf is named, by itself (`batch['grid']`) or by its key (`grid`)."""
     return any(name == one or name.endswith((f"[{one!r}]", f".{one}")) for one in known)
-
-
-def check_constants(leaves: Sequence[LeafSpec], constants: Iterable[str]) -> None:
-    """Refuse names of constants that no leaf has.
-
-    Raises:
-        BatchError: says which, and what leaves there are.
-    """
-    unknown = [known for known in constants if not any(is_named(leaf.name, [known]) for leaf in leaves)]
-    if unknown:
-        raise BatchError(
-            f"constant_batch names {', '.join(unknown)}, which the batch does not have",
-            hint=f"its leaves are {', '.join(leaf.name for leaf in leaves)}",
-        )
 
 
 def _check_constant(name: str, value: torch.Tensor) -> None:
@@ -130,13 +359,7 @@ def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise BatchError("torch sees no CUDA device", hint="use --device cpu; `fxpipe doctor` shows the devices")
-    return model.to(device), moved(device, batch)
-
-
-def moved(device: str, batch: Any) -> Any:
-    """A batch with its tensors on a device."""
-    values, spec = flatten(batch)
-    return pytree.tree_unflatten([v.to(device) if isinstance(v, torch.Tensor) else v for v in values], spec)
+    return model.to(device), Batch.of(batch).on(device).given
 
 
 def dump(spec: pytree.TreeSpec) -> str:
@@ -162,182 +385,36 @@ def shape_key(tree: str, leaves: Iterable[LeafSpec]) -> tuple[Any, ...]:
     )
 
 
-def shape_text(batch: Any) -> str:
-    """What a batch holds, in words: `batch['x'] float32[8, 6], batch['mask'] None`."""
-    flatten(batch)
-    paths, _ = pytree.tree_flatten_with_path(batch)
-    return listed([f"batch{pytree.keystr(path)} {_kind(value)}" for path, value in paths], 6)
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return said(value) if isinstance(value, CONSTANTS) else f"a {type(value).__name__}"
 
 
-Dims = Mapping[str, int | None]
-
-
-def split(batch: Any, microbatches: int, dims: Dims | None = None) -> list[Any]:
-    """Cut a batch into equal microbatches (views of the same memory).
-
-    Args:
-        dims: by name of a leaf, along which dimension its tensor is cut; None for one that every microbatch gets whole.
-            Without it, all are cut along their first, of which they must have the same size.
-
-    Raises:
-        BatchError: the tensors have different sizes where they are cut, or `microbatches` does not divide them.
-    """
-    if microbatches == 1:
-        return [batch]
-    leaves, values, spec = describe(batch)
-    cut = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
-    if dims is None:
-        check_sizes(leaves, cut)
-    size = _common_size(leaves, cut)
-    if size % microbatches:
-        divisors = [d for d in range(1, size + 1) if size % d == 0]
-        raise BatchError(
-            f"{microbatches} microbatches do not divide a batch of {size}",
-            hint=f"choose --microbatches from {', '.join(map(str, divisors[:12]))}, or change the batch size",
-        )
-    chunks = [
-        [v] * microbatches if (dim := cut[leaf.name]) is None else torch.chunk(v, microbatches, dim)
-        for leaf, v in zip(leaves, values, strict=True)
-    ]
-    return [pytree.tree_unflatten([c[j] for c in chunks], spec) for j in range(microbatches)]
-
-
-def share_of(batch: Any, microbatches: int, replicas: int, dims: Dims | None = None) -> Any:
-    """The first of several replicas' share of a batch: as one batch, of the microbatches that it does.
-
-    Args:
-        microbatches: of the whole batch; replicas take them in turn.
-        dims: as of `split`.
-
-    Raises:
-        BatchError: as `split`.
-    """
-    if replicas == 1:
-        return batch
-    leaves, _, spec = describe(batch)
-    parts = [describe(part)[1] for part in split(batch, microbatches, dims)[::replicas]]
-    cut = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
-    joined = [
-        values[0] if (dim := cut[leaf.name]) is None else torch.cat(values, dim)
-        for leaf, values in zip(leaves, map(list, zip(*parts, strict=True)), strict=True)
-    ]
-    return pytree.tree_unflatten(joined, spec)
-
-
-def check_divisible(batch: Any, microbatches: int, dims: Dims, size: int) -> None:
-    """Refuse a batch of another shape than the first that so many microbatches do not divide, before any is computed.
-
-    Args:
-        dims: where the first batch is cut, by the names of leaves.
-        size: how many samples the first batch has.
-
-    Raises:
-        BatchError: names the numbers of microbatches that divide both.
-    """
+def _appended(tensor: torch.Tensor, rule: PadSpec) -> torch.Tensor:
+    if max(rule.dims) >= tensor.dim():
+        return tensor
     sizes = [
-        leaf.tensor.shape[dim]
-        for leaf in describe(batch)[0]
-        if leaf.tensor and (dim := dims.get(leaf.name)) is not None and dim < len(leaf.tensor.shape)
+        math.ceil(size / rule.multiple) * rule.multiple if dim in rule.dims else size
+        for dim, size in enumerate(tensor.shape)
     ]
-    found = math.gcd(*sizes)  # 0 of none
-    if found % microbatches == 0:
-        return
-    both = math.gcd(found, size)
-    more = [str(d) for d in range(2, min(both, 64) + 1) if both % d == 0]
-    count = f"--microbatches 1, or {' or '.join(more[:6])}" if more else "--microbatches 1"
-    raise BatchError(
-        f"{microbatches} microbatches do not divide a batch of {found}",
-        hint=f"compile with {count}: no other number divides {size} and {found}; or leave out the last, smaller batch "
-        "(drop_last=True)",
-        page="batch-shapes",
-    )
+    if sizes == list(tensor.shape):
+        return tensor
+    made = tensor.new_full(sizes, rule.value)
+    made[tuple(slice(size) for size in tensor.shape)] = tensor
+    return made
 
 
-def asked_dims(batch: Any, asked: Any) -> dict[str, int | None]:
-    """Along which dimension each leaf of a batch is cut, as the user says it.
+def split(batch: Any, microbatches: int) -> list[Any]:
+    """The microbatches of a batch, cut along the first dimension of each tensor; errors as of `Batch.split`."""
+    return [part.given for part in Batch.of(batch).split(microbatches)]
 
-    Args:
-        asked: one number for all tensors; or a number or None in the place of every leaf; or, by the names of leaves
-            (`batch[0]`), for some, while the others are cut along their first dimension.
+
+def describe(batch: Any, constants: Iterable[str] = ()) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
+    """The leaves of a batch, their values, and how it is built.
 
     Raises:
-        BatchError: it does not fit the batch.
+        BatchError: as `Batch.of` and `Batch.leaves`.
     """
-    leaves, _, spec = describe(batch)
-    if isinstance(asked, int):
-        asked = {leaf.name: asked for leaf in leaves if leaf.tensor}
-    by_name = isinstance(asked, dict) and all(isinstance(k, str) and k.startswith("batch") for k in asked)
-    if by_name:
-        unknown = [name for name in asked if name not in [leaf.name for leaf in leaves]]
-        if unknown:
-            raise BatchError(
-                f"microbatch_dims names {', '.join(unknown)}, which the batch does not have",
-                hint=f"its leaves are {', '.join(leaf.name for leaf in leaves)}",
-            )
-        dims = {leaf.name: asked.get(leaf.name, leaf.dim) for leaf in leaves}
-    else:
-        given, asked_spec = flatten(asked)
-        if asked_spec != spec:
-            raise BatchError(
-                f"microbatch_dims is built differently from the batch: {asked_spec} for {spec}",
-                hint="give a number, or None, in the place of every leaf of the batch",
-            )
-        dims = {leaf.name: dim for leaf, dim in zip(leaves, given, strict=True)}
-    for leaf in leaves:
-        dim, rank = dims[leaf.name], len(leaf.tensor.shape) if leaf.tensor else 0
-        if dim is not None and not (isinstance(dim, int) and 0 <= dim < rank):
-            raise BatchError(f"microbatch_dims gives {leaf.name} dimension {dim!r}, and it has {rank}")
-    return dims
-
-
-def samples_of(batch: Any, dims: Dims | None = None, constants: Sequence[str] = ()) -> int:
-    """How many samples a batch has along the dimensions in which it is cut: what its microbatches must divide.
-
-    Raises:
-        BatchError: its tensors differ, or it has none.
-    """
-    leaves = describe(batch, constants)[0]
-    cut = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
-    if not constants:
-        check_sizes(leaves, cut)
-    return _common_size(leaves, cut)
-
-
-def check_sizes(leaves: Sequence[LeafSpec], dims: Dims) -> None:
-    """Refuse tensors of which one is longer than another where samples are.
-
-    Raises:
-        BatchError: says how long each is.
-    """
-    sizes = _sizes(leaves, dims)
-    if len({size for _, size in sizes.values()}) > 1:
-        along = {dim for dim, _ in sizes.values()}
-        raise BatchError(
-            f"microbatches are cut along {f'dimension {along.pop()}' if len(along) == 1 else 'the given dimensions'}, "
-            "but its size differs: " + ", ".join(f"{name} has {n}" for name, (_, n) in sizes.items()),
-            hint="give every tensor of the batch the batch dimension first, say which it is (microbatch_dims in the "
-            "model file, --microbatch-dims), or use --microbatches 1",
-        )
-
-
-def _sizes(leaves: Sequence[LeafSpec], dims: Dims) -> dict[str, tuple[int, int]]:
-    """Where the leaves are cut, and how long they are there."""
-    return {
-        leaf.name: (dim, leaf.tensor.shape[dim])
-        for leaf in leaves
-        if leaf.tensor and (dim := dims[leaf.name]) is not None
-    }
-
-
-def _common_size(leaves: Sequence[LeafSpec], dims: Dims) -> int:
-    """The size of the batch: the greatest common divisor, where the tensors have more than one."""
-    sizes = [size for _, size in _sizes(leaves, dims).values()]
-    if not sizes:
-        raise BatchError("a batch of scalars cannot be split into microbatches", hint="use --microbatches 1")
-    return math.gcd(*sizes)
+    read = Batch.of(batch, constants)
+    return list(read.leaves), list(read.values), read.tree

@@ -17,6 +17,9 @@ from typing import Any
 
 from fxpipe.errors import TaskError
 
+OnStep = Callable[[int, float, Any], object]
+OnEval = Callable[[int, dict[str, float], Any], object]
+OnEpoch = Callable[[int, Any], object]
 ON_STEP = "on_step"
 ON_EVAL = "on_eval"
 ON_EPOCH = "on_epoch"
@@ -35,9 +38,9 @@ class Callbacks:
         TaskError: one is no function of what it is called with.
     """
 
-    on_step: Callable[[int, float, Any], object] | None = None
-    on_eval: Callable[[int, dict[str, float], Any], object] | None = None
-    on_epoch: Callable[[int, Any], object] | None = None
+    on_step: OnStep | None = None
+    on_eval: OnEval | None = None
+    on_epoch: OnEpoch | None = None
     path: Path | None = None
 
     def __post_init__(self) -> None:

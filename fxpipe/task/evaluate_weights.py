@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.plan.spec import Plan
+from fxpipe.task.batch import Batch
 from fxpipe.task.loss_weights import LossWeights, weighted_means
 from fxpipe.task.model_file import Task, hook_raised
-from fxpipe.task.padding import padded
 
 
 def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
@@ -39,7 +39,7 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
     with torch.no_grad():
         try:
             for batch in task.eval_data():
-                found = task.metrics(model, padded(batch, plan.padding))
+                found = task.metrics(model, Batch.of(batch).padded(plan.padding).given)
                 for name, value in found.items():
                     if isinstance(value, str):
                         raise TaskError(f"metrics() returned {name!r} as a str, not as a number", where=task.file)

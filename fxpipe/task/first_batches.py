@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from fxpipe.task.batch import describe
-from fxpipe.task.containers import flatten
-from fxpipe.torch_private import pytree
+from fxpipe.task.batch import Batch, Dims
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,8 @@ def first_batches(data: Iterable[Any], count: int) -> FirstBatches:
         length = None
     batches: list[Any] = []
     for batch in itertools.islice(data, count):
-        batches.append(batch if batches or count == 1 else _copied(batch))
+        batches.append(batch if batches or count == 1 else Batch.of(batch).each(torch.clone).given)
     return FirstBatches(batches, length, *_sizes(data))
-
-
-def _copied(batch: Any) -> Any:
-    values, spec = flatten(batch)
-    return pytree.tree_unflatten([v.clone() if isinstance(v, torch.Tensor) else v for v in values], spec)
 
 
 def _sizes(data: Iterable[Any]) -> tuple[int | None, int | None]:
@@ -69,18 +62,10 @@ def _sizes(data: Iterable[Any]) -> tuple[int | None, int | None]:
     return sampler.batch_size, left if left and samples > sampler.batch_size else None
 
 
-def shortened(batch: Any, first: FirstBatches, dims: Mapping[str, int | None] | None = None) -> Any:
-    """As many samples of a batch as the last one of an epoch will have; None if they are not seen in its tensors.
-
-    Args:
-        dims: by name of a leaf, where its samples are; None for a tensor that has none. By default in the first.
-    """
-    if first.last is None:
+def shortened(batch: Batch, first: FirstBatches, dims: Dims) -> Batch | None:
+    """As many samples of a batch, along these dimensions, as the last one of an epoch will have; None if they are not
+    seen in its tensors."""
+    rows = [(value, dims[name]) for name, value in zip(batch.names, batch.values, strict=True)]
+    if first.last is None or {value.shape[dim] for value, dim in rows if dim is not None} != {first.size}:
         return None
-    leaves, values, spec = describe(batch)
-    cut = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
-    places = [(value, cut[leaf.name]) for leaf, value in zip(leaves, values, strict=True)]
-    sizes = {value.shape[dim] for value, dim in places if isinstance(value, torch.Tensor) and dim is not None}
-    if sizes != {first.size}:
-        return None
-    return pytree.tree_unflatten([v if dim is None else v.narrow(dim, 0, first.last) for v, dim in places], spec)
+    return batch.of_values(v if dim is None else v.narrow(dim, 0, first.last) for v, dim in rows)

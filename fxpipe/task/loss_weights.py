@@ -8,8 +8,7 @@ from typing import Any
 
 from fxpipe.errors import TaskError
 from fxpipe.plan.spec import Plan
-from fxpipe.task.batch import describe
-from fxpipe.task.padding import padded
+from fxpipe.task.batch import Batch
 
 LossWeight = Callable[[Any], Any]
 """The hook `loss_weight(batch)`: how much a batch or a microbatch counts, a number of 0 or more."""
@@ -48,17 +47,18 @@ class LossWeights:
         Raises:
             TaskError: the hook failed, or gave what is no weight.
         """
+        read = Batch.of(batch)
         if self._loss_weight is None:
-            return self._samples(batch)
-        weight = weight_of(self._loss_weight, padded(batch, self._padding))
+            return self._samples(read)
+        weight = weight_of(self._loss_weight, read.padded(self._padding).given)
         if not (math.isfinite(weight) and weight >= 0):
             raise TaskError(
                 f"loss_weight(batch) gave {weight:g} for a batch of eval_data()", hint="weights are 0 or more"
             )
         return weight
 
-    def _samples(self, batch: Any) -> float:
-        for leaf in describe(batch)[0]:
+    def _samples(self, batch: Batch) -> float:
+        for leaf in batch.leaves:
             dim = self._dims.get(leaf.name, leaf.dim)
             if leaf.tensor is not None and dim is not None and dim < len(leaf.tensor.shape):
                 return float(leaf.tensor.shape[dim])

@@ -1,21 +1,4 @@
-"""The user's hooks, as a run asks for them: functions found by name in a file of plain PyTorch, or given as objects.
-
-def model() -> nn.Module                      # required
-def loss(model, batch) -> Tensor              # required: a scalar; or (scalar, {name: metric})
-def train_data() -> Iterable[batch]           # required by run; its first batch is the example for capture
-def optimizer(named_parameters) -> Optimizer  # optional; default SGD(lr=0.01, momentum=0.9)
-def optimizer(named_parameters, model)        # … that looks at the model, or configure_optimizers(model)
-def lr_scheduler(optimizer)                   # optional: a scheduler, for every update; or (scheduler, "epoch")
-def averaged(optimizer, named_parameters)     # optional: averaged weights that the optimizer keeps, by name
-def eval_data(), def metrics(model, batch)    # optional validation
-def on_step(step, loss, run)                  # optional, as on_eval(step, metrics, run) and on_epoch(epoch, run):
-                                              # called while the run trains; may end it, save it, or set rates
-def reset(model)                              # optional: buffers that begin anew with an epoch and an evaluation
-def loss_weight(batch) -> number              # optional: how much a microbatch, or a batch of eval_data(), counts
-microbatch_dims = (0, None)                   # optional: where the leaves of a batch are cut, in its own structure
-pad = {"ids": 0}; pad_to = 64                 # optional: what is appended to leaves of a batch, to multiples of what
-constant_batch = ["grid"]                     # optional: tensors of the batch whose values the step reads
-"""
+"""The hooks as a run calls them, with defaults and errors that name their place; and the file that has them."""
 
 from __future__ import annotations
 
@@ -26,39 +9,36 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.plan.build_folder import model_path
+from fxpipe.plan.spec import Plan
 from fxpipe.task.callbacks import CALLBACKS, Callbacks
 from fxpipe.task.first_batches import FirstBatches, first_batches
-from fxpipe.task.model_view import ModelViews, asks_for_model
+from fxpipe.task.hooks import Hooks, Loss, Metrics
+from fxpipe.task.loss_weights import LossWeight
+from fxpipe.task.model_view import ModelViews, asks_for_model, no_model
 from fxpipe.task.one_optimizer import one_optimizer
-from fxpipe.task.padding import Pad
 from fxpipe.task.reset_buffers import Rows, buffers_after
 from fxpipe.task.step_hooks import StepHooks
 
 REQUIRED = ("model", "loss", "train_data")
-OPTIONAL = (
-    *("optimizer", "configure_optimizers", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight", "reset"),
-    *CALLBACKS,
-)
+VALUES = ("microbatch_dims", "pad", "pad_to", "constant_batch")
+"""The hooks that are no functions, or need not be."""
+OPTIONAL = tuple(field.name for field in fields(Hooks) if field.name not in (*REQUIRED, *VALUES))
 SIGNATURES = {
     "model": "def model() -> nn.Module",
     "loss": "def loss(model, batch) -> Tensor",
     "train_data": "def train_data() -> Iterable[batch]",
 }
-
-MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
-OptimizerHook = Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
-"""A `MakeOptimizer`, or one that is called with the model as well (`fxpipe.task.model_view`)."""
-MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
 def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -71,19 +51,27 @@ class Task:
     """The user's hooks as methods, with defaults for the optional ones.
 
     Attributes:
-        path: the file that was loaded; None for hooks that were given as objects (`fxpipe.task.hooks.given_task`): what
-            they raise is raised as it is.
-        module: has the hooks by their names.
+        path: the file that was loaded; None for hooks that were given in Python: what they raise is raised as it is.
         warnings: functions whose names look like a misspelt optional hook.
-        seen: gives the model of which `optimizer` and `reset` get views, if it is not to be `model`.
+        seen: gives the model of which `optimizer` and `reset` get views, where there is no `model`.
         compiled: what the build was compiled of, for a step where the hooks are not there.
+
+    Raises:
+        TaskError: one of the hooks asks for the model, and there is none.
     """
 
-    path: Path | None
-    module: ModuleType | SimpleNamespace
+    hooks: Hooks
+    path: Path | None = None
     warnings: tuple[str, ...] = ()
     seen: Callable[[], nn.Module] | None = None
     compiled: StepHooks | None = None
+
+    def __post_init__(self) -> None:
+        optimizer = self.hooks.optimizer
+        asks = {"optimizer()": optimizer and asks_for_model(optimizer), "reset(model)": self.hooks.reset}
+        for hook in (hook for hook, asked in asks.items() if asked):
+            if self.hooks.model is None and self.seen is None:
+                raise no_model(hook)
 
     @property
     def file(self) -> str | None:
@@ -96,7 +84,7 @@ class Task:
         Raises:
             TaskError: the hook raised an error, or returned something that is not a module; or it was not given.
         """
-        if not hasattr(self.module, "model"):
+        if self.hooks.model is None:
             raise TaskError(
                 "the build has no values of the parameters (--meta), and there is no model to initialise them",
                 hint="give a checkpoint (weights=...), or model=, a function that makes the model",
@@ -109,17 +97,17 @@ class Task:
         return made
 
     @property
-    def loss(self) -> Callable[[nn.Module, Any], torch.Tensor]:
+    def loss(self) -> Loss:
         """The user's own function; capture explains its errors and says where they are."""
-        function: Callable[[nn.Module, Any], torch.Tensor] = self.module.loss
-        return function
+        assert self.hooks.loss is not None
+        return self.hooks.loss
 
     @property
     def step_hooks(self) -> StepHooks | None:
         """What a step can be captured of during a run; None where the model or the loss is not there."""
-        if not hasattr(self.module, "model") or not hasattr(self.module, "loss"):
+        if self.hooks.model is None or self.hooks.loss is None:
             return self.compiled
-        return StepHooks(self.model, self.loss, self.loss_weight)
+        return StepHooks(self.model, self.hooks.loss, self.hooks.loss_weight)
 
     def train_data(self) -> Iterable[Any]:
         """A fresh iterable of batches: one epoch."""
@@ -130,10 +118,10 @@ class Task:
         return self._data("eval_data")
 
     @property
-    def metrics(self) -> Callable[[nn.Module, Any], Mapping[str, Any]]:
+    def metrics(self) -> Metrics:
         """The user's own function, like `loss`; only where `validates`."""
-        function: Callable[[nn.Module, Any], Mapping[str, Any]] = self.module.metrics
-        return function
+        assert self.hooks.metrics is not None
+        return self.hooks.metrics
 
     def example(self) -> Any:
         """The first batch of the training data."""
@@ -157,10 +145,10 @@ class Task:
 
     def optimizer(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The user's optimizer for these parameters; SGD(lr=0.01, momentum=0.9) if none is defined."""
-        if hasattr(self.module, "optimizer"):
+        if self.hooks.optimizer is not None:
             hook, given = "optimizer", [named_parameters]
-            alone = not asks_for_model(self.module.optimizer)
-        elif hasattr(self.module, "configure_optimizers"):
+            alone = not asks_for_model(self.hooks.optimizer)
+        elif self.hooks.configure_optimizers is not None:
             hook, given, alone = "configure_optimizers", [], False
         else:
             return default_optimizer(named_parameters)
@@ -171,34 +159,16 @@ class Task:
 
     @functools.cached_property
     def _views(self) -> ModelViews:
-        return ModelViews(self.seen or self.model)
+        return ModelViews(self.seen if self.hooks.model is None and self.seen else self.model)
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
         """What the user's hook returns: see `fxpipe.task.paced_scheduler`; None if none is defined."""
-        return self._call("lr_scheduler", optimizer) if hasattr(self.module, "lr_scheduler") else None
+        return None if self.hooks.lr_scheduler is None else self._call("lr_scheduler", optimizer)
 
     @property
-    def loss_weight(self) -> Callable[[Any], Any] | None:
-        """How much a microbatch counts in its minibatch's loss; None if the file does not say it."""
-        hook: Callable[[Any], Any] | None = getattr(self.module, "loss_weight", None)
-        return hook
-
-    @property
-    def microbatch_dims(self) -> Any:
-        """Where the leaves of a batch are cut into microbatches; None if the file does not say it."""
-        return getattr(self.module, "microbatch_dims", None)
-
-    @property
-    def pad(self) -> Pad | None:
-        """What is appended to which leaves of a batch; None if the file does not say it."""
-        found: Pad | None = getattr(self.module, "pad", None)
-        return found
-
-    @property
-    def pad_to(self) -> int | None:
-        """To multiples of what; None if the file does not say it."""
-        found: int | None = getattr(self.module, "pad_to", None)
-        return found
+    def loss_weight(self) -> LossWeight | None:
+        """How much a microbatch counts in its minibatch's loss; None if no hook says it."""
+        return self.hooks.loss_weight
 
     @property
     def constant_batch(self) -> Sequence[str]:
@@ -207,7 +177,7 @@ class Task:
         Raises:
             TaskError: it is no list of names.
         """
-        names = getattr(self.module, "constant_batch", ())
+        names = self.hooks.constant_batch
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TaskError(
                 f"constant_batch is {names!r}, which is no list of names",
@@ -219,7 +189,7 @@ class Task:
     @property
     def averages(self) -> bool:
         """Whether a hook says where the optimizer keeps averaged weights."""
-        return hasattr(self.module, "averaged")
+        return self.hooks.averaged is not None
 
     def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
         """What the optimizer has averaged of these parameters, by name; only where `averages`."""
@@ -232,12 +202,12 @@ class Task:
         Raises:
             TaskError: one of them is no such function.
         """
-        return Callbacks(**{name: getattr(self.module, name, None) for name in CALLBACKS}, path=self.path)
+        return Callbacks(path=self.path, **{name: getattr(self.hooks, name) for name in CALLBACKS})
 
     @property
     def resets(self) -> bool:
         """Whether there is `reset(model)`."""
-        return hasattr(self.module, "reset")
+        return self.hooks.reset is not None
 
     def reset(self, buffers: Rows) -> dict[str, torch.Tensor]:
         """What `reset(model)` makes of these buffers; see `fxpipe.task.reset_buffers`. Only where `resets`."""
@@ -252,7 +222,7 @@ class Task:
     def validates(self) -> bool:
         """Whether there is validation: eval_data and metrics; the latter need not be given, the build has them."""
         hooks = ("eval_data",) if self.path is None else ("eval_data", "metrics")
-        return all(callable(getattr(self.module, hook, None)) for hook in hooks)
+        return all(callable(getattr(self.hooks, hook)) for hook in hooks)
 
     def _data(self, hook: str) -> Iterable[Any]:
         data: Iterable[Any] = self._call(hook)
@@ -265,14 +235,14 @@ class Task:
         return data
 
     def _place(self, hook: str) -> str | None:
-        function = getattr(self.module, hook, None)
+        function = getattr(self.hooks, hook)
         if self.path is not None and isinstance(function, FunctionType):
             return f"{self.file}:{function.__code__.co_firstlineno}, in {hook}"
         return self.file
 
     def _call(self, hook: str, *args: Any) -> Any:
         try:
-            return getattr(self.module, hook)(*args)
+            return getattr(self.hooks, hook)(*args)
         except Exception as error:
             if self.path is None:
                 raise
@@ -326,7 +296,7 @@ def load_task(path: str | Path) -> Task:
         raise TaskError(
             f"there is no file {str(path)!r}", hint="give the path of a Python file with model() and loss()"
         )
-    module = _import(path)
+    module = imported(path)
     hooks = (*REQUIRED, *OPTIONAL)
     functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     unknown = [name for name in functions if name not in hooks and _defined_here(vars(module)[name], module)]
@@ -349,14 +319,35 @@ def load_task(path: str | Path) -> Task:
             ]
     if hasattr(module, "eval_data") != hasattr(module, "metrics"):
         warnings.append(f"{path.name} defines only one of eval_data() and metrics(): nothing will be evaluated")
-    return Task(path, module, tuple(warnings))
+    found = {field.name: getattr(module, field.name) for field in fields(Hooks) if hasattr(module, field.name)}
+    return Task(Hooks(**found), path, tuple(warnings))
+
+
+def task_of_build(plan: Plan, folder: str, model_file: str | None = None) -> Task:
+    """The model file given, else the one that the plan of the build in `folder` names, loaded.
+
+    Raises:
+        TaskError: no file is known, or it cannot be loaded.
+    """
+    path = model_path(plan, folder, model_file)
+    if path is None:
+        raise TaskError(
+            "the build was compiled from objects, so there is no file with train_data()",
+            hint="use the Python API: fxpipe.load(BUILD).local(...)",
+        )
+    return load_task(path)
 
 
 def _defined_here(value: Callable[..., Any], module: ModuleType) -> bool:
     return isinstance(value, FunctionType) and value.__module__ == module.__name__
 
 
-def _import(path: Path) -> ModuleType:
+def imported(path: Path) -> ModuleType:
+    """The user's file as a module.
+
+    Raises:
+        TaskError: it raised an error.
+    """
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # the files next to the user's, as `python model.py` would find them

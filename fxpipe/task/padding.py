@@ -1,7 +1,7 @@
 """Padding of batches: named leaves get values appended, so that their lengths are multiples, and batches of few shapes.
 
-`padding_of` reads what a user says of it, the plan keeps that, and `padded` does it wherever batches enter: it leaves a
-batch alone that is padded already, so that nobody need know whether another has done it.
+`padding_of` reads what a user says of it, the plan keeps that, and `Batch.padded` does it wherever batches enter: it
+leaves a batch alone that is padded already, so that nobody need know whether another has done it.
 """
 
 from __future__ import annotations
@@ -14,51 +14,19 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import BatchError, FxpipeError, TaskError, listed
-from fxpipe.plan.spec import LeafSpec, PadSpec
-from fxpipe.task.batch import describe, is_named
-from fxpipe.task.containers import flatten
-from fxpipe.torch_private import pytree
+from fxpipe.plan.spec import PadSpec
+from fxpipe.task.batch import Batch, is_named, tensor_spec
 
 Pad = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 """By a leaf's name or key, what is appended along dimension 1, or that and the dimension; or makes that of a batch."""
 
 
 def padded(batch: Any, padding: Sequence[PadSpec]) -> Any:
-    """A batch as the stages see it: the same object if there is nothing to append.
-
-    Leaves that it does not have, or that are no tensors of so many dimensions, are left alone: what is wrong with such
-    a batch is said where it is compared with the captured ones.
-    """
-    if not padding:
-        return batch
-    spec = flatten(batch)[1]
-    values, changed = [], False
-    for path, value in pytree.tree_flatten_with_path(batch)[0]:
-        name = "batch" + pytree.keystr(path)
-        for rule in padding:
-            if isinstance(value, Tensor) and is_named(name, [rule.leaf]):
-                longer = _appended(value, rule)
-                changed |= longer is not value
-                value = longer
-        values.append(value)
-    return pytree.tree_unflatten(values, spec) if changed else batch
+    """As `Batch.padded`, of what the data give: the same object if there is nothing to append."""
+    return Batch.of(batch).padded(padding).given
 
 
-def _appended(tensor: Tensor, rule: PadSpec) -> Tensor:
-    if max(rule.dims) >= tensor.dim():
-        return tensor
-    sizes = [
-        math.ceil(size / rule.multiple) * rule.multiple if dim in rule.dims else size
-        for dim, size in enumerate(tensor.shape)
-    ]
-    if sizes == list(tensor.shape):
-        return tensor
-    made = tensor.new_full(sizes, rule.value)
-    made[tuple(slice(size) for size in tensor.shape)] = tensor
-    return made
-
-
-def padding_of(pad: Pad | None, pad_to: int | None, batches: Sequence[Any]) -> tuple[PadSpec, ...]:
+def padding_of(pad: Pad | None, pad_to: int | None, batches: Sequence[Batch]) -> tuple[PadSpec, ...]:
     """What is padded, and with what, as the user says it.
 
     Args:
@@ -76,16 +44,15 @@ def padding_of(pad: Pad | None, pad_to: int | None, batches: Sequence[Any]) -> t
         return ()
     if isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1:
         raise TaskError(f"pad_to is {pad_to!r}, which is no length", hint="such as pad_to = 64")
-    given = _given(pad, batches[0])
-    leaves = describe(batches[0])[0]
+    given, first = _given(pad, batches[0].given), batches[0]
     if not given:
         raise _nothing_named(pad_to, batches)
-    if unknown := [name for name in given if not any(is_named(leaf.name, [name]) for leaf in leaves)]:
+    if unknown := [name for name in given if not any(is_named(leaf.name, [name]) for leaf in first.leaves)]:
         raise BatchError(
             f"pad names {', '.join(unknown)}, which the batch does not have",
-            hint=f"its leaves are {', '.join(leaf.name for leaf in leaves)}",
+            hint=f"its leaves are {', '.join(first.names)}",
         )
-    return tuple(_rule(name, said, pad_to, leaves) for name, said in given.items())
+    return tuple(_rule(name, said, pad_to, first) for name, said in given.items())
 
 
 def _given(pad: Pad | None, batch: Any) -> dict[str, Any]:
@@ -104,7 +71,7 @@ def _given(pad: Pad | None, batch: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def _rule(name: str, said: Any, multiple: int, leaves: Sequence[LeafSpec]) -> PadSpec:
+def _rule(name: str, said: Any, multiple: int, batch: Batch) -> PadSpec:
     value, place = said if isinstance(said, tuple) and len(said) == 2 else (said, 1)
     places = tuple(place) if isinstance(place, (tuple, list)) else (place,)
     numbers = all(isinstance(dim, int) and not isinstance(dim, bool) for dim in places)
@@ -114,30 +81,29 @@ def _rule(name: str, said: Any, multiple: int, leaves: Sequence[LeafSpec]) -> Pa
             hint="a mask over pairs is padded in two: (0, (1, 2))",
         )
     found: set[tuple[int, ...]] = set()
-    for leaf in leaves:
-        if not is_named(leaf.name, [name]):
-            continue
-        if leaf.tensor is None:
-            raise BatchError(f"pad names {leaf.name}, which is no tensor but {leaf.constant!r}")
-        rank = len(leaf.tensor.shape)
+    leaves = {leaf: value for leaf, value in zip(batch.names, batch.values, strict=True) if is_named(leaf, [name])}
+    for leaf, tensor in leaves.items():
+        if not isinstance(tensor, Tensor):
+            raise BatchError(f"pad names {leaf}, which is no tensor but {tensor!r}")
+        rank = tensor.dim()
         if wrong := [dim for dim in places if not -rank <= dim < rank]:
             raise BatchError(
-                f"pad appends to {leaf.name} along dimension {wrong[0]}, and it has {rank}",
+                f"pad appends to {leaf} along dimension {wrong[0]}, and it has {rank}",
                 hint=f'say along which: pad = {{"{name}": ({value!r}, 0)}}' if rank else "leave it out",
             )
-        if not _holds(leaf.tensor.dtype, value):
-            raise BatchError(f"pad appends {value!r} to {leaf.name}, whose {leaf.tensor.dtype} cannot hold it")
+        if not _holds(tensor.dtype, value):
+            dtype = tensor_spec(tensor).dtype
+            raise BatchError(f"pad appends {value!r} to {leaf}, whose {dtype} cannot hold it")
         found.add(tuple(sorted({dim % rank for dim in places})))
     if len(found) > 1:
         raise BatchError(
             f"pad names {name}, which is several leaves of different ranks: give each its full name, as "
-            f"{next(leaf.name for leaf in leaves if is_named(leaf.name, [name]))}"
+            f"{next(iter(leaves))}"
         )
     return PadSpec(name, value, found.pop(), multiple)
 
 
-def _holds(dtype: str, value: Any) -> bool:
-    kind: torch.dtype = getattr(torch, dtype)
+def _holds(kind: torch.dtype, value: Any) -> bool:
     if kind == torch.bool:
         return value in (0, 1)
     if kind.is_floating_point or kind.is_complex:
@@ -146,12 +112,12 @@ def _holds(dtype: str, value: Any) -> bool:
     return limits.min <= value <= limits.max and value == int(value)
 
 
-def _nothing_named(pad_to: int, batches: Sequence[Any]) -> BatchError:
+def _nothing_named(pad_to: int, batches: Sequence[Batch]) -> BatchError:
     """The error that shows which leaves there are, and of how many sizes."""
     seen: dict[str, set[tuple[int, ...]]] = {}
-    for leaf in (leaf for batch in batches for leaf in describe(batch)[0]):
-        if leaf.tensor and leaf.tensor.shape:
-            seen.setdefault(leaf.name, set()).add(leaf.tensor.shape)
+    for name, tensor in (row for batch in batches for row in batch.tensors.items()):
+        if tensor.dim():
+            seen.setdefault(name, set()).add(tuple(tensor.shape))
     shown = [f"{name} ({', '.join(str([*shape]) for shape in sorted(shapes)[:3])})" for name, shapes in seen.items()]
     return BatchError(
         f"pad_to={pad_to} is asked for, and nothing says what is padded, and with what; the leaves are "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from fxpipe.errors import BatchError
 from fxpipe.plan.spec import LeafSpec, TensorSpec
-from fxpipe.task.batch import constant_of, dump, said, split
-from fxpipe.task.containers import flatten, tree_text
+from fxpipe.task.batch import Batch, constant_of, dump, said
+from fxpipe.task.containers import tree_text
 from fxpipe.torch_private import pytree
 
 
@@ -36,21 +37,20 @@ class Splitter:
         self.microbatches = microbatches
         self.device = device
 
-    def cut(self, batch: Any, minibatch: int) -> list[Any]:
-        """The microbatches, as the user's batches are built: views of their memory.
+    def cut(self, batch: Batch, minibatch: int) -> list[Batch]:
+        """The microbatches: views of the batch's memory.
 
         Raises:
             BatchError: names every leaf that differs from the captured one.
         """
 
-        values, spec = flatten(batch)
-        if not self._is_built_so(spec):
+        if not self._is_built_so(batch.tree):
             raise BatchError(
                 f"the batch of step {minibatch + 1} is built differently from the one captured: "
-                f"{spec} for {tree_text(self.spec)}",
+                f"{batch.tree} for {tree_text(self.spec)}",
                 hint="every batch of train_data() must have the same structure; compile again if it changed",
             )
-        differences = map(self._difference, self.leaves, values)
+        differences = map(self._difference, self.leaves, batch.values)
         if wrong := [text for text in differences if text]:
             raise BatchError(
                 f"the batch of step {minibatch + 1} does not fit the captured program: " + "; ".join(wrong),
@@ -58,17 +58,16 @@ class Splitter:
                 "smaller batch (drop_last=True), or pad it",
                 page="batch-shapes",
             )
-        return split(batch, self.microbatches, self._dims)
+        return replace(batch, cut=self._dims).split(self.microbatches)
 
-    def distance(self, batch: Any) -> float:
+    def distance(self, batch: Batch) -> float:
         """How far a batch is from the captured ones: 0 if it fits, infinite if it is built differently.
 
         Each leaf that differs counts 1, and each of its dimensions that does.
         """
-        values, spec = flatten(batch)
-        if not self._is_built_so(spec):
+        if not self._is_built_so(batch.tree):
             return math.inf
-        return sum(self._distance(leaf, value) for leaf, value in zip(self.leaves, values, strict=True))
+        return sum(self._distance(leaf, value) for leaf, value in zip(self.leaves, batch.values, strict=True))
 
     def _distance(self, leaf: LeafSpec, value: Any) -> int:
         if not self._difference(leaf, value):
@@ -84,13 +83,13 @@ class Splitter:
             self._known = spec
         return True
 
-    def leaves_of(self, part: Any) -> tuple[Any, ...]:
+    def leaves_of(self, part: Batch) -> tuple[Any, ...]:
         """A microbatch's tensors and constants, in the plan's order.
 
         Tensors are copies, because an iterable may reuse their memory while the minibatch is in flight. They have the
         strides of the captured ones, because the captured code may rely on them.
         """
-        return tuple(map(self._placed, self.leaves, pytree.tree_leaves(part)))
+        return tuple(map(self._placed, self.leaves, part.values))
 
     def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
         """The leaves of each microbatch.
@@ -98,7 +97,7 @@ class Splitter:
         Raises:
             BatchError: as `cut`.
         """
-        return [self.leaves_of(part) for part in self.cut(batch, minibatch)]
+        return [self.leaves_of(part) for part in self.cut(Batch.of(batch), minibatch)]
 
     def _placed(self, leaf: LeafSpec, value: Any) -> Any:
         if leaf.tensor is None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from fxpipe.errors import TaskError
-
-Loss = Callable[[nn.Module, Any], Any]
-"""`loss(model, batch)`: a scalar, or a scalar and metrics by name."""
+from fxpipe.task.hooks import Loss
+from fxpipe.task.loss_weights import LossWeight
 
 
 @dataclass(frozen=True)
@@ -28,11 +26,11 @@ class StepHooks:
 
     model: Callable[[], nn.Module]
     loss: Loss
-    loss_weight: Callable[[Any], Any] | None = None
+    loss_weight: LossWeight | None = None
     same: bool = False
 
     @staticmethod
-    def of_compiled(model: nn.Module, loss: Loss, loss_weight: Callable[[Any], Any] | None) -> StepHooks:
+    def of_compiled(model: nn.Module, loss: Loss, loss_weight: LossWeight | None) -> StepHooks:
         """Of a model that is being compiled: it is not kept alive, and may not have been changed when it is asked for.
 
         Its `model` raises TaskError where the model is gone, or in another mode.

@@ -17,7 +17,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,8 @@ from fxpipe.ir.garbage import rarely_collected
 from fxpipe.ir.program import Program
 from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
-from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
+from fxpipe.task.batch import Batch, dump, tensor_spec
+from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.torch_private import DisableTorchFunction, FakeTensorMode, compiling, pytree, run_backward
 from fxpipe.torch_private.aot import aot_export_joint_with_descriptors
@@ -47,8 +48,6 @@ from fxpipe.tracing.refusals import dense, explain, own_gradients, scalar, scala
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.step_metrics import forget_numbers, metric_tensors
 
-Loss = Callable[[nn.Module, Any], "torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]"]
-Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -80,8 +79,8 @@ def capture(
     """
     if not model.training:
         model.train()
-    example = _Example.of(batch, constant_batch)
-    check_constants(example.leaves, constant_batch)
+    example = _Example.of(Batch.of(batch, constant_batch))
+    example.batch.check_constants()
     tensors = HeldTensors(model, functions=(loss,))
     if not tensors.trained:
         raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
@@ -91,7 +90,8 @@ def capture(
     if updated := frozen_updates(traced, tensors):  # a momentum encoder, a teacher that follows
         tensors = HeldTensors(model, updated, (loss,))
         traced = _trace(model, loss, example, tensors, device, autocast)
-    program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, autocast)
+    tree = dump(example.batch.tree)
+    program = Reader(traced, tensors, example.leaves, example.inputs).program(tree, device, autocast)
     notes = _state_notes(model, loss, example, tensors, device, autocast) if state_notes and tensors.changes else []
     return replace(program, warnings=(*program.warnings, *notes))
 
@@ -111,22 +111,19 @@ class CapturedEvaluation:
 
 
 @rarely_collected()
-def capture_evaluation(
-    model: nn.Module, metrics: Metrics, batch: Any, *, constant_batch: Sequence[str] = ()
-) -> CapturedEvaluation:
+def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> CapturedEvaluation:
     """The graph of `metrics(model, batch)` in eval mode, without gradients, at level CAPTURED.
 
     Args:
         model: any module; it is put in eval mode, and afterwards every submodule back into its own mode.
         metrics: returns a dictionary of numbers and tensors of one element.
-        batch: a pytree of tensors and plain constants.
-        constant_batch: as for `capture`; those that this batch has.
+        batch: a pytree of tensors and plain constants, or a `Batch` with those of its tensors that are constants, too.
 
     Raises:
         CaptureError: with the user's line, when it cannot be one graph; or eval mode changes the weights.
         BatchError: the batch is not a pytree of tensors.
     """
-    example = _Example.of(batch, constant_batch)
+    example = _Example.of(Batch.of(batch))
     tensors = HeldTensors(model, functions=(metrics,))
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     count = len(tensors.values)
@@ -137,7 +134,7 @@ def capture_evaluation(
     watch = origin.TracedStep()
 
     def evaluate(*args: torch.Tensor) -> list[torch.Tensor]:
-        held, (given, known) = args[:count], example.batch(args[count:])
+        held, (given, known) = args[:count], example.with_tensors(args[count:])
         with tensors.replaced(held), torch.no_grad():
             with origin.recording(model, watch, args, tensors.stand_ins, known):
                 values = scalars(metrics(model, given), place)
@@ -156,40 +153,38 @@ def capture_evaluation(
     computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
     notes += [f"it changes {change}: the change is not kept" for change in told(tensors.changes)]
     traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed, evaluates=True)
-    program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, None)
+    program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.batch.tree), device, None)
     constants = {name: float(v) for name, v in found.items() if name not in computed}
     return CapturedEvaluation(program, tuple(found), constants)
 
 
 @dataclass(frozen=True)
 class _Example:
-    """A batch as capture wants it: its leaves, their values, the pytree, and the tensors that are traced.
+    """A batch as capture wants it, with its leaves as they are laid out, and the tensors that are traced.
 
     Every tensor has memory of its own.
     """
 
+    batch: Batch
     leaves: list[LeafSpec]
-    values: list[Any]
-    spec: pytree.TreeSpec
     inputs: list[torch.Tensor]
 
     @staticmethod
-    def of(batch: Any, constants: Sequence[str]) -> _Example:
-        leaves, values, spec = describe(batch, constants)
+    def of(batch: Batch) -> _Example:
         # Labels that share memory with the inputs must not become one tensor with them.
-        inputs = [v.detach().clone() for leaf, v in zip(leaves, values, strict=True) if leaf.tensor]
+        inputs = [v.detach().clone() for leaf, v in zip(batch.leaves, batch.values, strict=True) if leaf.tensor]
         laid_out = iter(inputs)
-        leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in leaves]
-        return _Example(leaves, values, spec, inputs)
+        leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in batch.leaves]
+        return _Example(batch, leaves, inputs)
 
-    def batch(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, KnownValues]:
-        """The batch with other tensors in place of those that are traced, and its constants."""
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, KnownValues]:
+        """The user's batch with other tensors in place of those that are traced, and its constants."""
         rest, known = iter(tensors), KnownValues()
         values = [
             next(rest) if leaf.tensor else known.copy(v) if isinstance(v, torch.Tensor) else v
-            for leaf, v in zip(self.leaves, self.values, strict=True)
+            for leaf, v in zip(self.leaves, self.batch.values, strict=True)
         ]
-        return pytree.tree_unflatten(values, self.spec), known
+        return pytree.tree_unflatten(values, self.batch.tree), known
 
 
 def _one_device(tensors: Sequence[torch.Tensor]) -> str:
@@ -241,7 +236,7 @@ def _trace(
 
     def step(*args: torch.Tensor) -> list[torch.Tensor]:
         """The loss, the new values of tensors that the step has replaced, and the metrics."""
-        held, (batch, known) = args[:count], example.batch(args[count:])
+        held, (batch, known) = args[:count], example.with_tensors(args[count:])
         with tensors.replaced(held):
             tensors.hook(held)
             with autocasting(device, autocast), origin.recording(model, watch, args, tensors.stand_ins, known):
@@ -292,7 +287,7 @@ def _state_notes(
     calls.know_constants(fake)
 
     def run() -> None:
-        batch, known = example.batch(given)
+        batch, known = example.with_tensors(given)
         with origin.recording(model, watch, made, tensors.stand_ins, known):
             with autocasting(device, autocast):
                 value, _ = loss_and_metrics(loss(model, batch))

@@ -25,7 +25,8 @@ from fxpipe.runtime.process import world
 from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.task.hooks import given_task
+from fxpipe.task.hooks import Hooks
+from fxpipe.task.model_file import Task
 
 
 def optimizer(named: Any) -> torch.optim.Optimizer:
@@ -107,7 +108,7 @@ def test_no_worker_runs_ahead_however_eager_it_is(
     monkeypatch.setattr(Executor, "execute", checked)
     monkeypatch.setattr(Unfair, "greedy", greedy)
     monkeypatch.setattr(world, "Turns", Unfair)
-    task = given_task(optimizer=optimizer, train_data=lambda: data_of(name, steps))
+    task = Task(Hooks(optimizer=optimizer, train_data=lambda: data_of(name, steps)))
     build.save(tmp_path / "build")
     run_local(RunOptions(str(tmp_path / "build"), steps=steps, threads=1), task)
     assert found[0].watch.count("B") == steps * build.plan.microbatches

@@ -19,6 +19,7 @@ from fxpipe.planner.links import Links
 from fxpipe.schedule import SCHEDULES
 from fxpipe.search import Counts, schedules_of
 from fxpipe.simulator.forecast import forecast
+from fxpipe.task.batch import Batch
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ def test_what_contradicts_itself_is_refused() -> None:
 
 def test_counts_divide_all_batches() -> None:
     options = CompileOptions(workers=2, schedule="auto", synchronous=True)
-    assert counts_of(options, [torch.randn(32, 4), torch.randn(12, 4)]) == Counts((2, 4), 4)
-    assert counts_of(options, [torch.randn(7, 4)]) == Counts((7,), 7)
-    assert counts_of(CompileOptions(workers=2, microbatches=4), [torch.randn(32, 4)]) == Counts((4,))
-    assert counts_of(options, [[torch.randn(8), torch.randn(6)]]) == Counts((1,))
+    assert counts_of(options, [Batch.of(torch.randn(n, 4)) for n in (32, 12)]) == Counts((2, 4), 4)
+    assert counts_of(options, [Batch.of(torch.randn(7, 4))]) == Counts((7,), 7)
+    assert counts_of(CompileOptions(workers=2, microbatches=4), [Batch.of(torch.randn(32, 4))]) == Counts((4,))
+    assert counts_of(options, [Batch.of([torch.randn(8), torch.randn(6)])]) == Counts((1,))

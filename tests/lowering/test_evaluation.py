@@ -28,6 +28,7 @@ from fxpipe.lowering.evaluation import Metrics, capture_evaluations
 from fxpipe.lowering.first_of_each import SHAPES, first_of_each
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.wires.addresses import moves
+from fxpipe.task.batch import Batch
 from fxpipe.tracing.capture import capture_evaluation
 
 
@@ -327,7 +328,7 @@ def test_a_build_says_why_its_pipeline_does_not_evaluate(value: Metrics, said: s
 def test_too_many_shapes_no_batch_and_no_pytree_are_reasons() -> None:
     model = layers()
     many = [vectors(n) for n in range(1, SHAPES + 2)]
-    assert len(list(first_of_each([*many[:-1], *many[:-1]]))) == SHAPES
+    assert len(list(first_of_each(map(Batch.of, [*many[:-1], *many[:-1]])))) == SHAPES
     for batches, said in (
         (many, "more than 8 shapes; pad them"),
         ((), "eval_data() gave no batch"),

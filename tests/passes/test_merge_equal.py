@@ -11,7 +11,8 @@ from torch import nn
 
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
-from fxpipe.tracing.capture import Metrics, capture_evaluation
+from fxpipe.task.hooks import Metrics
+from fxpipe.tracing.capture import capture_evaluation
 
 
 def captured(metrics: Metrics) -> Program:

@@ -9,7 +9,8 @@ from torch import nn
 
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
-from fxpipe.tracing.capture import Metrics, capture_evaluation
+from fxpipe.task.hooks import Metrics
+from fxpipe.tracing.capture import capture_evaluation
 
 
 def ordered(metrics: Metrics, owners: dict[str, int]) -> tuple[Program, Program]:

@@ -31,6 +31,7 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.shapes import capture_shape
 from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import BucketSpec
+from fxpipe.task.batch import Batch
 
 
 def test_a_bucket_waits_for_its_last_member() -> None:
@@ -297,7 +298,7 @@ def growing(first: int, other: int) -> Build:
     torch.manual_seed(0)
     model, loss = Growing(), lambda m, x: m(x).square().mean()
     options = CompileOptions(workers=1, microbatches=1, cost="analytic", schedule="1f1b")
-    shape = capture_shape(model, loss, torch.randn(2, other, 4), options)
+    shape = capture_shape(model, loss, Batch.of(torch.randn(2, other, 4)), options)
     program = fxpipe.capture(model, loss, torch.randn(2, first, 4))
     return lower(program, options, shapes=[shape], reduce=Reduce((2,), 128))
 

@@ -16,7 +16,8 @@ from fxpipe.files import Snapshot
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read
 from fxpipe.runtime.process.start import run_local
-from fxpipe.task.hooks import given_task
+from fxpipe.task.hooks import Hooks
+from fxpipe.task.model_file import Task
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_a_build_replaced_while_it_is_read(folder: Path, tmp_path: Path) -> None
     data = [torch.zeros(1)]
     options = RunOptions(str(build), steps=1, out=str(tmp_path / "out"))
     with pytest.raises(BuildError, match="changed while the run read the build") as caught:
-        run_local(options, given_task(optimizer=optimizer, train_data=lambda: data))
+        run_local(options, Task(Hooks(optimizer=optimizer, train_data=lambda: data)))
     assert made == [0]
     assert caught.value.hint
     assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -25,7 +25,7 @@ from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires.addresses import moves
 from fxpipe.runtime.worker.evaluation import EvaluationData, means
-from fxpipe.task.hooks import given_task
+from fxpipe.task.hooks import Hooks
 from fxpipe.task.model_file import Task
 
 STEPS = 7
@@ -81,8 +81,8 @@ def test_strict_wires(still: tuple[Task, Build], tmp_path: Path, schedule: str, 
     data = list(task.train_data())
     batches = list(task.eval_data()) * 3
     torch.manual_seed(0)
-    hooks = {name: vars(task.module)[name] for name in ("optimizer", "metrics", "model", "loss")}
-    out, given = tmp_path / "out", given_task(train_data=lambda: data, eval_data=lambda: batches, **hooks)
+    hooks = {name: getattr(task.hooks, name) for name in ("optimizer", "metrics", "model", "loss")}
+    out, given = tmp_path / "out", Task(Hooks(train_data=lambda: data, eval_data=lambda: batches, **hooks))
     run_local(RunOptions(str(build.folder), steps=len(data), eval_every=1, out=str(out)), given)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     losses = [line["loss"] for line in lines if "loss" in line]

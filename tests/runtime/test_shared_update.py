@@ -18,7 +18,7 @@ from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.simulator.memory import memory_of
 from fxpipe.simulator.of_build import exposed_sums
-from fxpipe.task.model_file import MakeOptimizer
+from fxpipe.task.hooks import MakeOptimizer
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:

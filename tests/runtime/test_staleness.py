@@ -24,7 +24,8 @@ from fxpipe.runtime.process.start import open_local
 from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
-from fxpipe.task.hooks import given_task
+from fxpipe.task.hooks import Hooks
+from fxpipe.task.model_file import Task
 
 LINE = {"forward": (0, 1, 2), "backward": (0, 1, 2)}
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
@@ -81,7 +82,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 
 def logged(folder: Path, optimizer: Any = sgd) -> Pipeline:
-    return open_local(folder, given_task(optimizer=optimizer), PipelineOptions(log_staleness=True))
+    return open_local(folder, Task(Hooks(optimizer=optimizer)), PipelineOptions(log_staleness=True))
 
 
 def reader_of(built: Any, name: str) -> int:

@@ -10,8 +10,8 @@ import torch
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.process.start import open_local
-from fxpipe.task.hooks import given_task
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+from fxpipe.task.hooks import Hooks, MakeOptimizer, MakeScheduler
+from fxpipe.task.model_file import Task
 
 
 def optimizer(named: Any) -> torch.optim.Optimizer:
@@ -23,4 +23,4 @@ def pipeline_of(
     folder: Path, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None = None, **options: Any
 ) -> Pipeline:
     """All workers of the build in `folder`, also of one that was written by hand."""
-    return open_local(folder, given_task(optimizer=optimizer, lr_scheduler=lr_scheduler), PipelineOptions(**options))
+    return open_local(folder, Task(Hooks(optimizer=optimizer, lr_scheduler=lr_scheduler)), PipelineOptions(**options))

@@ -34,7 +34,8 @@ from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.hooks import given_task
+from fxpipe.task.hooks import Hooks
+from fxpipe.task.model_file import Task
 from fxpipe.task.step_hooks import StepHooks
 
 
@@ -165,7 +166,7 @@ def run_in_threads(
     plan = read_plan(folder)
     recipe = choose(plan, schedule, options.policy)
     hub = Hub()
-    task = given_task(optimizer=optimizer)
+    task = Task(Hooks(optimizer=optimizer))
     run = ThreadedRun()
     exchange = StoreExchange(HashStore())
     threads = []

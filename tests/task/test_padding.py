@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.plan.spec import PadSpec
+from fxpipe.task.batch import Batch
 from fxpipe.task.padding import padded, padding_of
 
 
@@ -24,7 +25,7 @@ def batch_of(length: int = 5) -> dict[str, Any]:
 
 def test_leaves_grow_to_the_next_multiple_and_others_stay() -> None:
     pad = {"ids": 7, "pairs": (False, (1, -1)), "batch['nested'][0]": (-torch.inf, 0)}
-    padding = padding_of(pad, 4, [batch_of()])
+    padding = padding_of(pad, 4, [Batch.of(batch_of())])
     batch = batch_of()
     found = padded(batch, padding)
     assert found["ids"].tolist() == [[0, 1, 2, 3, 4, 7, 7, 7], [5, 6, 7, 8, 9, 7, 7, 7]]
@@ -55,7 +56,9 @@ def test_every_dtype_keeps_its_values(dtype: torch.dtype) -> None:
 
 
 def test_a_function_may_say_what_is_padded() -> None:
-    padding = padding_of(lambda batch: dict.fromkeys([name for name in batch if name == "ids"], 0), 4, [batch_of()])
+    padding = padding_of(
+        lambda batch: dict.fromkeys([name for name in batch if name == "ids"], 0), 4, [Batch.of(batch_of())]
+    )
     assert padding == (PadSpec("ids", 0, (1,), 4),)
 
 
@@ -72,7 +75,7 @@ def test_a_function_may_say_what_is_padded() -> None:
 )
 def test_what_a_leaf_cannot_get_is_refused(pad: Any, said: str) -> None:
     with pytest.raises(BatchError, match=said):
-        padding_of(pad, 4, [batch_of()])
+        padding_of(pad, 4, [Batch.of(batch_of())])
 
 
 @pytest.mark.parametrize(
@@ -89,10 +92,10 @@ def test_what_a_leaf_cannot_get_is_refused(pad: Any, said: str) -> None:
 )
 def test_what_says_nothing_is_refused(pad: Any, pad_to: Any, said: str) -> None:
     with pytest.raises(TaskError, match=said):
-        padding_of(pad, pad_to, [batch_of()])
+        padding_of(pad, pad_to, [Batch.of(batch_of())])
 
 
 def test_shapes_are_shown_where_nothing_is_named() -> None:
     for pad in (None, {}):
         with pytest.raises(BatchError, match=r"batch\['ids'\] \(\[\d+, 5\], \[\d+, 7\]\)"):
-            padding_of(pad, 64, [batch_of(5), batch_of(7)])
+            padding_of(pad, 64, [Batch.of(batch_of(5)), Batch.of(batch_of(7))])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
-from fxpipe.task.hooks import given_task
+from fxpipe.task.hooks import Hooks
+from fxpipe.task.model_file import Task
 from fxpipe.task.reset_buffers import buffers_after
 
 
@@ -32,7 +33,7 @@ class Net(nn.Module):
 def after(hook: Callable[[Any], Any], **rows: Tensor) -> dict[str, Tensor]:
     values = rows or {"state": torch.full((2, 3), 5.0).t(), "count": torch.tensor(5)}
     names = {name: (name, "inner.same") if name == "state" else (name,) for name in values}
-    return given_task(Net, reset=hook).reset({names[name]: value for name, value in values.items()})
+    return Task(Hooks(reset=hook), seen=Net).reset({names[name]: value for name, value in values.items()})
 
 
 def test_buffers_of_the_worker_are_live_and_all_else_has_no_values() -> None:
@@ -90,4 +91,4 @@ def test_a_refused_change_leaves_the_model_as_it_was() -> None:
 
 def test_there_must_be_a_model() -> None:
     with pytest.raises(TaskError, match="there is none to be had"):
-        given_task(reset=lambda model: None)
+        Task(Hooks(reset=lambda model: None))

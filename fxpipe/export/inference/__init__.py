@@ -29,7 +29,7 @@ from fxpipe.export.inference.eval_graph import export_graph, in_a_line
 from fxpipe.export.inference.placement import check_plan, place_calls
 from fxpipe.export.inference.stages import InferenceStage, Writer
 from fxpipe.plan.spec import Plan
-from fxpipe.tracing.capture import Loss
+from fxpipe.task.hooks import Loss
 from fxpipe.tracing.held_tensors import HeldTensors
 
 __all__ = ["InferenceExport", "InferenceStage", "Port", "export_inference"]

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, arange, nn
 
 from fxpipe.errors import ExportError, first_line
+from fxpipe.task.hooks import Loss
 from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.torch_private import pytree
 from fxpipe.tracing import user_lines
-from fxpipe.tracing.capture import Loss
 from fxpipe.tracing.held_tensors import HeldTensors
 
 

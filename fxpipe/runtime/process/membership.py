@@ -49,8 +49,7 @@ from fxpipe.runtime.wires.group import (
     peers,
     place_of_process,
 )
-from fxpipe.task.hooks import task_of_build
-from fxpipe.task.model_file import Task
+from fxpipe.task.model_file import Task, task_of_build
 from fxpipe.threads import threads_for
 from fxpipe.torch_private import default_store
 

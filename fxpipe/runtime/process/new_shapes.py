@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -38,7 +37,7 @@ from fxpipe.runtime.worker.assembly import on_engines
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.stages.loaded import load_stage_text
 from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.batch import check_divisible, shape_text
+from fxpipe.task.batch import Batch
 from fxpipe.task.step_hooks import StepHooks
 from fxpipe.typed_json import convert
 
@@ -148,7 +147,7 @@ class NewShapes:
             parts = (ShapeOfWorker.of_text(text) for text in texts[1:])
             self._take(plan, dict(zip(own, parts, strict=True)))
 
-    def _make(self, batch: Any, minibatch: int, refusal: BatchError) -> None:
+    def _make(self, batch: Batch, minibatch: int, refusal: BatchError) -> None:
         """Compile the shape of a batch, and add it.
 
         Raises:
@@ -158,7 +157,7 @@ class NewShapes:
         if not self._most:
             refusal.hint = f"--new-shapes {MOST} (in Python new_shapes=) makes stages for it; or {refusal.hint}"
             raise refusal
-        shown = f"the batch of step {minibatch + 1} has a new shape ({shape_text(batch)})"
+        shown = f"the batch of step {minibatch + 1} has a new shape ({batch})"
         if len(self._made) >= self._most:
             raise BatchError(
                 f"{shown}, and stages for {self._most} new shapes were made in this run: --new-shapes allows no more",
@@ -182,15 +181,15 @@ class NewShapes:
             "(--new-shapes); compile with --scan N makes them before a run"
         )
 
-    def _check_divisible(self, batch: Any, refusal: BatchError) -> None:
+    def _check_divisible(self, batch: Batch, refusal: BatchError) -> None:
         """No stages help a batch that the microbatches do not divide."""
         dims = {leaf.name: leaf.dim for leaf in self.plan.given if leaf.tensor}
         try:
-            check_divisible(batch, self.plan.microbatches, dims, samples_of(self.plan))
+            batch.check_divisible(self.plan.microbatches, dims, samples_of(self.plan))
         except BatchError as error:
             raise _not_made(refusal, error) from error
 
-    def _compiled(self, batch: Any) -> tuple[Plan, Mapping[str, str], Mapping[str, Tensor]]:
+    def _compiled(self, batch: Batch) -> tuple[Plan, Mapping[str, str], Mapping[str, Tensor]]:
         """The plan, the files and the tensors of the build with one more shape.
 
         Raises:

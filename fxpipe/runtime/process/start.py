@@ -25,8 +25,7 @@ from fxpipe.runtime.process.resume import resumed_options
 from fxpipe.runtime.process.together import barrier
 from fxpipe.runtime.process.warnings import warn_if_edited
 from fxpipe.runtime.process.world import AmongProcesses, OneProcess
-from fxpipe.task.hooks import task_of_build
-from fxpipe.task.model_file import Task
+from fxpipe.task.model_file import Task, task_of_build
 from fxpipe.threads import threads
 
 
