@@ -408,13 +408,3 @@ def _appended(tensor: torch.Tensor, rule: PadSpec) -> torch.Tensor:
 def split(batch: Any, microbatches: int) -> list[Any]:
     """The microbatches of a batch, cut along the first dimension of each tensor; errors as of `Batch.split`."""
     return [part.given for part in Batch.of(batch).split(microbatches)]
-
-
-def describe(batch: Any, constants: Iterable[str] = ()) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
-    """The leaves of a batch, their values, and how it is built.
-
-    Raises:
-        BatchError: as `Batch.of` and `Batch.leaves`.
-    """
-    read = Batch.of(batch, constants)
-    return list(read.leaves), list(read.values), read.tree

@@ -21,11 +21,6 @@ Pad = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 """By a leaf's name or key, what is appended along dimension 1, or that and the dimension; or makes that of a batch."""
 
 
-def padded(batch: Any, padding: Sequence[PadSpec]) -> Any:
-    """As `Batch.padded`, of what the data give: the same object if there is nothing to append."""
-    return Batch.of(batch).padded(padding).given
-
-
 def padding_of(pad: Pad | None, pad_to: int | None, batches: Sequence[Batch]) -> tuple[PadSpec, ...]:
     """What is padded, and with what, as the user says it.
 

@@ -50,8 +50,7 @@ class Splitter:
                 f"{batch.tree} for {tree_text(self.spec)}",
                 hint="every batch of train_data() must have the same structure; compile again if it changed",
             )
-        differences = map(self._difference, self.leaves, batch.values)
-        if wrong := [text for text in differences if text]:
+        if wrong := self.differences(batch):
             raise BatchError(
                 f"the batch of step {minibatch + 1} does not fit the captured program: " + "; ".join(wrong),
                 hint="compile again with every shape of batch (--scan N; in Python shapes=...), or drop the last, "
@@ -59,6 +58,10 @@ class Splitter:
                 page="batch-shapes",
             )
         return replace(batch, cut=self._dims).split(self.microbatches)
+
+    def differences(self, batch: Batch) -> list[str]:
+        """How the leaves of a batch that is built as the captured one differ from its leaves, in words."""
+        return [text for text in map(self._difference, self.leaves, batch.values) if text]
 
     def distance(self, batch: Batch) -> float:
         """How far a batch is from the captured ones: 0 if it fits, infinite if it is built differently.

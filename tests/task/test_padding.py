@@ -11,7 +11,11 @@ from torch import Tensor
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.plan.spec import PadSpec
 from fxpipe.task.batch import Batch
-from fxpipe.task.padding import padded, padding_of
+from fxpipe.task.padding import padding_of
+
+
+def padded(batch: Any, padding: Any) -> Any:
+    return Batch.of(batch).padded(padding).given
 
 
 def batch_of(length: int = 5) -> dict[str, Any]:

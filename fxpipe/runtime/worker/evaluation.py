@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,20 +13,18 @@ from torch import Tensor
 
 from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import LeafSpec, Plan, StepSpec
+from fxpipe.plan.spec import Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.stage_code import StageOfStep, reseed
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import LoadedStage, explained, load_stage
 from fxpipe.stages.minibatch import number_of
-from fxpipe.task.batch import describe, dump, said, shape_key
+from fxpipe.task.batch import Batch
 from fxpipe.task.containers import flatten, tree_text
 from fxpipe.task.loss_weights import LossWeight, LossWeights, weighted_means
 from fxpipe.task.model_file import Task, hook_raised
-from fxpipe.task.padding import padded
 from fxpipe.task.splitter import Splitter
-from fxpipe.torch_private import pytree
 
 Batches = Callable[[], Iterable[Any]]
 
@@ -109,10 +108,8 @@ class Shapes:
     """Finds which captured shape a batch has once it is padded, and lays it out as it was captured."""
 
     def __init__(self, plan: Plan) -> None:
-        self._specs, self._padding = plan.evaluations, plan.padding
-        self._placers = [Splitter(spec.batch, spec.batch_spec, 1, plan.device) for spec in plan.evaluations]
-        self._numbers = {shape_key(spec.batch_spec, spec.batch): i for i, spec in enumerate(plan.evaluations)}
-        self._constants = {leaf.name for spec in plan.evaluations for leaf in spec.batch if leaf.tensor is None}
+        self._padding = plan.padding
+        self._known = [Splitter(step.batch, step.batch_spec, 1, plan.device) for step in plan.evaluations]
 
     def __call__(self, batch: Any, number: int, wanted: bool = True) -> tuple[int, tuple[Any, ...] | None]:
         """The number of the batch's shape, and copies of its leaves, since an iterable may fill the same memory again.
@@ -124,44 +121,27 @@ class Shapes:
         Raises:
             BatchError: no batch of this shape was captured; says what it is and what the build knows.
         """
-        batch = padded(batch, self._padding)
-        leaves, _, tree = describe(batch, self._constants)
-        shape = self._numbers.get(shape_key(dump(tree), leaves))
-        if shape is None:
-            raise self._unknown(leaves, tree, number)
-        return shape, self._placers[shape](batch, number - 1)[0] if wanted else None
+        batch = Batch.of(batch).padded(self._padding)
+        distances = [known.distance(batch) for known in self._known]
+        shape = min(range(len(distances)), key=distances.__getitem__)
+        if distances[shape]:
+            raise self._unknown(batch, shape, sum(distance < math.inf for distance in distances), number)
+        return shape, self._known[shape](batch, number - 1)[0] if wanted else None
 
-    def _unknown(self, leaves: list[LeafSpec], tree: pytree.TreeSpec, number: int) -> BatchError:
-        alike = [spec for spec in self._specs if spec.batch_spec == dump(tree)]
-        hint = "compile again, so that all shapes of eval_data() are known; or drop the last, smaller batch "
-        hint += "(drop_last=True) or pad it"
+    def _unknown(self, batch: Batch, nearest: int, alike: int, number: int) -> BatchError:
+        known, what = self._known[nearest], f"batch {number} of eval_data()"
         if not alike:
-            return BatchError(
-                f"batch {number} of eval_data() is built differently from those that were captured: "
-                f"{tree}, not {tree_text(self._specs[0].batch_spec)}",
-                hint=hint,
-                page="batch-shapes",
-            )
-        nearest = min(alike, key=lambda spec: len(_differences(leaves, spec)))
-        more = f" (of {len(alike)} shapes that were captured, the nearest)" if len(alike) > 1 else ""
+            what += " is built differently from those that were captured: "
+            what += f"{batch.tree}, not {tree_text(known.spec)}"
+        else:
+            what += " has a shape that the build was not compiled for: " + "; ".join(known.differences(batch))
+            what += f" (of {alike} shapes that were captured, the nearest)" if alike > 1 else ""
         return BatchError(
-            f"batch {number} of eval_data() has a shape that the build was not compiled for: "
-            + "; ".join(_differences(leaves, nearest))
-            + more,
-            hint=hint,
+            what,
+            hint="compile again, so that all shapes of eval_data() are known; or drop the last, smaller batch "
+            "(drop_last=True) or pad it",
             page="batch-shapes",
         )
-
-
-def _differences(leaves: Iterable[LeafSpec], spec: StepSpec) -> list[str]:
-    pairs = [(leaf.name, _text(leaf), _text(known)) for leaf, known in zip(leaves, spec.batch, strict=True)]
-    return [f"{name} is {found}, captured as {known}" for name, found, known in pairs if found != known]
-
-
-def _text(leaf: LeafSpec) -> str:
-    if leaf.tensor is None:
-        return f"the constant {said(leaf.constant)}"
-    return f"{leaf.tensor.dtype}{list(leaf.tensor.shape)}"
 
 
 class Evaluator:
