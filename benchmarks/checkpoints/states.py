@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import fxpipe
 from fxpipe.checkpoint.shelf import Shelf
@@ -25,7 +26,7 @@ from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.runtime.process.checkpoints import ShardWriter
 from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.process.resume import Resumed, about_run, restore
-from fxpipe.runtime.wires.exchange import LocalExchange
+from fxpipe.runtime.wires.exchange import StoreExchange
 from fxpipe.runtime.worker.captures import Captures
 from fxpipe.runtime.worker.observer import Observer
 
@@ -78,7 +79,7 @@ class Ours(Observer):
         self.pipeline = build.local(optimizer=lambda named: adamw([p for _, p in named]))
         self.shelf = Shelf.of(folder)
         about = about_run(self.pipeline.options, self.pipeline.recipe, self.pipeline.plan)
-        self.writer = ShardWriter(self.shelf, self.pipeline.plan, about, LocalExchange(), True, 1, [self])
+        self.writer = ShardWriter(self.shelf, self.pipeline.plan, about, StoreExchange(HashStore()), True, 1, [self])
         self.whole = threading.Event()
         self.captures = [Captures(executor, lambda step: True, {}, {}) for executor in self.pipeline.executors]
 

@@ -153,7 +153,7 @@ def test_another_clock_is_told_in_worker_0s_time(toy: Any, tmp_path: Path) -> No
     plan = read_plan(toy().save(tmp_path / "build"))
     late, drift, end = 10**12, 10_000, 10**9
 
-    def recorded(worker: int, replica: int) -> WorkerTrace:
+    def recorded(worker: int) -> WorkerTrace:
         spans = Spans()
         offset = -late * worker
         for begin in (0, end):
@@ -161,7 +161,7 @@ def test_another_clock_is_told_in_worker_0s_time(toy: Any, tmp_path: Path) -> No
         before = ClockOffset(offset, -offset, 7 * worker)
         return WorkerTrace(spans, before, ClockOffset(end + offset, -offset + drift * worker, 5 * worker))
 
-    write_trace(str(tmp_path / "trace.json"), plan, choose(plan), 1.0, recorded)
+    write_trace(str(tmp_path / "trace.json"), plan, choose(plan), 1.0, [recorded(worker) for worker in range(2)])
     trace = read_trace(tmp_path / "trace.json")
     assert [(e.worker, e.begin) for e in trace.events] == [(0, 0), (0, end), (1, 0), (1, end + drift)]
     assert trace.other["clock_error_us"] == [0.0, 0.007]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
+from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.policy.recipe import choose
@@ -183,7 +184,7 @@ def run_in_threads(
             transports = [executor.transport for executor in own]
             line = ProcessLine.of(plan, rank)
             coming = None
-            shapes = NewShapes(folder, plan, hooks if first else None, options, torch.device("cpu"), exchange)
+            shapes = NewShapes(folder, plan, hooks if first else None, options, torch.device("cpu"), exchange, Pulse())
             split = ShapedMinibatches(plan, folder, own[0].buffers, None)
             shapes.attach(own, split if first else None)
             if several_shapes(plan, options):

@@ -78,15 +78,13 @@ class Checkpoints(Observer):
         self.every = Interval.of(options.checkpoint_every)
         write = [e.replica < replicas_that_write(plan, e.worker) or exchange is not None for e in executors]
         executors, shards = list(compress(executors, write)), list(compress(shards, write))
-        replica = executors[0].replica
-        whole = replica == 0 and any(executor.worker == 0 for executor in executors)
+        whole = any((executor.worker, executor.replica) == (0, 0) for executor in executors)
         shelf = Shelf.of(out)
         if whole:
             shelf.clear()
         exchange = exchange or StoreExchange(HashStore())
         self.writer = ShardWriter(
-            *(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep, observers),
-            writing=replica < replicas_that_write(plan, executors[0].worker),
+            shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep, observers
         )
         self._observers, self._store = observers, executors[0].store
         demand = self._store.demand
@@ -154,7 +152,6 @@ class ShardWriter:
         whole: whether this process has worker 0.
         keep: how many checkpoints stay.
         observers: hear of checkpoints.
-        writing: whether this process's workers have something to write.
 
     Attributes:
         whole: as given.
@@ -168,14 +165,13 @@ class ShardWriter:
         exchange: Exchange,
         whole: bool,
         keep: int,
-        observers: Sequence[Observer] = (),
-        writing: bool = True,
+        observers: Sequence[Observer],
     ) -> None:
         self.shelf, self.plan, self.about, self.exchange = shelf, plan, about, exchange
         self.keep, self._observers = keep, observers
         self._last: int | None = None
         self._anchored = False  # the disk has the names of the folders that the checkpoints are in
-        self.whole, self._writing = whole, writing
+        self.whole = whole
         workers = range(plan.workers)
         self._written = [(worker, r) for worker in workers for r in range(replicas_that_write(plan, worker))]
         self._shards: queue.Queue[tuple[int, int, Shard] | None] = queue.Queue(maxsize=len(self._written))
@@ -188,7 +184,7 @@ class ShardWriter:
         """Have a worker's shard written; waits if the disk has not taken those before. After the last the run stops."""
         if last:
             self._last = shard.step
-        if self._writing:
+        if (executor.worker, executor.replica) in self._written:
             self._shards.put((executor.worker, executor.replica, shard))
 
     def finish(self) -> None:

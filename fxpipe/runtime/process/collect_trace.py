@@ -6,7 +6,7 @@ writes each and frees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,16 +40,14 @@ class WorkerTrace:
     after: ClockOffset
 
 
-def write_trace(
-    path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Callable[[int, int], WorkerTrace]
-) -> None:
+def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, traces: Iterable[WorkerTrace]) -> None:
     """Write the file, on worker 0.
 
     Its time begins when worker 0 first read its clock: at that moment no worker had begun to train.
 
     Args:
         seconds: what the run took.
-        fetch: gives what a worker's replica recorded; called for all workers in their order, of replica 0 first.
+        traces: what each of the `seats` recorded.
 
     Raises:
         RunError: the file cannot be written.
@@ -57,8 +55,7 @@ def write_trace(
     errors: list[float] = []
     origin = 0
     with TraceWriter(path, plan.workers, plan.own_microbatches, plan.placement, max(plan.mesh.replicas)) as writer:
-        for replica, worker in seats(plan):
-            found = fetch(worker, replica)
+        for (replica, worker), found in zip(seats(plan), traces, strict=True):
             origin = origin if worker or replica else found.before.at
             spans, causes = found.spans, list(found.spans.table)
             writer.add(
@@ -96,12 +93,14 @@ def seats(plan: Plan) -> list[tuple[int, int]]:
     return [(replica, worker) for replica in range(max(counts)) for worker, own in enumerate(counts) if replica < own]
 
 
-def _received(process: int, plan: Plan, worker: int, replica: int) -> WorkerTrace:
-    box: list[Any] = [None]
-    with peers(process):
-        dist.recv_object_list(box, plan.process_of(worker, replica))
-    found: WorkerTrace = box[0]
-    return found
+def _collected(plan: Plan, here: Mapping[tuple[int, int], WorkerTrace]) -> Iterator[WorkerTrace]:
+    """What each of the `seats` recorded, on process 0: of those elsewhere when it is asked for."""
+    for replica, worker in seats(plan):
+        box: list[Any] = [here.get((replica, worker))]
+        if box[0] is None:
+            with peers(0):
+                dist.recv_object_list(box, plan.process_of(worker, replica))
+        yield box[0]
 
 
 def _since(origin: int, times: Iterable[int], trace: WorkerTrace) -> list[int]:
@@ -159,22 +158,15 @@ def collect_trace(
             for trace in here.values():
                 dist.send_object_list([trace], 0)
         return False
-    others = iter([seat for seat in seats(plan) if seat not in here])
-
-    def fetch(worker: int, replica: int) -> WorkerTrace:
-        if (replica, worker) in here:
-            return here[replica, worker]
-        next(others)
-        return _received(process, plan, worker, replica)
-
+    traces = _collected(plan, here)
     lost: FxpipeError | None = None
     try:
-        write_trace(path, plan, recipe, seconds, fetch)
+        write_trace(path, plan, recipe, seconds, traces)
     except PeerLost:
         raise
     except FxpipeError as error:
         lost = error
         warn(f"the trace is lost: {error.what}")
-    for replica, worker in others:
-        _received(process, plan, worker, replica)
+    for _ in traces:
+        pass
     return lost is None

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -73,7 +73,7 @@ def give_up(number: int) -> NoReturn:
 
 
 class StopRequests:
-    """Inside, signals only count (see `heeding`): the first asks a run to stop, a second one to stop at once.
+    """Signals that only count: the first asks a run to stop, a second one to stop at once.
 
     Attributes:
         asked: the signals so far.
@@ -81,15 +81,13 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
-        self._heeding = ExitStack()
 
-    def __enter__(self) -> StopRequests:
-        self._heeding.enter_context(heeding(self._ask))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._heeding.close()
-        if self.asked and kind is None:  # it came too late to stop anything, but it was meant
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, signals ask (see `heeding`)."""
+        with heeding(self._ask):
+            yield
+        if self.asked:  # it came too late to stop anything, but it was meant
             self.give_up()
 
     def give_up(self) -> NoReturn:

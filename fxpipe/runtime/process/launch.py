@@ -202,7 +202,8 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
         Stopped: another signal asked for it; likewise.
     """
     restarts: list[dict[str, Any]] = []
-    with StopRequests() as requests:
+    requests = StopRequests()
+    with requests.listening():
         while True:
             furthest = FurthestStep()
             try:

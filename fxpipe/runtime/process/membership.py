@@ -200,7 +200,9 @@ def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: E
             held.enter_context(writing(options.out))
     except FxpipeError as error:
         problem = error
-    path = newest_of_all(_shelf(options), rank, world, lambda own: gathered(own, rank, world))
+    newest = options.resume == NEWEST and options.weights is None and options.out is not None
+    shelf = Shelf.of(str(options.out)) if newest else None
+    path = newest_of_all(shelf, rank, world, lambda own: gathered(own, rank, world))
     try:
         if problem is not None:
             raise problem
@@ -277,12 +279,6 @@ def _digest(file: Path) -> str:
             return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
     except OSError as error:
         return error.strerror or "not to be read"
-
-
-def _shelf(options: RunOptions) -> Shelf | None:
-    """Where this worker is to look for the newest checkpoint; None if it is not."""
-    asked = options.resume == NEWEST and options.weights is None and options.out is not None
-    return Shelf.of(str(options.out)) if asked else None
 
 
 def _refuse_with(said: Sequence[_Said], mesh: Mesh) -> None:

@@ -105,8 +105,8 @@ class NewShapes:
         hooks: StepHooks | None,
         options: PipelineOptions,
         device: torch.device,
-        exchange: Exchange | None = None,
-        pulse: Pulse | None = None,
+        exchange: Exchange | None,
+        pulse: Pulse,
     ) -> None:
         self.plan = plan
         self._digest = plan.digest
@@ -256,9 +256,6 @@ class NewShapes:
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """The others wait meanwhile: worker 0 says what for."""
-        if self._pulse is None:
-            yield
-            return
         before, self._pulse.phase = self._pulse.phase, "compiling a shape"
         try:
             yield

@@ -268,16 +268,15 @@ def _placed(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tenso
 
 
 def restore(
-    executors: Sequence[Executor], resumed: Resumed, read: Sequence[list[Shard]] | None = None
+    executors: Sequence[Executor], resumed: Resumed, read: list[list[Shard]] | None = None
 ) -> list[list[Shard]]:
     """Put each worker into the state of the checkpoint, but for what is in flight; returns its shards.
 
     Args:
         read: these, where they have been read.
     """
-    found = []
-    for place, executor in enumerate(executors):
-        shards = resumed.shards(executor.worker, executor.replica) if read is None else read[place]
+    if read is None:
+        read = [resumed.shards(executor.worker, executor.replica) for executor in executors]
+    for executor, shards in zip(executors, read, strict=True):
         executor.load(shards, resumed.exact)
-        found.append(shards)
-    return found
+    return read

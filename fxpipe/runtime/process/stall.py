@@ -136,10 +136,11 @@ class StallWatch:
         over = self._still >= limit
         self._next = min(self._next * GROWTH, limit)
         head = self._head(signs)
-        text = "\n  ".join([f"no worker has moved for {self._still:.0f} s: {head}", *self._lines(signs)])
+        lines = self._lines(signs)
+        text = "\n  ".join([f"no worker has moved for {self._still:.0f} s: {head}", *lines])
         if not over:
             return Standstill(text, None)
-        where = "\n      ".join(self._lines(signs))
+        where = "\n      ".join(lines)
         hint = "--stall-timeout SECONDS gives a run more time, 0 for ever"
         what = f"the run stood still for {self._still:.0f} s: {head}"
         return Standstill(text, WorkerLost(what, where=where, hint=hint))

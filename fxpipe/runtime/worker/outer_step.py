@@ -92,23 +92,20 @@ class OuterStep:
         """
         if not self.due(version):
             return
-        if self._under_way is not None:
-            self._finish()
+        self._finish()
         if self.spec.delay:
             self._start(version)
             self._begun = self._live()
 
     def begin_meeting(self, version: int) -> None:
         """Nothing is in flight: end what is under way, and begin the outer step of whatever was trained since then."""
-        if self._under_way is not None:
-            self._finish()
+        self._finish()
         if version > self._since:
             self._start(version)
 
     def end_meeting(self) -> None:
         """Make that outer step: now all replicas have the same weights."""
-        if self._under_way is not None:
-            self._finish()
+        self._finish()
 
     @property
     def first(self) -> bool:
@@ -194,7 +191,9 @@ class OuterStep:
             self._collective.start_sum((f"outer {dtype}", version), moved, self._collective.replicas)
 
     def _finish(self) -> None:
-        assert self._under_way is not None
+        """Make the outer step whose exchange is under way, if one is."""
+        if self._under_way is None:
+            return
         version, self._under_way = self._under_way, None
         for dtype, common in self._common.items():
             common.grad = self._collective.take((f"outer {dtype}", version))
