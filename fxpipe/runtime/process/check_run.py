@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fxpipe.errors import BuildError, RunError, listed
 from fxpipe.files import Snapshot
@@ -24,19 +24,15 @@ if TYPE_CHECKING:
 START_AGAIN = "start the run again, and compile into another folder while runs begin"
 
 
-class Checked(NamedTuple):
-    """What a run is about to train: the build's plan, and the checkpoint to start from, if any."""
-
-    plan: Plan
-    checkpoint: Checkpoint | None
-
-
-def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = True) -> Checked:
+def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = True) -> tuple[Plan, Checkpoint | None]:
     """What a run begins with, after checking that the build is whole, current, and the one that the options are about.
 
     Args:
         from_file: the hooks come from the model file, which must be the one that was compiled.
         writes: this process writes the run's files.
+
+    Returns:
+        The build's plan, and the checkpoint to start from, if any.
 
     Raises:
         FxpipeError: of the build, the model file, the checkpoint to start from, or a place that cannot be written.
@@ -62,7 +58,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
             check_trace(options.trace)
         if options.tensorboard is not None:
             check_tensorboard(options.tensorboard)
-    return Checked(plan, checkpoint)
+    return plan, checkpoint
 
 
 def writing(out: str | None) -> AbstractContextManager[None]:

@@ -77,10 +77,9 @@ class Resumed:
         wanted = [worker] if self.exact else range(self.manifest.workers)
         found = [self._read(each) for each in wanted]
         others = [(each, r) for each in wanted for r in replicas_in(self.manifest.files, each)]
-        if not self.exact and self.apart:
-            return found
         if not self.exact:
-            return found + [shard for place in others if (shard := self._read(*place)).state is not None]
+            more = [] if self.apart else [self._read(*place) for place in others]
+            return found + [shard for shard in more if shard.state is not None]
         if replica:
             (shard,) = found
             own = self._read(worker, replica) if (worker, replica) in others else Shard(self.step)

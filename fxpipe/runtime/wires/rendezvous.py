@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,31 +73,20 @@ class NcclLine:
 
     def send(self, data: Tensor) -> Meeting:
         """Send bytes; they must not change before the meeting is over."""
-        group, place, passed = self._group, self._place, self._mark()
-        hear, tell = self._note("recv"), self._note("send")
-
-        def begin() -> Any:
-            hear()
-            passed()
-            tell()
-            return group.send([data], place, 0)
-
-        return self._put(begin)
+        message = partial(self._group.send, [data], self._place, 0)
+        return self._put(message, self._note("recv"), self._mark(), self._note("send"))
 
     def receive(self, data: Tensor) -> Meeting:
         """Receive into memory that is this message's alone."""
-        group, place, passed = self._group, self._place, self._mark()
-        hear, tell = self._note("recv"), self._note("send")
+        message = partial(self._group.recv, [data], self._place, 0)
+        return self._put(message, self._mark(), self._note("send"), self._note("recv"))
 
+    def _put(self, message: Exchange, *before: Exchange) -> Meeting:
         def begin() -> Any:
-            passed()
-            tell()
-            hear()
-            return group.recv([data], place, 0)
+            for step in before:
+                step()
+            return message()
 
-        return self._put(begin)
-
-    def _put(self, begin: Exchange) -> Meeting:
         meeting = Meeting(begin)
         self._meetings.put(meeting)
         return meeting

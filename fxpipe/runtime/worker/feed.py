@@ -43,10 +43,9 @@ class Feed(Observer):
 
     def __init__(self, task: Task, seed: int) -> None:
         self._task, self._seed = task, seed
-        outside = torch_state()
-        seed_everything(seed)
         self._state = torch_state()
-        set_torch_state(outside)
+        with self._own_random():
+            seed_everything(seed)
         self._data: Any = None
         self._batches: Iterator[Any] | None = None
         self._given = 0
