@@ -7,9 +7,9 @@ import itertools
 import pytest
 from torch.distributed import HashStore
 
-from fxpipe.runtime.process import agenda as module
-from fxpipe.runtime.process.agenda import Agenda
 from fxpipe.runtime.wires.exchange import StoreExchange
+from fxpipe.runtime.worker import captures as module
+from fxpipe.runtime.worker.captures import Agenda
 
 
 class Clock:

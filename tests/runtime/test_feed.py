@@ -13,9 +13,8 @@ import torch
 
 from fxpipe.errors import TaskError
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.epochs import counted
 from fxpipe.runtime.worker import feed as feeding
-from fxpipe.runtime.worker.feed import Feed
+from fxpipe.runtime.worker.feed import Feed, counted
 
 
 @dataclass

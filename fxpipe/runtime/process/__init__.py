@@ -1,10 +1,10 @@
 """The processes of a run: how they start, what each does with the workers that it has, and how they end.
 
-- start and end: `launch`, `child`, `start`, `membership`, `guardian`, `ends`, `stall`; before: `check_run`, `warnings`.
-- a run: `rank`, its `world` and `rows`, `training_loop`, `epochs`, `consequences` of evaluations, `best_weights`.
+- start and end: `launch`, `child`, `start`, `membership`, `guardian`, `ends`, `stall`; before: `check_run`.
+- a run: `rank`, its `world` and `rows`, `training_loop`, `consequences` of evaluations, `best_weights`.
 - a user's own loop: `pipeline`, with the `readings` of its workers; its `rows` walk as far as it feeds them.
-- what processes tell each other: `minibatch_notes` with each minibatch, `new_shapes`, `together` for all at once.
+- what processes tell each other: `minibatch_notes` with each minibatch, `new_shapes`.
 - evaluations: `distributed_evaluation`, `evaluation_while_training`; callbacks: `run_callbacks`.
-- checkpoints: `checkpoints` while it trains, on the `agenda`; `own_checkpoint` of a loop; `resume`, `last_saved`.
+- checkpoints: `checkpoints` while it trains, `resume`, `last_saved`.
 - results: `run_summary`, `collect_trace`.
 """

@@ -28,12 +28,11 @@ from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.agenda import Agenda
 from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing, shown_alive
 from fxpipe.runtime.process.minibatch_notes import AHEAD, several_shapes
 from fxpipe.runtime.process.resume import Resumed, about_run
 from fxpipe.runtime.wires.exchange import Exchange, StoreExchange
-from fxpipe.runtime.worker.captures import Captures
+from fxpipe.runtime.worker.captures import Agenda, Captures
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.torch_private import HashStore

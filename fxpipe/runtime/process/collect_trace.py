@@ -20,7 +20,7 @@ from fxpipe.observe.trace.writer import TraceWriter
 from fxpipe.observe.watch import Cause, Spans
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
-from fxpipe.runtime.wires.clocks import ClockOffset, aligned, read_offset
+from fxpipe.runtime.wires.exchange import ClockOffset, aligned, read_offset
 from fxpipe.runtime.wires.group import alone, peers
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Action

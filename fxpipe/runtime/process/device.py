@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import RunError
 from fxpipe.messages import warn
-from fxpipe.runtime.process.together import gathered
+from fxpipe.runtime.wires.exchange import gathered
 
 
 def own_device(kind: str) -> torch.device:

@@ -37,9 +37,9 @@ from fxpipe.runtime.process.training_loop import posted
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat, evaluation_edges, moves
 from fxpipe.runtime.wires.collective import Collective, Key
 from fxpipe.runtime.wires.wired import WiredTransport, Wires
+from fxpipe.runtime.worker.between_replicas import check_read_alike
 from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, means
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.replicas_alike import check_read_alike
 from fxpipe.schedule.action import Action, Event
 
 AHEAD = 2

@@ -16,8 +16,8 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.run_summary import averages_evaluated, evaluated_last
-from fxpipe.runtime.process.together import of_worker_0
 from fxpipe.runtime.process.world import World
+from fxpipe.runtime.wires.exchange import of_worker_0
 from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, FinalFiles, weights_are_safe

@@ -39,7 +39,7 @@ from fxpipe.runtime.process.ends import end_process, process_name
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.resume import NEWEST, resumed_options
 from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
-from fxpipe.runtime.process.together import gathered
+from fxpipe.runtime.wires.exchange import gathered
 from fxpipe.runtime.wires.group import (
     close_group,
     forget_group,

@@ -19,17 +19,16 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.collect_trace import collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.epochs import in_steps
 from fxpipe.runtime.process.minibatch_notes import ALIKE, REFUSED, Calls, StepLoss
 from fxpipe.runtime.process.new_shapes import NewShapes
-from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_together
-from fxpipe.runtime.process.readings import Readings
+from fxpipe.runtime.process.readings import Readings, open_checkpoint, write_together
 from fxpipe.runtime.process.resume import Resumed, opened, recipe_of
 from fxpipe.runtime.process.rows import FedRows, open_evaluation, open_rows
-from fxpipe.runtime.process.together import agree_on, barrier, gathered
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.exchange import agree_on, barrier, gathered
 from fxpipe.runtime.worker.evaluation import EvaluationData
+from fxpipe.runtime.worker.feed import in_steps
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.model_file import Task
 

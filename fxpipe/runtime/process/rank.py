@@ -22,7 +22,6 @@ from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, com
 from fxpipe.runtime.process.consequences import Consequences, ending
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.ends import PoliteStop, say_stopped
-from fxpipe.runtime.process.epochs import agree_epoch, agree_length
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import Agreed
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
@@ -38,16 +37,24 @@ from fxpipe.runtime.process.rows import (
     shared_out,
 )
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
-from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row, write_run
-from fxpipe.runtime.process.together import barrier, gathered
+from fxpipe.runtime.process.run_summary import (
+    peak_row,
+    say_first,
+    summarize_run,
+    take_place,
+    warn_if_edited,
+    watch_peak,
+    worker_row,
+    write_run,
+)
 from fxpipe.runtime.process.training_loop import train
-from fxpipe.runtime.process.warnings import say_first, warn_if_edited
 from fxpipe.runtime.process.world import NotFiniteAnswers, World
 from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.exchange import barrier, gathered
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.feed import Feed
+from fxpipe.runtime.worker.feed import Feed, agree_epoch, agree_length
 from fxpipe.runtime.worker.final_weights import FinalFiles, weights_are_safe
 from fxpipe.runtime.worker.not_finite import LossCheck, NotFinite, check_weights, not_finite
 from fxpipe.runtime.worker.observer import Observer

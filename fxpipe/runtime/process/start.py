@@ -22,9 +22,9 @@ from fxpipe.runtime.process.membership import Agreed, membership
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.process.rank import TrainingRun
 from fxpipe.runtime.process.resume import resumed_options
-from fxpipe.runtime.process.together import barrier
-from fxpipe.runtime.process.warnings import warn_if_edited
+from fxpipe.runtime.process.run_summary import warn_if_edited
 from fxpipe.runtime.process.world import AmongProcesses, OneProcess
+from fxpipe.runtime.wires.exchange import barrier
 from fxpipe.task.model_file import Task, task_of_build
 from fxpipe.threads import threads
 

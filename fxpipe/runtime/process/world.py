@@ -17,10 +17,9 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions, RunOptions
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.ends import process_name
-from fxpipe.runtime.process.together import AgreedStop
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
-from fxpipe.runtime.wires.exchange import Exchange, FolderExchange, StoreExchange
+from fxpipe.runtime.wires.exchange import AgreedStop, Exchange, FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires, Turns
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group

@@ -2,14 +2,20 @@
 
 With gloo every edge has its own tag, and receives are posted ahead; what waits its turn (`fxpipe.plan.urgency`) goes
 through an outbox. NCCL has no tags, so there every channel (a pair of workers, a kind, a phase at each end) has a
-communicator of its own, in which both ends keep the plan's order (`fxpipe.runtime.wires.rendezvous`); all goes at once.
+communicator of its own, in which both ends keep the plan's order (`NcclLine`); all goes at once.
 
 A process may have several workers: what they send each other stays there.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import cache, partial
 from itertools import product
 from math import gcd
 from typing import Any
@@ -24,7 +30,6 @@ from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.group import group_among, peers
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
-from fxpipe.runtime.wires.rendezvous import NcclLine
 from fxpipe.runtime.wires.wired import Coming
 
 Work = Any
@@ -164,3 +169,104 @@ class ProcessWires:
             other = target if self.rank == source else source
             notes, tag = dist.group.WORLD, self._tags[channel]
         self._lines[channel, other] = NcclLine(group, both.index(other), notes, other, tag, self.device)
+
+
+Exchange = Callable[[], Any]
+
+
+class Meeting:
+    """A message that begins when both ends are ready."""
+
+    def __init__(self, begin: Exchange) -> None:
+        self._begin = begin
+        self._work: Future[Any] = Future()
+
+    def meet(self) -> None:
+        """Wait for the other end, and begin."""
+        try:
+            self._work.set_result(self._begin())
+        except Exception as error:
+            self._work.set_exception(error)
+
+    def wait(self) -> None:
+        """Wait until it has begun; the device's current stream waits until it is over.
+
+        Raises:
+            Exception: what went wrong; of torch.distributed's or gloo's if the other end is gone.
+        """
+        self._work.result().wait()
+
+
+class NcclLine:
+    """One end of a channel between two processes, whose messages keep their order, and begin once both ends are ready.
+
+    A send and a receive of NCCL are kernels: each runs until the other one has run, too, but for a few small messages.
+    Whatever waits for the whole device waits for them: the loading of a kernel, an allocation,
+    `torch.cuda.synchronize` in a user's callback. A worker that has put one on its device before the other end comes
+    stops there, and the other end may wait for just this worker. So the ends meet first, by notes over gloo:
+
+        receiver: its memory is free   ─ ready →
+                                       ← go ─      sender: its value is made
+        receive                                    send
+
+    A thread a line does that, while the worker computes.
+
+    Args:
+        group: of the two, over NCCL.
+        place: of the other one in it.
+        notes: the group of all processes, over gloo.
+        process: the other one in that.
+        tag: of the notes; nothing else has this tag.
+    """
+
+    def __init__(self, group: Any, place: int, notes: Any, process: int, tag: int, device: torch.device) -> None:
+        self._group, self._place = group, place
+        self._notes, self._process, self._tag = notes, process, tag
+        self._device = device
+        self._meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._meetings, device), name="fxpipe line", daemon=True).start()
+        weakref.finalize(self, self._meetings.put, None)
+
+    def send(self, data: Tensor) -> Meeting:
+        """Send bytes; they must not change before the meeting is over."""
+        message = partial(self._group.send, [data], self._place, 0)
+        return self._put(message, self._note("recv"), self._mark(), self._note("send"))
+
+    def receive(self, data: Tensor) -> Meeting:
+        """Receive into memory that is this message's alone."""
+        message = partial(self._group.recv, [data], self._place, 0)
+        return self._put(message, self._mark(), self._note("send"), self._note("recv"))
+
+    def _put(self, message: Exchange, *before: Exchange) -> Meeting:
+        def begin() -> Any:
+            for step in before:
+                step()
+            return message()
+
+        meeting = Meeting(begin)
+        self._meetings.put(meeting)
+        return meeting
+
+    def _note(self, way: str) -> Callable[[], None]:
+        exchange, process, tag = getattr(self._notes, way), self._process, self._tag
+        return lambda: exchange([torch.zeros(1, dtype=torch.uint8)], process, tag).wait()
+
+    def _mark(self) -> Callable[[], None]:
+        """Waits until the device has done what the calling thread has asked of it so far."""
+        if self._device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return event.synchronize
+
+
+def _run(meetings: queue.SimpleQueue[Meeting | None], device: torch.device) -> None:
+    """Hold meetings, one after the other, until there is None. It knows no line, which ends with its last user."""
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(device)
+    # NCCL's kernels wait for the current stream: for one on which nothing is computed.
+    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
+        while (meeting := meetings.get()) is not None:
+            meeting.meet()
+            del meeting  # its memory is the worker's

@@ -30,7 +30,7 @@ from fxpipe.plan.urgency import CHUNK, URGENT
 from fxpipe.planner.links import Links
 from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.wires.addresses import Channel
-from fxpipe.runtime.wires.clocks import read_offset
+from fxpipe.runtime.wires.exchange import read_offset
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.wires.processes import ProcessWires

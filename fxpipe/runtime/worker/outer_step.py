@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.wires.collective import Collective
-from fxpipe.runtime.worker.replicas_alike import check_read_alike, start_comparison
+from fxpipe.runtime.worker.between_replicas import check_read_alike, start_comparison
 
 BATCHES = "batches"
 

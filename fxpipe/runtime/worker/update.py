@@ -19,10 +19,10 @@ from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.rules import rate_of
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.wires.collective import Collective
+from fxpipe.runtime.worker.between_replicas import check_optimizers_alike
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.loss_scaler import LossScaler
-from fxpipe.runtime.worker.replicas_alike import check_optimizers_alike
 from fxpipe.runtime.worker.update_notes import UpdateNotes
 from fxpipe.task.model_file import Task
 from fxpipe.task.paced_scheduler import paced, without_order_warning

@@ -15,11 +15,10 @@ from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages, MovingAverage
 from fxpipe.runtime.worker.clip import Clip
-from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum
+from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum, SharedUpdate
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.outer_step import OuterStep
-from fxpipe.runtime.worker.shared_update import SharedUpdate
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.runtime.worker.update_notes import UpdateNotes
 from fxpipe.runtime.worker.versions import ReadVersions

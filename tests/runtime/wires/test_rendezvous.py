@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.wires.rendezvous import Meeting, NcclLine
+from fxpipe.runtime.wires.processes import Meeting, NcclLine
 
 CPU = torch.device("cpu")
 
