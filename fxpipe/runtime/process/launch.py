@@ -240,10 +240,8 @@ def _attempt(
     options: RunOptions, ranks: int, mesh: Mesh, requests: StopRequests, furthest: FurthestStep
 ) -> dict[str, Any]:
     """Start the workers once and see them through; return the summary."""
-    with (
-        tempfile.TemporaryDirectory(prefix="fxpipe_run_", ignore_cleanup_errors=True) as folder,
-        Guardian(Path(folder)) as guardian,
-    ):
+    temporary = tempfile.TemporaryDirectory(prefix="fxpipe_run_", ignore_cleanup_errors=True)
+    with Guardian(Path(temporary.name)) as guardian, temporary as folder:  # guarded until the folder is gone
         exchange = Path(folder)
         make_secret(exchange)
         started = WorkerProcesses(dataclasses.replace(options, exchange=folder), ranks, exchange, guardian)
