@@ -145,7 +145,7 @@ def _weights(plan: Plan, batch: Any, loss_weight: LossWeight | None) -> list[flo
 
 def _cut(plan: Plan, batch: Any) -> list[Batch]:
     """The microbatches, as the plan cuts them."""
-    return replace(Batch.of(batch), cut={leaf.name: leaf.dim for leaf in plan.given}).split(plan.microbatches)
+    return Batch.of(batch).cut_as(plan.given).split(plan.microbatches)
 
 
 def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int = 0, *, whole: bool = False) -> Step:

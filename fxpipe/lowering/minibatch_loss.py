@@ -161,7 +161,7 @@ def checked_loss(
     tried = options.whole_loss()
     if has_no_values(program):
         return program, tried
-    batch = _whole_batch(replace(batch, cut={b.leaf.name: b.leaf.dim for b in program.batch}), options)
+    batch = _whole_batch(batch.cut_as(b.leaf for b in program.batch), options)
     options = replace(options, dp=options.joint)
     parts = batch.split(options.count)
     made = _made(program, tried)

@@ -38,5 +38,5 @@ def of_one_replica(build: Build, batch: Any) -> tuple[Build, Batch]:
     whole = Batch.of(batch).padded(plan.padding)
     if plan.outer is None:
         return build, whole
-    cut = replace(whole, cut={leaf.name: leaf.dim for leaf in plan.given})
-    return replace(build, plan=plan.of_one_replica), cut.share(plan.microbatches, plan.dp)
+    share = whole.cut_as(plan.given).share(plan.microbatches, plan.dp)
+    return replace(build, plan=plan.of_one_replica), share

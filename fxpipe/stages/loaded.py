@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import BuildError, CodecError, FxpipeError, PeerLost, RunError
-from fxpipe.plan.spec import PartSpec, Phase, Plan, StageSpec
+from fxpipe.plan.spec import PartSpec, Phase, Plan, StageSpec, StepSpec
 
 ARGUMENTS = {
     "forward": ("weights", "buffers", "batch", "comm"),
@@ -51,16 +51,17 @@ def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
     return _stage(*_read(path), spec)
 
 
-def load_stages(plan: Plan, source: Path | Mapping[str, str]) -> list[LoadedStage]:
-    """All stages of a build: from its folder, or from texts in memory by file name, which tracebacks then show.
+def load_stages(step: Plan | StepSpec, source: Path | Mapping[str, str]) -> list[LoadedStage]:
+    """All stages of a build, or of another step of it: from its folder, or from texts in memory by file name, which
+    tracebacks then show.
 
     Raises:
         BuildError: as `load_stage`.
     """
     if isinstance(source, Path):
-        return [load_stage(source / spec.file, spec) for spec in plan.stages]
+        return [load_stage(source / spec.file, spec) for spec in step.stages]
     folder = Path(f"<build {next(_serial)}>")
-    return [_stage_of_text(folder / spec.file, source[spec.file], spec) for spec in plan.stages]
+    return [_stage_of_text(folder / spec.file, source[spec.file], spec) for spec in step.stages]
 
 
 def load_stage_text(text: str, spec: StageSpec) -> LoadedStage:

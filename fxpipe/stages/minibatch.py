@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan
-from fxpipe.stages.loaded import load_stage, load_stage_text
+from fxpipe.stages.loaded import load_stages
 from fxpipe.task.batch import Batch
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.task.splitter import Splitter
@@ -62,11 +62,7 @@ class Minibatches:
         self._shares = [slice(replica, None, apart) for replica in range(apart)]  # whose loss is one
         self._totals: Callable[..., tuple[Tensor, ...]] | None = None
         if plan.totals is not None:
-            (spec,) = plan.totals.stages
-            if isinstance(source, Path):
-                code = load_stage(source / spec.file, spec)
-            else:
-                code = load_stage_text(source[spec.file], spec)
+            (spec,), (code,) = plan.totals.stages, load_stages(plan.totals, source)
             self._totals = code.functions["F"]
             self._arguments = spec.forward.batch
             self._buffers = tuple(tensors[name] for name in spec.forward.buffers)

@@ -229,6 +229,10 @@ class Batch:
                 raise BatchError(f"microbatch_dims gives {name} dimension {dim!r}, and it has {rank}")
         return replace(self, cut=dims)
 
+    def cut_as(self, leaves: Iterable[LeafSpec]) -> Batch:
+        """The batch cut where leaves of the same names are, of a plan or a program."""
+        return replace(self, cut={leaf.name: leaf.dim for leaf in leaves})
+
     @property
     def samples(self) -> int:
         """How many samples there are along the dimensions in which the batch is cut: what its microbatches must divide.
@@ -272,18 +276,15 @@ class Batch:
         """
         if microbatches == 1:
             return [self]
-        places = {name: dim for name, dim in self.dims.items() if dim is not None}
-        size = _common(self.tensors[name].shape[dim] for name, dim in places.items())
+        cut = [(value, leaf.dim) for leaf, value in zip(self.leaves, self.values, strict=True)]
+        size = _common(value.shape[dim] for value, dim in cut if dim is not None)
         if size % microbatches:
             divisors = [d for d in range(1, size + 1) if size % d == 0]
             raise BatchError(
                 f"{microbatches} microbatches do not divide a batch of {size}",
                 hint=f"choose --microbatches from {', '.join(map(str, divisors[:12]))}, or change the batch size",
             )
-        chunks = [
-            [v] * microbatches if leaf.dim is None else torch.chunk(v, microbatches, leaf.dim)
-            for leaf, v in zip(self.leaves, self.values, strict=True)
-        ]
+        chunks = [[v] * microbatches if dim is None else torch.chunk(v, microbatches, dim) for v, dim in cut]
         return [self.of_values(values) for values in zip(*chunks, strict=True)]
 
     def share(self, microbatches: int, replicas: int) -> Batch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -31,7 +30,6 @@ class Splitter:
         self, leaves: Sequence[LeafSpec], spec: str, microbatches: int, device: torch.device | str = "cpu"
     ) -> None:
         self.leaves = tuple(leaves)
-        self._dims = {leaf.name: leaf.dim for leaf in leaves}
         self.spec = spec
         self._known: pytree.TreeSpec | None = None
         self.microbatches = microbatches
@@ -57,7 +55,7 @@ class Splitter:
                 "smaller batch (drop_last=True), or pad it",
                 page="batch-shapes",
             )
-        return replace(batch, cut=self._dims).split(self.microbatches)
+        return batch.cut_as(self.leaves).split(self.microbatches)
 
     def differences(self, batch: Batch) -> list[str]:
         """How the leaves of a batch that is built as the captured one differ from its leaves, in words."""

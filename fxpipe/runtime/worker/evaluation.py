@@ -21,7 +21,7 @@ from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import LoadedStage, explained, load_stage
 from fxpipe.stages.minibatch import number_of
 from fxpipe.task.batch import Batch
-from fxpipe.task.containers import flatten, tree_text
+from fxpipe.task.containers import tree_text
 from fxpipe.task.loss_weights import LossWeight, LossWeights, weighted_means
 from fxpipe.task.model_file import Task, hook_raised
 from fxpipe.task.splitter import Splitter
@@ -95,8 +95,9 @@ class EvaluationData:
                 state = random_state()
             own = count % replicas == replica
             count += 1
-            shape, leaves = self._shapes(batch, count, own)
-            yield Placed(shape, leaves, self._weigh(batch), number_of([flatten(batch)[0]]) if replicas > 1 else 0)
+            read = Batch.of(batch)
+            shape, leaves = self._shapes(read, count, own)
+            yield Placed(shape, leaves, self._weigh(read), number_of([read.values]) if replicas > 1 else 0)
         if not count:
             raise TaskError(
                 "eval_data() gave no batch",
@@ -111,7 +112,7 @@ class Shapes:
         self._padding = plan.padding
         self._known = [Splitter(step.batch, step.batch_spec, 1, plan.device) for step in plan.evaluations]
 
-    def __call__(self, batch: Any, number: int, wanted: bool = True) -> tuple[int, tuple[Any, ...] | None]:
+    def __call__(self, batch: Batch, number: int, wanted: bool = True) -> tuple[int, tuple[Any, ...] | None]:
         """The number of the batch's shape, and copies of its leaves, since an iterable may fill the same memory again.
 
         Args:
@@ -121,7 +122,7 @@ class Shapes:
         Raises:
             BatchError: no batch of this shape was captured; says what it is and what the build knows.
         """
-        batch = Batch.of(batch).padded(self._padding)
+        batch = batch.padded(self._padding)
         distances = [known.distance(batch) for known in self._known]
         shape = min(range(len(distances)), key=distances.__getitem__)
         if distances[shape]:
