@@ -1,4 +1,4 @@
-"""Evaluation over worker processes: batches enter at worker 0 and go down the pipeline, several at a time.
+"""Evaluation over the workers of a run: batches enter at worker 0 and go down the pipeline, several at a time.
 
     worker 0     reads a batch, tells the next process its shape, runs its code
     worker k     receives the shape, passes it on, runs its code: receives, sends, keeps its metrics
@@ -116,7 +116,7 @@ class DistributedEvaluation:
         self._moves = moves(plan)
         self._fixed: dict[tuple[int, str], Tensor] = {}  # received once, since they never change; by worker
         self._given: set[str] = set()  # names of the messages that are sent only once, and were
-        self._begun = self._more = False  # an evaluation has; worker 0 has another batch
+        self._begun = self._more = False  # an evaluation has begun; another batch comes
         self._shapes: dict[int, int] = {}  # of this pipeline's share of the batches, by the batch's number
         self._leaves: dict[int, tuple[Any, ...]] = {}  # where worker 0 is, of those that it has yet to compute
 
@@ -163,6 +163,7 @@ class DistributedEvaluation:
                 break
             worker, action = event
             evaluators[worker].execute(action, self._leaves.pop(action.minibatch) if worker == 0 else None)
+        self._begun = False
         found = self._gather({worker: evaluator.values for worker, evaluator in evaluators.items()})
         self._finish()
         self._pass_word(found)
@@ -190,7 +191,6 @@ class DistributedEvaluation:
             turn += 1
             if self._more:
                 self._more = self._hear()
-        self._begun = False
 
     def _exchange(self, held: dict[int, dict[str, Tensor]]) -> None:
         """Send the tensors of the workers here to the workers that read them; put those that they read in place."""

@@ -7,10 +7,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fxpipe.codecs import accuracy_warnings
 from fxpipe.errors import FxpipeError
 from fxpipe.files import replaced
 from fxpipe.messages import warn
@@ -19,26 +20,22 @@ from fxpipe.observe.rows_of_ranks import plans_of_ranks, rows_of_ranks, share_ra
 from fxpipe.observe.run_folder import FORMAT, RUN
 from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
+from fxpipe.optimizer.hurried_scheduler import hurried
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import read_costs
 from fxpipe.planner.throttle import read_throttle
+from fxpipe.policy.accuracy_warnings import warning
+from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import SHOWN, RunOptions
+from fxpipe.runtime.process.resume import Resumed, say_resumed
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.final_weights import warn_of_little_room
 from fxpipe.runtime.worker.not_finite import NotFinite
 from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.memory import peak_bytes
-from fxpipe.typed_json import dumps
-
-if TYPE_CHECKING:
-    from fxpipe.policy.recipe import Recipe
-from fxpipe.codecs import accuracy_warnings
-from fxpipe.optimizer.hurried_scheduler import hurried
-from fxpipe.policy.accuracy_warnings import warning
-from fxpipe.policy.recipe import Recipe
-from fxpipe.runtime.process.resume import Resumed, say_resumed
-from fxpipe.runtime.worker.final_weights import warn_of_little_room
 from fxpipe.stages.loaded import LoadedStage
 from fxpipe.task.several_optimizers import parts_of
+from fxpipe.typed_json import dumps
 
 _OWN: tuple[Kind, ...] = tuple(kind for kind in OF_TRAINING if kind != "wait")
 _COMPUTE: tuple[Kind, ...] = tuple(kind for kind in _OWN if kind != "receive")

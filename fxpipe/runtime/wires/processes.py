@@ -171,13 +171,10 @@ class ProcessWires:
         self._lines[channel, other] = NcclLine(group, both.index(other), notes, other, tag, self.device)
 
 
-Exchange = Callable[[], Any]
-
-
 class Meeting:
     """A message that begins when both ends are ready."""
 
-    def __init__(self, begin: Exchange) -> None:
+    def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin = begin
         self._work: Future[Any] = Future()
 
@@ -237,7 +234,7 @@ class NcclLine:
         message = partial(self._group.recv, [data], self._place, 0)
         return self._put(message, self._mark(), self._note("send"), self._note("recv"))
 
-    def _put(self, message: Exchange, *before: Exchange) -> Meeting:
+    def _put(self, message: Callable[[], Any], *before: Callable[[], Any]) -> Meeting:
         def begin() -> Any:
             for step in before:
                 step()

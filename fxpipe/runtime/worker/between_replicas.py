@@ -19,7 +19,7 @@ from fxpipe.runtime.worker.observer import Observer
 
 
 class BetweenReplicas:
-    """One replica's end.
+    """One replica's end of that, for one worker.
 
     Args:
         collective: its end of what the worker's replicas exchange.
@@ -128,9 +128,6 @@ class BetweenReplicas:
             observer.loss(minibatch, loss)
 
 
-_KEY = ("optimizer", -1)
-
-
 def unlike_first(numbers: Sequence[object]) -> str:
     """The replicas whose number is not that of replica 0, for a message; empty if there are none."""
     others = [f"replica {j}" for j, number in enumerate(numbers) if number != numbers[0]]
@@ -162,6 +159,10 @@ def check_read_alike(numbers: Sequence[object], what: str, hook: str) -> None:
             hint="every replica reads all data and takes its share: they must come in the same order in every "
             "process, as with random numbers of the process's own generators, which are seeded alike",
         )
+
+
+_KEY = ("optimizer", -1)
+"""What the comparison of optimizers is called among replicas."""
 
 
 def check_optimizers_alike(

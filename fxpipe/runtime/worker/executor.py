@@ -189,7 +189,7 @@ class Executor:
                         self.store.update(updated)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
-        if result is not None and not self._adds_losses:
+        if result is not None:
             for observer in self.observers:
                 observer.loss(*result)
         return result
@@ -363,7 +363,7 @@ class Executor:
         if action.microbatch < self._last:
             return None
         total, self._loss = self._loss, None
-        if self.between is not None and self._adds_losses:
+        if self.between is not None and self.store.outer is None:  # replicas that train apart have losses of their own
             self.between.add_loss(action.minibatch, total)
             return None
         return total / self._divisor if self._divisor > 1 else total
@@ -377,11 +377,6 @@ class Executor:
         """Begin a minibatch with the buffers that the replicas have in common, if the one before changed them."""
         if self.between is not None:
             self.between.take_buffers(minibatch)
-
-    @property
-    def _adds_losses(self) -> bool:
-        """Whether a minibatch's loss is that of all replicas: those that train apart have losses of their own."""
-        return self.between is not None and self.store.outer is None
 
     def _reseed(self, action: Action) -> None:
         microbatch = self._plan.microbatch(action.microbatch, self.worker, self.replica)

@@ -126,6 +126,8 @@ class UpdateNotes:
 
     def _pass(self, kind: str, minibatch: int) -> None:
         """Hand each field its part of what comes from one neighbour, and tell the other one what all make of it."""
+        if not self.fields:
+            return
         source, target, counts = self._ways[kind]
         if source is None:
             heard = torch.zeros(sum(counts), dtype=torch.float64)
