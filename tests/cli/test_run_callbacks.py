@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from commands import QUICK, fxpipe
+from counted_notes import COUNTING
 from model_files import write_model
 
 HOOKS = """
@@ -175,31 +176,21 @@ def test_processes_are_called_alike(build: Path, tmp_path: Path, called: Path) -
     assert more["losses"] == one["losses"]
 
 
-COUNTING = """
-from collections import Counter
-from fxpipe.runtime.wires.wired import WiredTransport
-
-told, send_note = Counter(), WiredTransport.send_note
-
-
-def counting(self, to, what, numbers):
-    told[what[0]] += 1
-    send_note(self, to, what, numbers)
-
-
-WiredTransport.send_note = counting
-
+TELLING = (
+    COUNTING
+    + """
 
 def on_step(step, loss, run):
     if step == 10:
         note(run, told)
 """
+)
 
 
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_decision_is_one_note_a_step_to_the_process_before(tmp_path: Path, called: Path) -> None:
-    run = ("run", built(tmp_path, COUNTING), "--schedule", "1f1b", "--steps", 12, "--clip-norm", 1)
+    run = ("run", built(tmp_path, TELLING), "--schedule", "1f1b", "--steps", 12, "--clip-norm", 1)
     assert fxpipe(*run, "--out", tmp_path / "out").code == 0
     told = [calls(called, rank) for rank in range(3)]
     last = {"up": 10, "told loss": 20, "on_step": 9}  # that of this step is told when it is over

@@ -7,10 +7,12 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 import torch
+from counted_notes import COUNTING
 from own_loops import halving, in_processes, optimizer, play, random_calls
 from small_models import CASES
 from torch.utils._pytree import tree_map
@@ -257,17 +259,7 @@ REFUSING = """
         say(f"worker {rank}: {[float(loss) for loss in losses]}")
 """
 
-COUNTING = """
-        from collections import Counter
-        from fxpipe.runtime.wires.wired import WiredTransport
-        told, send_note = Counter(), WiredTransport.send_note
-        def counting(self, to, what, numbers):
-            told[what[0]] += 1
-            send_note(self, to, what, numbers)
-        WiredTransport.send_note = counting
-        pipeline.run(batches)
-        say(f"worker {rank}: {dict(told)}")
-"""
+TELLING = indent(COUNTING + 'pipeline.run(batches)\nsay(f"worker {rank}: {dict(told)}")\n', " " * 8)
 
 
 def torchrun(folder: Path, workers: int, code: str) -> tuple[int, str]:
@@ -306,7 +298,7 @@ def test_a_batch_that_is_refused_is_refused_by_all(toy: Any, many: Any, tmp_path
 @pytest.mark.multiproc
 def test_a_call_is_one_note_to_the_next_and_a_loss_one_to_each(toy: Any, tmp_path: Path) -> None:
     build = toy(**THREE).save(tmp_path / "build")
-    code, written = torchrun(tmp_path, 3, SCRIPT.format(build=str(build), body=COUNTING.strip()))
+    code, written = torchrun(tmp_path, 3, SCRIPT.format(build=str(build), body=TELLING.strip()))
     assert code == 0, written
     for rank, told in enumerate([{"call": 5}, {"call": 5}, {"told loss": 8}]):  # four steps and a flush
         assert f"worker {rank}: {told}\n" in written
