@@ -253,14 +253,14 @@ class StageSpec:
 class StepSpec:
     """What the workers compute of batches of one shape: a step of training, an evaluation, or totals of a minibatch.
 
-    A step of training for another shape than the first reads no other weights than that one, has the same gradients and
-    updates the same buffers. An evaluation is `metrics(model, batch)` in eval mode, of a whole batch of `eval_data()`,
-    and has forwards alone, as totals have, which worker 0 computes of each microbatch.
+    A step of training for another shape than the first reads no other weights than the first, has no other gradients
+    and updates no other buffers. An evaluation is `metrics(model, batch)` in eval mode, of a whole batch of
+    `eval_data()`. Totals are what worker 0 computes of each microbatch. Both have only forwards.
 
     Attributes:
         batch: the leaves in pytree order; `batch_spec` is the serialised pytree.
         edges: in the order in which they are sent.
-        stages: one for each worker.
+        stages: one for each worker; of totals, only worker 0's.
         metrics: of an evaluation or of totals, their names, in the order of the user's dictionary.
         constants: those metrics that are plain numbers, the same for every batch.
         units, differs_from_whole, whole_numbers, totals: of a step of training, as those of `Plan`.
@@ -526,13 +526,13 @@ class Plan:
 
     @property
     def code(self) -> tuple[StageSpec, ...]:
-        """Everything of the build that has a file of its own: the stages, then what has forwards alone."""
+        """Everything of the build that has a file of its own: the stages, then what has only forwards."""
         stages = (stage for plan in self.of_shapes for stage in plan.stages)
         return (*stages, *(share for e in self.alone for share in e.stages))
 
     @property
     def alone(self) -> tuple[StepSpec, ...]:
-        """What has forwards alone: evaluations, and the totals of every shape."""
+        """What has only forwards: evaluations, and the totals of every shape."""
         return (*self.evaluations, *(plan.totals for plan in self.of_shapes if plan.totals))
 
     @property

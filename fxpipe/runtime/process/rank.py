@@ -1,4 +1,4 @@
-"""What one process of a distributed run does, whoever started it: `launch` or torchrun."""
+"""What one process of a run does, with the workers of one rank or with all of them, whoever started it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one process's actions one after the other, with receives posted ahead; evaluations do so, too (`posted`).
+"""Walks a process's row: its actions one after the other, with receives posted ahead. So do evaluations (`posted`).
 
 Where updates are late, the one that the row's end owes is made after it.
 
@@ -47,7 +47,7 @@ def train(
     observers: Sequence[Observer] = (),
     more: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run all actions of the workers of one process, in rising order.
+    """Run all actions of the row of one process.
 
     Args:
         coming: gives what comes next of the row; None where nothing does, for now.

@@ -97,7 +97,7 @@ class NotFiniteAnswers(Protocol):
 
 
 class AmongProcesses(World):
-    """Each rank has a process.
+    """Each replica of a rank has a process of its own.
 
     Args:
         process: which one this is.

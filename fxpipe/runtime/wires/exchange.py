@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other beside its messages: texts, objects of all at one point, the time.
+"""What the processes of a run tell each other besides messages: texts, an object from each at one point, the time.
 
 A run of days writes many texts: whoever knows that all have read one forgets it.
 """

@@ -151,8 +151,8 @@ class Evaluator:
     Args:
         folder: of the build.
         seed: of the run: code that draws random numbers even in eval mode is seeded from it, by worker and batch.
-        transport: for the messages of evaluation. Waits are part of the evaluation, so the transport gets a watch that
-            no one reads.
+        transport: for the messages of evaluation. Its watch is its own: what it waits for is part of the evaluation,
+            not of a step.
 
     Attributes:
         values: the metrics that this worker has computed, float64 scalars, batch after batch in the plan's order.

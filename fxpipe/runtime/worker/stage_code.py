@@ -24,7 +24,7 @@ class StageOfStep:
     """A worker's stage of a step, with what its functions take by place or by name.
 
     Args:
-        step: of training for one shape of batch, or an evaluation of such batches.
+        step: a step of training for one shape of batch, or an evaluation of such batches.
         seed: of the run.
         replica: which one of the worker it is for.
 
@@ -32,7 +32,8 @@ class StageOfStep:
         parts: the interfaces of its functions.
         incoming: the edges that each part receives.
         batch: the places of its leaves among those of a microbatch.
-        buffers, updates: the names of buffers that each part reads and that it updates, those of the worker.
+        buffers: by part, the names of the buffers that it reads, as the worker has them.
+        updates: the names of those that the forward updates.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class ReadVersions:
 
         Args:
             past: of this worker's parameters, what actions of the minibatches in flight read of earlier versions
-                (see `Captures`); the store takes it over.
+                (see `Captures`); they are kept here from then on.
             sent: what other workers had of them, where that is something else.
         """
         if past and not self._counts_own:
@@ -137,7 +137,7 @@ class ReadVersions:
 
     @property
     def since(self) -> int:
-        """The first minibatch of it that was not over when the worker began, or went on."""
+        """The first minibatch of it that was not over when the worker began it, or went on with it."""
         return self._unread.since
 
     def end(self, stop: int, told: bool = True) -> None:
@@ -273,7 +273,7 @@ class ReadVersions:
         self.predictions.forget_all()
 
     def _send_again(self, version: int, past: Past, sent: Sent) -> None:
-        """Send what readers had of a version before the store went on."""
+        """Send what readers had of a version before the run went on."""
         encoded = self.copies.encoded
         self._send_copies_of(
             version, lambda reader, names, ahead: sent[version, ahead, reader] if encoded else past[version, ahead]

@@ -45,7 +45,7 @@ class WeightStore:
         versions: what actions read: of these weights, and of other workers'.
         due: the minibatch whose update was begun; None between updates.
         summed: of how many minibatches it has all gradients: where updates are late, of one more between two actions.
-        updater: makes them.
+        updater: makes the updates.
         averages: of the trained parameters; None unless they are asked for.
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
         outer: brings the weights of replicas that train apart together; None where they do not.
@@ -146,7 +146,7 @@ class WeightStore:
         return self.versions.live
 
     def state(self) -> dict[str, Any]:
-        """What a run needs to go on, but for the parameters themselves and `past`; live tensors."""
+        """What a run needs to go on, but for the parameters and what `versions` keeps; live tensors."""
         averages = self.averages.read() if isinstance(self.averages, MovingAverage) else None
         found = {"updater": self.updater.state(), "averages": averages}
         if self.outer is not None:
