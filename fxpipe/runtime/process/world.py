@@ -14,16 +14,18 @@ from fxpipe.errors import RunError
 from fxpipe.observe.pulse import Pulse, Pulses, Status
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
+from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.options import PipelineOptions, RunOptions
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.ends import process_name
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
-from fxpipe.runtime.wires.exchange import AgreedStop, Exchange, FolderExchange, StoreExchange
+from fxpipe.runtime.wires.exchange import AgreedStop, Exchange, FolderExchange, StoreExchange, read_offset
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires, Turns
+from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
-from fxpipe.runtime.wires.throttled import open_wires
+from fxpipe.runtime.wires.throttled import ThrottledWires
 from fxpipe.runtime.wires.wired import Wires
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite
@@ -117,8 +119,14 @@ class AmongProcesses(World):
 
     def open(self, addresses: Addresses) -> None:
         plan, process = self._plan, self._process
-        channels, throttle = addresses.channels, self._options.throttle
-        self._wires = open_wires(plan, throttle, process, self.name, channels, self.device, self.turns)
+        place = process, self.name, addresses.channels, self.device, plan.mesh, self.turns
+        links = read_throttle(self._options.throttle, plan.processes)
+        if links is None:
+            self._wires = ProcessWires(*place)
+        else:
+            with peers(process):
+                ahead = read_offset(process, plan.processes).offset / 1e9
+            self._wires = ThrottledWires(links, ahead, *place)
         rank, replica = plan.seat(process)
         if (group := replica_group(plan, process, self.name)) is not None:
             count, name = plan.replicas_of(plan.hosted(rank)[0]), process_name(process, plan.mesh)

@@ -25,14 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.plan.spec import Plan
 from fxpipe.plan.urgency import CHUNK, URGENT
 from fxpipe.planner.links import Links
-from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.wires.addresses import Channel
-from fxpipe.runtime.wires.exchange import read_offset
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.wires.processes import ProcessWires
 
 _WORDS = 2**24
@@ -40,28 +36,6 @@ _WORDS = 2**24
 
 Say = Callable[[float], None]
 """Told when a message arrives, by the sender's clock."""
-
-
-def open_wires(
-    plan: Plan,
-    throttle: str | None,
-    process: int,
-    backend: str,
-    channels: list[Channel],
-    device: torch.device,
-    turns: Turns,
-) -> ProcessWires:
-    """The wires of a process of a run with this `--throttle`; all processes call it.
-
-    Raises:
-        ProfileError: as `read_throttle`.
-    """
-    links = read_throttle(throttle, plan.processes)
-    if links is None:
-        return ProcessWires(process, backend, channels, device, plan.mesh, turns)
-    with peers(process):
-        ahead = read_offset(process, plan.processes).offset / 1e9
-    return ThrottledWires(links, ahead, process, backend, channels, device, plan.mesh, turns)
 
 
 class SlowDirection:

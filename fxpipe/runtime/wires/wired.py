@@ -47,8 +47,8 @@ class Coming(Protocol):
         """Wait until it has come.
 
         Raises:
-            RunError: nobody will send it.
-            RuntimeError: the connection was lost.
+            RunError: no worker will send it.
+            PeerLost: the process that sends it is gone.
         """
 
     def take(self) -> Tensor:

@@ -160,7 +160,7 @@ class Executor:
 
         Returns:
             A minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says;
-            with its metrics after it (`Plan.metrics`), if it has some. Where the worker has replicas, `settle` does.
+            with its metrics after it (`Plan.metrics`), if it has some. Where replicas sum theirs, `settle` does.
 
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
