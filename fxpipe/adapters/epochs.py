@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from fxpipe.task.first_batches import batch_sizes
+
 
 class Epochs:
     """The batches of epoch 0 where it is iterated first, of epoch 1 where it is iterated next, and so on.
@@ -44,6 +46,10 @@ class Epochs:
             return None if self._exhausts else len(self._loader) - self._given
         except TypeError:
             return None
+
+    def batch_sizes(self) -> tuple[int | None, int | None]:
+        """See `fxpipe.task.first_batches.batch_sizes`."""
+        return batch_sizes(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from fxpipe.errors import TaskError
 from fxpipe.runtime.process.best_weights import SMALLER
+from fxpipe.task.first_batches import joined_sizes
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """Those that look at each parameter alone and ask nothing of the model; `fxpipe compile` tries them all the same."""
@@ -89,6 +90,11 @@ class Updates(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return -(-len(self._batches) // self._accumulated)
+
+    def batch_sizes(self) -> tuple[int | None, int | None]:
+        """See `fxpipe.task.first_batches.batch_sizes`."""
+        plain = type(self._batches) is BatchSampler
+        return joined_sizes(self._batches, self._accumulated) if plain else (None, None)
 
     def __iter__(self) -> Iterator[list[int]]:
         joined: list[int] = []

@@ -20,7 +20,7 @@ class FirstBatches:
     Attributes:
         batches: at least one.
         length: how many an epoch has, where the data say so.
-        size: the samples of a batch, where a DataLoader says so.
+        size: the samples of a batch, where the data say so (`batch_sizes`).
         last: those of its last batch, where that is smaller.
     """
 
@@ -45,21 +45,34 @@ def first_batches(data: Iterable[Any], count: int) -> FirstBatches:
     batches: list[Any] = []
     for batch in itertools.islice(data, count):
         batches.append(batch if batches or count == 1 else Batch.of(batch).each(torch.clone).given)
-    return FirstBatches(batches, length, *_sizes(data))
+    return FirstBatches(batches, length, *batch_sizes(data))
 
 
-def _sizes(data: Iterable[Any]) -> tuple[int | None, int | None]:
-    """The samples of a DataLoader's batches, and what is left over for the last, if its own sampler makes them."""
-    sampler = data.batch_sampler if isinstance(data, DataLoader) else None
+def batch_sizes(data: Any) -> tuple[int | None, int | None]:
+    """The samples of the data's batches, and those of an epoch's last one where they are fewer; None: not known.
+
+    A DataLoader says so if torch's own sampler makes its batches. Other data, or a sampler, say it by a method
+    `batch_sizes()` that returns these two.
+    """
+    sampler: Any = data.batch_sampler if isinstance(data, DataLoader) else None
+    for own in (data, sampler):
+        if hasattr(own, "batch_sizes"):
+            found: tuple[int | None, int | None] = own.batch_sizes()
+            return found
     plain = type(sampler).__name__ == "BatchSampler"  # torch's, or torchdata's
-    if not isinstance(sampler, BatchSampler) or not plain or sampler.drop_last:
-        return None, None
+    return joined_sizes(sampler, 1) if isinstance(sampler, BatchSampler) and plain else (None, None)
+
+
+def joined_sizes(sampler: BatchSampler, joined: int) -> tuple[int | None, int | None]:
+    """The same where so many of a sampler's batches make one; the last of an epoch may be of fewer."""
     try:
-        samples = len(sampler.sampler)  # type: ignore[arg-type]
+        samples, batches = len(sampler.sampler), len(sampler)  # type: ignore[arg-type]
     except TypeError:
         return None, None
-    left = samples % sampler.batch_size
-    return sampler.batch_size, left if left and samples > sampler.batch_size else None
+    size = joined * sampler.batch_size
+    before = (max(batches, 1) - 1) // joined * size
+    last = min(samples, batches * sampler.batch_size) - before
+    return size, last if before and last < size else None
 
 
 def shortened(batch: Batch, first: FirstBatches, dims: Dims) -> Batch | None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from fxpipe.adapters.epochs import Epochs, StatefulEpochs, epochs
+from fxpipe.adapters.trainer import Updates
+from fxpipe.task.first_batches import batch_sizes
 
 
 class Counted(Sampler[int]):
@@ -74,3 +76,15 @@ def test_a_state_has_the_epoch(exhausts: bool) -> None:
     again.load_state_dict(data.state_dict())  # type: ignore[attr-defined]
     assert read(again) == [[14, 15]]
     assert read(again) == [[20, 21], [22, 23], [24, 25]]
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 24, 29, 32])
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("joined", [1, 2, 3])
+def test_the_sizes_of_batches_are_those_that_come(count: int, drops: bool, joined: int) -> None:
+    loader = DataLoader(range(count), batch_sampler=Updates(BatchSampler(range(count), 8, drops), joined))
+    came = [len(batch) for batch in loader]
+    found = epochs(lambda epoch: loader).batch_sizes()
+    assert found == (8 * joined, came[-1] if len(came) > 1 and came[-1] < 8 * joined else None)
+    if joined == 1:
+        assert batch_sizes(DataLoader(range(count), 8, drop_last=drops)) == found

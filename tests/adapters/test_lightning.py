@@ -51,7 +51,7 @@ class Classifier(L.LightningModule):
 class Points(L.LightningDataModule):
     def setup(self, stage):
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(80, 6, generator=generator)
+        x = torch.randn(76, 6, generator=generator)
         self.points = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
 
     def train_dataloader(self):

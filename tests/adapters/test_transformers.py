@@ -55,7 +55,7 @@ def make_args():
     )
 
 
-train, held_out = list(samples(64, 0)), list(samples(12, 1))
+train, held_out = list(samples(60, 0)), list(samples(12, 1))
 globals().update(trainer_hooks(model=make, args=make_args, train_dataset=train, eval_dataset=held_out))
 """
 
