@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
+from fxpipe.cli.file_options import as_flags, file_options
 from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, print_table, stdout_console, warn, working
@@ -16,6 +18,7 @@ from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
 
 from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.messages import plain
+from fxpipe.options import flags
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from fxpipe.plan.cost_records import EngineTime, WorkerSummary
     from fxpipe.plan.spec import Plan
     from fxpipe.simulator.result import Simulation
+    from fxpipe.task.model_file import Task
 
 
 MOST_SHOWN = 4
@@ -65,9 +69,6 @@ def compile_command(
     model: str,
     out: str,
     like: str | None,
-    device: str | None,
-    seed: int,
-    meta: bool,
     verify: bool,
     verbose: bool,
     after: str | None,
@@ -105,25 +106,26 @@ def compile_command(
     from fxpipe.plan.lock import build_lock, locked
     from fxpipe.policy.recipe import choose
     from fxpipe.simulator.forecast import forecast
+    from fxpipe.task.model_file import load_task
 
+    _check(asked, verify, after)
+    if after is None:
+        check_target(Path(out))
+    with working("reading the model"):
+        task = load_task(model)
+    named = "schedule" in (given := _given_by(task))
+    asked |= given
     if like is not None:
         asked |= _like(like)
-    asked_schedule(asked, given=like is not None)
+    _check(asked, verify, after)
+    asked_schedule(asked, given=named or like is not None)
+    made_as = ModelOptions(**{name: asked.pop(name) for name in flags(ModelOptions)})
     options = CompileOptions(**asked, known_costs=Path(out) / NODE_COSTS)
-    if options.cuts != "auto" and (options.forward_at or options.backward_at):
-        raise click.UsageError(
-            f"--cuts {options.cuts} lets the planner choose, --fp-cut and --bp-cut pin: give one of them"
-        )
-    if meta and verify:
-        raise click.UsageError("--verify runs the step, but --meta leaves parameters without values")
     if after is not None:
-        if verify:
-            raise click.UsageError("--after ends the compile there: leave --verify out")
-        print_after(after, model, ModelOptions(device, seed, meta), options, costs, as_json)
+        print_after(after, task, made_as, options, costs, as_json)
         return 0
-    check_target(Path(out))
     with locked(build_lock(out), out, "-o"):  # from the start: two that compile into one place would work for nothing
-        made = build_model(model, ModelOptions(device, seed, meta), options, costs)
+        made = build_model(task, made_as, options, costs)
         simulation = forecast(made.build.plan, made.build.costs)
         recipe = choose(made.build.plan)
         staleness = staleness_of(recipe.policy, recipe.demand.versions)
@@ -136,13 +138,13 @@ def compile_command(
     if verify:
         with working("verifying"):
             agreement = worst_agreement(
-                compare_with_eager(part, made.model, made.task.loss, b, seed=seed, loss_weight=made.task.loss_weight)
+                compare_with_eager(part, made.model, task.loss, b, seed=made_as.seed, loss_weight=task.loss_weight)
                 for part, b in zip(build.of_shapes, (made.example, *made.shapes), strict=True)
             )
     effect = None
     if verify and codec_facts(build.plan):
         with working("trying the codecs"):
-            effect = codec_effect(build, made.example, seed=seed, loss_weight=made.task.loss_weight)
+            effect = codec_effect(build, made.example, seed=made_as.seed, loss_weight=task.loss_weight)
     limit = TOLERANCE[options.autocast]
     failed = agreement is not None and not agreement.largest <= limit
     finite = effect is None or effect.finite
@@ -166,6 +168,35 @@ def compile_command(
             "kind of edge, as in --codec activation=none,gradient=int8"
         )
     return 1 if failed or not finite else 0
+
+
+def _check(asked: Mapping[str, Any], verify: bool, after: str | None) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        click.UsageError: names them.
+    """
+    if asked["cuts"] != "auto" and (asked["forward_at"] or asked["backward_at"]):
+        raise click.UsageError(
+            f"--cuts {asked['cuts']} lets the planner choose, --fp-cut and --bp-cut pin: give one of them"
+        )
+    if asked["meta"] and verify:
+        raise click.UsageError("--verify runs the step, but --meta leaves parameters without values")
+    if after is not None and verify:
+        raise click.UsageError("--after ends the compile there: leave --verify out")
+
+
+def _given_by(task: Task) -> dict[str, Any]:
+    """The options that the model file gives; says them, and what it gives runs."""
+    from fxpipe.runtime.options import RunOptions
+
+    kinds, file = (CompileOptions, ModelOptions), str(task.file)
+    found = file_options("compile_options", task.compile_options, *kinds, file=file)
+    runs = file_options("run_options", task.run_options, RunOptions, file=file)
+    said = [text for text in (as_flags(found, *kinds), as_flags(runs, RunOptions)) if text]
+    if said:
+        note(f"{file} gives {'; runs get '.join(said) if found else f'runs {said[0]}'}")
+    return found
 
 
 def _like(folder: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -53,11 +52,12 @@ class ModelBuild:
 
 
 def build_model(
-    path: str, made: ModelOptions, options: CompileOptions, costs: CostOptions, observers: Sequence[Observer] = ()
+    task: Task, made: ModelOptions, options: CompileOptions, costs: CostOptions, observers: Sequence[Observer] = ()
 ) -> ModelBuild:
-    """Load a model file and compile it, in memory; time its stages where times are measured.
+    """Compile a model file, in memory; time its stages where times are measured.
 
     Args:
+        task: the file's.
         observers: are told of every pass.
 
     Raises:
@@ -69,8 +69,10 @@ def build_model(
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.device import reuse_freed_memory
     from fxpipe.task.batch import Batch
-    from fxpipe.task.model_file import load_task, source_digests
+    from fxpipe.task.model_file import source_digests
 
+    assert task.path is not None
+    path = task.path
     if made.meta and options.backend != "eager":
         raise click.UsageError(
             f"--backend {options.backend} is tried on the stages, but --meta leaves parameters "
@@ -79,14 +81,13 @@ def build_model(
     asked, options = options, costs.applied(options, meta=made.meta)
     reuse_freed_memory()
     with working("reading the model"):
-        task = load_task(path)
         _ = options.encoding  # refused before the work, and after the file, which may have codecs of its own
         model, first = made.make_with(task, options.scan)
     if made.device == "cuda" or any(p.device.type == "cuda" for p in model.parameters()):
         options = costs.applied(asked, NCCL_NODE, meta=made.meta)
     for warning in task.warnings:
         warn(warning)
-    options = dataclasses.replace(options.for_task(task), command=_command(path, made, options))
+    options = dataclasses.replace(options.for_task(task), command=_command(path.name, made, options))
     evaluation = (task.metrics, _batches("eval_data", task.eval_data, task, made.seed)) if task.validates else None
     with working("compiling") as say:
         batches = [Batch.of(batch, options.constant_batch) for batch in first.batches]
@@ -104,7 +105,7 @@ def build_model(
         doubts = [MANY_SHAPES.format(len(first.batches), len(shapes) + 1)] if len(shapes) > 1 else []
         if options.cost == "measured":
             build = _timed(build, first.batches[0], task, options.threads or 1, say)
-    plan = dataclasses.replace(build.plan, sources=source_digests(Path(path)))
+    plan = dataclasses.replace(build.plan, sources=source_digests(path), run_options=task.run_options)
     build = dataclasses.replace(build, plan=plan, warnings=(*build.warnings, *doubts))
     compiled = [*shapes, *([] if last is None else [last.padded(padding)])][: len(plan.shapes)]
     return ModelBuild(build, task, model, first.batches[0], tuple(compiled), options)
@@ -128,13 +129,13 @@ def _last(
     return last if len(list(first_of_each([*known, last.padded(padding)]))) > len(known) else None
 
 
-def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
+def _command(name: str, made: ModelOptions, options: CompileOptions) -> str:
     """The command that makes this build again, without the paths that differ from machine to machine.
 
     Args:
         options: as the command line gives them; what the model file says is left to it.
     """
-    parts = ["fxpipe compile", Path(path).name, f"-n {options.workers}"]
+    parts = ["fxpipe compile", name, f"-n {options.workers}"]
     parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
     parts += [f"--fp-cut {p}" for p in options.forward_at] + [f"--bp-cut {p}" for p in options.backward_at]
     parts += [f"--schedule {'FILE.csv' if options.from_file else options.schedule}"]

@@ -42,7 +42,7 @@ def _click_option(name: str, flag: Flag, text: str | None) -> Callable[[Command]
     return click.option(
         *flag.names,
         name,
-        type=None if switch else _click_type(flag),
+        type=None if switch else click_type(flag),
         is_flag=switch,
         multiple=repeated,
         default=None if repeated else flag.default,
@@ -53,7 +53,8 @@ def _click_option(name: str, flag: Flag, text: str | None) -> Callable[[Command]
     )
 
 
-def _click_type(flag: Flag) -> Any:
+def click_type(flag: Flag) -> Any:
+    """What reads a value of the flag, for click."""
     if flag.choices:
         return click.Choice(flag.choices)
     if flag.path is not None:

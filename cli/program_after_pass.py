@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.model_build import build_model
 from fxpipe.cli.output import echo, emit_json
 
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.task.model_options import ModelOptions
+
+if TYPE_CHECKING:
+    from fxpipe.task.model_file import Task
 
 IS_FOR = {
     "whole_loss": ": it is for several microbatches",
@@ -24,7 +29,7 @@ IS_FOR = {
 
 
 def print_after(
-    name: str, model: str, made: ModelOptions, options: CompileOptions, costs: CostOptions, as_json: bool
+    name: str, task: Task, made: ModelOptions, options: CompileOptions, costs: CostOptions, as_json: bool
 ) -> None:
     """Print the program after a pass, with which the compile ends.
 
@@ -45,7 +50,7 @@ def print_after(
             hint=f"the passes, in their order: {', '.join(known)}",
         )
     try:
-        build_model(model, made, options, costs, [stop])
+        build_model(task, made, options, costs, [stop])
     except PassReached as reached:
         text = print_program(reached.program)
     else:

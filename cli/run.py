@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.file_options import as_flags, file_options
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, stdout_console, warn, working
 from fxpipe.cli.signals import end_at_once
@@ -18,7 +20,7 @@ from fxpipe.cli.signals import end_at_once
 from fxpipe.checkpoint.interval import Interval
 from fxpipe.options import option
 from fxpipe.policy.option import check_policy
-from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.options import KEPT, OF_EVALUATIONS, RunOptions
 from fxpipe.schedule import of_plan
 from fxpipe.task.paced_scheduler import EPOCH
 
@@ -35,7 +37,8 @@ class _Flags(RunOptions):
 @click.argument("build", type=click.Path())
 @option_fields(
     _Flags,
-    *("steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience", "local", "schedule", "policy"),
+    *("steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience", "patience_metric", "min_delta"),
+    *("local", "schedule", "policy"),
     *("clip_norm", "ema", "loss_scale", "loss_scale_interval", "checkpoint_every", "keep", "resume", "log_staleness"),
     *("trace", "tensorboard", "backend", "weights", "seed", "out", "new_shapes", "model_file", "keep_going", "offload"),
     *("threads", "throttle"),
@@ -53,7 +56,9 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
     the same command joins the processes that torchrun started, on one machine or many.
 
     --save-best keeps the weights of the best of these evaluations as OUT/best.safetensors, and --patience ends the run,
-    some steps later, when there was none better in so many evaluations.
+    some steps later, when there was none better in so many evaluations, by the same metric or by --patience-metric.
+
+    The model file's run_options = {"epochs": 3} holds where the command line does not say otherwise.
 
     The model file's on_step(step, loss, run), on_eval(step, metrics, run) and on_epoch(epoch, run) are called while the
     run trains, in every process with the same numbers: one that returns something true ends it, some steps later;
@@ -84,11 +89,12 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
     from fxpipe.runtime.process.ends import Stopped, ended_by_exit
     from fxpipe.runtime.process.launch import running_under_torchrun
 
+    if asked["steps"] is not None and asked["epochs"] is not None:
+        raise click.UsageError("--steps and --epochs exclude each other")
+    asked |= _given_by(build, asked)
     options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())
     if options.checkpoint_every not in (None, EPOCH):
         Interval.of(options.checkpoint_every)
-    if options.steps is not None and options.epochs is not None:
-        raise click.UsageError("--steps and --epochs exclude each other")
     joined = running_under_torchrun()
     if joined:
         end_at_once()
@@ -105,6 +111,26 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
 
         end_process(0)
     return 0
+
+
+def _given_by(build: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the build's model file gives where the command line does not; says them.
+
+    A run that goes on has those of its checkpoint, as far as its numbers depend on them.
+    """
+    from fxpipe.plan.build_folder import load_plan
+
+    plan = load_plan(build)
+    left = KEPT if asked["resume"] is not None else ()
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        left += (other,) if asked[one] is not None else ()
+    if not plan.evaluations:
+        left += OF_EVALUATIONS
+    file = Path(plan.model_file or "").name
+    found = file_options("run_options", plan.run_options, RunOptions, file=file, left=left)
+    if found and os.environ.get("RANK", "0") == "0":
+        note(f"{file} gives {as_flags(found, RunOptions)}")
+    return found
 
 
 def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) -> None:
@@ -194,6 +220,7 @@ def _checked_plan(options: RunOptions) -> Plan:
     if options.eval_every is not None:
         check_evaluation(plan, "--eval-every")
     Goal.of(options, plan)
+    Goal.to_go_on(options, plan)
     schedule = of_plan(plan, options.schedule)
     check_policy(options.policy, schedule)
     return plan

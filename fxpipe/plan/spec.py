@@ -404,6 +404,7 @@ class Plan:
             option; '' sends the weights as they are.
         replicas: how many processes each worker has, with the same stage and the same weights; empty where each has
             one. Microbatch i of a minibatch is done by replica i mod r of a worker that has r.
+        run_options: the options of `fxpipe run` that the model file gives, for runs whose command line does not.
         outer: how replicas that train apart, each on its own share of a minibatch, come together; None where they add
             up their gradients. What is above of losses is then of a replica's share: it is its whole batch.
     """
@@ -445,6 +446,7 @@ class Plan:
     rows: tuple[str, ...] = ()
     replicas: tuple[int, ...] = ()
     outer: OuterSpec | None = None
+    run_options: dict[str, bool | int | float | str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

@@ -176,7 +176,9 @@ class RunOptions(PipelineOptions):
         steps, epochs: how long; one epoch if neither is given.
         eval_every: evaluate after every so many steps, or every `epoch`, too; None evaluates only the trained weights.
         save_best: a metric: the weights of the best evaluation so far are kept as `best.safetensors` (see `Goal`).
-        patience: end the run when that metric has not improved in so many evaluations.
+        patience: end the run when a metric has not improved in so many evaluations.
+        patience_metric: which one, as `save_best` names it; None means that of `save_best`.
+        min_delta: what counts as an improvement of it is more than this.
         tensorboard: the folder for TensorBoard's event files; None writes none.
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
         keep_going: train on when a loss is not finite; otherwise the run ends there, with an error.
@@ -207,13 +209,21 @@ class RunOptions(PipelineOptions):
         metavar="METRIC",
         help="Keep the weights with the best METRIC of all evaluations, as OUT/best.safetensors. Greater is better; "
         "smaller for -METRIC, and for names that end in loss, error, perplexity, ppl, mse, mae, nll, bpc, wer, cer or "
-        "fid.",
+        "fid; +METRIC is greater whatever its name.",
     )
     patience: int | None = option(
         None,
         minimum=1,
         metavar="N",
-        help="End the run when the metric of --save-best has not improved in N evaluations.",
+        help="End the run when a metric has not improved in N evaluations.",
+    )
+    patience_metric: str | None = option(
+        None,
+        metavar="METRIC",
+        help="The metric of --patience, named as for --save-best. [default: that of --save-best]",
+    )
+    min_delta: float = option(
+        0.0, minimum=0, metavar="DELTA", help="With --patience: by how much a metric must be better to have improved."
     )
     tensorboard: str | None = option(
         None, "--tensorboard", path="folder", metavar="DIR", help="Write TensorBoard's event files."
@@ -249,6 +259,8 @@ class RunOptions(PipelineOptions):
         return RunOptions(**json.loads(text))
 
 
+OF_EVALUATIONS = ("eval_every", "save_best", "patience", "patience_metric", "min_delta")
+"""The options that need a build with evaluation."""
 KEPT = tuple(name for name, flag in flags(PipelineOptions).items() if flag.kept)
 SHOWN = tuple(name for name, flag in flags(RunOptions).items() if flag.shown)
 """The options that a checkpoint has, and those that `run.json` has, in their order there."""

@@ -10,7 +10,7 @@ build.local(optimizer=make_optimizer, reset=begin_anew, schedule="async")  # hoo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Hooks:
         microbatch_dims: `(0, None)`: along which dimension each leaf of a batch is cut, in the structure of the batch.
         pad, pad_to: `{"ids": 0}` and 64: what is appended to which leaves of a batch, to multiples of what.
         constant_batch: `["grid"]`: the tensors of a batch whose values the step reads.
+        compile_options, run_options: `{"microbatches": 4}`, `{"epochs": 3}`: options of `fxpipe compile` and `fxpipe
+            run`, by their names in Python, where the command line does not give them. A build keeps those of its runs.
     """
 
     model: Callable[[], nn.Module] | None = None
@@ -80,6 +82,8 @@ class Hooks:
     pad: Pad | None = None
     pad_to: int | None = None
     constant_batch: Any = ()
+    compile_options: Mapping[str, Any] = field(default_factory=dict)
+    run_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 NO_HOOKS = Hooks()

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -31,7 +31,7 @@ from fxpipe.task.reset_buffers import Rows, buffers_after
 from fxpipe.task.step_hooks import StepHooks
 
 REQUIRED = ("model", "loss", "train_data")
-VALUES = ("microbatch_dims", "pad", "pad_to", "constant_batch")
+VALUES = ("microbatch_dims", "pad", "pad_to", "constant_batch", "compile_options", "run_options")
 """The hooks that are no functions, or need not be."""
 OPTIONAL = tuple(field.name for field in fields(Hooks) if field.name not in (*REQUIRED, *VALUES))
 SIGNATURES = {
@@ -187,6 +187,31 @@ class Task:
         return tuple(names)
 
     @property
+    def compile_options(self) -> dict[str, Any]:
+        """The options of a compile that the file gives.
+
+        Raises:
+            TaskError: they are no dictionary of plain values.
+        """
+        return self._options("compile_options")
+
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """The options of a run that the file gives; errors as of `compile_options`."""
+        return self._options("run_options")
+
+    def _options(self, hook: str) -> dict[str, Any]:
+        given = getattr(self.hooks, hook)
+        if not isinstance(given, Mapping):
+            raise TaskError(f"{hook} is {type(given).__name__}, not a dictionary of options", where=self.file)
+        for name, value in given.items():
+            if not isinstance(value, (bool, int, float, str, type(None))):
+                raise TaskError(
+                    f"{hook} has {name}={value!r}", where=self.file, hint="give numbers, texts, True or False"
+                )
+        return {str(name): value for name, value in given.items() if value is not None}
+
+    @property
     def averages(self) -> bool:
         """Whether a hook says where the optimizer keeps averaged weights."""
         return self.hooks.averaged is not None
@@ -327,7 +352,7 @@ def task_of_build(plan: Plan, folder: str, model_file: str | None = None) -> Tas
     """The model file given, else the one that the plan of the build in `folder` names, loaded.
 
     Raises:
-        TaskError: no file is known, or it cannot be loaded.
+        TaskError: no file is known, or it cannot be loaded; or its options of runs are not those that the build keeps.
     """
     path = model_path(plan, folder, model_file)
     if path is None:
@@ -335,7 +360,19 @@ def task_of_build(plan: Plan, folder: str, model_file: str | None = None) -> Tas
             "the build was compiled from objects, so there is no file with train_data()",
             hint="use the Python API: fxpipe.load(BUILD).local(...)",
         )
-    return load_task(path)
+    task = load_task(path)
+    if task.run_options != plan.run_options:
+        names = sorted(
+            name
+            for name in {*task.run_options, *plan.run_options}
+            if task.run_options.get(name) != plan.run_options.get(name)
+        )
+        raise TaskError(
+            f"run_options gives another {', '.join(names)} than when the build was compiled",
+            where=path.name,
+            hint="compile again, or leave the file as it was and give the option to `fxpipe run`",
+        )
+    return task
 
 
 def _defined_here(value: Callable[..., Any], module: ModuleType) -> bool:

@@ -71,7 +71,9 @@ def best_of(rows: list[dict[str, Any]], metric: str, greater: bool) -> tuple[int
     return row["step"], row["metrics"][metric]
 
 
-@pytest.mark.parametrize(("asked", "greater"), [("loss", False), ("accuracy", True), ("-wrong", False)])
+@pytest.mark.parametrize(
+    ("asked", "greater"), [("loss", False), ("accuracy", True), ("-wrong", False), ("+loss", True)]
+)
 def test_the_best_weights_are_those_of_a_run_that_ends_there(
     build: Path, tmp_path: Path, asked: str, greater: bool
 ) -> None:
@@ -79,7 +81,7 @@ def test_the_best_weights_are_those_of_a_run_that_ends_there(
     out = tmp_path / "out"
     result = fxpipe(*run, "--eval-every", 4, "--save-best", asked, "--out", out, "--json")
     assert result.code == 0, result.err
-    metric = asked.removeprefix("-")
+    metric = asked.lstrip("+-")
     step, value = best_of(result.json["evaluations"], metric, greater)
     assert result.json["best"] == {"metric": metric, "step": step, "value": value, "kept": True}
     assert result.json["stopped"] is None
@@ -126,6 +128,22 @@ def test_patience_ends_a_run(build: Path, tmp_path: Path) -> None:
     assert found["evaluations"][-1]["step"] == found["steps"] == len(found["losses"])
     assert f"loss has not improved in 2 evaluations: the run ends after step {found['steps']}" in result.err
     assert [row["step"] for row in lines(tmp_path / "out") if "loss" in row] == list(range(1, found["steps"] + 1))
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.2])
+def test_patience_may_have_another_metric_and_a_least_improvement(build: Path, tmp_path: Path, delta: float) -> None:
+    run = ("run", build, "--local", "--eval-every", 2, "--patience", 2, "--patience-metric", "accuracy")
+    whole = fxpipe("run", build, "--local", "--eval-every", 2, "--out", tmp_path / "whole", "--json").json
+    best, since = -1.0, 0
+    for row in whole["evaluations"]:
+        better = row["metrics"]["accuracy"] - delta > best
+        best, since = (row["metrics"]["accuracy"], 0) if better else (best, since + 1)
+        if since == 2:
+            break
+    made = fxpipe(*run, "--min-delta", delta, "--save-best", "loss", "--out", tmp_path / "out", "--json")
+    assert f"accuracy has not improved in 2 evaluations: the run ends after step {made.json['steps']}" in made.err
+    assert row["step"] < made.json["steps"] <= row["step"] + 12
+    assert made.json["best"]["metric"] == "loss"
 
 
 @pytest.mark.parametrize("cut", [10, 30])
@@ -235,7 +253,10 @@ def test_mistakes_are_said_before_training(build: Path, plateau: Path, tmp_path:
         return " ".join(result.err.split())
 
     assert "--save-best needs --eval-every" in error(build, "--save-best", "loss")
-    assert "--patience needs --save-best" in error(build, "--eval-every", 4, "--patience", 2)
+    assert "--patience needs the metric" in error(build, "--eval-every", 4, "--patience", 2)
+    assert "--patience needs --eval-every" in error(build, "--patience", 2, "--patience-metric", "loss")
+    assert "--min-delta needs --patience" in error(build, "--eval-every", 4, "--min-delta", 0.1)
+    assert "--patience-metric needs --patience" in error(build, "--eval-every", 4, "--patience-metric", "loss")
     said = error(build, "--eval-every", 4, "--save-best", "acuracy")
     assert "gives no 'acuracy', did you mean 'accuracy'?" in said
     assert "evaluates only at the end" in error(plateau, "--local")

@@ -150,18 +150,12 @@ class Goal:
 
     @staticmethod
     def of(options: RunOptions, plan: Plan) -> Goal | None:
-        """What the options ask for; None if they ask for none.
-
-        `accuracy` is better where it is greater, `-cost` where it is smaller, and so is what is named like a loss.
+        """What `save_best` asks for; None if it asks for nothing.
 
         Raises:
-            RunError: what they ask for cannot be done.
+            RunError: what the options ask for cannot be done.
         """
         if options.save_best is None:
-            if options.patience is not None:
-                raise RunError(
-                    "--patience needs --save-best: the metric that has to improve", hint="--save-best loss, say"
-                )
             return None
         if options.eval_every is None:
             raise RunError(
@@ -170,21 +164,53 @@ class Goal:
             )
         if options.out is None:
             raise RunError("--save-best needs an output folder", hint="give out=FOLDER, where best.safetensors will be")
-        metric = options.save_best.removeprefix("-")
+        return Goal._named(options.save_best, "--save-best", plan)
+
+    @staticmethod
+    def to_go_on(options: RunOptions, plan: Plan) -> Goal | None:
+        """What has to improve where there is `patience`; None where there is none.
+
+        Raises:
+            RunError: what the options ask for cannot be done.
+        """
+        if options.patience is None:
+            if options.patience_metric is not None or options.min_delta:
+                alone = "--min-delta" if options.patience_metric is None else "--patience-metric"
+                raise RunError(f"{alone} needs --patience", hint="--patience N")
+            return None
+        if options.patience_metric is None and options.save_best is None:
+            raise RunError(
+                "--patience needs the metric that has to improve",
+                hint="--patience-metric loss, or --save-best loss to keep the best weights, too",
+            )
+        if options.eval_every is None:
+            raise RunError("--patience needs --eval-every", hint="--eval-every N, or epoch")
+        if options.patience_metric is None:
+            return Goal.of(options, plan)
+        return Goal._named(options.patience_metric, "--patience-metric", plan)
+
+    @staticmethod
+    def _named(text: str, option: str, plan: Plan) -> Goal:
+        """`accuracy` and `+cost` are better where they are greater, `-cost` and what is named as a loss where smaller.
+
+        Raises:
+            RunError: the build has no such metric.
+        """
+        metric = text[1:] if text[:1] in ("+", "-") else text
         known = metrics_of(plan)
         if metric not in known:
             raise RunError(
-                f"--save-best: metrics(model, batch) gives no {metric!r}{near(metric, known)}",
-                hint=f"one of {', '.join(known)}; with - before it, smaller is better",
+                f"{option}: metrics(model, batch) gives no {metric!r}{near(metric, known)}",
+                hint=f"one of {', '.join(known)}; with - before it, smaller is better, with + greater",
             )
-        smaller = options.save_best.startswith("-") or metric.lower().endswith(SMALLER)
+        smaller = text[0] == "-" or (text[0] != "+" and metric.lower().endswith(SMALLER))
         return Goal(metric, not smaller)
 
-    def better(self, value: float, than: float | None) -> bool:
-        """Whether a value is the best so far; one that is not finite never is."""
+    def better(self, value: float, than: float | None, by: float = 0.0) -> bool:
+        """Whether a value is better by more than so much; one that is not finite never is."""
         if not math.isfinite(value):
             return False
-        return than is None or (value > than if self.greater else value < than)
+        return than is None or (value - by > than if self.greater else value + by < than)
 
     def __str__(self) -> str:
         return f"{self.metric} ({'greater' if self.greater else 'smaller'} is better)"

@@ -174,7 +174,9 @@ NOT_OWN = {
     "epochs": "the loop is yours: go through the data as often as you want",
     "eval_every": "call pipeline.evaluate(batches)",
     "save_best": "call pipeline.save(folder) after the best evaluation",
-    "patience": "leave the loop when evaluations have not improved for so long",
+    **dict.fromkeys(
+        ("patience", "patience_metric", "min_delta"), "leave the loop when evaluations have not improved for so long"
+    ),
     "tensorboard": "write what step() and evaluate() return",
     "progress": "print what step() returns",
     "keep_going": "the loop is yours: look at the losses",

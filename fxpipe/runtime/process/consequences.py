@@ -43,6 +43,7 @@ class Consequences:
 
     Attributes:
         goal: what `--save-best` asks for; None if it asks for nothing.
+        wanted: what has to improve by `--patience`; None without it.
         best: the step and the value of the best evaluation so far.
         weights: the file that has its weights, in the process of worker 0; None where they are not kept.
         end: after how many steps the run ends.
@@ -65,6 +66,7 @@ class Consequences:
         observers: Sequence[Observer],
     ) -> None:
         self.goal = Goal.of(options, plan)
+        self.wanted = Goal.to_go_on(options, plan)
         self.best: tuple[int, float] | None = None
         self.weights: BestWeights | None = None
         self.end = total
@@ -73,7 +75,8 @@ class Consequences:
         self._options, self._step, self._executors, self._speaks = options, step, executors, speaks
         self._lead = lead(recipe, several_shapes(plan, options))
         self._replayed: Mapping[str, Any] | None = None
-        self._since = 0  # evaluations since the best one
+        self._improved: float | None = None  # the value that a better one must exceed
+        self._since = 0  # evaluations since that one
         for executor in executors:
             _check_metric(executor.store.updater.metric, options, plan)
 
@@ -197,20 +200,30 @@ class Consequences:
             summary["best"] = {"metric": self.goal.metric, "step": step, "value": value, "kept": held == step}
 
     def _judge(self, version: int, metrics: Mapping[str, float]) -> bool:
+        self._wait(version, metrics)
         if self.goal is None:
             return False
         value = metrics.get(self.goal.metric, math.nan)
-        if self.goal.better(value, None if self.best is None else self.best[1]):
-            self.best, self._since = (version, value), 0
-            return True
+        better = self.goal.better(value, None if self.best is None else self.best[1])
+        if better:
+            self.best = (version, value)
+        return better
+
+    def _wait(self, version: int, metrics: Mapping[str, float]) -> None:
+        """End the run when there has been no improvement for too long."""
+        if self.wanted is None:
+            return
+        value = metrics.get(self.wanted.metric, math.nan)
+        if self.wanted.better(value, self._improved, self._options.min_delta):
+            self._improved, self._since = value, 0
+            return
         every_steps = self._options.eval_every
         assert isinstance(every_steps, int)
         self._since += version % every_steps == 0  # else it was the last of a shorter run, which a longer one lacks
         patience = self._options.patience
         if patience is not None and self._since >= patience and self.stopped is None:
-            reason = f"{self.goal.metric} has not improved in {patience} evaluations"
+            reason = f"{self.wanted.metric} has not improved in {patience} evaluations"
             self.shorten(self.earliest(version), PATIENCE, reason)
-        return False
 
     def _tell_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:
         for executor in self._executors:
