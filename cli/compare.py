@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout
 from fxpipe.inspection.formats import known, text
 from fxpipe.inspection.run_comparison import SMOOTH, compare
 from fxpipe.inspection.table import COUNT, TEXT, WRITTEN, Column, Kind, ShownTable
+from fxpipe.observe.rates import RATES
 from fxpipe.observe.trace import OF_TRAINING
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ def _speed(found: Json) -> ShownTable:
     percent = known(lambda share: f"{100 * share:.0f} %")
     speed, loss = found["speed"], found["loss"]
     rows = [
-        ("samples/s", speed["samples_per_second"], known(lambda rate: f"{rate:.1f}")),
+        *((noun, speed[name], known(partial(_formed, form))) for name, (noun, form) in RATES.items()),
         ("median step", speed["step_ms"], known(lambda ms: f"{ms:.3g} ms")),
         ("of the forecast", speed["efficiency"], percent),
         ("bubble", speed["bubble"], percent),
@@ -111,6 +113,10 @@ def _speed(found: Json) -> ShownTable:
     ]
     cells = [(name, *map(write, pair), _change(pair)) for name, pair, write in rows if pair != [None, None]]
     return ShownTable([Column("", itemgetter(0), TEXT), *_runs(), Column("2 to 1", itemgetter(3), WRITTEN)], cells)
+
+
+def _formed(form: str, value: float) -> str:
+    return format(value, form)
 
 
 def _workers(found: Json) -> ShownTable:

@@ -233,7 +233,7 @@ def _print(
     from fxpipe.inspection.tables import workers
     from fxpipe.inspection.workers import again_text, worker_rows
     from fxpipe.lowering.own_rounding import rounding_text
-    from fxpipe.observe.record import samples_of
+    from fxpipe.observe.rates import samples_of
     from fxpipe.schedule import of_plan
     from fxpipe.simulator.forecast import late_instead
 
@@ -357,7 +357,7 @@ def _as_json(
     from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_facts
     from fxpipe.inspection.codecs import codec_facts
     from fxpipe.inspection.evaluation import evaluation_facts
-    from fxpipe.observe.record import samples_of
+    from fxpipe.observe.rates import samples_of
 
     samples = samples_of(plan)
     result: dict[str, Any] = {

@@ -40,7 +40,7 @@ class _Flags(RunOptions):
     *("steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience", "patience_metric", "min_delta"),
     *("local", "schedule", "policy"),
     *("clip_norm", "ema", "loss_scale", "loss_scale_interval", "checkpoint_every", "keep", "resume", "log_staleness"),
-    *("trace", "tensorboard", "backend", "weights", "seed", "out", "new_shapes", "model_file", "keep_going", "offload"),
+    *("trace", "log", "peak", "backend", "weights", "seed", "out", "new_shapes", "model_file", "keep_going", "offload"),
     *("threads", "throttle"),
     rest=True,
 )
@@ -258,12 +258,13 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
 def _print(summary: dict[str, Any]) -> None:
     from fxpipe.inspection import tables
     from fxpipe.observe.progress import held_out
+    from fxpipe.observe.rates import rates_text
     from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_WEIGHTS
 
     losses = summary["losses"]
     tail = losses[-min(max(len(losses) // 4, 1), 20) :]
     echo(
-        f"{summary['steps']} steps in {summary['seconds']:.1f} s · {summary['samples_per_second']:.1f} samples/s · "
+        f"{summary['steps']} steps in {summary['seconds']:.1f} s · {rates_text(summary).replace('  ', ' · ')} · "
         f"loss {losses[0]:.4f} → {sum(tail) / len(tail):.4f} (mean of the last {len(tail)})"
     )
     print_columns(tables.paces(summary["workers"]), stdout_console())

@@ -117,5 +117,5 @@ def test_all_shapes_have_the_same_metrics() -> None:
 
 def test_the_progress_line_has_metrics() -> None:
     stream = io.StringIO()
-    LineProgress(stream, pause=0.0)(1, 2, 0.5, 100.0, {"accuracy": 0.25})
+    LineProgress(stream, pause=0.0)(1, 2, 0.5, {"samples_per_second": 100.0}, {"accuracy": 0.25})
     assert "loss 0.5000  accuracy 0.2500  100.0 samples/s" in stream.getvalue()

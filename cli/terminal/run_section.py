@@ -15,11 +15,12 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
     from rich.text import Text
 
     from fxpipe.observe.progress import held_out
+    from fxpipe.observe.rates import rates_text
 
     run = facts["run"]
     print_text(console, " · ".join([f"run {run['folder']}", *_settings(run)]))
     if run.get("samples_per_second") is not None:
-        parts = [f"{run['samples_per_second']:.1f} samples/s"]
+        parts = rates_text(run).split("  ")
         if run.get("efficiency") is not None:
             parts.append(f"{100 * run['efficiency']:.0f} % of the forecast")
         if run.get("bubble") is not None:

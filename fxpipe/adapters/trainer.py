@@ -37,7 +37,7 @@ REFUSED = {
 UNHEARD = {
     "torch_compile": "fxpipe compile --backend inductor",
     "logging_steps": "every step is a line of OUT/metrics.jsonl",
-    "report_to": "fxpipe run --tensorboard DIR",
+    "report_to": "fxpipe run --log tensorboard, wandb or mlflow",
     "eval_delay": "evaluations begin with the first interval",
     "eval_on_start": "evaluations begin with the first interval",
     "full_determinism": "a run gives the same bits again anyway",

@@ -181,7 +181,7 @@ class Build:
             train_data: gives an epoch's batches; called on worker 0 alone.
             hooks, changes: the hooks and options of `local`. And eval_data, whose metrics are computed in the end,
                 too; on_step, on_eval, on_epoch; steps, epochs, eval_every, save_best, patience, out, trace,
-                tensorboard, threads: see `fxpipe.runtime.options.RunOptions`.
+                log, peak, threads: see `fxpipe.runtime.options.RunOptions`.
 
         Returns:
             The summary of the run on rank 0, None elsewhere.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,39 +26,51 @@ def analytic_seconds(node: fx.Node, device: Device) -> float:
     inputs = [size_of(value(n)) for n in node.all_input_nodes]
     if node.target in _SPARSE and inputs:
         inputs[0] = min(inputs[0], written)
-    return device.seconds(_flops(node), written + sum(inputs), _dtype(node))
+    return device.seconds(flops_of(node), written + sum(inputs), dtype_of(node))
 
 
-def _dtype(node: fx.Node) -> str:
+def dtype_of(node: fx.Node) -> str:
     """The dtype in which a node multiplies: its first floating-point input's."""
     tensors = [value(n) for n in node.all_input_nodes]
     found = next((t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()), torch.float32)
     return str(found).removeprefix("torch.")
 
 
-def _attention_flops(query: Any, key: Any, values: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+def _attention_flops(query: Any, key: Any, values: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query.shape, key.shape, values.shape))
 
 
-def _attention_backward_flops(
-    gradient: Any, query: Any, key: Any, values: Any, *_: Any, out_val: Any = None, **__: Any
-) -> int:
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, values: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, values.shape))
 
 
+def _grouped_flops(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:
+    """Of rows times the matrix of their group; of two matrices, the groups share out what is summed over."""
+    written = int(left.shape[0] * right.shape[1]) if left.dim() == right.dim() == 2 else out_val.numel()
+    return 2 * int(left.shape[-1]) * written
+
+
+def _vector_flops(matrix: Any, vector: Any, **_: Any) -> int:
+    return 2 * int(matrix.numel())
+
+
 # What torch's own registry lacks. By the operator's name with its packet: a torch without one has no formula for it.
-_FLOPS: dict[str, Callable[..., int]] = {
+FLOPS: dict[str, Callable[..., int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
+    "aten._grouped_mm": _grouped_flops,
+    "aten.mv": _vector_flops,
 }
 
 
-def _flops(node: fx.Node) -> float:
+def flops_of(node: fx.Node, own: Mapping[str, Callable[..., int]] = FLOPS) -> float:
+    """The FLOPs of a node that multiplies matrices; 0 of all others.
+
+    Args:
+        own: formulas that go before torch's.
+    """
     packet = getattr(node.target, "overloadpacket", None)
-    own = _FLOPS.get(str(packet))
-    arguments = fx.map_arg(node.args, value)
-    keywords = fx.map_arg(node.kwargs, value)
-    if own is not None:
-        return float(own(*arguments, **keywords))
-    formula = flop_registry.get(packet)
-    return 0.0 if formula is None else float(formula(*arguments, **keywords, out_val=value(node)))
+    formula = own.get(str(packet)) or flop_registry.get(packet)
+    if formula is None:
+        return 0.0
+    return float(formula(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value), out_val=value(node)))

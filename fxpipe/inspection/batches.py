@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from fxpipe.observe.record import samples_of
+from fxpipe.observe.rates import samples_of
 from fxpipe.plan.spec import LeafSpec, Plan
 from fxpipe.task.batch import said
 

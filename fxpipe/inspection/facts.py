@@ -22,7 +22,7 @@ from fxpipe.inspection.modules import ModuleTree, node_table, unit_rows
 from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.timeline import outlook
 from fxpipe.inspection.workers import worker_rows
-from fxpipe.observe.record import samples_of
+from fxpipe.observe.rates import samples_of
 from fxpipe.passes.analysis.summary import Traffic
 from fxpipe.planner.candidates import PINNED
 from fxpipe.policy import POLICIES

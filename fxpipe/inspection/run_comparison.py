@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from fxpipe.observe.rates import RATES
 from fxpipe.runtime.options import SHOWN
 
 Json = dict[str, Any]
@@ -31,8 +32,8 @@ def compare(first: Json, second: Json) -> Json:
     item per run.
 
     settings     those that differ: {name: [·, ·]}
-    speed        {samples_per_second, efficiency, bubble, step_ms, seconds}: pairs; step_ms is a median,
-                 bubble is what workers wait, feed data or pause
+    speed        {the rates (`fxpipe/observe/rates.py`), efficiency, bubble, step_ms, seconds}: pairs; step_ms is a
+                 median, bubble is what workers wait, feed data or pause
     loss         {raw, smoothed: of the last steps; same_time: {seconds, smoothed}}: pairs, None if the loss is not
                  finite; same_time is None if a run has no steps
     evaluation   {metric: [·, ·]}
@@ -44,7 +45,7 @@ def compare(first: Json, second: Json) -> Json:
     """
     runs = [first, second]
     speed: dict[str, Pair] = {
-        "samples_per_second": [_throughput(run) for run in runs],
+        **{name: [_throughput(run, name) for run in runs] for name in RATES},
         **{name: [run.get(name) for run in runs] for name in ("efficiency", "bubble")},
         "step_ms": [_step_ms(run) for run in runs],
         "seconds": [_seconds(run) for run in runs],
@@ -66,11 +67,11 @@ def compare(first: Json, second: Json) -> Json:
     return found | {"verdict": _verdict(runs, found)}
 
 
-def _throughput(run: Json) -> float | None:
+def _throughput(run: Json, name: str) -> float | None:
     """From the summary, else from the steps that exist."""
-    if run.get("samples_per_second") is not None:
-        return float(run["samples_per_second"])
-    rates = [rate for rate in run["metrics"]["samples_per_second"] if rate]
+    if run.get(name) is not None:
+        return float(run[name])
+    rates = [rate for rate in run["metrics"].get(name) or () if rate]
     return len(rates) / sum(1 / rate for rate in rates) if rates else None
 
 

@@ -26,6 +26,7 @@ from fxpipe.inspection.table import (
     Column,
     ShownTable,
 )
+from fxpipe.observe.rates import RATES
 
 Json = dict[str, Any]
 
@@ -254,7 +255,7 @@ def steps(metrics: Json, named: Json) -> ShownTable:
     Args:
         named: metrics of the model file's own.
     """
-    names = ("loss", "lr", "grad_norm", "loss_scale", "seconds", "samples_per_second")
+    names = ("loss", "lr", "grad_norm", "loss_scale", "seconds", *RATES)
     known = {n.replace("_", " "): metrics[n] for n in names if any(v is not None for v in metrics.get(n, ()))} | named
     columns = [Column("step", itemgetter(0), COUNT)]
     columns += [Column(name, itemgetter(i)) for i, name in enumerate(known, start=1)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.observe.record import samples_of
+from fxpipe.observe.rates import samples_of
 from fxpipe.policy.recipe import Recipe
 from fxpipe.schedule.action import Action
 from fxpipe.simulator.forecast import expect

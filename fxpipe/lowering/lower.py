@@ -11,6 +11,7 @@ from torch import nn
 
 from fxpipe.build.build import Build
 from fxpipe.costs.codecs import codec_times
+from fxpipe.costs.step_work import step_work
 from fxpipe.errors import BackendError, BatchError, CutError, FxpipeError, ScheduleError, listed
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines, run_passes
@@ -201,6 +202,7 @@ def lower(
         options.splits_backward, whole_loss or options.whole_loss(), bool(program.metrics()), program.scales_loss
     )
     program = run_passes(program, front, training)
+    work = step_work(program)
     costs = step_costs(program, options) if chosen is None else chosen.costs
     program = run_passes(program, [costs.of_nodes], training, first=len(front) + 1)
     setting = options.setting(program.device, costs.optimizer)
@@ -208,7 +210,7 @@ def lower(
     known = {} if chosen is None else chosen.known
     emitter = Emitter(program, costs, options, setting, times, len(front) + 2, known, reduce)
     program, build = emit_encoded(emitter, options.encoding, training, lines)
-    build = _with_optimizer(build, options)
+    build = _with_optimizer(replace(build, plan=replace(build.plan, **work)), options)
     if chosen is not None:
         build = replace(build, costs=replace(build.costs, schedules=chosen.rows))
     if program.totals is not None:

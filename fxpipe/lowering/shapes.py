@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.build.build import Build
+from fxpipe.costs.step_work import step_work
 from fxpipe.errors import BatchError, CutError
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import PassLines, run_passes
@@ -86,6 +87,7 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     asked = whole_loss, bool(captured.program.metrics()), captured.program.scales_loss
     front = front_passes(options.splits_backward, *asked)
     program = run_passes(captured.program, [*front, Cost(device=CPU)], [lines], dumped_as=f"shape_{number}_")
+    work = step_work(program)
     program = name_constants(program, f"shape.{number}", build.tensors)
     cuts, again = cuts_like(plan, program), again_like(plan, program)
     recompute = Recompute(known=again) if any(again) else None
@@ -115,6 +117,7 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
         differs_from_whole=made.differs_from_whole,
         whole_numbers=made.whole_numbers,
         totals=alone.plan.totals,
+        **work,
     )
     buffers = with_readers(alone.plan.buffers, made.buffers)
     values = {row.names[0]: part.values[row.node] for part in (program, program.totals) if part for row in part.buffers}

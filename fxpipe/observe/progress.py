@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from fxpipe.messages import plain
 from fxpipe.observe.live import Board, Looker, WorkerState
 from fxpipe.observe.pulse import PERIOD
+from fxpipe.observe.rates import rates_text
 from fxpipe.task.metrics import NO_METRICS
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ class Progress(Protocol):
         """Training begins; `board` tells what the workers are doing."""
 
     def __call__(
-        self, step: int, total: int, loss: float, samples_per_second: float, metrics: Mapping[str, float]
+        self, step: int, total: int, loss: float, rates: Mapping[str, float], metrics: Mapping[str, float]
     ) -> None: ...
 
     def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
@@ -44,7 +46,7 @@ class BarProgress:
     """A line with a bar, the loss, samples/s and the time left; below it, a line for every worker."""
 
     def __init__(self) -> None:
-        self._rate = _Smoothed()
+        self._rates = _SmoothedRates()
         self._states = _States()
         self._bar = _bar(self._states)
         self._task = self._bar.add_task("", total=None, text="starting")
@@ -54,10 +56,10 @@ class BarProgress:
         self._states.looker = Looker(board)
 
     def __call__(
-        self, step: int, total: int, loss: float, samples_per_second: float, metrics: Mapping[str, float] = NO_METRICS
+        self, step: int, total: int, loss: float, rates: Mapping[str, float], metrics: Mapping[str, float] = NO_METRICS
     ) -> None:
-        rate = self._rate(samples_per_second)
-        self._bar.update(self._task, completed=step, total=total, text=_text(loss, rate, metrics))
+        rates = self._rates(rates)
+        self._bar.update(self._task, completed=step, total=total, text=_text(loss, rates, metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
         self._bar.console.print(_evaluated(step, metrics, remark), highlight=False, markup=False)
@@ -74,7 +76,7 @@ class LineProgress:
         self._stream = stream or sys.stderr
         self._pause = pause
         self._last = 0.0
-        self._rate = _Smoothed()
+        self._rates = _SmoothedRates()
         self._steps = _Smoothed()
         self._before: float | None = None
         self._states = _States()
@@ -84,9 +86,9 @@ class LineProgress:
         self._before = perf_counter()
 
     def __call__(
-        self, step: int, total: int, loss: float, samples_per_second: float, metrics: Mapping[str, float] = NO_METRICS
+        self, step: int, total: int, loss: float, rates: Mapping[str, float], metrics: Mapping[str, float] = NO_METRICS
     ) -> None:
-        rate = self._rate(samples_per_second)
+        rates = self._rates(rates)
         now = perf_counter()
         steps = None if self._before is None else self._steps(1 / max(now - self._before, 1e-9))
         self._before = now
@@ -94,7 +96,7 @@ class LineProgress:
             return
         self._last = now
         left = "" if steps is None or step >= total else f"  {_clock((total - step) / steps)} left"
-        self._stream.write(f"step {step}/{total}  {_text(loss, rate, metrics)}{left}{self._busy()}\n")
+        self._stream.write(f"step {step}/{total}  {_text(loss, rates, metrics)}{left}{self._busy()}\n")
         self._stream.flush()
 
     def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
@@ -170,9 +172,10 @@ def _table(states: Sequence[WorkerState], noun: str) -> Any:
     return table
 
 
-def _text(loss: float, rate: float, metrics: Mapping[str, float]) -> str:
+def _text(loss: float, rates: Mapping[str, float], metrics: Mapping[str, float]) -> str:
     values = [f"loss {loss:.4f}", *(f"{plain(name)} {value:.4f}" for name, value in metrics.items())]
-    return f"{'  '.join(values)}  {rate:.1f} samples/s"
+    brief = {name: rate for name, rate in rates.items() if name != "tflops_per_device" or "mfu" not in rates}
+    return f"{'  '.join(values)}  {rates_text(brief)}"
 
 
 def held_out(metrics: Mapping[str, float | None]) -> str:
@@ -202,3 +205,13 @@ class _Smoothed:
         self._seconds = 0.95 * self._seconds + 0.05 / max(rate, 1e-9)
         self._weight = 0.95 * self._weight + 0.05
         return self._weight / self._seconds
+
+
+class _SmoothedRates:
+    """Rates, each smoothed, by name."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, _Smoothed] = defaultdict(_Smoothed)
+
+    def __call__(self, rates: Mapping[str, float]) -> dict[str, float]:
+        return {name: self._of[name](rate) for name, rate in rates.items()}

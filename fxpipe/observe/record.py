@@ -1,11 +1,11 @@
-"""What a run shows and writes while it trains: `metrics.jsonl`, the display, TensorBoard."""
+"""What a run shows and writes while it trains: `metrics.jsonl`, the display, loggers."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +17,17 @@ from fxpipe.files import remove_abandoned
 from fxpipe.messages import warn
 from fxpipe.observe.line_file import LineFile
 from fxpipe.observe.live import Board, Looker
+from fxpipe.observe.logger import Logger, Loggers
 from fxpipe.observe.progress import Progress
+from fxpipe.observe.rates import NO_WORK, Work
 from fxpipe.observe.run_folder import METRICS, RUN
-from fxpipe.observe.tensorboard import TensorboardLog
-from fxpipe.plan.spec import Plan
 
 FINAL_WEIGHTS = "model.safetensors"
 AVERAGED_WEIGHTS = "ema.safetensors"
 BEST_WEIGHTS = "best.safetensors"
 BEST_NOTE = "best.json"
 LOOK = 5.0
-"""Seconds between two records of the workers in TensorBoard's file."""
+"""Seconds between two times that loggers get what the workers are doing."""
 
 STEADY = 4
 """The fewest steps that can have a steady state."""
@@ -88,8 +88,9 @@ class Record:
     """Collects a run's steps on worker 0.
 
     A line of `metrics.jsonl` is `{"step", "loss", "metrics", "epoch", "lr", "grad_norm", "loss_scale", "skipped",
-    "seconds", "samples_per_second"}`: steps and epochs count from 1, `seconds` is the time since training began and
-    `samples_per_second` that of this step alone, both without evaluations; `loss`, `grad_norm` and each of `metrics`
+    "seconds", "samples_per_second", "tokens_per_second", "tflops_per_device", "mfu"}`: steps and epochs count from 1,
+    `seconds` is the time since training began and the rates (`fxpipe/observe/rates.py`; those that are known) are those
+    of this step alone, all without evaluations; `loss`, `grad_norm` and each of `metrics`
     are null if they are not finite. `metrics` (`{name: value}`) is there only if the loss comes with some, `epoch`
     only if it is known how many steps one has, `lr` (of worker 0's optimizer, used in this step) only if it has one,
     `grad_norm` (of all workers' gradients, before clipping) only with clipping, `loss_scale` only if the loss was
@@ -103,14 +104,16 @@ class Record:
 
     Args:
         samples: in a minibatch.
+        loggers: get the same numbers: `train/loss`, `train/lr`, `train/grad_norm`, the rates and `train/NAME` for each
+            metric that the loss came with; one for each value of each worker, like `busy/worker_0`; and `eval/NAME`.
         workers, before: the pipeline has so many workers, and begins to fill after so many steps (see
             `steady_samples_per_second`).
         continue_after: the run goes on after this step of an interrupted one, whose lines up to it are kept, and whose
-            later ones are dropped, in TensorBoard's files too. The evaluation after this step may be made again: it is
+            later ones are dropped. The evaluation after this step may be made again: it is
             not written again. None begins anew.
         earlier: the output folder of the interrupted run, if it may be another one: its lines are taken over.
         steps_per_epoch: where it is known.
-        samples_of: tells how many samples a minibatch has, where they differ.
+        work_of: tells what a minibatch is, where more is known than its samples, or they differ.
 
     Attributes:
         steps_per_epoch: how many steps an epoch has, where that is known.
@@ -130,17 +133,17 @@ class Record:
         samples: int,
         total: int,
         progress: Progress | None = None,
-        tensorboard: str | None = None,
+        loggers: Sequence[Logger] = (),
         *,
         workers: int = 1,
         continue_after: int | None = None,
         earlier: Path | None = None,
         steps_per_epoch: int | None = None,
-        samples_of: Callable[[int], int] | None = None,
+        work_of: Callable[[int], Work] | None = None,
     ) -> None:
         self.out = None if out is None else Path(out)
         self.samples = samples
-        self._samples_of = samples_of or (lambda minibatch: samples)
+        self._work_of = work_of or (lambda minibatch: Work(samples))
         self.steps_per_epoch = steps_per_epoch
         self.total = total
         self.losses = array("d")
@@ -151,7 +154,7 @@ class Record:
         self._first = continue_after or 0
         self._earlier = 0.0  # seconds of training before this run went on
         self._evaluating = 0.0  # of the evaluations' seconds, those since the last step
-        self._samples = 0
+        self._work = NO_WORK
         self._steady = _Steady(self._first, self._first + workers, workers)
         self._progress = progress
         self._looker: Looker | None = None
@@ -174,7 +177,7 @@ class Record:
                 ) from error
             if continue_after and len(self.losses) < continue_after:
                 warn(f"{self._file.path} has no lines of some of the {continue_after} steps that were made before")
-        self._tensorboard = None if tensorboard is None else TensorboardLog(tensorboard, continue_after)
+        self._loggers = Loggers(loggers)
         self._begin = self._last = perf_counter()
 
     def begin(self, board: Board) -> None:
@@ -187,29 +190,32 @@ class Record:
     def step(self, step: RecordedStep) -> None:
         """A minibatch is finished."""
         now, minibatch = perf_counter(), step.minibatch
-        samples = self._samples_of(minibatch)
-        rate = samples / max(now - self._last - self._evaluating, 1e-9)
-        self._steady.add(minibatch, samples, now - self._last)
+        work = self._work_of(minibatch)
+        rates = work.rates(now - self._last - self._evaluating)
+        self._steady.add(minibatch, work.samples, now - self._last)
         self._last = now
         self.evaluation_seconds += self._evaluating
         self._evaluating = 0.0
-        self._samples += samples
+        self._work += work
         self.own_steps += 1
         self.losses.append(step.loss)
         self.metrics = dict(step.metrics)
         seconds = self._earlier + self.seconds
         if self._file is not None:
             epoch = None if self.steps_per_epoch is None else minibatch // self.steps_per_epoch + 1
-            times = {"seconds": round(seconds, 6), "samples_per_second": round(rate, 3)}
+            times = {"seconds": round(seconds, 6), **{name: float(f"{rate:.6g}") for name, rate in rates.items()}}
             self._file.write(step.line(epoch) | times)
-        if self._tensorboard is not None:
-            self._tensorboard.step(minibatch + 1, step.loss, step.lr, step.norm, rate, seconds, step.shown)
+        if self._loggers:
+            values = {"loss": step.loss, "lr": step.lr, "grad_norm": step.norm, **rates, **step.shown}
+            self._loggers.log(minibatch + 1, seconds, {f"train/{n}": v for n, v in values.items() if v is not None})
             if self._looker is not None and now - self._looked >= LOOK:
                 self._looked = now
-                found = [{"busy": state.busy, "waiting": state.waiting} for state in self._looker.look()]
-                self._tensorboard.workers(minibatch + 1, found)
+                states = enumerate(self._looker.look())
+                found = {k: {"busy": state.busy, "waiting": state.waiting} for k, state in states}
+                shares = {f"{name}/worker_{k}": share for k, row in found.items() for name, share in row.items()}
+                self._loggers.log(minibatch + 1, seconds, shares)
         if self._progress is not None:
-            self._show(lambda progress: progress(minibatch + 1, self.total, step.loss, rate, step.shown))
+            self._show(lambda progress: progress(minibatch + 1, self.total, step.loss, rates, step.shown))
 
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float, best: bool = False) -> None:
         """The state after `step` steps was evaluated, and is the best so far or not; worker 0 took `seconds`."""
@@ -220,8 +226,8 @@ class Record:
         self._steady.disturbed.add(step)
         if self._file is not None:
             self._file.write({"step": step, "eval": metrics} | ({"best": True} if best else {}))
-        if self._tensorboard is not None:
-            self._tensorboard.evaluated(step, metrics)
+        values = {f"eval/{name}": value for name, value in metrics.items()}
+        self._loggers.log(step, self._earlier + self.seconds, values)
         if self._progress is not None:
             self._show(lambda progress: progress.evaluated(step, metrics, *(["the best so far"] if best else [])))
 
@@ -250,9 +256,9 @@ class Record:
         """End the display and all files."""
         if self._progress is not None:
             self._show(lambda progress: progress.close())
-        for file in (self._file, self._tensorboard):
-            if file is not None:
-                file.close()
+        if self._file is not None:
+            self._file.close()
+        self._loggers.close()
 
     @property
     def steps(self) -> int:
@@ -262,8 +268,7 @@ class Record:
     @property
     def problems(self) -> list[dict[str, Any]]:
         """What could not be written at first, or never: `{"file", "late", "lost"}` each, numbers of lines."""
-        files = (self._file, self._tensorboard)
-        return [problem for file in files if file is not None for problem in file.problems]
+        return [*([] if self._file is None else self._file.problems), *self._loggers.problems]
 
     @property
     def seconds(self) -> float:
@@ -271,9 +276,9 @@ class Record:
         return self._last - self._begin - self.evaluation_seconds
 
     @property
-    def samples_per_second(self) -> float:
+    def rates(self) -> dict[str, float]:
         """Of the whole run, or since it went on, including the filling and emptying of the pipeline."""
-        return self._samples / max(self.seconds, 1e-9)
+        return self._work.rates(self.seconds)
 
     @property
     def steady_samples_per_second(self) -> float | None:
@@ -336,26 +341,3 @@ class _Steady:
     @property
     def rate(self) -> float | None:
         return None if self._count < STEADY else self._samples / max(self._seconds, 1e-9)
-
-
-def samples_of(plan: Plan) -> int:
-    """Samples in a minibatch: those of the first tensor that is cut, times the microbatches."""
-    sizes = [leaf.tensor.shape[leaf.dim] for leaf in plan.given if leaf.tensor is not None and leaf.dim is not None]
-    return (sizes[0] if sizes else 1) * plan.microbatches
-
-
-def samples_by_shape(plan: Callable[[], Plan], shape_of: Callable[[int], int]) -> Callable[[int], int]:
-    """How many samples a minibatch has, by the shape of its batch.
-
-    Args:
-        plan: gives the plan with all shapes that there are by now.
-    """
-    known: list[int] = []
-
-    def samples(minibatch: int) -> int:
-        shape = shape_of(minibatch)
-        if shape >= len(known):
-            known[:] = [samples_of(of_shape) for of_shape in plan().of_shapes]
-        return known[shape]
-
-    return samples

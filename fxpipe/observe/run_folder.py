@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from fxpipe.errors import RunError
+from fxpipe.observe.rates import RATES
 from fxpipe.observe.trace.nesting import flatten
 from fxpipe.observe.trace.reader import read_trace
 from fxpipe.typed_json import Malformed, convert, finite, parse
@@ -19,7 +20,7 @@ FORMAT = 1
 SPANS = 6000
 """The measured timeline is cut to its first minibatches, so that it has at most this many spans."""
 
-_METRICS = ("step", "loss", "lr", "grad_norm", "loss_scale", "seconds", "samples_per_second")
+_METRICS = ("step", "loss", "lr", "grad_norm", "loss_scale", "seconds", *RATES)
 
 
 _WaitJson = TypedDict("_WaitJson", {"what": str, "from": int | None, "seconds": float | None}, total=False)
@@ -81,6 +82,10 @@ class _Run(TypedDict, total=False):
     microbatches: int
     seconds: float
     samples_per_second: float
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float
+    peak: float
     bubble: float
     efficiency: float
     threads: int
@@ -94,8 +99,8 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
 
         folder      as it was given
         problems    what is missing or wrong, a sentence each
-        metrics     columns of one length: step, loss, lr, grad_norm, loss_scale, seconds, samples_per_second; null
-                    where absent
+        metrics     columns of one length: step, loss, lr, grad_norm, loss_scale, seconds and the rates
+                    (`fxpipe/observe/rates.py`); null where absent
         step_metrics  the same for each metric that the losses came with, by its name
         evaluations {step, metrics: {name: number or null}} each: of run.json, or of metrics.jsonl as far as that goes
         timeline    {seconds, minibatches, of, spans: [[worker, kind, minibatch, microbatch, start, end]]} or null:

@@ -1,4 +1,4 @@
-"""`fxpipe run --tensorboard DIR`: a run as TensorBoard's event files, written while it trains."""
+"""`fxpipe run --log tensorboard=DIR`: a run as TensorBoard's event files, written while it trains."""
 
 from __future__ import annotations
 
@@ -7,107 +7,73 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fxpipe.errors import RunError
 from fxpipe.files import check_creatable
 from fxpipe.observe.appended_file import AppendedFile
-from fxpipe.task.metrics import NO_METRICS
+from fxpipe.observe.logger import LoggedRun, Logger
 
-_INSTALL = "pip install tensorboard"
 _number = itertools.count()
 
 
-def check_tensorboard(folder: str | Path) -> None:
-    """Refuse, before any work is done, if event files cannot be written.
+class TensorboardLog(Logger):
+    """Writes one run into a folder, by default OUT/tensorboard, next to existing event files.
 
-    Raises:
-        RunError: the package tensorboard is not installed.
-        BuildError: the folder cannot be created or written.
-    """
-    if find_spec("tensorboard") is None:
-        raise RunError("--tensorboard needs the package tensorboard, which is not installed", hint=_INSTALL)
-    check_creatable(Path(folder).resolve(), Path(folder), "--tensorboard")
-
-
-class TensorboardLog:
-    """Writes one run into `folder`, next to existing event files.
-
-    Scalars, by step: `train/loss`, `train/lr`, `train/grad_norm`, `train/samples_per_second`, `train/NAME` for each
-    metric that the loss came with, and one for each value of each worker, like `busy/worker_0`; `eval/NAME` for
-    evaluations. TensorBoard's relative time counts from when this object was made. An event that cannot be written ends
-    no run (see `AppendedFile`).
-
-    Args:
-        continue_after: what earlier files of this folder have after this step is forgotten when they are read.
+    TensorBoard's relative time counts from when this object was made. Of an earlier run that this one continues, it
+    forgets what came later. An event that cannot be written ends no run (see `AppendedFile`).
 
     Raises:
         RunError: the package cannot be imported, or the folder cannot be written.
     """
 
-    def __init__(self, folder: str | Path, continue_after: int | None = None) -> None:
-        check_tensorboard(folder)
+    name: ClassVar[str] = "tensorboard"
+    package: ClassVar[str] = "tensorboard"
+
+    def __init__(self, where: str | None, run: LoggedRun) -> None:
+        super().__init__(where, run)
+        self.check(where, None if run.out is None else str(run.out))
         try:
             from tensorboard.compat.proto.event_pb2 import SessionLog
             from tensorboard.summary.writer.record_writer import RecordWriter
             from torch.utils.tensorboard import summary
         except ImportError as error:
-            raise RunError(f"the package tensorboard cannot be imported: {error}", hint=_INSTALL) from error
+            hint = "pip install tensorboard"
+            raise RunError(f"the package tensorboard cannot be imported: {error}", hint=hint) from error
         self._began = time.time()
-        self._step, self._seconds = continue_after or 0, 0.0
+        self._step, self._seconds = run.continue_after or 0, 0.0
         self._summary: Any = summary
         self._buffer = BytesIO()
         self._records = RecordWriter(self._buffer)
         name = f"events.out.tfevents.{int(self._began):010}.{socket.gethostname()}.{os.getpid()}.{next(_number)}"
+        folder = _folder(where, run.out)
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self._file = AppendedFile(Path(folder) / name)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = AppendedFile(folder / name)
         except OSError as error:
-            hint = "choose another --tensorboard"
+            hint = "choose another folder: --log tensorboard=DIR"
             raise RunError(f"{folder} cannot be written: {error.strerror or error}", hint=hint) from error
         self._add(file_version="brain.Event:2")
-        if continue_after is not None:
+        if run.continue_after is not None:
             self._step += 1  # TensorBoard forgets what it has read from this step on
             self._add(session_log=SessionLog(status=SessionLog.START))
 
-    def step(
-        self,
-        step: int,
-        loss: float,
-        lr: float | None,
-        norm: float | None,
-        samples_per_second: float,
-        seconds: float,
-        metrics: Mapping[str, float] = NO_METRICS,
-    ) -> None:
-        """A step is finished, `seconds` after training began; None is left out."""
+    @classmethod
+    def check(cls, where: str | None, out: str | None) -> None:
+        """Refuse, too, a folder that cannot be created or written."""
+        super().check(where, out)
+        folder = _folder(where, out)
+        check_creatable(folder.resolve(), folder, "folder: --log tensorboard=DIR")
+
+    def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         self._step, self._seconds = step, seconds
-        values = {"loss": loss, "lr": lr, "grad_norm": norm, "samples_per_second": samples_per_second}
         for name, value in values.items():
-            if value is not None:
-                self._scalar(f"train/{name}", value)
-        for name, value in metrics.items():
-            self._scalar(f"train/{name}", value)
-
-    def workers(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """What the workers are doing, by rank: `{"busy": 0.9, "waiting": 0.08}`, shares of the time."""
-        self._step = step
-        for rank, row in enumerate(rows):
-            for name, value in row.items():
-                self._scalar(f"{name}/worker_{rank}", value)
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The state after `step` steps was evaluated."""
-        self._step = step
-        for name, value in metrics.items():
-            self._scalar(f"eval/{name}", value)
+            self._scalar(name, value)
 
     def close(self) -> None:
-        """End the file."""
         self._file.close()
 
     @property
@@ -127,3 +93,7 @@ class TensorboardLog:
         self._file.write(self._buffer.getvalue())
         self._buffer.seek(0)
         self._buffer.truncate()
+
+
+def _folder(where: str | None, out: str | Path | None) -> Path:
+    return Path(where or (Path(out or ".") / "tensorboard"))

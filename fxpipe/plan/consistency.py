@@ -75,6 +75,8 @@ def check(plan: Plan) -> None:
             raise Malformed(f"it is a batch of {count} leaves, but {leaves} are listed", f"{place}.batch_spec")
     for at, shape in shapes:
         _check_units(shape, at)
+        if shape.tokens < 0 or not all(0 <= flops < math.inf for flops in shape.flops.values()):
+            raise Malformed("a step has no fewer than 0 tokens or FLOPs", at)
         for i, stage in enumerate(shape.stages):
             place = f"{at}.stages[{i}]"
             if stage.backward is None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 14
+FORMAT = 15
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
 Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients where a schedule has them apart
@@ -263,7 +263,7 @@ class StepSpec:
         stages: one for each worker; of totals, only worker 0's.
         metrics: of an evaluation or of totals, their names, in the order of the user's dictionary.
         constants: those metrics that are plain numbers, the same for every batch.
-        units, differs_from_whole, whole_numbers, totals: of a step of training, as those of `Plan`.
+        units, differs_from_whole, whole_numbers, totals, flops, tokens: of a step of training, as those of `Plan`.
     """
 
     batch: tuple[LeafSpec, ...]
@@ -276,6 +276,8 @@ class StepSpec:
     differs_from_whole: str = ""
     whole_numbers: bool = False
     totals: StepSpec | None = None
+    flops: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -386,6 +388,9 @@ class Plan:
             name holds the weight over the mean weight of the minibatch's microbatches.
         totals: computes, of each microbatch, what is added up over the minibatch: its metrics are leaves of the batch
             by the same names. None if nothing is.
+        flops: of a microbatch's forward and backward in the user's step, by the dtype that is multiplied; empty where
+            they are not known (`fxpipe.costs.step_work`).
+        tokens: of a microbatch; 0 where it has none, or they are not known.
         loss_worker: the worker whose forward returns the loss.
         units: the module path that each unit starts in.
         weights_file, weights_digest: initial parameters and buffers, under the model's own names.
@@ -436,6 +441,8 @@ class Plan:
     batch_norm: str = ""
     loss_weight: bool = False
     totals: StepSpec | None = None
+    flops: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
     shapes: tuple[StepSpec, ...] = ()
     codec: str = "none"
     padding: tuple[PadSpec, ...] = ()
@@ -540,7 +547,8 @@ class Plan:
     @property
     def of_shapes(self) -> tuple[Plan, ...]:
         """For each shape of batch, the plan as it would be if there were no other."""
-        own = ("batch", "batch_spec", "edges", "stages", "units", "differs_from_whole", "whole_numbers", "totals")
+        own = ["batch", "batch_spec", "edges", "stages", "units", "differs_from_whole", "whole_numbers", "totals"]
+        own += ["flops", "tokens"]
         fields = [{name: getattr(shape, name) for name in own} for shape in self.shapes]
         return tuple(dataclasses.replace(self, shapes=(), **more) for more in ({}, *fields))
 

@@ -17,8 +17,9 @@ Every table may be left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fxpipe.errors import FxpipeError, ProfileError, near
@@ -100,6 +101,30 @@ BUILT_IN = {
     )
 }
 """Devices by name. For GPUs: NVIDIA's published peaks times the two parts above, and 5 µs a launch."""
+
+
+def at_peak(name: str, tf32: bool = False) -> Device | None:
+    """The built-in device that a driver calls by this name, with its published peaks; None if it is none of them.
+
+    Boards whose peaks are others than those of the same chip in the table (PCIe, NVL, laptops) and parts of a device
+    (MIG) are none.
+
+    Args:
+        tf32: float32 is multiplied as TF32, where the device does that at half the rate of bfloat16.
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx"))
+    known = [device for word, device in BUILT_IN.items() if word in words and device is not CPU]
+    if len(known) != 1 or _OTHERS & {*words}:
+        return None
+    flops = known[0].flops
+    assert isinstance(flops, Mapping)
+    peaks = {dtype: share / USED_FLOPS for dtype, share in flops.items()}
+    if tf32:
+        peaks["float32"] = max(peaks["float32"], peaks["bfloat16"] / 2)
+    return replace(known[0], flops=peaks)
+
+
+_OTHERS = {"pcie", "nvl", "mig", "laptop", "max", "d"}
 
 
 def read_device_spec(name_or_path: str | Path) -> DeviceSpec:

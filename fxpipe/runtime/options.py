@@ -13,6 +13,7 @@ from fxpipe.engines import BACKENDS
 from fxpipe.errors import FxpipeError
 from fxpipe.options import flags, option
 from fxpipe.plan.limits import MOST_THREADS
+from fxpipe.planner.quantity import rate
 from fxpipe.policy.base import Policy
 from fxpipe.policy.option import policy_option
 from fxpipe.schedule import SCHEDULES, schedule_text
@@ -179,7 +180,10 @@ class RunOptions(PipelineOptions):
         patience: end the run when a metric has not improved in so many evaluations.
         patience_metric: which one, as `save_best` names it; None means that of `save_best`.
         min_delta: what counts as an improvement of it is more than this.
-        tensorboard: the folder for TensorBoard's event files; None writes none.
+        log: where the run's numbers go, too: `tensorboard`, `wandb`, `mlflow` or the name of a logger that the model
+            file registers (`fxpipe.observe.logger`), each perhaps with `=` and a folder, project or experiment.
+        peak: FLOP/s that the device of one process can do at most, for `mfu`; None means that of the table of devices
+            (`fxpipe.planner.device`), where it has this device.
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
         keep_going: train on when a loss is not finite; otherwise the run ends there, with an error.
         threads: CPU threads of a worker; None shares the cores among the local workers.
@@ -225,8 +229,18 @@ class RunOptions(PipelineOptions):
     min_delta: float = option(
         0.0, minimum=0, metavar="DELTA", help="With --patience: by how much a metric must be better to have improved."
     )
-    tensorboard: str | None = option(
-        None, "--tensorboard", path="folder", metavar="DIR", help="Write TensorBoard's event files."
+    log: tuple[str, ...] = option(
+        (),
+        metavar="NAME[=WHERE]",
+        help="Log to tensorboard[=DIR], wandb[=PROJECT], mlflow[=EXPERIMENT] or a logger of the model file; repeat it.",
+    )
+    peak: float | None = option(
+        None,
+        kind=rate,
+        shown=True,
+        metavar="FLOPS",
+        help="FLOP/s that one process's device can do at most, as 312T, for the model FLOPs utilisation (MFU). "
+        "[default: of a known GPU, its own]",
     )
     out: str | None = option(None, on_command_line="out", path="any", help="Where metrics and weights go.")
     keep_going: bool = option(False, help="Train on when a loss is not finite, instead of ending with an error.")

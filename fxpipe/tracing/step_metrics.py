@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxpipe.errors import CaptureError
 from fxpipe.torch_private import pytree
 
-TAKEN = ("loss", "lr", "grad_norm", "loss_scale", "samples_per_second")
+TAKEN = ("loss", "lr", "grad_norm", "loss_scale", "samples_per_second", "tokens_per_second", "tflops_per_device", "mfu")
 """What is shown of every step next to its metrics."""
 
 

@@ -77,7 +77,7 @@ PIPEDREAM = "".join(
     for i in range(1, 9)
 ) + "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(1, 8))
 RUNS = ("out", "run", "run1", "run2", "runs/async")
-OUTPUTS = ("-o", "--out", "--html", "--trace", "--tensorboard")
+OUTPUTS = ("-o", "--out", "--html", "--trace")
 
 
 def paragraphs(command: click.Command) -> Iterator[str]:

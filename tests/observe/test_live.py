@@ -16,6 +16,8 @@ from fxpipe.observe.progress import BarProgress, LineProgress, _clock, _table
 from fxpipe.observe.pulse import Pulse, Status, StorePulses
 from fxpipe.observe.watch import Watch
 
+RATES = {"samples_per_second": 64.0, "tokens_per_second": 4096.0, "tflops_per_device": 0.125, "mfu": 0.4}
+
 
 def steady(*states: WorkerState) -> Board:
     """A board of workers that always do the same, an hour later at every look."""
@@ -63,20 +65,21 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
     progress.watch(steady(WorkerState(0.934, 0.05, 2), WorkerState(0.71, 0.29, 1)))
     for step in range(1, 101):
         now[0] += 0.5
-        progress(step, 100, 2.0, 64.0)
+        progress(step, 100, 2.0, RATES)
     progress.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 11
-    assert lines[0] == "step 1/100  loss 2.0000  64.0 samples/s  0:50 left  busy 93 71 %"
-    assert lines[1] == "step 11/100  loss 2.0000  64.0 samples/s  0:44 left  busy 93 71 %"
-    assert lines[-1] == "step 100/100  loss 2.0000  64.0 samples/s  busy 93 71 %"
+    rates = "64.0 samples/s  4096 tokens/s  MFU 40.0%"
+    assert lines[0] == f"step 1/100  loss 2.0000  {rates}  0:50 left  busy 93 71 %"
+    assert lines[1] == f"step 11/100  loss 2.0000  {rates}  0:44 left  busy 93 71 %"
+    assert lines[-1] == f"step 100/100  loss 2.0000  {rates}  busy 93 71 %"
 
 
 def test_many_workers_stay_one_line() -> None:
     stream = io.StringIO()
     progress = LineProgress(stream)
     progress.watch(steady(*[WorkerState(worker / 100, 0.1, 1) for worker in range(64)]))
-    progress(1, 1, 2.0, 64.0)
+    progress(1, 1, 2.0, RATES)
     assert stream.getvalue().endswith("busy 0 to 63 %\n")
 
 
@@ -100,7 +103,7 @@ def test_the_bar_draws_the_workers_beneath_itself() -> None:
     progress = BarProgress()
     try:
         progress.watch(steady(WorkerState(0.93, 0.05, 2)))
-        progress(3, 10, 2.0, 64.0)
+        progress(3, 10, 2.0, {"samples_per_second": 64.0})
         text = rendered(progress._bar.get_renderable(), 90)
     finally:
         progress.close()

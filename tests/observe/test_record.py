@@ -106,7 +106,7 @@ def test_a_resumed_runs_steady_rate_is_its_own(tmp_path: Path, monkeypatch: pyte
         now[0] += 5.0 if step in (11, 12, 13, 19, 20) else 1.0
         record.step(RecordedStep(step - 1, 1.0))
     assert record.steady_samples_per_second == 10.0
-    assert record.samples_per_second == pytest.approx(100 / 30)
+    assert record.rates["samples_per_second"] == pytest.approx(100 / 30)
 
 
 def test_what_a_record_keeps_of_a_step_is_its_loss(tmp_path: Path) -> None:

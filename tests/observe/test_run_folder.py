@@ -73,6 +73,7 @@ def test_a_whole_run(run: Path) -> None:
         "loss_scale": [None] * 5,
         "seconds": [0.5, 1.0, 1.5, 2.0, 2.5],
         "samples_per_second": [64.0] * 5,
+        **dict.fromkeys(("tokens_per_second", "tflops_per_device", "mfu"), [None] * 5),
     }
     timeline = found["timeline"]
     assert (timeline["minibatches"], timeline["of"], timeline["seconds"]) == (5, 5, pytest.approx(4.9e-6))

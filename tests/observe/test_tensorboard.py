@@ -14,7 +14,8 @@ import pytest
 from packages import needs
 
 from fxpipe.errors import FxpipeError, RunError
-from fxpipe.observe.tensorboard import TensorboardLog, check_tensorboard
+from fxpipe.observe.logger import LoggedRun, check_loggers
+from fxpipe.observe.tensorboard import TensorboardLog
 
 pytestmark = needs("tensorboard")
 
@@ -31,29 +32,34 @@ def values(events: Any, tag: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars(tag)}
 
 
+def opened(folder: Path, **run: Any) -> TensorboardLog:
+    return TensorboardLog(str(folder), LoggedRun(**run))
+
+
 def test_a_run_is_read_back(tmp_path: Path) -> None:
-    log = TensorboardLog(tmp_path / "tb" / "run")
-    log.step(1, 2.5, 0.1, None, 100.0, 0.5)
-    log.step(2, 2.25, 0.05, None, 120.0, 0.75)
-    log.workers(2, [{"busy": 0.75, "waiting": 0.25}, {"busy": 0.5, "waiting": 0.5}])
-    log.evaluated(2, {"accuracy": 0.5})
+    log = opened(tmp_path / "tb" / "run")
+    log.log(1, 0.5, {"train/loss": 2.5, "train/lr": 0.1})
+    log.log(2, 0.75, {"train/loss": 2.25, "busy/worker_0": 0.75})
     log.close()
     events = read(tmp_path / "tb" / "run")
     assert values(events, "train/loss") == {1: 2.5, 2: 2.25}
-    assert values(events, "train/lr") == pytest.approx({1: 0.1, 2: 0.05})
-    assert values(events, "train/samples_per_second") == {1: 100.0, 2: 120.0}
+    assert values(events, "train/lr") == pytest.approx({1: 0.1})
     assert values(events, "busy/worker_0") == {2: 0.75}
-    assert values(events, "waiting/worker_1") == {2: 0.5}
-    assert values(events, "eval/accuracy") == {2: 0.5}
-    assert "train/grad_norm" not in events.Tags()["scalars"]
     first, second = events.Scalars("train/loss")
     assert second.wall_time - first.wall_time == pytest.approx(0.25, abs=1e-3)
     assert events.Tags()["tensors"] == []
 
 
+def test_without_a_folder_it_is_in_that_of_the_run(tmp_path: Path) -> None:
+    log = TensorboardLog(None, LoggedRun(tmp_path / "out"))
+    log.log(1, 0.5, {"train/loss": 2.5})
+    log.close()
+    assert values(read(tmp_path / "out" / "tensorboard"), "train/loss") == {1: 2.5}
+
+
 def test_what_is_not_finite_is_kept_as_such(tmp_path: Path) -> None:
-    log = TensorboardLog(tmp_path)
-    log.step(1, math.inf, None, 3.0, 1.0, 1.0)
+    log = opened(tmp_path)
+    log.log(1, 1.0, {"train/loss": math.inf, "train/grad_norm": 3.0})
     log.close()
     events = read(tmp_path)
     assert math.isnan(values(events, "train/loss")[1])
@@ -63,20 +69,20 @@ def test_what_is_not_finite_is_kept_as_such(tmp_path: Path) -> None:
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "fxpipe.observe.tensorboard.find_spec", lambda name: None if name == "tensorboard" else find_spec(name)
+        "fxpipe.observe.logger.find_spec", lambda name: None if name == "tensorboard" else find_spec(name)
     )
     with pytest.raises(RunError, match="not installed") as caught:
-        check_tensorboard(tmp_path / "tb")
+        check_loggers([f"tensorboard={tmp_path / 'tb'}"], None)
     assert caught.value.hint == "pip install tensorboard"
     with pytest.raises(RunError, match="not installed"):
-        TensorboardLog(tmp_path / "tb")
+        opened(tmp_path / "tb")
     assert not (tmp_path / "tb").exists()
 
 
 def test_a_package_that_cannot_be_imported_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(RunError, match="cannot be imported") as caught:
-        TensorboardLog(tmp_path)
+        opened(tmp_path)
     assert caught.value.hint == "pip install tensorboard"
 
 
@@ -84,18 +90,18 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "tb"):
         with pytest.raises(FxpipeError, match=r"cannot be written: file is a file"):
-            TensorboardLog(folder)
+            opened(folder)
 
 
 def test_a_run_that_goes_on_hides_what_came_after_its_step(tmp_path: Path) -> None:
-    first = TensorboardLog(tmp_path)
+    first = opened(tmp_path)
     for step in range(1, 8):
-        first.step(step, float(step), None, None, 1.0, float(step))
-    first.evaluated(4, {"accuracy": 0.4})
+        first.log(step, float(step), {"train/loss": float(step)})
+    first.log(4, 7.0, {"eval/accuracy": 0.4})
     first.close()
-    log = TensorboardLog(tmp_path, continue_after=4)
+    log = opened(tmp_path, continue_after=4)
     for step in (5, 6):
-        log.step(step, 10.0 + step, None, None, 1.0, float(step))
+        log.log(step, float(step), {"train/loss": 10.0 + step})
     log.close()
     events = read(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
@@ -107,15 +113,15 @@ def test_a_run_that_goes_on_hides_what_came_after_its_step(tmp_path: Path) -> No
 def test_events_that_cannot_be_written_end_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    log = TensorboardLog(tmp_path)
-    log.step(1, 1.0, None, None, 1.0, 1.0)
+    log = opened(tmp_path)
+    log.log(1, 1.0, {"train/loss": 1.0})
     written = os.write
 
     def refuse(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", refuse)
-    log.step(2, 2.0, None, None, 1.0, 2.0)
+    log.log(2, 2.0, {"train/loss": 2.0})
     monkeypatch.setattr(os, "write", written)
     log.close()
     assert values(read(tmp_path), "train/loss") == {1: 1.0, 2: 2.0}

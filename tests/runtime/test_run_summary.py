@@ -96,11 +96,11 @@ def test_evaluation_slows_no_rate_down(monkeypatch: pytest.MonkeyPatch, tmp_path
     record.close()
     assert record.evaluation_seconds == 21.0  # the last one is after the last step
     assert record.seconds == 26.0
-    assert record.samples_per_second == pytest.approx(200 / 26)
+    assert record.rates["samples_per_second"] == pytest.approx(200 / 26)
     assert record.steady_samples_per_second == pytest.approx(10.0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     rates = {line["step"]: line["samples_per_second"] for line in lines if "loss" in line}
-    assert set(rates.values()) == {10.0, 3.333}
+    assert set(rates.values()) == {10.0, 3.33333}
     assert [step for step, rate in rates.items() if rate < 10] == [6, 11, 16]
     assert lines[5] == {"step": 5, "eval": {"accuracy": 0.25, "loss": None}}
     found = read_run(tmp_path)

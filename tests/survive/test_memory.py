@@ -41,7 +41,7 @@ def test_worker_0_keeps_no_object_of_a_step(tmp_path: Path, monkeypatch: pytest.
     model.write_text(model.read_text() + MEASURED)
     assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
     arguments = ("run", tmp_path / "build", "--steps", LAST + 1, "--threads", 1, "--out", tmp_path / "out")
-    more = ("--clip-norm", 1.0, "--log-staleness", "--tensorboard", tmp_path / "events")
+    more = ("--clip-norm", 1.0, "--log-staleness", "--log", f"tensorboard={tmp_path / 'events'}")
     more += ("--checkpoint-every", 350)  # no divisor of FIRST or LAST: nothing is written just when memory is measured
     in_process = fxpipe(*arguments, *more, "--local") if local else None
     result = in_process or finish(start_module("fxpipe", *arguments, *more), 500)

@@ -37,7 +37,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
     Raises:
         FxpipeError: of the build, the model file, the checkpoint to start from, or a place that cannot be written.
     """
-    from fxpipe.observe.tensorboard import check_tensorboard
+    from fxpipe.observe.logger import check_loggers
     from fxpipe.observe.trace.writer import check_trace
 
     plan = load_plan(options.build)
@@ -56,8 +56,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         check_output(options.out)
         if options.trace is not None:
             check_trace(options.trace)
-        if options.tensorboard is not None:
-            check_tensorboard(options.tensorboard)
+        check_loggers(options.log, options.out)
     return plan, checkpoint
 
 
@@ -177,7 +176,7 @@ NOT_OWN = {
     **dict.fromkeys(
         ("patience", "patience_metric", "min_delta"), "leave the loop when evaluations have not improved for so long"
     ),
-    "tensorboard": "write what step() and evaluate() return",
+    "log": "write what step() and evaluate() return",
     "progress": "print what step() returns",
     "keep_going": "the loop is yours: look at the losses",
     "max_restarts": "torchrun --max-restarts N, and pipeline.load(folder) at the start",

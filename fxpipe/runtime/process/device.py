@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import RunError
 from fxpipe.messages import warn
+from fxpipe.planner.device import INFINITE, Device, at_peak
 from fxpipe.runtime.wires.exchange import gathered
 
 
@@ -45,6 +46,22 @@ def common_backend(device: torch.device, rank: int, ranks: int) -> str:
     if own is not None and rank == 0:
         warn("not every process has a CUDA device of its own: messages go through the CPU's memory, over gloo")
     return "gloo"
+
+
+def devices_of(device: torch.device, peak: float | None, process: int, processes: int) -> list[Device | None]:
+    """The devices of a run, each once, with their peaks as `flops`; None where a peak is not known. Called by all.
+
+    The processor of a machine counts once for each process.
+
+    Args:
+        peak: FLOP/s that was asked for, for each.
+    """
+    name, which = "cpu", f"process {process}"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        name, which = found.name, f"{socket.gethostname()} {found.uuid}"
+    known = Device(name, peak, INFINITE) if peak else at_peak(name, torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return list(dict(gathered((which, known), process, processes)).values())
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)

@@ -139,7 +139,7 @@ def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int) -> Pulses:
     return store
 
 
-PLACES = ("build", "model_file", "weights", "resume", "out", "trace", "tensorboard")
+PLACES = ("build", "model_file", "weights", "resume", "out", "trace", "log")
 """Options that may name another place on each machine: only whether they are given must be the same."""
 OWN = ("progress", "exchange", "plan_digest")
 """Options that are a process's own affair."""

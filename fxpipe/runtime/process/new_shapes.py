@@ -25,7 +25,7 @@ from torch import Tensor
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.messages import say
 from fxpipe.observe.pulse import Pulse
-from fxpipe.observe.record import samples_of
+from fxpipe.observe.rates import samples_of
 from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.random_state import random_state_kept

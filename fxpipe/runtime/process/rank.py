@@ -13,13 +13,16 @@ import torch
 
 from fxpipe.errors import NotFiniteError
 from fxpipe.observe.live import Board
+from fxpipe.observe.logger import LoggedRun, open_loggers
 from fxpipe.observe.progress import Progress
-from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, RecordedStep, samples_by_shape, samples_of
+from fxpipe.observe.rates import samples_of, work_by_shape
+from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, RecordedStep
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.consequences import Consequences, ending
+from fxpipe.runtime.process.device import devices_of
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.ends import PoliteStop, say_stopped
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
@@ -40,6 +43,7 @@ from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import (
     peak_row,
     say_first,
+    settings_of,
     summarize_run,
     take_place,
     warn_if_edited,
@@ -156,18 +160,21 @@ class TrainingRun(Observer):
             warn_if_edited(*executor.stages)
         for evaluator in self.evaluation.evaluators if self.evaluation is not None else ():
             warn_if_edited(*evaluator.loaded)
+        devices = devices_of(self.world.device, options.peak, self.process, plan.processes)
         if self.process == 0:
+            out, settings = None if options.out is None else Path(options.out), settings_of(options, plan, self.recipe)
+            settings |= {"build": options.build, "workers": plan.workers, "steps": self.total}
             self.record = Record(
                 options.out,
                 samples_of(plan),
                 self.total,
                 self.progress,
-                options.tensorboard,
+                open_loggers(options.log, LoggedRun(out, settings, self.step or None)),
                 workers=plan.workers,
                 continue_after=self.step or None,
                 earlier=run_before(options),
                 steps_per_epoch=self.epoch,
-                samples_of=samples_by_shape(lambda: self.shapes.plan, first.shape_of),
+                work_of=work_by_shape(lambda: self.shapes.plan, first.shape_of, devices),
             )
             say_first(self.resumed, plan, self.recipe, first, options.out, self.total, self.epoch)
         record = self.record

@@ -15,7 +15,8 @@ from fxpipe.codecs import accuracy_warnings
 from fxpipe.errors import FxpipeError
 from fxpipe.files import replaced
 from fxpipe.messages import warn
-from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_NOTE, BEST_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
+from fxpipe.observe.rates import samples_of
+from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_NOTE, BEST_WEIGHTS, FINAL_WEIGHTS, Record
 from fxpipe.observe.rows_of_ranks import plans_of_ranks, rows_of_ranks, share_ranks
 from fxpipe.observe.run_folder import FORMAT, RUN
 from fxpipe.observe.time_losses import time_losses
@@ -107,6 +108,19 @@ def take_place(options: RunOptions, record: Record | None, averages: bool) -> No
         record.take_place({FINAL_WEIGHTS} | best | ({AVERAGED_WEIGHTS} if averages else set()))
 
 
+def settings_of(options: RunOptions, plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """What a run was asked to do, as far as others compare it."""
+    return {
+        "schedule": recipe.schedule.name,
+        "policy": str(recipe.policy),
+        "microbatches": plan.microbatches,
+        "dp": plan.dp,
+        **{name: getattr(options, name) for name in SHOWN},
+        "throttle": options.throttle,
+        "device": plan.device,
+    }
+
+
 def summarize_run(
     record: Record,
     options: RunOptions,
@@ -129,6 +143,10 @@ def summarize_run(
 
     `loss_scaling` is there if the loss was scaled: `{"scale", "skipped_steps"}`, that of the next step, and how many of
     all steps made no update because gradients overflowed.
+
+    `samples`, `tokens` and `flops` (of forward and backward) are those of a minibatch, of the build's first shape; the
+    last two are null where they are not known. `samples_per_second` and the other rates that are known
+    (`fxpipe/observe/rates.py`) are means of the whole run.
 
     `last_metrics` is there if the loss comes with metrics: those of the last step.
 
@@ -164,20 +182,16 @@ def summarize_run(
     summary: dict[str, Any] = {
         "format": FORMAT,
         "build": {"folder": options.build, "digest": plan.digest},
-        "schedule": recipe.schedule.name,
-        "policy": str(recipe.policy),
-        "microbatches": plan.microbatches,
-        "dp": plan.dp,
-        **{name: getattr(options, name) for name in SHOWN},
+        **settings_of(options, plan, recipe),
         "threads": threads,
         "transport": transport,
-        "throttle": options.throttle,
-        "device": plan.device,
         "steps": steps,
         "samples": record.samples,
+        "tokens": plan.tokens * plan.microbatches or None,
+        "flops": sum(plan.flops.values()) * plan.microbatches or None,
         "seconds": record.seconds,
         "evaluation_seconds": record.evaluation_seconds,
-        "samples_per_second": record.samples_per_second,
+        **record.rates,
         "bubble": 1 - sum(row["busy"] for row in of_ranks) / len(of_ranks) if together else None,
         "forecast": forecast,
         "efficiency": steady / forecast["samples_per_second"] if forecast and steady is not None else None,
