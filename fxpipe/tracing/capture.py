@@ -92,7 +92,8 @@ def capture(
         traced = _trace(model, loss, example, tensors, device, autocast)
     tree = dump(example.batch.tree)
     program = Reader(traced, tensors, example.leaves, example.inputs).program(tree, device, autocast)
-    notes = _state_notes(model, loss, example, tensors, device, autocast) if state_notes and tensors.changes else []
+    nodes = 0 if tensors.changes else len(program.graph.nodes)
+    notes = _state_notes(model, loss, example, tensors, device, autocast, nodes) if state_notes else []
     return replace(program, warnings=(*program.warnings, *notes))
 
 
@@ -270,7 +271,7 @@ def _trace(
 
 
 def _state_notes(
-    model: nn.Module, loss: Loss, example: _Example, tensors: HeldTensors, device: str, autocast: str | None
+    model: nn.Module, loss: Loss, example: _Example, tensors: HeldTensors, device: str, autocast: str | None, nodes: int
 ) -> list[str]:
     """What the user should know of the Python state that the step changes.
 
@@ -306,8 +307,11 @@ def _state_notes(
         tensors.hook(held)
         stack.enter_context(fake)
         with contextlib.suppress(Unknown):
-            last = {change.place for change in told(still_changing(run, watch, tensors.python))}
-            changes = [change for change in changes if change.place in last]
+            last = told(still_changing(run, watch, tensors.python, nodes))
+            places = {change.place for change in last}
+            changes = [change for change in changes if change.place in places]
+            met = {change.place for change in changes}
+            changes += [change for change in last if change.place not in met]  # in what the first call has made
     names = list(dict.fromkeys(str(change) for change in told(changes)))
     if not names:
         return []

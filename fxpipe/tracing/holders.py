@@ -5,6 +5,7 @@ Every holder is read as a dictionary and written from one, so that what watches 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import operator
 import pickle
@@ -191,6 +192,16 @@ class Array(Single):
             self.thing[...] = type(self.thing)(self.thing.shape, self.thing.dtype, content[""])
 
 
+class Bytes(Single):
+    """The bytes of a value of ctypes."""
+
+    def read(self) -> Content:
+        return {"": memoryview(self.thing).tobytes()}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        (ctypes.c_char * len(content[""])).from_buffer(self.thing).raw = content[""]
+
+
 class Generator(Single):
     """The state of a generator of random numbers of Python's or numpy's.
 
@@ -243,7 +254,8 @@ class Memory(Single):
         return {"": str(self.thing.cache_info().misses).encode()}
 
     def write(self, content: Mapping[Any, Any]) -> None:
-        self.thing.cache_clear()
+        if content != self.read():
+            self.thing.cache_clear()
 
 
 def _is_code(value: Any) -> bool:

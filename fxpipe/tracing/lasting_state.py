@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fxpipe.errors import CaptureError, listed
-from fxpipe.tracing.holders import Advancing, Generator
+from fxpipe.tracing.holders import Advancing, Bytes, Generator, Globals
 from fxpipe.tracing.model_state import WHOLE, Change, PythonState, Snapshot
 from fxpipe.tracing.origin import TracedStep
 from fxpipe.tracing.step_calls import Departure
@@ -31,24 +32,35 @@ AHEAD = (10, 100, 1_000, 10_000, 1_000_000)
 MORE = 12
 """Calls after these, where there is what cannot be set: draws of random numbers, iterators, sets, texts."""
 
+NODES = 4_000
+"""Nodes of all calls together where none of this was found: a file may hold it, or a C library."""
+
+LATER = 86_400.0
+"""Seconds that clocks are set ahead by, in the last call."""
+
 
 class Unknown(Exception):
     """The step cannot be called again and again on fake tensors."""
 
 
-def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonState) -> list[Change]:
+def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonState, nodes: int) -> list[Change]:
     """What the step goes on changing that does not matter to its results.
 
     Args:
         run: calls the step; `watch.calls` compares those that its results depend on.
+        nodes: of the step, which say what a call costs; 0 if it is known to change something.
 
     Raises:
         CaptureError: it does matter.
         Unknown: it cannot be told.
     """
-    first = python.snapshot()
-    for _ in range(RUNS):
+    first, last = python.snapshot(), list[Change]()
+    affordable = NODES // nodes if nodes else RUNS
+    if affordable < 2:
+        return last
+    for _ in range(min(RUNS, affordable)):
         last = _run(run, watch, python, first)
+        first += python.look_again()  # what this call has made
     ahead = last
     with contextlib.suppress(Unknown):  # a counter out of its range
         for target in AHEAD if any(_is_count(change) or _grown(change) for change in last) else ():
@@ -56,9 +68,34 @@ def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonSta
                 _put_ahead(change, target)
             for _ in range(2):
                 ahead = _run(run, watch, python, first)
-        for _ in range(MORE if any(map(_is_restless, last)) else 0):
+        for _ in range(MORE if any(map(_is_restless, last)) else min(MORE, affordable - RUNS)):
             _run(run, watch, python, first)
+        with _clocks_ahead(python):
+            _run(run, watch, python, None)
     return last
+
+
+@contextlib.contextmanager
+def _clocks_ahead(python: PythonState) -> Iterator[None]:
+    """Inside, the clocks of the module `time` are ahead, also where code has one under a name of its own."""
+    changed = {}
+    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time"):
+        for called, seconds in ((name, LATER), (f"{name}_ns", int(LATER * 1e9))):
+            clock = getattr(time, called)
+            changed[clock] = _ahead(clock, seconds)
+    spaces = [vars(time), *(h.module for h in python.holders if isinstance(h, Globals) and h.own)]
+    put = [(s, name, value) for s in spaces for name, value in s.items() if callable(value) and value in changed]
+    try:
+        for space, name, clock in put:
+            space[name] = changed[clock]
+        yield
+    finally:
+        for space, name, clock in put:
+            space[name] = clock
+
+
+def _ahead(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
+    return lambda: clock() + seconds
 
 
 def told(changes: Sequence[Change]) -> list[Change]:
@@ -67,8 +104,11 @@ def told(changes: Sequence[Change]) -> list[Change]:
     return [c for c in changes if c.kind != "object" and not getattr(c.holder, "shared", False)]
 
 
-def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first: Snapshot) -> list[Change]:
+def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first: Snapshot | None) -> list[Change]:
     """Call the step once more, and say what this call has changed.
+
+    Args:
+        first: the state before the first call; None if what has changed since is not the cause of a difference.
 
     Raises:
         CaptureError: its results depend on what it has changed since the `first` call.
@@ -80,12 +120,22 @@ def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first:
     except Exception as error:
         raise Unknown from error
     if watch.calls.departs is not None:
-        raise _refusal(watch.calls.departs, watch, python.changes(first) or python.changes(before))
+        changes = [] if first is None else python.changes(first) or python.changes(before)
+        raise _refusal(watch.calls.departs, watch, changes)
     return python.changes(before)
 
 
 def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> CaptureError:
-    if changes and all(isinstance(change.holder, Generator) for change in changes):
+    if not changes:
+        return CaptureError(
+            "the step's later calls compute something else, and fxpipe does not see for what: a clock, a file, what a "
+            "C library or an installed package keeps. A graph would keep the first call",
+            where=watch.where(found.place),
+            hint="let train_data() find it out and put it into the batch, as a tensor; or keep it in a buffer of the "
+            "model that the step changes by torch calls",
+            page="python-state",
+        )
+    if all(isinstance(change.holder, Generator) for change in changes):
         return CaptureError(
             f"the step draws random numbers from {listed([c.place for c in changes], 4)}, and its later calls compute "
             "something else for them: a graph would keep the first call",
@@ -130,7 +180,7 @@ def _is_list(value: Any) -> bool:
 
 def _is_restless(change: Change) -> bool:
     """Whether it may go on to what the calls so far have not come to."""
-    if isinstance(change.holder, (Advancing, Generator)):
+    if isinstance(change.holder, (Advancing, Bytes, Generator)):
         return True
     return change.kind != "object" and not (_is_count(change) or _grown(change))
 

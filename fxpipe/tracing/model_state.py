@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from fxpipe.tracing.holders import Attributes, Content, Generator, Holder, Members
-from fxpipe.tracing.reach import has_state, reached
+from fxpipe.tracing.reach import Walk, has_state
 
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}  # of a module; its hooks are among them
 _SIZED = (list, tuple, dict, set, deque)
@@ -57,11 +57,20 @@ class PythonState:
 
     Args:
         functions: the step's; the model's own code is looked into anyway.
+        passed: objects that are passed by.
     """
 
-    def __init__(self, model: nn.Module, functions: Sequence[Callable[..., Any]] = ()) -> None:
-        self.model = model
-        self.holders = reached(model, functions)
+    def __init__(
+        self, model: nn.Module, functions: Sequence[Callable[..., Any]] = (), passed: Sequence[Any] = ()
+    ) -> None:
+        self._walk = Walk(model, functions, passed)
+        self.holders = self._walk.found
+
+    def look_again(self) -> Snapshot:
+        """Take in what the step has made since, and say what it holds."""
+        known = len(self.holders)
+        self._walk.go_on()
+        return [(holder, holder.read()) for holder in self.holders[known:]]
 
     def snapshot(self) -> Snapshot:
         return [(holder, holder.read()) for holder in self.holders]
@@ -77,9 +86,7 @@ class PythonState:
         try:
             yield
         finally:
-            for holder, content in before:
-                if not _same(holder.read(), content):
-                    holder.write(content)
+            put_back(before)
 
     def name_of(self, value: Any) -> str | None:
         """How the user writes a value that something holds; None if nothing known does."""
@@ -92,6 +99,13 @@ class PythonState:
     def changes(self, before: Snapshot) -> list[Change]:
         """What is not as it was in a snapshot."""
         return [change for holder, content in before for change in _changes(holder, content)]
+
+
+def put_back(before: Snapshot) -> None:
+    """Have everything hold what it held at a snapshot."""
+    for holder, content in before:
+        if not _same(holder.read(), content):
+            holder.write(content)
 
 
 @contextlib.contextmanager
@@ -107,7 +121,7 @@ def _changes(holder: Holder, old: Content) -> Iterator[Change]:
     resized = isinstance(holder, Members) and len(new) != len(old)
     if resized:
         yield Change(holder, WHOLE, "size", len(old), len(new))
-    elif isinstance(holder, Members) and list(new) != list(old) and new.keys() == old.keys():
+    elif isinstance(holder, Members) and new.keys() == old.keys() and [*map(hash, new)] != [*map(hash, old)]:
         yield Change(holder, WHOLE, "object", old, new)  # in another order
     for key in [*old, *(key for key in new if key not in old)]:
         was, now = old.get(key, _MISSING), new.get(key, _MISSING)

@@ -1,7 +1,8 @@
 """Which Python objects a step can reach: from its code and the model's modules, as far as they are the user's own.
 
-A function reaches what its code names: globals, variables of enclosing functions, default arguments, what it sets on
-modules. An object reaches its attributes and the code of its class. Code of torch, of Python and of installed packages
+A function reaches what its code names: globals, variables of enclosing functions, default arguments, its own
+attributes, what it sets on modules. An object reaches its attributes and the code of its class, a cache what it has
+kept. Code of torch, of Python and of installed packages
 is not looked into; their objects are. The walk is breadth first and ends after `MOST` holders.
 """
 
@@ -9,10 +10,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import enum
 import functools
+import gc
+import os
+import queue
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -38,41 +44,52 @@ _WRAPPERS: dict[type, tuple[str, ...]] = {
     functools._lru_cache_wrapper: ("__wrapped__",),
 }
 _NUMPY_GENERATORS = {("numpy.random._generator", "Generator"), ("numpy.random.mtrand", "RandomState")}
+_C_VALUE: Any = ctypes.c_int.__mro__[-2]
+"""What all types of ctypes derive from."""
 _METHODS = (types.MethodType, types.MethodWrapperType, types.BuiltinMethodType)
-_SPACES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_SPACES = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+    collections.ChainMap,
+    queue.Queue,
+    threading.local,
+    type(os.environ),
+)
 
 
-def reached(model: nn.Module, roots: Iterable[Any]) -> list[Holder]:
-    """What holds state that a step can read or write; the model's modules and their containers first.
+class Walk:
+    """Goes from what a step is made of to all that holds state which it can read or write.
 
     Args:
         roots: functions of the step.
+        passed: objects that are passed by.
+
+    Attributes:
+        found: the holders so far; the model's modules and their containers come first.
     """
-    walk = _Walk()
-    walk.draws(random.random, "random")
-    if "numpy" in sys.modules:
-        walk.draws(sys.modules["numpy"].random.rand, "numpy.random")
-    paths = dict(model.named_modules())
-    for path, module in paths.items():
-        walk.seen[id(module)] = module
-        walk.found.append(holders.Attributes(module, path))
-    for path, module in paths.items():
-        for key, value in module.__dict__.items():
-            walk.meet(value, f"{path}.{key}" if path else key)
-        walk.meet(type(module), type(module).__name__)
-    walk.run(sys.maxsize, only=(tuple, *holders.CONTAINERS))
-    for root in roots:
-        walk.queue.appendleft((root, getattr(root, "__name__", type(root).__name__)))
-    walk.run(MOST)
-    return walk.found
 
-
-class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, roots: Iterable[Any], passed: Iterable[Any] = ()) -> None:
         self.found: list[Holder] = []
-        self.seen: dict[int, Any] = {}  # the objects, so that none of them goes and another gets its id
+        self.seen = {id(each): each for each in passed}  # the objects, so that none goes and another gets its id
         self.queue: deque[tuple[Any, str]] = deque()
         self.names: dict[int, holders.Globals] = {}  # by module
+        self.draws(random.random, "random")
+        if "numpy" in sys.modules:
+            self.draws(sys.modules["numpy"].random.rand, "numpy.random")
+        paths = dict(model.named_modules())
+        for path, module in paths.items():
+            self.seen[id(module)] = module
+            self.found.append(holders.Attributes(module, path))
+        for path, module in paths.items():
+            for key, value in module.__dict__.items():
+                self.meet(value, f"{path}.{key}" if path else key)
+            self.meet(type(module), type(module).__name__)
+        self.run(sys.maxsize, only=(tuple, *holders.CONTAINERS))
+        for root in roots:
+            self.queue.appendleft((root, getattr(root, "__name__", type(root).__name__)))
+        self.run(MOST)
 
     def meet(self, value: Any, name: str) -> None:
         if not isinstance(value, _ATOMS) and id(value) not in self.seen:
@@ -96,6 +113,24 @@ class _Walk:
                 later.append((value, name))
         self.queue.extend(later)
 
+    def go_on(self) -> None:
+        """Look at what the holders have come to hold since."""
+        for holder in list(self.found):
+            self.meet_all(holder)
+        self.run(MOST)
+
+    def meet_all(self, holder: Holder) -> None:
+        """Meet what a holder holds."""
+        if isinstance(holder, holders.Memory):
+            for value in gc.get_referents(holder.thing):  # what it has returned, or a dictionary of that
+                self.meet(value, f"{holder.name}()")
+        elif isinstance(holder, holders.Advancing):
+            for variable, value in getattr(getattr(holder.thing, "gi_frame", None), "f_locals", {}).items():
+                self.meet(value, variable)
+        else:
+            for key, value in holder.read().items():
+                self.meet(value, holder.call(key))
+
     def look(self, value: Any, name: str) -> None:
         """Take an object as a holder if it is one, and meet what it leads to."""
         kind = type(value)
@@ -118,16 +153,19 @@ class _Walk:
             for keyword, given in getattr(value, "keywords", {}).items():
                 self.meet(given, keyword)
             if kind is functools._lru_cache_wrapper:
-                self.found.append(holders.Memory(value, name))
+                self.hold(holders.Memory(value, name))
         elif isinstance(value, type):
             self.cls(value)
         elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             if value.nbytes <= holders.MANY_BYTES and not value.dtype.hasobject:
                 self.found.append(holders.Array(value, name))
+        elif isinstance(value, _C_VALUE):
+            if memoryview(value).nbytes <= holders.MANY_BYTES:
+                self.found.append(holders.Bytes(value, name))
         elif isinstance(value, random.Random) or (kind.__module__, kind.__name__) in _NUMPY_GENERATORS:
             self.found.append(holders.Generator(value, name))
         elif kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
-            self.found.append(holders.Advancing(value, name))
+            self.hold(holders.Advancing(value, name))
         elif isinstance(value, weakref.ref):
             self.meet(value(), name)
         elif has_state(value):
@@ -136,8 +174,7 @@ class _Walk:
 
     def hold(self, holder: Holder) -> None:
         self.found.append(holder)
-        for key, value in holder.read().items():
-            self.meet(value, holder.call(key))
+        self.meet_all(holder)
 
     def function(self, function: types.FunctionType, name: str) -> None:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -151,8 +188,7 @@ class _Walk:
             self.meet(value, variable)
         for variable, value in (function.__kwdefaults__ or {}).items():
             self.meet(value, variable)
-        if function.__dict__:
-            self.hold(holders.Attributes(function, name))
+        self.hold(holders.Attributes(function, name))
         self.use(function.__globals__, set(_mentioned(code)))
 
     def use(self, module: dict[str, Any], names: set[str]) -> None:
@@ -201,8 +237,10 @@ def has_state(value: Any) -> bool:
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:
-    """The names in a function's code."""
+    """The names in a function's code, those in quotes too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _mentioned(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant

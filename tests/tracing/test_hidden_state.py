@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
 import itertools
+import os
 import random
 import string
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic as clock
 from typing import Any
 
 import numpy as np
@@ -125,6 +131,77 @@ def in_turn(table: collections.OrderedDict[str, float]) -> Change:
     return change
 
 
+def made_by_the_first_call(net: Net, x: Tensor) -> Tensor:
+    if not hasattr(net, "made"):
+        net.made = {"steps": [0]}
+    net.made["steps"][0] += 1
+    return x * 2 if net.made["steps"][0] > 300 else x
+
+
+def made_by_the_second_call(net: Net, x: Tensor) -> Tensor:
+    net.calls = min(net.calls + 1, 2)
+    if net.calls == 2:
+        net.made = vars(net).get("made") or Thing()
+        net.made.steps += 1
+    return x * 2 if net.calls == 2 and net.made.steps > 300 else x
+
+
+def of_a_function() -> int:
+    of_a_function.steps = getattr(of_a_function, "steps", 0) + 1  # type: ignore[attr-defined]
+    return int(of_a_function.steps)  # type: ignore[attr-defined]
+
+
+def by_its_name() -> int:
+    globals()["LATE"] = globals().get("LATE", 0) + 1
+    return int(globals()["LATE"])
+
+
+class Lazy:
+    @functools.cached_property
+    def table(self) -> dict[str, int]:
+        return {"steps": 0}
+
+
+def cached(maxsize: int | None) -> Callable[[], int]:
+    @functools.lru_cache(maxsize)
+    def state() -> list[int]:
+        return [0]
+
+    def up() -> int:
+        state()[0] += 1
+        return state()[0]
+
+    return up
+
+
+def in_a_generators_variable() -> Iterator[int]:
+    seen = [0]
+    while True:
+        seen[0] += 1
+        yield seen[0]
+
+
+def of_c(count: Any) -> Callable[[], int]:
+    def up() -> int:
+        count.value += 1
+        return int(count.value)
+
+    return up
+
+
+def of_a_thread(own: threading.local) -> Callable[[], int]:
+    def up() -> int:
+        own.steps = getattr(own, "steps", 0) + 1
+        return int(own.steps)
+
+    return up
+
+
+def in_the_environment() -> int:
+    os.environ["STEPS"] = str(int(os.environ.get("STEPS", "0")) + 1)
+    return int(os.environ["STEPS"])
+
+
 def one_noise() -> Change:
     """Eager draws it once; a graph would draw it in every step."""
 
@@ -142,6 +219,7 @@ def without_gradients_at_first(net: Net, x: Tensor) -> Tensor:
         return x * 2
 
 
+LAZY = Lazy()
 OWN, OLD, NEW, THING = random.Random(1), np.random.RandomState(1), np.random.default_rng(1), Thing()
 
 REFUSED: dict[str, tuple[Change, str]] = {
@@ -166,6 +244,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "set": (growing(set(), lambda s: s.add(len(s))), r"changes container \(0 → 6 elements\),"),
     "dict": (growing({}, lambda d: d.setdefault(len(d))), r"changes container \(0 → 6 elements\),"),
     "one noise": (one_noise(), "changes noise,"),
+    "first call": (made_by_the_first_call, r"changes made\['steps'\]\[0\] \(1 → 1000\),"),
+    "second call": (made_by_the_second_call, r"changes calls \(0 → 2\), made\.steps \(1 → 1000\),"),
+    "function": (counted(of_a_function), r"changes up\.steps \(nothing → 10\),"),
+    "name": (counted(by_its_name), r"changes LATE \(nothing → 10\),"),
+    "cached property": (counted(lambda: upper(LAZY.table)()), r"changes LAZY\.table\['steps'\] \(1 → 10\),"),
+    "cached": (counted(cached(None)), r"changes .*state\(\)\S*\[0\] \(1 → 10\),"),
+    "cached few": (counted(cached(4)), r"changes .*state\(\)\S*\[0\] \(1 → 10\),"),
+    "generator's": (counted(functools.partial(next, in_a_generators_variable())), r"changes seen\[0\] \(3 → 6\),"),
+    "ctypes": (counted(of_c(ctypes.c_int(0))), "changes count,"),
+    "thread": (counted(of_a_thread(threading.local())), r"changes own\.steps \(nothing → 10\),"),
+    "environment": (counted(in_the_environment), r"changes os\.environ\._data"),
     "no gradients": (without_gradients_at_first, r"changes calls \(0 → 4\),"),
 }
 
@@ -181,6 +270,30 @@ def test_what_later_steps_need_is_refused(change: Change, said: str) -> None:
     assert caught.value.page == ("randomness" if "draws" in said else "python-state")
     after = OWN.getstate(), str(OLD.get_state()), NEW.bit_generator.state, random.getstate(), THING.steps
     assert after == before, "capture leaves no trace"
+
+
+def in_a_file(path: Path) -> Callable[[], int]:
+    def up() -> int:
+        steps = len(path.read_bytes()) + 1
+        path.write_bytes(b"." * steps)
+        return steps
+
+    return up
+
+
+BEGUN = time.monotonic()
+UNSEEN: dict[str, Callable[[Path], Change]] = {
+    "file": lambda path: counted(in_a_file(path)),
+    "clock": lambda path: lambda net, x: x * 2 if time.monotonic() - BEGUN > 3_600 else x,
+    "clock of its own name": lambda path: lambda net, x: x * 2 if clock() - BEGUN > 3_600 else x,
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
+def test_what_no_walk_reaches_is_refused(change: Callable[[Path], Change], tmp_path: Path) -> None:
+    (tmp_path / "steps").write_bytes(b"")
+    with pytest.raises(CaptureError, match="later calls compute something else, and fxpipe does not see for what"):
+        fxpipe.capture(Net(change(tmp_path / "steps")), loss, data())
 
 
 def scheduled(net: Net, x: Tensor) -> Tensor:
