@@ -536,7 +536,7 @@ class CompileOptions:
             pad_to=pad_to,
             loss_weight=self.loss_weight or task.loss_weight,
             optimizer=self.optimizer or task.optimizer,
-            lr_scheduler=self.lr_scheduler or task.lr_scheduler,
+            lr_scheduler=self.lr_scheduler or task.hooks.lr_scheduler,
             threads=threads,
         )
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fxpipe.optimizer.state_outside import state_outside
 from fxpipe.torch_private import STEPPED
+from fxpipe.tracing.holders import Advancing
 
 FALL = 1000
-"""How many times smaller a rate must become."""
+"""How many times smaller a rate must become in half of an epoch."""
+
+TENTH = 10
+"""How many times smaller in an epoch, where it falls by one factor again and again, and more epochs follow."""
 
 FURTHEST = 10_000
 """The most updates that are looked at."""
@@ -23,16 +29,19 @@ WHOLE_WAY = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")
 """Those whose steps are a whole training's; others, such as a warm-up, have an end of their own."""
 
 
-def hurried(optimizer: torch.optim.Optimizer, scheduler: Any, updates: int, of: str = "an epoch") -> str | None:
+def hurried(
+    optimizer: torch.optim.Optimizer, scheduler: Any, updates: int, of: str = "an epoch", more: bool = True
+) -> str | None:
     """Why a scheduler seems to be meant for epochs: a sentence; None if nothing says so.
 
-    It is where the rate falls to a thousandth in the first half of so many updates, or the scheduler's own end comes
-    before.
+    It is where its own end, or a thousandth of its highest rate, comes in the first half of so many updates; or a tenth
+    of that rate in all of them, by one factor again and again, though more epochs follow.
 
     Args:
         scheduler: makes a step after every update; it has made none yet, and makes none here.
         updates: of an epoch, or of the run if that is shorter.
         of: which of them.
+        more: the run has more epochs.
     """
     half = min(updates // 2, FURTHEST)
     cure = 'a step after every epoch is `return scheduler, "epoch"`'
@@ -42,10 +51,11 @@ def hurried(optimizer: torch.optim.Optimizer, scheduler: Any, updates: int, of: 
             f"lr_scheduler() ends after {end} steps, and makes one after every update, of which there are {updates} in "
             f"{of}; {cure}"
         )
-    highest = 0.0
-    for update, rate in enumerate(_rates(optimizer, scheduler, half)):
+    highest, rates = 0.0, _rates(optimizer, scheduler, min(updates, FURTHEST) if more else half)
+    steady = more and _fall_steadily(rates)
+    for update, rate in enumerate(rates):
         highest = max(highest, rate)
-        if rate < highest / FALL:
+        if rate < highest / TENTH if steady else rate < highest / FALL and update < half:
             return (
                 f"the learning rate falls from {highest:.3g} to {rate:.3g} in the first {update} updates, of "
                 f"{updates} in {of}: lr_scheduler() makes a step after every update; {cure}"
@@ -53,10 +63,18 @@ def hurried(optimizer: torch.optim.Optimizer, scheduler: Any, updates: int, of: 
     return None
 
 
+def _fall_steadily(rates: list[float]) -> bool:
+    """Whether the rates fall after their highest, by one factor again and again."""
+    falling = [rate for rate, _ in itertools.groupby(rates[rates.index(max(rates)) :])] if rates else []
+    factors = [after / before for before, after in itertools.pairwise(falling) if before]
+    return len(factors) > 1 and max(factors) < 1 and max(factors) - min(factors) < 1e-3
+
+
 def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list[float]:
     """The first group's rates in so many updates, by a copy of the scheduler; fewer if it cannot be copied, or ends.
 
-    The copy acts on a shell of the optimizer: the same type and options, but no parameters and no state.
+    The copy acts on a shell of the optimizer: the same type and options, but no parameters and no state. It shares
+    functions with the scheduler: what they change is put back, and where that cannot be, there is no copy.
     """
     found: list[float] = []
     foretells = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
@@ -65,9 +83,12 @@ def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list
     shell = object.__new__(type(optimizer))
     shell.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults), state={}, **STEPPED)
     shell.param_groups = [copy.deepcopy({**group, "params": []}) for group in optimizer.param_groups]
+    state = state_outside([optimizer, scheduler])
+    if any(isinstance(holder, Advancing) for holder in state.holders):
+        return found
     try:
         scout = copy.deepcopy(scheduler, {id(optimizer): shell})
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), state.preserved():
             for _ in range(count):
                 found.append(float(shell.param_groups[0]["lr"]))
                 scout.step()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.errors import FxpipeError, TaskError, listed
 from fxpipe.optimizer.play import Copies, Played, TooLong
 from fxpipe.optimizer.small_copies import users
 from fxpipe.plan.spec import ParameterSpec, Plan
@@ -118,6 +118,8 @@ def check_per_worker(
         divided = _divided(copies)
         _refuse_lost(copies, together, divided)
         found = _difference(copies, together, divided)
+        if found is not None and divided.outside:
+            found = _shared_state(copies, together, divided) or found
         if found is None and not together.known:
             found = _unusual_difference(copies)
         kind = together.kinds[0]
@@ -253,6 +255,18 @@ def _difference(copies: Copies, together: Played, divided: Played) -> _Disagreem
                 "take an optimizer that looks at each parameter alone",
             )
     return None
+
+
+def _shared_state(copies: Copies, together: Played, divided: Played) -> _Disagreement | None:
+    """Of a difference that goes where each optimizer has globals and the like of its own."""
+    if _difference(copies, together, copies.play(_by_worker(copies), processes=True)) is not None:
+        return None
+    names = listed(list(dict.fromkeys(divided.outside)), 4)
+    return _Disagreement(
+        f"{together.kinds[0]} or its scheduler changes {names} at every step, which is not its own: the workers of one "
+        "process share it and change it several times a step, and no checkpoint has it",
+        "keep it in the optimizer: in self.state, in param_groups or in an attribute",
+    )
 
 
 def _differing(one: dict[str, float], own: dict[str, float], limit: float) -> tuple[str, float, float] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.known import looks_at_each_alone
 from fxpipe.optimizer.small_copies import shrunk
+from fxpipe.optimizer.state_outside import state_outside
 from fxpipe.plan.spec import ParameterSpec
 from fxpipe.random_state import drew_without_torch, random_state, seed_generators, seed_torch
 from fxpipe.task.hooks import MakeOptimizer, MakeScheduler
@@ -22,6 +23,8 @@ from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.task.paced_scheduler import paced
 from fxpipe.task.several_optimizers import name_of
 from fxpipe.torch_private import LightDispatchMode, pytree
+from fxpipe.tracing.lasting_state import told
+from fxpipe.tracing.model_state import PythonState, Snapshot, put_back
 
 ELEMENTS = 64
 """Of a copy, at most."""
@@ -45,6 +48,7 @@ class Played:
         known: all of them are known to look at each parameter alone.
         drew_without_torch: a step used the generators of `random` or numpy.
         eps: of the coarsest dtype that was computed in, counts and rates apart.
+        outside: Python state that is not their own, and that they have changed.
     """
 
     kinds: tuple[str, ...]
@@ -53,6 +57,7 @@ class Played:
     known: bool = True
     drew_without_torch: bool = False
     eps: float = 0.0
+    outside: tuple[str, ...] = ()
 
 
 class Copies:
@@ -95,11 +100,17 @@ class Copies:
         before, these, after = self.gradients[1:4]
         return before, [much * gradient for much, gradient in zip(factors, these, strict=True)], after
 
-    def play(self, parts: Sequence[Sequence[int]], gradients: Sequence[Sequence[Tensor]] | None = None) -> Played:
-        """Make one optimizer for every part, by the rows' numbers, and let them step.
+    def play(
+        self,
+        parts: Sequence[Sequence[int]],
+        gradients: Sequence[Sequence[Tensor]] | None = None,
+        processes: bool = False,
+    ) -> Played:
+        """Make one optimizer for every part, by the rows' numbers, and let them step. Python state is put back.
 
         Args:
             gradients: instead of `self.gradients`, of as many steps as are wanted.
+            processes: each has globals and the like of its own, as in a process of its own.
 
         Raises:
             Exception: whatever the user's optimizer raises.
@@ -114,29 +125,36 @@ class Copies:
                 optimizer = make_optimizer(self.make, [(self.rows[i].name, copies[i]) for i in part])
             made += [] if optimizer is None else [optimizer]
         known = all(map(looks_at_each_alone, made))  # a scheduler changes what `step` is
-        with draws:
-            schedulers = [self._scheduled(optimizer) for optimizer in made]
-        before = _options(copies, made)
-        weights, drew = [_values(copies)], False
-        for given in self.gradients if gradients is None else gradients:
-            for parameter, gradient in zip(copies, self._own(given), strict=True):
-                parameter.grad = gradient
-            for optimizer, scheduler in zip(made, schedulers, strict=True):
-                seed_generators(len(weights), self.device)
-                state = random_state()
-                with draws:
-                    with torch.no_grad():
-                        optimizer.step()
-                    drew = drew or drew_without_torch(state)
-                    with suppress(Exception):  # it may know a run's steps, or wait for a metric
-                        scheduler.step()
-            weights.append(_values(copies))
+        python = state_outside(made, [self.scheduler])
+        first = python.snapshot()
+        turns = [_Turn(python, first) if processes else nullcontext() for _ in made]
+        with python.preserved():
+            schedulers = []
+            for optimizer, turn in zip(made, turns, strict=True):
+                with turn, draws:
+                    schedulers.append(self._scheduled(optimizer))
+            before = _options(copies, made)
+            weights, drew = [_values(copies)], False
+            for given in self.gradients if gradients is None else gradients:
+                for parameter, gradient in zip(copies, self._own(given), strict=True):
+                    parameter.grad = gradient
+                for optimizer, scheduler, turn in zip(made, schedulers, turns, strict=True):
+                    with turn, draws:
+                        seed_generators(len(weights), self.device)
+                        state = random_state()
+                        with torch.no_grad():
+                            optimizer.step()
+                        drew = drew or drew_without_torch(state)
+                        with suppress(Exception):  # it may know a run's steps, or wait for a metric
+                            scheduler.step()
+                weights.append(_values(copies))
+            outside = tuple(change.place for change in told(python.changes(first)))
         kinds = tuple(name_of(optimizer) for optimizer in made)
         options = before, _options(copies, made)
         if gradients is None:
             self._operators = draws.operators
             self._check_zero_grad(copies, made)
-        return Played(kinds, weights, options, known, drew, draws.eps)
+        return Played(kinds, weights, options, known, drew, draws.eps, outside)
 
     def _check_zero_grad(self, copies: Sequence[nn.Parameter], made: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse optimizers that carry gradients over: a run gives every step those of its minibatch alone."""
@@ -188,6 +206,19 @@ class Copies:
             rows = zip(ways, louder, self._random(), strict=True)
             found.append([much * (way + 0.3 * scale * noise) for way, scale, noise in rows])
         return found
+
+
+class _Turn:
+    """A context in which Python state is that of one of several processes."""
+
+    def __init__(self, python: PythonState, state: Snapshot) -> None:
+        self._python, self._state = python, state
+
+    def __enter__(self) -> None:
+        put_back(self._state)
+
+    def __exit__(self, *error: object) -> None:
+        self._state = self._python.snapshot()
 
 
 class TooLong(BaseException):

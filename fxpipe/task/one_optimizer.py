@@ -74,9 +74,15 @@ def _holds_some(made: Any) -> bool:
 
 
 def _needs_closure(made: Any) -> bool:
-    """Whether step() has an argument that must be given."""
+    """Whether step() has an argument that must be given: that of the class, or what was put in its place.
+
+    A scheduler puts a function there that is no method, and says that it is the method.
+    """
     try:
-        arguments = inspect.signature(made.step).parameters.values()
+        arguments = [
+            *list(inspect.signature(type(made).step).parameters.values())[1:],
+            *inspect.signature(made.step, follow_wrapped=False).parameters.values(),
+        ]
     except (AttributeError, TypeError, ValueError):  # there is none, or it is not written in Python
         return False
     return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)

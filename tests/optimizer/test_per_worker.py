@@ -249,6 +249,38 @@ def test_a_schedulers_rates_by_place_are_refused() -> None:
         check_per_worker(plan(), groups, falling)
 
 
+STEPS = [0]
+
+
+class Counts(Each):
+    """Each parameter alone, by a number that is not the optimizer's own."""
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        return super().way(group, p, place) / math.sqrt(1 + STEPS[0])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        STEPS[0] += 1
+        super().step()
+
+
+def counted(optimizer: Optimizer) -> LambdaLR:
+    def rate(update: int) -> float:
+        STEPS[0] += 1
+        return float(0.9 ** STEPS[0])
+
+    return LambdaLR(optimizer, rate)
+
+
+@pytest.mark.parametrize(
+    ("make", "scheduler"), [(Counts, None), (functools.partial(SGD, lr=0.1), counted)], ids=["optimizer", "scheduler"]
+)
+def test_state_that_optimizers_share_is_named(make: Any, scheduler: Any) -> None:
+    with pytest.raises(TaskError, match=r"(Counts|SGD) or its scheduler changes STEPS at every step") as caught:
+        check_per_worker(plan(), lambda n: make(weights(n)), scheduler)
+    assert "keep it in the optimizer" in str(caught.value.hint)
+    assert STEPS[0] == 0, "nothing is left of the trial"
+
+
 def test_how_far_apart_is_said() -> None:
     with pytest.raises(TaskError) as caught:
         check_per_worker(plan(), by_count)

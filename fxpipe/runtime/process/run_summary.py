@@ -358,7 +358,8 @@ def _warn_of_hurry(executor: Executor, total: int, epoch: int | None) -> None:
     if updater.optimizer is None or updater.scheduler is None or updater.per_epoch:
         return
     steps, of = (epoch, "an epoch") if epoch is not None and epoch <= total else (total, "this run")
-    if found := hurried(updater.optimizer, updater.scheduler, steps, of):
+    more = epoch is not None and epoch < total
+    if found := hurried(updater.optimizer, updater.scheduler, steps, of, more):
         warn(found)
 
 

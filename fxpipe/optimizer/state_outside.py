@@ -1,0 +1,54 @@
+"""Python state that an optimizer or a scheduler changes, and that is not its own: globals, closures, other objects.
+
+Optimizers of several workers of a process share it, and no checkpoint has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fxpipe.task.several_optimizers import parts_of
+from fxpipe.tracing.model_state import PythonState
+
+_OWN = (torch.optim.Optimizer, LRScheduler)
+
+
+def state_outside(things: Iterable[Any], others: Iterable[Any] = ()) -> PythonState:
+    """What the code of these optimizers and schedulers reaches: their classes, hooks and functions.
+
+    Args:
+        things: what they hold themselves is left out.
+        others: functions that change state, too.
+    """
+    every = [part for thing in things for part in _parts(thing)]
+    passed = [value for part in every for value in (part, *vars(part).values())]
+    roots = [root for part in every for root in (type(part), *_functions(vars(part).values()))]
+    return PythonState(nn.Module(), [*roots, *others], [each for each in passed if not callable(each)])
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """The optimizers of several; a scheduler and those that it calls."""
+    if isinstance(thing, torch.optim.Optimizer):
+        yield from parts_of(thing)
+    elif hasattr(thing, "__dict__"):
+        yield thing
+        for value in vars(thing).values():
+            for member in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(member, LRScheduler) and member is not thing:
+                    yield from _parts(member)
+
+
+def _functions(values: Iterable[Any]) -> Iterator[Any]:
+    """Functions among the values and in their lists and dictionaries; of another object that is called, its class."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _functions(value)
+        elif isinstance(value, dict):
+            yield from _functions(value.values())
+        elif callable(value):
+            yield value if hasattr(value, "__code__") or hasattr(value, "__func__") else type(value)
