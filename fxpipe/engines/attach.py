@@ -123,11 +123,11 @@ class CheckedPart:
             ) from error
         after = random_state()
         set_random_state(state)
-        expected = call.run(emitted).flat()
+        expected = call.run(self.part.judge(emitted)).flat()
 
         def exact() -> list[Tensor]:
             set_random_state(state)
-            return call.run(in_float64(part)).flat()
+            return call.run(self.part.judge(in_float64(part))).flat()
 
         check_outputs(self.part, expected, call.result(returned, held_back.sent).flat(), exact)
         set_random_state(after)

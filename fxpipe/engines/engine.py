@@ -15,17 +15,23 @@ from torch import Tensor
 from fxpipe.engines.kept_files import is_intact, record, remove
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.stages.derived_outputs import trim
+from fxpipe.stages.part_call import Function
 from fxpipe.stages.pure_function import Compute, PureFunction
 from fxpipe.stages.pure_part import PurePart
+from fxpipe.stages.stable_order import in_stable_order
 
 
 class Engine(ABC):
     """Runs pure parts.
 
     A part arrives trimmed (`fxpipe.stages.derived_outputs`): no output is an input, a view of one, or there twice.
+
+    Attributes:
+        stable: whether `sort` and `topk` leave equal elements in their order, which those of PyTorch need not.
     """
 
     name: ClassVar[str]
+    stable: ClassVar[bool] = False
 
     @abstractmethod
     def missing(self, device: str) -> str | None:
@@ -75,7 +81,7 @@ class EnginePart(PureFunction):
         Raises:
             BackendError: the engine cannot run the part.
         """
-        self.engine = engine.name
+        self.engine, self._stable = engine.name, engine.stable
         self.kept = kept_as(part, engine)
         trimmed = trim(part)
         path = cache and cache / self.kept
@@ -85,6 +91,10 @@ class EnginePart(PureFunction):
             return trimmed.finish(inputs, inner([inputs[i] for i in trimmed.takes]))
 
         super().__init__(part, compute)
+
+    def judge(self, function: Function) -> Function:
+        """The emitted function, or that in float64, as what the engine's results are compared with."""
+        return in_stable_order(function) if self._stable else function
 
 
 def _built(part: PurePart, engine: Engine, path: Path | None, say: Callable[[str], None]) -> Compute:

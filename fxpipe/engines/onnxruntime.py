@@ -32,6 +32,7 @@ class OrtEngine(Engine):
     """Runs parts in onnxruntime: on CUDA devices by its CUDA provider, elsewhere by its CPU provider."""
 
     name: ClassVar[str] = "onnxruntime"
+    stable: ClassVar[bool] = True
 
     def missing(self, device: str) -> str | None:
         absent = [name for name in ("onnxruntime", "onnx", "onnxscript") if importlib.util.find_spec(name) is None]

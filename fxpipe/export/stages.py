@@ -34,6 +34,7 @@ from fxpipe.stages.minibatch import Minibatches, evenly
 from fxpipe.stages.part_call import Function, PartCall, PartResult
 from fxpipe.stages.pure_function import in_float64
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart, trace_stage
+from fxpipe.stages.stable_order import in_stable_order
 
 OPSET = 20
 PIPELINE = "pipeline"
@@ -200,7 +201,7 @@ class _Export:
             self.say(f"stage_{worker}: tracing")
             for part in trace_stage(self.plan, worker, self.stages[worker]):
                 self.ran[worker, part.phase] = part
-        return self.stages[worker].functions[phase]
+        return in_stable_order(self.stages[worker].functions[phase])
 
     def _state(self) -> dict[str, Tensor]:
         return {row.name: self.tensors[row.name].to(self.plan.device) for row in self.plan.tensors}
@@ -238,7 +239,7 @@ class _Export:
             written.CopyFrom(model)
             model = written
         expected = {v: _expect(r, x) for v, r, x in zip(gives, part.outputs, outputs, strict=True)}
-        exact = functools.cache(lambda: call.run(in_float64(part), self.seed).flat())
+        exact = functools.cache(lambda: call.run(in_stable_order(in_float64(part)), self.seed).flat())
 
         def verdict(difference: Difference, values: Mapping[str, Tensor]) -> Verdict:
             return "rounding" if rounding_alone(difference, values, expected, gives, exact) else "wrong"
@@ -278,7 +279,8 @@ class _Export:
             state |= {p.name: _rounded(state[p.name]) for p in self.plan.parameters}
 
         def function(worker: int, phase: Phase) -> Function:
-            return in_float64(self.ran[worker, phase]) if exactly else self.stages[worker].functions[phase]
+            made = in_float64(self.ran[worker, phase]) if exactly else self.stages[worker].functions[phase]
+            return in_stable_order(made)
 
         made = {}
         for call, result in run_microbatch(self.plan, function, state, self.batch, seed=self.seed, packed=not exactly):

@@ -206,13 +206,14 @@ class _EngineTrial:
 
     def _check(self, made: EnginePart) -> float:
         """The engine's largest error. Raises BackendError: it is too large, or the engine fails when it runs."""
-        expected = self.call.run(self.emitted, seed=0).flat()
+        expected = self.call.run(made.judge(self.emitted), seed=0).flat()
         try:
             found = self.call.run(made, seed=0).flat()
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
             raise BackendError(f"{made.engine} fails when it runs: {text}") from error
-        return check_outputs(made, expected, found, lambda: self.call.run(in_float64(self.part), seed=0).flat())
+        exact = made.judge(in_float64(self.part))
+        return check_outputs(made, expected, found, lambda: self.call.run(exact, seed=0).flat())
 
     def _measure(self, functions: Mapping[str, Function]) -> dict[str, list[float]]:
         """Seconds of every call, engines in turn; the first round warms up."""

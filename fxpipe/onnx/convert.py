@@ -18,7 +18,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from fxpipe.errors import ExportError, first_line
-from fxpipe.onnx.decompose import check_operators, decompose, decomposition_table
+from fxpipe.onnx.decompose import OTHER_OPERATORS, check_operators, decompose, decomposition_table
 from fxpipe.onnx.exported_program import exported_program
 from fxpipe.onnx.graph_values import name_values, strip_notes
 from fxpipe.torch_private import composite_operators
@@ -89,7 +89,8 @@ def _to_onnx(
         if made is not None:
             optimizer.optimize(made.model, num_iterations=1)  # torch's own two find next to nothing more
     except Exception as error:
-        raise ExportError(f"PyTorch's ONNX exporter failed: {first_line(_root(error))}") from error
+        text = f"PyTorch's ONNX exporter failed: {first_line(_root(error))}"
+        raise ExportError(text, hint=OTHER_OPERATORS) from error
     assert made is not None
     model = made.model
     name_values(model.graph, input_names, output_names, dynamic or {})

@@ -29,6 +29,7 @@ from fxpipe.torch_private import (
 
 aten = torch.ops.aten
 _ORIGIN = "fxpipe_origin"  # the operator that a node decomposes
+OTHER_OPERATORS = "write that part of the model with other operators, or keep its stage on PyTorch"
 _LIMIT = 12  # places named for one operator
 
 
@@ -44,10 +45,24 @@ def decompose(module: fx.GraphModule, examples: Sequence[torch.Tensor], table: D
             pure = functionalize(_OnCpu(traced).run, remove="mutations")
             trace = make_fx_with_constants(pure, decomposition_table=dict(table), tracing_mode="fake")
             traced = trace(*inputs)
+    _without_entries_made_apart(traced.graph)
     placeholders = {n for n in traced.graph.nodes if n.op == "placeholder"}
     traced.graph.eliminate_dead_code(is_impure_node=lambda n: n in placeholders or n.op == "output")
     traced.recompile()
     return traced
+
+
+def _without_entries_made_apart(graph: fx.Graph) -> None:
+    """A tensor without entries is made by itself: where ATen has one, as of a batch norm in eval mode its statistics,
+    torch.onnx has any other tensor.
+    """
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op == "call_function" and node.users and isinstance(value, Tensor) and value.numel() == 0:
+            with graph.inserting_before(node):
+                empty = graph.call_function(aten.full.default, (list(value.shape), 0), {"dtype": value.dtype})
+            empty.meta = dict(node.meta)
+            node.replace_all_uses_with(empty)
 
 
 class _OnCpu(fx.Interpreter):
@@ -66,6 +81,7 @@ class _OnCpu(fx.Interpreter):
             raise ExportError(
                 f"{_name(n.target)} cannot be exported: {first_line(error)}",
                 where=n.meta.get(PLACE),
+                hint=OTHER_OPERATORS,
             ) from error
         finally:
             self._mark(n)
@@ -136,9 +152,13 @@ def _padded(x: Tensor, more: int) -> Tensor:
     return torch.cat([x, x.new_zeros((*x.shape[:-1], more))], -1)
 
 
-@functools.cache
 def decomposition_table() -> Decompositions:
     """Torch's decompositions of what torch.onnx lacks; ours take precedence."""
+    return _torch_decompositions() | decompositions.table()
+
+
+@functools.cache
+def _torch_decompositions() -> Decompositions:
     table: Decompositions = {}
     for overload, function in [
         *torch.export.default_decompositions().items(),
@@ -146,7 +166,7 @@ def decomposition_table() -> Decompositions:
     ]:
         if isinstance(overload, OpOverload) and overload not in onnx_operators() and not schema_of(overload).is_mutable:
             table.setdefault(overload, function)
-    return table | decompositions.table()
+    return table
 
 
 def check_operators(module: fx.GraphModule) -> None:
@@ -169,7 +189,7 @@ def check_operators(module: fx.GraphModule) -> None:
                 lines[-1] += f"\n    and {len(distinct) - _LIMIT} more"
         raise ExportError(
             "ONNX has nothing for these operators:\n  " + "\n  ".join(lines),
-            hint="write that part of the model with other operators, or keep its stage on PyTorch",
+            hint=OTHER_OPERATORS,
         )
 
 

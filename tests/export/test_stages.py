@@ -319,6 +319,37 @@ def test_a_stage_that_computes_nothing_has_no_file(tmp_path: Path) -> None:
     assert told == ["stage_0.backward computes nothing, so there is no file for it"]
 
 
+class Experts(nn.Module):
+    """Norms that are frozen and in eval mode, and tokens sorted by their expert: most of what is sorted is equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.router = nn.Linear(8, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 4)
+        self.experts = nn.Parameter(torch.randn(4, 8, 8) / 3)
+        self.register_buffer("scale", torch.rand(8) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.a(x)) * self.scale.rsqrt().view(1, -1)
+        chosen = self.router(x).argmax(-1)
+        expert, order = chosen.sort()
+        one_hot = nn.functional.one_hot(expert, 4).to(x.dtype)
+        sorted_out = torch.einsum("te,ti,eij->tj", one_hot, x[order], self.experts)
+        return torch.empty_like(sorted_out).index_copy(0, order, sorted_out) + x
+
+
+@pytest.mark.slow
+def test_equal_elements_are_sorted_as_onnx_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Experts(), nn.Linear(8, 2)), torch.randn(96, 8)
+    options: dict[str, Any] = {"workers": 2, "forward_at": ["1"], "backward_at": ["1"], "cost": "analytic"}
+    build = fxpipe.compile(model, lambda m, x: m(x).square().mean(), batch, **options)
+    export(build, tmp_path / "onnx", batch)
+    (order,) = [
+        v for v in session(tmp_path / "onnx" / "stage_0.forward.onnx").get_outputs() if v.type == "tensor(int64)"
+    ]
+    assert order.shape == [96]
+
+
 # ---- files that onnxruntime runs ----
 
 

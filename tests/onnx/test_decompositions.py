@@ -232,6 +232,14 @@ for name, shape in [("2d", (6, 4)), ("4d", (3, 4, 5, 6)), ("3d", (3, 4, 5))]:
     )
 
 
+evaluated = aten._native_batch_norm_legit_no_training.default
+case(
+    "batch norm in eval mode",
+    lambda x, m, v: evaluated(x, m, v, m, v.exp(), 0.1, 1e-5),
+    IMAGE,
+    seeded(3),
+    seeded(3, seed=1),
+)
 batch_norm = aten._native_batch_norm_legit_functional.default
 
 
@@ -558,6 +566,51 @@ grad_case("downsample nearest exact", lambda x: F.interpolate(x, size=(3, 4), mo
 grad_case("downsample bilinear", lambda x: F.interpolate(x, size=(3, 4), mode="bilinear"), IMAGE)
 # There is nothing for its backward.
 case("grid sample", lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), IMAGE, seeded(2, 4, 5, 2))
+
+# ---- experts ----
+
+grouped = aten._grouped_mm.default
+ENDS = torch.tensor([8, 8, 16], dtype=torch.int32)  # the second group has no rows
+FEWER = torch.tensor([4, 8, 11], dtype=torch.int32)
+ROWS_OF_X, WEIGHTS, TALL, WIDE = seeded(16, 8), seeded(3, 8, 16), seeded(16, 16), seeded(8, 16)
+
+
+def in_16_bits(f: Callable[..., Tensor], *xs: Tensor) -> Tensor:
+    return f(*(x.bfloat16() for x in xs)).float()
+
+
+case("grouped product half", lambda a, b, o: in_16_bits(partial(grouped, offs=o), a, b), ROWS_OF_X, WEIGHTS, ENDS)
+case(
+    "grouped product fewer half",
+    lambda a, b, o: in_16_bits(partial(grouped, offs=o), a, b)[:11],
+    ROWS_OF_X,
+    WEIGHTS,
+    FEWER,
+)
+case(
+    "grouped product of columns half",
+    lambda a, b, o: in_16_bits(partial(grouped, offs=o), a, b),
+    WEIGHTS.mT.clone(),
+    WIDE,
+    ENDS,
+)
+case("grouped product over groups half", lambda a, b, o: in_16_bits(partial(grouped, offs=o), a, b), WIDE, TALL, ENDS)
+case("grouped product of batches half", lambda a, b: in_16_bits(grouped, a, b), WEIGHTS, WEIGHTS.mT.clone())
+grad_case(
+    "grouped product gradient half", lambda a, b: in_16_bits(partial(grouped, offs=ENDS), a, b), ROWS_OF_X, WEIGHTS
+)
+TIES = whole(4, 64)
+case("sort with ties", lambda a: (*aten.sort.stable(a, stable=True), a.argsort(stable=True, descending=True)), TIES)
+case("sort of bools", lambda a: a.sort(stable=True, dim=0), TIES.view(8, 8) > 1)
+case("kth and median", lambda a: (*a.kthvalue(2, 0), *a.median(1), *a.median(0, keepdim=True), a.median()), A)
+grad_case("kth gradient", lambda a: a.kthvalue(2, 1).values, A)
+SORTED = whole(9, 2, 6).cumsum(1)
+case("searchsorted", lambda a, v: (torch.searchsorted(a, v), torch.searchsorted(a[0], v)), SORTED, whole(40, 2, 4))
+case("searchsorted right", lambda a, v: torch.searchsorted(a, v, right=True, out_int32=True), SORTED, SORTED)
+grad_case("index small", lambda a, i, j: a[i.int(), j], TABLE, whole(7, 6), whole(4, 6))
+for own in (True, False):
+    reduce = partial(torch.Tensor.scatter_reduce, reduce="mean", include_self=own)
+    case(f"scatter mean {own}", lambda a, s, i, f=reduce: f(a, 1, i, s), TABLE, seeded(5, 3), whole(4, 5, 3))
 
 # ---- whole layers ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,13 +53,23 @@ def _unfold_backward(grad: Tensor, input_sizes: Sequence[int], dim: int, size: i
     return (grad.movedim(dim, -2).flatten(-2) @ places.to(grad.dtype)).movedim(-1, dim)
 
 
-def _with_long_indices(
-    op: OpOverload, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
-) -> Tensor:
+def _with_long_indices(op: OpOverload, x: Tensor, indices: Sequence[Tensor | None], *more: Any) -> Tensor:
     if all(i is None or i.dtype is not torch.int32 for i in indices):
         return NotImplemented
     wide = [i.long() if i is not None and i.dtype is torch.int32 else i for i in indices]
-    return op(x, wide, values, accumulate)
+    return op(x, wide, *more)
+
+
+def _scatter_mean(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """torch.onnx sums here, and does not divide."""
+    if reduce != "mean" or not x.is_floating_point():
+        return NotImplemented
+    nothing = torch.zeros_like(x)
+    count = nothing.scatter_add(dim, index, nothing.new_ones(index.shape))
+    total = nothing.scatter_add(dim, index, source)
+    return (x + total) / (1 + count) if include_self else torch.where(count > 0, total / count.clamp(min=1), x)
 
 
 def _of_bools(op: OpOverload, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -73,7 +84,9 @@ TABLE: Decompositions = {
     aten.embedding.default: _embedding,
     aten.max.dim: partial(_of_bools, aten.max.dim),
     aten.min.dim: partial(_of_bools, aten.min.dim),
+    aten.scatter_reduce.two: _scatter_mean,
     aten.unfold_backward.default: _unfold_backward,
+    aten.index.Tensor: partial(_with_long_indices, aten.index.Tensor),
     aten.index_put.default: partial(_with_long_indices, aten.index_put.default),
     aten.diagonal_backward.default: _diagonal_backward,
 }
