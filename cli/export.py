@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Weights to export instead of the initial ones: the model.safetensors that a run left.",
 )
+@click.option("--untrained", is_flag=True, help="With --inference: export the weights with which training begins.")
 @click.option("--opset", type=int, default=20, show_default=True, help="Version of ONNX's operators: 18 to 25.")
 @click.option(
     "--inference",
@@ -45,6 +46,7 @@ def export_command(
     out: str,
     weights: Any,
     trained: str | None,
+    untrained: bool,
     opset: int,
     inference: bool,
     model: str | None,
@@ -60,7 +62,8 @@ def export_command(
     edited.
 
     With --inference: stage_0.inference.onnx and so on, the model file's forward in eval mode, cut where the build is.
-    Stage k takes what stage k-1 gives; the first takes the model's own inputs, the last gives its outputs.
+    Stage k takes what stage k-1 gives; the first takes the model's own inputs, the last gives its outputs. Say which
+    weights: --trained FILE, or --untrained.
 
     Every model is run in onnxruntime on the first batch of train_data() and compared with the stage's own code. If one
     of them is wrong, none is written.
@@ -77,6 +80,13 @@ def export_command(
     form = weights or ("initializers" if inference else "inputs")
     if trained is not None and form == "inputs":
         raise click.UsageError("--trained needs models that hold weights: add --inference, or --weights initializers")
+    if trained is not None and untrained:
+        raise click.UsageError("--trained and --untrained are different weights: give one of them")
+    if inference and trained is None and not untrained:
+        raise click.UsageError(
+            "say which weights to serve: --trained out/model.safetensors, which a run wrote, "
+            "or --untrained for those with which training begins"
+        )
     check_packages()
     check_opset(opset)
     check_export_target(out, inference=inference)
@@ -84,9 +94,11 @@ def export_command(
         source = _read(build, model, trained, say)
         found = (_export_inference if inference else _export)(*source, out, form, opset, say)
     if as_json:
-        emit_json({"out": out, "opset": opset, "weights": form, **found})
+        emit_json({"out": out, "opset": opset, "weights": form, "trained": trained, **found})
     else:
         _print(found, out)
+        if form != "inputs":
+            echo(f"weights  {trained or 'untrained, as training begins with them'}")
     return 0
 
 

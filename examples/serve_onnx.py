@@ -3,7 +3,7 @@
 From the repository's root:
 
     fxpipe compile examples/gpt.py -n 2 -o build/
-    fxpipe export build/ --inference -o onnx/
+    fxpipe export build/ --inference --untrained -o onnx/
     python examples/serve_onnx.py onnx/
 
 What a run has trained is exported with --trained out/model.safetensors, and would differ from the new model here.

@@ -51,7 +51,7 @@ def said(folder: Path) -> dict[str, Any]:
 
 
 def test_json(said: dict[str, Any], folder: Path) -> None:
-    assert set(said) == {"out", "opset", "weights", "error", "files"}
+    assert set(said) == {"out", "opset", "weights", "trained", "error", "files"}
     assert (said["out"], said["opset"], said["weights"]) == (str(folder / "onnx"), 20, "inputs")
     assert [f["name"] for f in said["files"]] == NAMES
     assert sorted(files(folder / "onnx")) == sorted(NAMES)
@@ -77,13 +77,14 @@ def test_an_earlier_export_is_replaced_and_a_foreign_folder_is_not(said: dict[st
     assert result.code == 1
     assert re.search(r"error: .*build exists and holds costs\.json, .*, which an export would delete", result.err)
     assert "\n  hint: choose another -o" in result.err
-    serve = ("-o", folder / "serve", "--inference", "--weights", "external", "--json")
+    serve = ("-o", folder / "serve", "--inference", "--untrained", "--weights", "external", "--json")
     fxpipe("export", folder / "build", *serve)
     found = fxpipe("export", folder / "build", *serve).json
     assert [f["name"] for f in found["files"]] == ["stage_0.inference.onnx", "stage_1.inference.onnx"]
     assert (found["dynamic"], found["weights"]) == (True, "external")
     assert len(found["batches"]) > 1
     assert found["error"] <= 1e-4
+    assert found["trained"] is None
     left = files(folder / "serve")
     assert all(re.fullmatch(r"stage_[01]\.inference\.onnx(\.data)?", name) for name in left)
     assert len(left) == 4
@@ -149,6 +150,8 @@ def test_a_stale_build(folder: Path, tmp_path: Path) -> None:
     [
         (["build", "--inference", "--weights", "inputs"], "--weights inputs is for training"),
         (["build", "--trained", "out/model.safetensors"], "--trained needs models that hold weights"),
+        (["build", "--inference"], "say which weights to serve: --trained out/model.safetensors"),
+        (["build", "--inference", "--untrained", "--trained", "model.safetensors"], "give one of them"),
         (["build", "--weights", "outside"], "'outside' is not one of"),
     ],
 )
@@ -174,6 +177,7 @@ def test_trained_weights_for_inference(folder: Path, trained: Path, tmp_path: Pa
     out = tmp_path / "onnx"
     result = fxpipe("export", folder / "build", "-o", out, "--inference", "--trained", trained, "--json")
     assert result.json["error"] <= 1e-4
+    assert result.json["trained"] == str(trained)
     net = runpy.run_path(str(folder / "model.py"))["model"]()
     net.load_state_dict(load_file(trained))
     x = torch.randn(7, 6)
@@ -213,7 +217,7 @@ def test_only_its_own_kind_of_export_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "onnx"
     target.mkdir()
     (target / "pipeline.onnx").write_text("mine")
-    for more in ((), ("--inference",)):
+    for more in ((), ("--inference", "--untrained")):
         result = fxpipe("export", str(tmp_path), "-o", str(target), *more)
         assert result.code == 1
         assert "holds pipeline.onnx, which an export would delete" in result.err
@@ -222,4 +226,5 @@ def test_only_its_own_kind_of_export_is_replaced(tmp_path: Path) -> None:
     (target / "pipeline.onnx").unlink()
     (target / "stage_0.inference.onnx").write_bytes(model.SerializeToString())
     assert "holds stage_0.inference.onnx" in fxpipe("export", str(tmp_path), "-o", str(target)).err
-    assert "is not an fxpipe build" in fxpipe("export", str(tmp_path), "-o", str(target), "--inference").err
+    result = fxpipe("export", str(tmp_path), "-o", str(target), "--inference", "--untrained")
+    assert "is not an fxpipe build" in result.err
