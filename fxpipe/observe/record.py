@@ -96,7 +96,7 @@ class Record:
     `grad_norm` (of all workers' gradients, before clipping) only with clipping, `loss_scale` only if the loss was
     multiplied by one, and `"skipped": true` if gradients overflowed then, so that the step made no update. An
     evaluation has its own line after that of its step: `{"step", "eval": {name: mean}}`, with `"best": true` where its
-    weights were kept as the best so far.
+    weights were kept as the best so far; one of averaged weights `{"step", "averaged": {name: mean}}`, after that.
 
     Nothing in `out` is deleted or changed when a run begins: where an earlier run left `metrics.jsonl`, this one's
     lines go to `metrics.partial.jsonl` until `take_place`. Nor does training end because something cannot be written or
@@ -105,7 +105,8 @@ class Record:
     Args:
         samples: in a minibatch.
         loggers: get the same numbers: `train/loss`, `train/lr`, `train/grad_norm`, the rates and `train/NAME` for each
-            metric that the loss came with; one for each value of each worker, like `busy/worker_0`; and `eval/NAME`.
+            metric that the loss came with; one for each value of each worker, like `busy/worker_0`;
+            `eval/NAME` and `averaged/NAME`.
         workers, before: the pipeline has so many workers, and begins to fill after so many steps (see
             `steady_samples_per_second`).
         continue_after: the run goes on after this step of an interrupted one, whose lines up to it are kept, and whose
@@ -119,7 +120,7 @@ class Record:
         steps_per_epoch: how many steps an epoch has, where that is known.
         losses: of all steps, with those of the lines that were kept; 8 bytes a step, all that grows while a run trains.
         metrics: of the last step.
-        evaluations: `{"step", "metrics"}` each, with those that were kept.
+        evaluations: `{"step", "metrics"}` each, perhaps with `averaged`, with those that were kept.
         evaluation_seconds: worker 0's, of those before the last step.
         own_steps: how many steps were trained since this object was made.
 
@@ -231,6 +232,19 @@ class Record:
         if self._progress is not None:
             self._show(lambda progress: progress.evaluated(step, metrics, *(["the best so far"] if best else [])))
 
+    def averages_evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """The same of the averaged weights, after the weights themselves."""
+        self._evaluating += seconds
+        if "averaged" in self.evaluations[-1]:
+            return
+        self.evaluations[-1]["averaged"] = metrics
+        if self._file is not None:
+            self._file.write({"step": step, "averaged": metrics})
+        values = {f"averaged/{name}": value for name, value in metrics.items()}
+        self._loggers.log(step, self._earlier + self.seconds, values)
+        if self._progress is not None:
+            self._show(lambda progress: progress.evaluated(step, metrics, "of the averaged weights"))
+
     def sync(self) -> None:
         """Have the metrics so far on the disk itself: before a checkpoint of this step counts."""
         if self._file is not None:
@@ -290,10 +304,14 @@ class Record:
 
     def _kept(self, row: dict[str, Any]) -> None:
         """A line of the run that this one continues."""
-        if isinstance(row.get("eval"), dict):
-            found = {name: math.nan if value is None else value for name, value in row["eval"].items()}
-            self.evaluations.append({"step": row["step"], "metrics": found})
-            return
+        for kind in ("eval", "averaged"):
+            if isinstance(row.get(kind), dict):
+                found = {name: math.nan if value is None else value for name, value in row[kind].items()}
+                if kind == "eval":
+                    self.evaluations.append({"step": row["step"], "metrics": found})
+                elif self.evaluations:
+                    self.evaluations[-1]["averaged"] = found
+                return
         loss = row.get("loss")
         self.losses.append(loss if isinstance(loss, int | float) else math.nan)
         named = row.get("metrics")

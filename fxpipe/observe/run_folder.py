@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Required, TypedDict
+from typing import Any, NotRequired, Required, TypedDict
 
 from fxpipe.errors import RunError
 from fxpipe.observe.rates import RATES
@@ -22,6 +22,8 @@ SPANS = 6000
 
 _METRICS = ("step", "loss", "lr", "grad_norm", "loss_scale", "seconds", *RATES)
 
+_EVALUATIONS = {"eval", "averaged"}
+"""The keys of lines that are no step's."""
 
 _WaitJson = TypedDict("_WaitJson", {"what": str, "from": int | None, "seconds": float | None}, total=False)
 
@@ -57,6 +59,7 @@ class _LossJson(TypedDict, total=False):
 class _Evaluation(TypedDict):
     step: int
     metrics: dict[str, float | None]
+    averaged: NotRequired[dict[str, float | None]]
 
 
 class _LossScaling(TypedDict):
@@ -102,7 +105,8 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
         metrics     columns of one length: step, loss, lr, grad_norm, loss_scale, seconds and the rates
                     (`fxpipe/observe/rates.py`); null where absent
         step_metrics  the same for each metric that the losses came with, by its name
-        evaluations {step, metrics: {name: number or null}} each: of run.json, or of metrics.jsonl as far as that goes
+        evaluations {step, metrics: {name: number or null}} each, perhaps with `averaged`, likewise: of
+                    run.json, or of metrics.jsonl as far as that goes
         timeline    {seconds, minibatches, of, spans: [[worker, kind, minibatch, microbatch, start, end]]} or null:
                     of the first minibatches, at least of one; spans of a worker do not overlap, times are seconds
 
@@ -176,9 +180,12 @@ def _metrics(
     named: dict[str, list[Any]] = {}
     evaluations: list[dict[str, Any]] = []
     for row in _rows(folder / METRICS, problems):
-        if isinstance(row.get("eval"), dict):
-            values = {name: _number(value) for name, value in row["eval"].items()}
-            evaluations.append({"step": row["step"], "metrics": values})
+        if (kind := next((kind for kind in _EVALUATIONS if isinstance(row.get(kind), dict)), None)) is not None:
+            values = {name: _number(value) for name, value in row[kind].items()}
+            if kind == "eval":
+                evaluations.append({"step": row["step"], "metrics": values})
+            elif evaluations:
+                evaluations[-1]["averaged"] = values
             continue
         for name, value in row["metrics"].items() if isinstance(row.get("metrics"), dict) else ():
             missing = len(columns["step"]) - len(named.setdefault(name, []))
@@ -205,7 +212,7 @@ def _rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
                 whole = line.endswith("\n")
                 row = _object(line)
                 if row is not None and _number(row.get("step")) is not None:
-                    shown += "eval" not in row
+                    shown += not _EVALUATIONS & row.keys()
                     yield row
                 elif line.strip():
                     wrong.append(number)

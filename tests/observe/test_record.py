@@ -19,6 +19,7 @@ def train(record: Record, *steps: int, evaluate: int = 2) -> None:
         record.step(RecordedStep(step - 1, 1.0 / step if step != 4 else math.nan, 0.1))
         if step % evaluate == 0:
             record.evaluated(step, {"accuracy": step / 10}, 0.0)
+            record.averages_evaluated(step, {"accuracy": step / 20}, 0.0)
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -43,6 +44,7 @@ def test_a_run_that_goes_on_tells_the_same(tmp_path: Path, whole: list[dict[str,
     assert record.own_steps == 0
     if after % 2 == 0:
         record.evaluated(after, {"accuracy": after / 10}, 0.0)  # again, because the checkpoint was before it
+        record.averages_evaluated(after, {"accuracy": after / 20}, 0.0)
     train(record, *range(after + 1, 10))
     record.take_place({"model.safetensors"})
     record.close()
@@ -50,7 +52,10 @@ def test_a_run_that_goes_on_tells_the_same(tmp_path: Path, whole: list[dict[str,
     assert record.own_steps == 9 - after
     wanted = array("d", [1.0 / step if step != 4 else math.nan for step in range(1, 10)])
     assert record.losses.tobytes() == wanted.tobytes()
-    assert [evaluation["step"] for evaluation in record.evaluations] == [2, 4, 6, 8]
+    evaluations = [{"step": s, "metrics": {"accuracy": s / 10}, "averaged": {"accuracy": s / 20}} for s in (2, 4, 6, 8)]
+    assert record.evaluations == evaluations
+    assert read_run(tmp_path)["evaluations"] == evaluations
+    assert len(read_run(tmp_path)["metrics"]["step"]) == 9
     seconds = read_run(tmp_path)["metrics"]["seconds"]
     assert seconds == sorted(seconds)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["metrics.jsonl"]
@@ -140,4 +145,4 @@ def test_a_display_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
     record = Record(tmp_path, 4, 3, Closed())
     train(record, 1, 2, 3)
     record.close()
-    assert len(told(tmp_path)) == 4
+    assert len(told(tmp_path)) == 5

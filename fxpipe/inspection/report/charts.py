@@ -17,7 +17,7 @@ from fxpipe.inspection.tables import PARTS
 Json = dict[str, Any]
 Points = Sequence[tuple[float, float | None]]
 
-STEPS = 400
+STEPS = 40
 """From this many steps on, a mean is drawn over the single values."""
 
 POINTS = 1500
@@ -25,15 +25,21 @@ POINTS = 1500
 
 SPENT = ("F", "B", "W", "predict", "update", "send", "receive", "wait", "data", "other")
 
-_GREY, _BLUE = "#777777", "#4C6FE0"
+_GREY, _BLUE, _RED, _GREEN = "#777777", "#4C6FE0", "#C8502D", "#1E8A5F"
+EVALUATED = {
+    "metrics": ("held out", {"stroke": _RED}),
+    "averaged": ("held out, averaged weights", {"stroke": _GREEN, "stroke_dasharray": "5 4"}),
+}
+"""How the evaluations of a run are drawn: a dot each, and a line between them."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: where a point is missing, it ends and begins again."""
+    """A line of a chart: where a point is missing, it ends and begins again; or only its points."""
 
     points: Points
     looks: dict[str, Any]
+    dots: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,10 @@ class Plane:
         for x, y in _thin(line.points):
             if y is not None:
                 d.append(f"{pen}{10 * self.across(x):.1f} {1000 - 10 * self.up(y):.1f}")
-            pen = "M" if y is None else "L"
-        return tag("path", d="".join(d), **line.looks)
+            pen = "M" if y is None or line.dots else "L"
+        # A stroke that goes nowhere, with round ends, is a dot, however the picture is stretched.
+        dots = {"stroke_width": 6, "stroke_linecap": "round"} if line.dots else {}
+        return tag("path", d="h0".join([*d, ""]) if line.dots else "".join(d), **line.looks | dots)
 
     def chart(
         self, label: str, height: int, titles: tuple[str, str], inside: Sequence[Markup], rows: Sequence[float] = ()
@@ -174,37 +182,75 @@ def memory(timeline: Json) -> Markup:
     return lines("Memory over the simulated time, a line for each worker.", titles, drawn)
 
 
-def curve(steps: Sequence[int], values: Sequence[float | None], title: str, from_zero: bool) -> Markup:
-    """A value over the steps: of many, each in grey and a trailing mean in blue. Empty where none is a number."""
-    values = [None if value is None or not math.isfinite(value) else value for value in values]
-    if not (held := [value for value in values if value is not None]):
-        return Markup()
-    least = min(held)
-    least = min(0.0, least) if from_zero else least - 0.06 * (max(held) - least or abs(least) or 1)
-    drawn, told = [], values
-    if is_long(values):
-        drawn.append(Line(list(zip(steps, values, strict=True)), {"stroke": _GREY, "stroke_opacity": 0.35}))
-        told = smooth(values)
-    drawn.append(Line(list(zip(steps, told, strict=True)), {"stroke": _BLUE}))
-    label = f"{title} over steps {steps[0]} to {steps[-1]}: first {number(held[0])}, last {number(held[-1])}."
-    return lines(label, ("step", ""), drawn, least, 260)
+def curves(run: Json) -> dict[str, tuple[Markup, list[tuple[str, dict[str, Any]]]]]:
+    """For each thing that training gave or evaluations found, the loss first: its chart, and the key of its lines."""
+    steps, trained = run["metrics"]["step"], {"loss": run["metrics"]["loss"], **(run.get("step_metrics") or {})}
+    rows = run.get("evaluations") or []
+    held = {name: None for row in rows for name in row["metrics"]}
+    found = {}
+    for name in {**trained, **held}:
+        drawn, key = _of_steps(steps, trained.get(name) or [], "training")
+        for kind, (noun, looks) in EVALUATED.items():
+            told = [(row["step"], value) for row in rows for value in _known([(row.get(kind) or {}).get(name)])]
+            points = [(step, value) for step, value in told if value is not None]
+            if points:
+                drawn += [Line(points, looks), Line(points, {"stroke": looks["stroke"]}, dots=True)]
+                key.append((noun, looks))
+        if drawn:
+            found[name] = _chart(name.capitalize() if name == "loss" else name, drawn), key
+    return found
 
 
-def is_long(values: Sequence[float | None]) -> bool:
-    """Whether a mean is drawn over the single values."""
-    return len(values) - values.count(None) >= STEPS
+def speed(run: Json) -> Markup:
+    """Samples a second of every step. Empty where none is known."""
+    drawn, _ = _of_steps(run["metrics"]["step"], run["metrics"]["samples_per_second"] or [], "")
+    return _chart("Samples a second", drawn, 0.0) if drawn else Markup()
+
+
+def _of_steps(
+    steps: Sequence[int], values: Sequence[float | None], noun: str
+) -> tuple[list[Line], list[tuple[str, dict[str, Any]]]]:
+    """The lines of what each step has, and their key: where they are many, each in grey and a trailing mean in blue."""
+    values = _known(values)
+    if all(value is None for value in values):
+        return [], []
+    grey, blue = {"stroke": _GREY, "stroke_opacity": 0.35}, {"stroke": _BLUE}
+    told: list[tuple[str, Sequence[float | None], dict[str, Any]]] = [(noun, values, blue)]
+    if len(values) - values.count(None) >= STEPS:
+        told = [(noun, values, grey), (f"{noun}, mean of {width(values)} steps", smooth(values), blue)]
+    drawn = [Line(list(zip(steps, shown, strict=True)), looks) for _, shown, looks in told]
+    return drawn, [(name, looks) for name, _, looks in told]
+
+
+def _chart(title: str, drawn: Sequence[Line], least: float | None = None) -> Markup:
+    """Lines over steps, whose axis begins just below the lowest point unless the `least` is given."""
+    held = [y for line in drawn for _, y in line.points if y is not None]
+    low = min(held)
+    least = low - 0.06 * (max(held) - low or abs(low) or 1) if least is None else min(least, low)
+    points = [point for point in drawn[-1].points if point[1] is not None]
+    said = f"{title} over steps {points[0][0]} to {points[-1][0]}: first {number(points[0][1])}, "
+    return lines(f"{said}last {number(points[-1][1])}.", ("step", ""), drawn, least, 260)
+
+
+def _known(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None or not math.isfinite(value) else value for value in values]
+
+
+def width(values: Sequence[float | None]) -> int:
+    """Over how many steps a mean is drawn: a fiftieth of them, or 10."""
+    return max(10, round(len(values) / 50))
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """A trailing mean over a fiftieth of the steps."""
-    width = max(2, round(len(values) / 50))
+    """A trailing mean over `width` of them."""
+    most = width(values)
     held: list[float] = []
     total, means = 0.0, list[float | None]()
     for value in values:
         if value is not None:
             held.append(value)
-            total += value - (held[-1 - width] if len(held) > width else 0)
-        means.append(total / min(width, len(held)) if held else None)
+            total += value - (held[-1 - most] if len(held) > most else 0)
+        means.append(total / min(most, len(held)) if held else None)
     return means
 
 

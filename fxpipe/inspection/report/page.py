@@ -158,7 +158,7 @@ def _templates() -> Environment:
     made.filters |= {"strokes": _strokes, "drawn": drawn}
     made.globals |= {
         "chip": chip, "marks": MARKS, "plural": formats.plural, "cells": _cells, "tables": tables, "overview": overview,
-        "curve": charts.curve, "is_long": charts.is_long, "tag": tag, "spent_kinds": charts.spent_kinds,
+        "charts": charts, "tag": tag, "spent_kinds": charts.spent_kinds,
     }  # fmt: skip
     return made
 

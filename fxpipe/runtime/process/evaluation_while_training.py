@@ -18,6 +18,7 @@ from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.run_summary import averages_evaluated, evaluated_last
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.exchange import of_worker_0
+from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, FinalFiles, weights_are_safe
@@ -126,11 +127,17 @@ class WorkerEvaluations:
         states = [executor.state(version) for executor in self._executors]
         self.evaluation.run(states)
         metrics, best = self.evaluation.heard, self._heard(version, states)
+        if self._record is not None:
+            self._record.evaluated(version, metrics, perf_counter() - begin, best)
+        if self._options.ema is not None:
+            begin = perf_counter()
+            averages = averages_of([executor.store.averages for executor in self._executors]) or []
+            self.evaluation.run([{**own, **mean} for own, mean in zip(states, averages, strict=True)])
+            if self._record is not None:
+                self._record.averages_evaluated(version, self.evaluation.heard, perf_counter() - begin)
         self._pulse.phase = "training"
         for watch in watches:
             watch.close()
-        if self._record is not None:
-            self._record.evaluated(version, metrics, perf_counter() - begin, best)
 
     def _heard(self, version: int, states: Sequence[Mapping[str, Tensor]]) -> bool:
         """All workers have evaluated these weights: keep them if they are the best so far; whether they are."""
@@ -162,8 +169,10 @@ class WorkerEvaluations:
             self.consequences.tell(summary)
             evaluated_last(record, summary, metrics, perf_counter() - begin, best)
         if averages is not None:
+            begin = perf_counter()
             pairs = zip(self._executors, averages, strict=True)
             with weights_are_safe(out):
                 self.evaluation.run([{**executor.state(total), **own} for executor, own in pairs])
-            if summary is not None:
+            if record is not None and summary is not None:
+                record.averages_evaluated(total, self.evaluation.heard, perf_counter() - begin)
                 averages_evaluated(summary, self.evaluation.heard)

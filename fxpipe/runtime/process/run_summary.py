@@ -133,7 +133,8 @@ def summarize_run(
     """The run as one JSON object, which has no trace yet; write all of it but the losses to `run.json`.
 
     `seconds`, and all that is computed from times, is of training; `evaluation_seconds` is the time of evaluations
-    before the last step, on worker 0. `evaluations` is a list of `{"step", "metrics"}`, `evaluation` the metrics of the
+    before the last step, on worker 0. `evaluations` is a list of `{"step", "metrics", "averaged"}`, the last of
+    averaged weights, where they were evaluated, `evaluation` the metrics of the
     newest, if there is one; `add_evaluation` keeps both up to date.
     With `save_best`, `best` is the `{"metric", "step", "value", "kept"}` of the best one, `kept` is false where its
     weights could not be written, and `stopped` says why the run ended early: `patience`, or null.
@@ -212,6 +213,7 @@ def summarize_run(
         summary["loss_scaling"] = {"scale": scale["value"], "skipped_steps": scale["skipped"]}
     for evaluation in record.evaluations:
         add_evaluation(summary, evaluation["step"], evaluation["metrics"])
+        summary["evaluations"][-1] |= evaluation
     write_run(summary)
     return summary
 
@@ -251,7 +253,7 @@ def write_run(summary: dict[str, Any]) -> None:
 
 def averages_evaluated(summary: dict[str, Any], metrics: dict[str, float]) -> None:
     """The averages of the weights were evaluated, too."""
-    summary["averaged_evaluation"] = metrics
+    summary["averaged_evaluation"] = summary["evaluations"][-1]["averaged"] = metrics
     write_run(summary)
 
 

@@ -68,7 +68,7 @@ def test_a_run(page: Any) -> None:
     loss, rate, spent = charts_of(page, "run")
     run = FACTS["run"]
     for chart, name in ((loss, "loss"), (rate, "samples_per_second")):
-        (line,) = chart.iter("path")
+        line, _ = chart.iter("path")  # each step, and a mean
         heights = [y for _, y in points(line)]
         for (y, v), (other, w) in pairwise(zip(heights, run["metrics"][name], strict=True)):
             assert (y - other) * (v - w) >= 0 or abs(y - other) < 1
@@ -79,17 +79,42 @@ def test_a_run(page: Any) -> None:
     assert sum(widths.values()) / scale == pytest.approx(sum(w["seconds"] for w in run["workers"]), rel=1e-3)
 
 
+def run_of(losses: list[float | None], **more: Any) -> dict[str, Any]:
+    return {"metrics": {"step": list(range(1, len(losses) + 1)), "loss": losses}} | more
+
+
 def test_many_steps_have_a_trailing_mean() -> None:
     values = [float(i % 10) for i in range(500)]
-    assert charts.curve(range(500), values, "Loss", True).count("<path") == 2
-    assert charts.smooth([None, 1.0, 3.0, None, 5.0]) == [None, 1.0, 2.0, 2.0, 4.0]
-    assert charts.curve(range(3), values[:3], "Loss", True).count("<path") == 1
+    chart, key = charts.curves(run_of(values))["loss"]
+    assert chart.count("<path") == 2
+    assert [name for name, _ in key] == ["training", "training, mean of 10 steps"]
+    assert charts.smooth([None, 1.0, 3.0, None, 5.0]) == [None, 1.0, 2.0, 2.0, 3.0]
+    assert charts.smooth([*[1.0] * 10, 11.0])[-1] == 2.0, "a mean of ten"
+    assert charts.curves(run_of(values[:3]))["loss"][0].count("<path") == 1
 
 
 def test_what_is_no_number_is_not_drawn() -> None:
-    assert charts.curve([1, 2], [float("nan"), None], "Loss", False) == ""
-    (d,) = re.findall(r' d="([^"]*)"', charts.curve(range(5), [1.0, 2.0, float("nan"), 2.0, 1.0], "Loss", False))
+    assert charts.curves(run_of([float("nan"), None])) == {}
+    chart, _ = charts.curves(run_of([1.0, 2.0, float("nan"), 2.0, 1.0]))["loss"]
+    (d,) = re.findall(r' d="([^"]*)"', chart)
     assert re.sub(r"[^ML]", "", d) == "MLML"
+
+
+def test_evaluations_are_points_next_to_what_training_gave() -> None:
+    rows = [
+        {"step": 2, "metrics": {"loss": 3.0, "accuracy": 0.5}, "averaged": {"loss": 2.5, "accuracy": None}},
+        {"step": 4, "metrics": {"loss": 2.0, "accuracy": float("nan")}, "averaged": {"loss": 1.5, "accuracy": 0.75}},
+    ]
+    found = charts.curves(run_of([4.0, 3.5, 3.0, 2.5], step_metrics={"top": [0.1] * 4}, evaluations=rows))
+    told = {name: [line for line, _ in key] for name, (_, key) in found.items()}
+    held = ["held out", "held out, averaged weights"]
+    assert told == {"loss": ["training", *held], "top": ["training"], "accuracy": held}
+    loss, accuracy = (re.findall(r' d="([^"]*)"', found[name][0]) for name in ("loss", "accuracy"))
+    assert len(loss) == 5, "training; of weights and of averages a line and the dots on it"
+    assert [d.count("h0") for d in loss] == [0, 0, 2, 0, 2]
+    assert [d.count("h0") for d in accuracy] == [0, 1, 0, 1]
+    left, right = re.findall(r"M([-\d.]+) ([-\d.]+)", loss[2])
+    assert (float(left[0]), float(right[0])) == (pytest.approx(1000 / 3, abs=0.1), 1000.0), "steps 2 and 4 of 1 to 4"
 
 
 def test_colours_repeat_from_the_ninth_worker_on() -> None:
