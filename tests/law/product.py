@@ -40,6 +40,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.start import run_local
 from fxpipe.schedule import from_csv, make, to_csv
 from fxpipe.task.batch import split
+from fxpipe.task.model_file import load_task
 from fxpipe.task.model_options import ModelOptions
 
 SEED, CLIP, DECAY = 3, 0.5, 0.7
@@ -136,7 +137,7 @@ def compiled(case: Case, folder: Path) -> None:
     path.write_text(MODEL_FILE.format(paths=[str(here), str(here.parent / "support")], case=str(case)))
     asked = compile_options(case)
     with redirect_stderr(StringIO()), captured_once():
-        build_model(str(path), ModelOptions(), asked, CostOptions()).build.save(folder / "build", model_file=path)
+        build_model(load_task(path), ModelOptions(), asked, CostOptions()).build.save(folder / "build", model_file=path)
 
 
 def compile_options(case: Case) -> CompileOptions:
