@@ -132,6 +132,15 @@ def _part(part: torch.optim.Optimizer) -> State:
     }
 
 
+def left_out(part: torch.optim.Optimizer) -> State:
+    """The attributes of an optimizer that `optimizer_state` leaves out, but for torch's own and functions."""
+    written = _part(part)
+    if "own" in written:
+        return {}
+    kept = {*_OF_ALL, *written["attributes"]}
+    return {k: v for k, v in vars(part).items() if k not in kept and not k.startswith("_") and not callable(v)}
+
+
 def _ids(value: Any) -> set[int]:
     """Of the tensors in a value."""
     if isinstance(value, Tensor):

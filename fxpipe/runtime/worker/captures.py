@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.shard import Past, Sent, Shard
+from fxpipe.messages import warn
 from fxpipe.runtime.wires.exchange import Exchange
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
@@ -156,6 +157,7 @@ def _copy_into(
     """Copy what a worker holds between two minibatches; of a replica whose shard is not whole, what the first one has
     not."""
     store = executor.store
+    _warn_of_unsaved(executor)
     shard.codecs = _copy(memories, {})
     if _is_whole(executor):
         shard.parameters = _all_copied(store.saved)
@@ -163,6 +165,14 @@ def _copy_into(
         shard.state = _copy(store.state(), {})
     elif store.shared is not None:
         shard.state = _copy({"updater": store.updater.state(), "averages": None}, {})
+
+
+def _warn_of_unsaved(executor: Executor) -> None:
+    """Say once what checkpoints do not have, where the first worker that trains something is."""
+    first = min((p.owner for p in executor.store.demand.plan.parameters if p.trained), default=0)
+    unsaved = executor.store.updater.unsaved
+    if (executor.worker, executor.replica) == (first, 0) and unsaved and (found := unsaved.warning()):
+        warn(found)
 
 
 def _needed(store: WeightStore, version: int, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.checkpoint.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
+from fxpipe.checkpoint.unsaved import UnsavedState
 from fxpipe.errors import RunError, TaskError, near
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.policy.base import Policy
@@ -24,6 +25,7 @@ from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.update_notes import UpdateNotes
+from fxpipe.task.callbacks import CALLBACKS
 from fxpipe.task.model_file import Task
 from fxpipe.task.paced_scheduler import paced, without_order_warning
 from fxpipe.task.several_optimizers import may_draw
@@ -87,6 +89,7 @@ class Updater:
         self._evaluated = 0  # the newest version whose evaluation the scheduler knows, but for that of
         self._heard: tuple[int, float] | None = None  # the live one, with the metric
         self._used: float | None = None
+        self.unsaved: UnsavedState | None = None
         self.predictor: Predictor | None = None
         self.feedback: ErrorFeedback | None = None
         self._seed = seed
@@ -102,6 +105,8 @@ class Updater:
             made = paced(task.lr_scheduler(self.optimizer))
             if made is not None:
                 self.scheduler, self.per_epoch, self.metric = made.scheduler, made.per_epoch, made.metric
+        callbacks = [function for name in CALLBACKS if (function := getattr(task.hooks, name)) is not None]
+        self.unsaved = UnsavedState(self.optimizer, self.scheduler, callbacks)
         if policy.predicts:
             self.predictor = Predictor(self.optimizer, self.parameters, weight_form=policy.weight_form)
         if policy.ef:

@@ -1,0 +1,58 @@
+"""Python state that an optimizer, a scheduler or a callback changes while a run trains, and that no checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fxpipe.checkpoint.optimizer_state import left_out, scheduler_state
+from fxpipe.errors import listed
+from fxpipe.optimizer.state_outside import state_outside
+from fxpipe.task.several_optimizers import parts_of
+from fxpipe.tracing.holders import Attributes, Content, Memory
+from fxpipe.tracing.lasting_state import told
+
+
+class UnsavedState:
+    """Make it before the first step.
+
+    Args:
+        scheduler: one without a state that can be written makes its steps again when a run goes on: it loses nothing.
+        callbacks: functions of the user's that are called while the run trains.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, callbacks: Iterable[Any] = ()) -> None:
+        keeps = scheduler is not None and scheduler_state(scheduler) is not None
+        own = [_LeftOut(part) for part in parts_of(optimizer)]
+        objects = [value for holder in own for value in holder.read().values()]
+        self._python = state_outside([optimizer, *([scheduler] if keeps else [])], [*objects, *callbacks])
+        self._before = [*self._python.snapshot(), *((holder, holder.read()) for holder in own)]
+        self._said = False
+
+    def warning(self) -> str | None:
+        """What to say at a checkpoint, once: what has changed since, and how to keep it."""
+        changes = [c for c in told(self._python.changes(self._before)) if not isinstance(c.holder, Memory)]
+        if self._said or not changes:
+            return None
+        self._said = True
+        names = listed(list(dict.fromkeys(map(str, changes))), 4)
+        return (
+            f"hooks of the optimizer, its scheduler or callbacks have changed {names}, and no checkpoint has it: a run "
+            "that goes on from one begins with the first value. A checkpoint has an optimizer's state and groups, "
+            "and a scheduler's state_dict(): keep it there"
+        )
+
+
+class _LeftOut(Attributes):
+    """The attributes of an optimizer that are not written."""
+
+    def __init__(self, part: torch.optim.Optimizer) -> None:
+        super().__init__(part, type(part).__name__)
+
+    def read(self) -> Content:
+        return left_out(self.thing)
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        """They are only looked at."""
