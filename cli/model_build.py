@@ -88,7 +88,10 @@ def build_model(
     for warning in task.warnings:
         warn(warning)
     options = dataclasses.replace(options.for_task(task), command=_command(path.name, made, options))
-    evaluation = (task.metrics, _batches("eval_data", task.eval_data, task, made.seed)) if task.validates else None
+    evaluation = None
+    if task.validates:
+        held_out = _batches("eval_data", task.eval_data, task, made.seed)
+        evaluation = task.metrics, held_out, task.metrics_of_all if task.gathers else None
     with working("compiling") as say:
         batches = [Batch.of(batch, options.constant_batch) for batch in first.batches]
         read, last = dataclasses.replace(first, batches=batches).apart()

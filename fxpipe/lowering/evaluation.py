@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import tee
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxpipe.build.build import Build
@@ -25,10 +27,10 @@ from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.padding_doubts import evaluation_doubts
 from fxpipe.passes import evaluation_passes
 from fxpipe.passes.codegen import TOTALS
-from fxpipe.plan.spec import BufferSpec, PadSpec, Plan, StageSpec, StepSpec
+from fxpipe.plan.spec import BufferSpec, PadSpec, Plan, StageSpec, StepSpec, TensorSpec
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import Batch, tensor_spec
-from fxpipe.task.hooks import Metrics
+from fxpipe.task.hooks import Metrics, MetricsOfAll
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.tracing.capture import CapturedEvaluation, capture_evaluation
 from fxpipe.tracing.carried_buffers import buffers_carried
@@ -52,6 +54,7 @@ def capture_evaluations(
     batches: Iterable[Any],
     device: str,
     *,
+    of_all: MetricsOfAll | None = None,
     loss_weight: LossWeight | None = None,
     constant_batch: Sequence[str] = (),
     padding: Sequence[PadSpec] = (),
@@ -61,6 +64,7 @@ def capture_evaluations(
     Args:
         batches: all that will be evaluated on; read once. Random generators are left as they were.
         device: where the model is.
+        of_all: makes numbers of the tensors with dimensions that the metrics of all batches are; without it, none has.
         loss_weight: the hook that will weigh the batches: tried on one of each shape.
         constant_batch: tensors of a batch that are constants of its capture: other values are another shape.
         padding: how runs will pad the batches; on those that it changes, the metrics are compared.
@@ -80,15 +84,28 @@ def capture_evaluations(
     if loss_weight is not None:
         for example in examples:
             weight_of(loss_weight, example.given)
-    doubts = evaluation_doubts(model, metrics, (batch.on(device) for batch in given), padding) if padding else ()
+    numbers, told = _as_numbers(metrics, of_all), (batch.on(device) for batch in given)
+    doubts = evaluation_doubts(model, numbers, told, padding) if padding else ()
     placed = [batch.on(device) for batch in examples]
     try:
-        captured = [capture_evaluation(model, metrics, batch) for batch in placed]
+        captured = [capture_evaluation(model, metrics, batch, gathers=of_all is not None) for batch in placed]
     except (CaptureError, BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error), doubts=doubts)
     programs = buffers_carried([one.program for one in captured])
     rows = zip(captured, programs, strict=True)
     return Evaluations(tuple(dataclasses.replace(one, program=program) for one, program in rows), doubts=doubts)
+
+
+def _as_numbers(metrics: Metrics, of_all: MetricsOfAll | None) -> Metrics:
+    """The metrics of an evaluation that has one batch."""
+
+    def measured(model: nn.Module, batch: Any) -> dict[str, Any]:
+        found = dict(metrics(model, batch))
+        gathered = {n: [v.cpu()] for n, v in found.items() if isinstance(v, torch.Tensor) and v.dim()}
+        of_it = of_all(gathered) if of_all and gathered else {}
+        return {**{name: value for name, value in found.items() if name not in gathered}, **of_it}
+
+    return metrics if of_all is None else measured
 
 
 def _reason(error: FxpipeError) -> str:
@@ -132,7 +149,7 @@ def _with_evaluation(
     program = name_constants(captured.program, f"evaluate.{shape}", build.tensors)
     passes, lines = evaluation_passes(plan.workers, owners, shape, command), PassLines()
     program = run_passes(program, passes, [*observers, lines], dumped_as=f"evaluate_{shape}_")
-    spec = spec_of(program, captured.metrics, captured.constants)
+    spec = spec_of(program, captured.metrics, captured.constants, captured.gathered)
     buffers = buffers_read(plan, program, spec.stages)
     read = {b.name for b in buffers} - build.tensors.keys()
     own = {b.names[0]: program.values[b.node].detach().clone() for b in program.buffers if b.names[0] in read}
@@ -173,13 +190,19 @@ def check_carried(plan: Plan) -> None:
         )
 
 
-def spec_of(program: Program, metrics: tuple[str, ...], constants: dict[str, float]) -> StepSpec:
+def spec_of(
+    program: Program,
+    metrics: tuple[str, ...],
+    constants: dict[str, float],
+    gathered: Mapping[str, TensorSpec] = MappingProxyType({}),
+) -> StepSpec:
     """What the plan says of an evaluation whose stages are emitted."""
     return StepSpec(
         batch=tuple(b.leaf for b in program.batch),
         batch_spec=program.batch_spec,
         metrics=metrics,
         constants=constants,
+        gathered=dict(gathered),
         edges=program.edges,
         stages=tuple(
             StageSpec(stage.file, hashlib.sha256(stage.source.encode()).hexdigest(), stage.parts["F"].spec)

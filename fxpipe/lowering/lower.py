@@ -34,7 +34,7 @@ from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
 from fxpipe.task.batch import Batch
-from fxpipe.task.hooks import Loss, Metrics
+from fxpipe.task.hooks import Loss, Metrics, MetricsOfAll
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.step_hooks import StepHooks
 
@@ -50,7 +50,7 @@ def compile(
     *,
     shapes: Iterable[Any] = (),
     last: Any = None,
-    evaluation: tuple[Metrics, Iterable[Any]] | None = None,
+    evaluation: tuple[Metrics, Iterable[Any]] | tuple[Metrics, Iterable[Any], MetricsOfAll | None] | None = None,
     observers: Sequence[Observer] = (),
     say: Say = lambda text: None,
     **changes: Any,
@@ -64,7 +64,8 @@ def compile(
             Where batches are padded (`pad_to`), their padded shapes count.
         last: a smaller minibatch, such as comes last in an epoch: likewise, or a warning says why not.
         evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the batches, whole
-            ones, that runs will evaluate on: read once here, for their shapes.
+            ones, that runs will evaluate on: read once here, for their shapes. With `metrics_of_all` after them,
+            `metrics` may return tensors with dimensions, too.
         observers: are told of every pass.
         say: is told which shape of batch is being worked on, and which part is being put onto engines.
 
@@ -93,8 +94,9 @@ def compile(
     if evaluation is not None:
         evaluations = capture_evaluations(
             model,
-            *evaluation,
+            *evaluation[:2],
             step.program.device,
+            of_all=evaluation[2] if len(evaluation) > 2 else None,
             loss_weight=options.loss_weight,
             constant_batch=options.constant_batch,
             padding=padding,

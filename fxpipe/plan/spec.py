@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -263,6 +264,7 @@ class StepSpec:
         stages: one for each worker; of totals, only worker 0's.
         metrics: of an evaluation or of totals, their names, in the order of the user's dictionary.
         constants: those metrics that are plain numbers, the same for every batch.
+        gathered: those that are tensors with dimensions, of which the hook `metrics_of_all` makes numbers.
         units, differs_from_whole, whole_numbers, totals, flops, tokens: of a step of training, as those of `Plan`.
     """
 
@@ -272,12 +274,18 @@ class StepSpec:
     stages: tuple[StageSpec, ...]
     metrics: tuple[str, ...] = ()
     constants: dict[str, float] = field(default_factory=dict)
+    gathered: dict[str, TensorSpec] = field(default_factory=dict)
     units: tuple[str, ...] = ()
     differs_from_whole: str = ""
     whole_numbers: bool = False
     totals: StepSpec | None = None
     flops: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
+
+    def sizes(self, worker: int) -> list[int]:
+        """How many numbers each metric has that a worker computes of a batch."""
+        metrics = self.stages[worker].forward.metrics
+        return [math.prod(self.gathered[name].shape) if name in self.gathered else 1 for name in metrics]
 
 
 @dataclass(frozen=True)

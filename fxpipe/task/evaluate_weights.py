@@ -18,7 +18,7 @@ from fxpipe.task.model_file import Task, hook_raised
 
 
 def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
-    """The mean over `eval_data()` of every value of `metrics(model, batch)`; empty if the file defines neither.
+    """The metrics of `eval_data()`, as a run computes them in its pipeline; empty if the file defines none.
 
     Args:
         plan: of the build that was trained; says where samples are.
@@ -36,10 +36,13 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
         task.reset_model(model)
     weigh = LossWeights(plan, task.loss_weight)
     rows: list[tuple[float, dict[str, float]]] = []
+    gathered: dict[str, list[torch.Tensor]] = {}
     with torch.no_grad():
         try:
             for batch in task.eval_data():
-                found = task.metrics(model, Batch.of(batch).padded(plan.padding).given)
+                found = dict(task.metrics(model, Batch.of(batch).padded(plan.padding).given))
+                for name in [n for n, v in found.items() if task.gathers and isinstance(v, torch.Tensor) and v.dim()]:
+                    gathered.setdefault(name, []).append(found.pop(name))
                 for name, value in found.items():
                     if isinstance(value, str):
                         raise TaskError(f"metrics() returned {name!r} as a str, not as a number", where=task.file)
@@ -53,4 +56,4 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
                 f"metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in {weights.name}"
             )
             raise raised from error
-    return weighted_means(rows)
+    return weighted_means(rows) | (task.metrics_of_all(gathered) if gathered else {})

@@ -22,6 +22,7 @@ from fxpipe.task.padding import Pad
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]"]
 Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
+MetricsOfAll = Callable[[dict[str, list[torch.Tensor]]], Mapping[str, Any]]
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 OptimizerHook = Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 """A `MakeOptimizer`, or one that is called with the model as well (`fxpipe.task.model_view`)."""
@@ -51,6 +52,8 @@ class Hooks:
             called on worker 0 alone.
         metrics: `metrics(model, batch)`: numbers and tensors of one element, by name; a build has those it was compiled
             with.
+        metrics_of_all: `metrics_of_all(gathered)`: numbers by name, of the tensors with dimensions that `metrics` has
+            returned for all batches of an evaluation: a list by name, in the order of the batches, on the CPU.
         loss_weight: `loss_weight(batch)`: how much a microbatch or a batch of `eval_data` counts, 0 or more; a build
             that was compiled with it needs it.
         reset: `reset(model)` sets the buffers that begin anew with an epoch and an evaluation
@@ -73,6 +76,7 @@ class Hooks:
     averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None
     eval_data: Callable[[], Iterable[Any]] | None = None
     metrics: Metrics | None = None
+    metrics_of_all: MetricsOfAll | None = None
     loss_weight: LossWeight | None = None
     reset: Callable[[nn.Module], Any] | None = None
     on_step: OnStep | None = None
@@ -87,7 +91,7 @@ class Hooks:
 
 
 NO_HOOKS = Hooks()
-OF_LOOPS = ("model", "loss", "optimizer", "lr_scheduler", "averaged", "loss_weight", "reset")
+OF_LOOPS = ("model", "loss", "optimizer", "lr_scheduler", "averaged", "loss_weight", "reset", "metrics_of_all")
 """Those that the user's own loop takes."""
 OF_RUNS = (*OF_LOOPS, "eval_data", *CALLBACKS)
 """Those that a run takes beside its data."""

@@ -21,6 +21,7 @@ from torch import nn
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Plan
+from fxpipe.random_state import random_state_kept
 from fxpipe.task.callbacks import CALLBACKS, Callbacks
 from fxpipe.task.first_batches import FirstBatches, first_batches
 from fxpipe.task.hooks import Hooks, Loss, Metrics
@@ -122,6 +123,36 @@ class Task:
         """The user's own function, like `loss`; only where `validates`."""
         assert self.hooks.metrics is not None
         return self.hooks.metrics
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `metrics` may return tensors with dimensions, of which `metrics_of_all` makes numbers."""
+        return self.hooks.metrics_of_all is not None
+
+    def metrics_of_all(self, gathered: dict[str, list[torch.Tensor]]) -> dict[str, float]:
+        """What the user's hook makes of the tensors of all batches; it leaves random generators as they were.
+
+        Raises:
+            TaskError: it failed, or returned no numbers by name; or there is no such hook.
+        """
+        if not self.gathers:
+            raise TaskError(
+                f"metrics(model, batch) returns {', '.join(gathered)} of each batch, and nothing takes them",
+                hint="give metrics_of_all=, with which the build was compiled",
+            )
+        with random_state_kept():
+            found = self._call("metrics_of_all", gathered)
+        if not isinstance(found, Mapping):
+            what = f"metrics_of_all() returned {type(found).__name__}, not a dictionary of numbers"
+            raise TaskError(what, where=self._place("metrics_of_all"))
+        numbers: dict[str, float] = {}
+        for name, value in found.items():
+            try:
+                numbers[str(name)] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                what = f"metrics_of_all() returned {name!r} as a {type(value).__name__}, not as a number"
+                raise TaskError(what, where=self._place("metrics_of_all")) from error
+        return numbers
 
     def example(self) -> Any:
         """The first batch of the training data."""

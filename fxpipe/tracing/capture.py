@@ -28,7 +28,7 @@ from torch import fx, nn
 from fxpipe.errors import CaptureError, FxpipeError, listed
 from fxpipe.ir.garbage import rarely_collected
 from fxpipe.ir.program import Program
-from fxpipe.plan.spec import LeafSpec
+from fxpipe.plan.spec import LeafSpec, TensorSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import Batch, dump, tensor_spec
 from fxpipe.task.hooks import Loss, Metrics
@@ -44,7 +44,7 @@ from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.joint import Reader, Traced, frozen_updates
 from fxpipe.tracing.known_values import KnownValues
 from fxpipe.tracing.lasting_state import Unknown, still_changing, told
-from fxpipe.tracing.refusals import dense, explain, own_gradients, scalar, scalars
+from fxpipe.tracing.refusals import dense, evaluated, explain, own_gradients, scalar
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.step_metrics import forget_numbers, metric_tensors
 
@@ -104,20 +104,23 @@ class CapturedEvaluation:
     Attributes:
         metrics: all their names, in the order of the user's dictionary.
         constants: those that are plain numbers.
+        gathered: those that have dimensions, where they are gathered.
     """
 
     program: Program
     metrics: tuple[str, ...]
     constants: dict[str, float]
+    gathered: dict[str, TensorSpec]
 
 
 @rarely_collected()
-def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> CapturedEvaluation:
+def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any, *, gathers: bool = False) -> CapturedEvaluation:
     """The graph of `metrics(model, batch)` in eval mode, without gradients, at level CAPTURED.
 
     Args:
         model: any module; it is put in eval mode, and afterwards every submodule back into its own mode.
         metrics: returns a dictionary of numbers and tensors of one element.
+        gathers: it may return tensors with dimensions, too, which runs gather.
         batch: a pytree of tensors and plain constants, or a `Batch` with those of its tensors that are constants, too.
 
     Raises:
@@ -138,7 +141,7 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
         held, (given, known) = args[:count], example.with_tensors(args[count:])
         with tensors.replaced(held), torch.no_grad():
             with origin.recording(model, watch, args, tensors.stand_ins, known):
-                values = scalars(metrics(model, given), place)
+                values = evaluated(metrics(model, given), place, gathers)
             new = tensors.rebound()
         fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
         lost[:] = [row for row in new if row not in fits]
@@ -156,7 +159,8 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
     traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed, evaluates=True)
     program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.batch.tree), device, None)
     constants = {name: float(v) for name, v in found.items() if name not in computed}
-    return CapturedEvaluation(program, tuple(found), constants)
+    tensors_of_all = {name: tensor_spec(found[name]) for name in computed if gathers and found[name].dim()}
+    return CapturedEvaluation(program, tuple(found), constants, tensors_of_all)
 
 
 @dataclass(frozen=True)

@@ -344,8 +344,8 @@ def scalar(loss: Any, where: str | None) -> torch.Tensor:
     return loss
 
 
-def scalars(metrics: Any, where: str | None) -> dict[str, Any]:
-    """What an evaluation returns: tensors of one element, and plain numbers.
+def evaluated(metrics: Any, where: str | None, gathers: bool) -> dict[str, Any]:
+    """What an evaluation returns: tensors of one element, and plain numbers; where it `gathers`, any tensors.
 
     Raises:
         CaptureError: it is not a dictionary of such values by name, or contains no tensor.
@@ -354,7 +354,7 @@ def scalars(metrics: Any, where: str | None) -> dict[str, Any]:
         kind = "a tensor" if isinstance(metrics, torch.Tensor) else f"a {type(metrics).__name__}"
         raise CaptureError(f"metrics(model, batch) returned {kind}, not a dictionary of scalars", where=where)
     for name, value in metrics.items():
-        check_metric("metrics(model, batch)", name, value, where)
+        check_metric("metrics(model, batch)", name, value, where, gathers)
     if not any(isinstance(value, torch.Tensor) for value in metrics.values()):
         raise CaptureError(
             "metrics(model, batch) returned no tensor", where=where, hint="return what is computed as tensors"

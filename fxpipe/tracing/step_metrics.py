@@ -29,11 +29,12 @@ def metric_tensors(metrics: Mapping[Any, Any], device: str, where: str | None) -
     return {name: _scalar(name, value, device, where) for name, value in metrics.items()}
 
 
-def check_metric(hook: str, name: Any, value: Any, where: str | None) -> None:
+def check_metric(hook: str, name: Any, value: Any, where: str | None, gathers: bool = False) -> None:
     """Refuse what is no metric.
 
     Args:
         hook: what returned it, in words.
+        gathers: tensors may have dimensions.
 
     Raises:
         CaptureError: it has no name, or is not one real number.
@@ -46,12 +47,13 @@ def check_metric(hook: str, name: Any, value: Any, where: str | None) -> None:
             where=where,
             hint="return a scalar tensor or a number",
         )
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+    many = isinstance(value, Tensor) and value.numel() != 1 and not (gathers and value.dim())
+    if isinstance(value, Tensor) and (many or value.is_complex()):
         raise CaptureError(
             f"{hook} returned the metric {name!r} as a tensor of shape {list(value.shape)} and {value.dtype}, not as "
             "one real number",
             where=where,
-            hint="reduce it: .mean() or .sum()",
+            hint="reduce it: .mean() or .sum(); metrics_of_all() takes an evaluation's tensors of all batches",
         )
 
 

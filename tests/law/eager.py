@@ -198,8 +198,9 @@ def evaluated(case: Case, model: nn.Module) -> dict[str, float]:
     with torch.no_grad():
         count = padded_texts.tokens if task.weighed else _samples
         rows = [(count(batch), task.metrics(model, batch)) for batch in task.eval_data()]
+    of_all = task.metrics_of_all({"each": [row.pop("each") for _, row in rows]}) if task.gathers else {}
     total = sum(count for count, _ in rows)
-    return {name: sum(count * float(row[name]) for count, row in rows) / total for name in rows[0][1]}
+    return {name: sum(count * float(row[name]) for count, row in rows) / total for name in rows[0][1]} | of_all
 
 
 def _samples(batch: Any) -> int:

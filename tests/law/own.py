@@ -61,7 +61,7 @@ def apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
-TAKEN = ("model", "loss", "optimizer", "lr_scheduler", "loss_weight")
+TAKEN = ("model", "loss", "optimizer", "lr_scheduler", "loss_weight", "metrics_of_all")
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(PipelineOptions)}
 
 

@@ -240,7 +240,16 @@ class Task:
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         found = self.loss(model, batch)
-        return {"loss": found[0], **found[1]} if isinstance(found, tuple) else {"loss": found}
+        named = {"loss": found[0], **found[1]} if isinstance(found, tuple) else {"loss": found}
+        return named | ({"each": torch.stack([named["loss"], -named["loss"]])} if self.gathers else {})
+
+    @property
+    def gathers(self) -> bool:
+        return self.case.evaluation == "often"
+
+    def metrics_of_all(self, gathered: dict[str, list[Tensor]]) -> dict[str, float]:
+        """A number that depends on the order of the batches."""
+        return {"in order": sum(n * float(each[0] - each[1]) for n, each in enumerate(gathered["each"], start=1))}
 
     def optimizer(self, named: list[Any]) -> Any:
         return OPTIMIZERS[self.case.optimizer](named)
@@ -259,6 +268,7 @@ class Task:
             found["lr_scheduler"] = RATES[self.case.rate]
         if self.case.evaluation != "none":
             found |= {"eval_data": self.eval_data, "metrics": self.metrics}
+            found |= {"metrics_of_all": self.metrics_of_all} if self.gathers else {}
         if self.case.shapes == "padded":
             found |= {"pad": padded_texts.PAD, "pad_to": 8}
         if self.weighed:

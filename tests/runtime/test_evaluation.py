@@ -24,7 +24,7 @@ from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires.addresses import moves
-from fxpipe.runtime.worker.evaluation import EvaluationData, means
+from fxpipe.runtime.worker.evaluation import EvaluationData, whole_metrics
 from fxpipe.task.hooks import Hooks
 from fxpipe.task.model_file import Task
 
@@ -139,11 +139,12 @@ def test_means_are_summed_up_in_the_batches_order(built: tuple[Task, Build]) -> 
     """As the plain loop does it, wherever a metric is made."""
     plan = built[1].plan
     shapes, weights, values = [0, 1, 0], [2.0, 1.0, 1.0], [0.1, 1e16, -1e16]
-    made: list[list[float]] = [[] for _ in range(plan.workers)]
+    rows: list[list[float]] = [[] for _ in range(plan.workers)]
     for shape, value in zip(shapes, values, strict=True):
         for worker, stage in enumerate(plan.evaluations[shape].stages):
-            made[worker] += [value] * len(stage.forward.metrics)
-    found = means(plan, shapes, weights, made)
+            rows[worker] += [value] * len(stage.forward.metrics)
+    made = [torch.tensor(row, dtype=torch.float64) for row in rows]
+    found = whole_metrics(plan, shapes, weights, made, lambda gathered: {})
     assert found["size"] == (2 * 12 + 5 + 12) / 4
     assert found["accuracy"] == (((0.0 + 0.2) + 1e16) + -1e16) / 4 != 0.2 / 4
 
@@ -156,7 +157,7 @@ def test_evaluation_data_are_the_same_every_time(built: tuple[Task, Build]) -> N
             high = 1 + random.randrange(10) * numpy.random.randint(1, 2)
             yield torch.randint(0, high, (size,)), torch.randint(0, 11, (size,))
 
-    data = EvaluationData(plan, batches, seed=3)
+    data = EvaluationData(plan, batches, 3, Task(Hooks()))
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     first = list(data())
     assert torch.equal(states[0], torch.get_rng_state())
@@ -168,7 +169,7 @@ def test_evaluation_data_are_the_same_every_time(built: tuple[Task, Build]) -> N
         assert one.leaves is not None
         assert two.leaves is not None
         assert all(map(torch.equal, one.leaves, two.leaves))
-    (other, _) = EvaluationData(plan, batches, seed=4)()
+    (other, _) = EvaluationData(plan, batches, 4, Task(Hooks()))()
     assert first[0].leaves is not None
     assert other.leaves is not None
     assert not torch.equal(first[0].leaves[1], other.leaves[1])
@@ -189,7 +190,7 @@ def pair(*shape: int, dtype: torch.dtype = torch.int64) -> Any:
 )
 def test_a_batch_of_an_unknown_shape(built: tuple[Task, Build], batch: Any, said: str) -> None:
     with pytest.raises(BatchError, match=said) as caught:
-        list(EvaluationData(built[1].plan, lambda: [pair(12), batch], 0)())
+        list(EvaluationData(built[1].plan, lambda: [pair(12), batch], 0, Task(Hooks()))())
     assert "compile again" in str(caught.value)
     assert "drop_last" in str(caught.value)
 
@@ -202,9 +203,9 @@ def test_errors_of_the_data(built: tuple[Task, Build]) -> None:
         raise ValueError("no such file")
 
     with pytest.raises(TaskError, match=r"eval_data\(\) raised ValueError: no such file"):
-        list(EvaluationData(plan, broken, 0)())
+        list(EvaluationData(plan, broken, 0, Task(Hooks()))())
     exhausted = iter([pair(12)])
-    data = EvaluationData(plan, lambda: exhausted, 0)
+    data = EvaluationData(plan, lambda: exhausted, 0, Task(Hooks()))
     assert len(list(data())) == 1
     with pytest.raises(TaskError, match=r"eval_data\(\) gave no batch\n.*hint: return a new iterable"):
         list(data())

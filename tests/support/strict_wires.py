@@ -220,7 +220,7 @@ def run_in_threads(
         if evaluated is not None:
             for executor in own:
                 executor.observers.append(BuffersKept(executor, lambda version: 0 < version < len(data)))
-            source = EvaluationData(plan, lambda: evaluated, 0) if rank == 0 else None
+            source = EvaluationData(plan, lambda: evaluated, 0, task) if rank == 0 else None
             line = ProcessLine.of(plan, rank)
             evaluation = DistributedEvaluation(plan, own, str(folder), 0, [wires] * len(own), addresses, source, line)
             evaluations[-1] = _Evaluating(run, own, evaluation, len(data))

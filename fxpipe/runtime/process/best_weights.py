@@ -198,13 +198,25 @@ class Goal:
         """
         metric = text[1:] if text[:1] in ("+", "-") else text
         known = metrics_of(plan)
-        if metric not in known:
+        if lacks(plan, metric):
             raise RunError(
                 f"{option}: metrics(model, batch) gives no {metric!r}{near(metric, known)}",
                 hint=f"one of {', '.join(known)}; with - before it, smaller is better, with + greater",
             )
         smaller = text[0] == "-" or (text[0] != "+" and metric.lower().endswith(SMALLER))
         return Goal(metric, not smaller)
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Refuse an evaluation that has no such metric.
+
+        Raises:
+            RunError: names those that it has.
+        """
+        if self.metric not in metrics:
+            raise RunError(
+                f"the evaluation gave no {self.metric!r}{near(self.metric, list(metrics))}",
+                hint=f"--save-best and --patience-metric take one of {', '.join(metrics)}",
+            )
 
     def better(self, value: float, than: float | None, by: float = 0.0) -> bool:
         """Whether a value is better by more than so much; one that is not finite never is."""
@@ -217,5 +229,11 @@ class Goal:
 
 
 def metrics_of(plan: Plan) -> list[str]:
-    """The names of all metrics of a build, in the order in which all workers know them."""
-    return list(dict.fromkeys(name for evaluation in plan.evaluations for name in evaluation.metrics))
+    """The names of a build's metrics that are means over batches."""
+    steps = plan.evaluations
+    return list(dict.fromkeys(name for step in steps for name in step.metrics if name not in step.gathered))
+
+
+def lacks(plan: Plan, metric: str) -> bool:
+    """Whether no evaluation can give a metric: what `metrics_of_all` gives is known after the first one."""
+    return metric not in metrics_of(plan) and not any(step.gathered for step in plan.evaluations)

@@ -16,7 +16,7 @@ from fxpipe.observe.record import BEST_WEIGHTS
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.best_weights import PARTIAL, BestWeights, Goal, Write, metrics_of
+from fxpipe.runtime.process.best_weights import PARTIAL, BestWeights, Goal, Write, lacks, metrics_of
 from fxpipe.runtime.process.check_run import decides_alike, unlike
 from fxpipe.runtime.process.minibatch_notes import AHEAD, several_shapes
 from fxpipe.runtime.process.resume import run_before
@@ -132,6 +132,9 @@ class Consequences:
     def heard(self, version: int, metrics: Mapping[str, float]) -> bool:
         """All workers have evaluated the weights after so many updates; whether they are the best so far."""
         end = self.end
+        for goal in (self.goal, self.wanted):
+            if goal is not None:
+                goal.check(metrics)
         best = self._judge(version, metrics)
         if version < end:
             self._tell_schedulers(version, metrics)
@@ -242,7 +245,7 @@ def _check_metric(metric: str | None, options: RunOptions, plan: Plan) -> None:
             hint="--eval-every N, or epoch",
         )
     known = metrics_of(plan)
-    if metric not in known:
+    if lacks(plan, metric):
         raise TaskError(
             f"lr_scheduler() waits for the metric {metric!r}, and metrics(model, batch) gives none of that "
             f"name{near(metric, known)}",

@@ -21,6 +21,7 @@ With workers 0 and 2 here, and 1 and 3 there:
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat, 
 from fxpipe.runtime.wires.collective import Collective, Key
 from fxpipe.runtime.wires.wired import WiredTransport, Wires
 from fxpipe.runtime.worker.between_replicas import check_read_alike
-from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, means
+from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, whole_metrics
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Action, Event
 
@@ -243,11 +244,9 @@ class DistributedEvaluation:
         return True
 
     def _gather(self, values: dict[int, list[Tensor]]) -> dict[str, float] | None:
-        """The means of all workers' metrics where worker 0 is, None elsewhere."""
-        own = {
-            worker: torch.stack(found).cpu() if found else torch.empty(0, dtype=torch.float64)
-            for worker, found in values.items()
-        }
+        """The metrics of the evaluation where worker 0 is, None elsewhere."""
+        nothing = torch.empty(0, dtype=torch.float64)
+        own = {worker: torch.cat([nothing, *(part.cpu() for part in found)]) for worker, found in values.items()}
         if 0 not in own:
             for worker, found in own.items():
                 if len(found):
@@ -256,28 +255,32 @@ class DistributedEvaluation:
         made = []
         for worker in range(self.plan.workers):
             if worker in own:
-                made.append(own[worker].tolist())
+                made.append(own[worker])
                 continue
-            parts = [self.plan.evaluations[shape].stages[worker].forward for shape in self._shapes.values()]
-            count = sum(len(part.metrics) for part in parts)
-            made.append(self._numbers(worker, "metrics", count).tolist() if count else [])
+            count = sum(sum(self.plan.evaluations[shape].sizes(worker)) for shape in self._shapes.values())
+            made.append(self._numbers(worker, "metrics", count) if count else nothing)
         if self._collective is not None:
             made = put_together(self.plan, self._read, made, self._collective)
-        return means(self.plan, [batch.shape for batch in self._read], [batch.weight for batch in self._read], made)
+        assert self._data is not None
+        shapes, weights = [batch.shape for batch in self._read], [batch.weight for batch in self._read]
+        return whole_metrics(self.plan, shapes, weights, made, self._data.of_all)
 
     def _pass_word(self, found: dict[str, float] | None) -> None:
         """Wait until worker 0 has all metrics, and pass them on; so no training waits for another evaluation, too."""
         if found is None:
             assert self._line.before is not None
-            heard = self._numbers(self._line.before, "heard", len(self._names))
-            self.heard = dict(zip(self._names, heard.tolist(), strict=True))
+            length = self._numbers(self._line.before, "heard", 1)
+            text = self._numbers(self._line.before, "heard", int(length))
+            self.heard = _read(text)
         else:
-            self.heard = {name: found.get(name, math.nan) for name in self._names}
-            heard = torch.tensor([found.get(name, math.nan) for name in self._names], dtype=torch.float64)
-        if self._line.after is not None:
-            self._speaks.send_note(self._line.after, ("heard", 0), heard)
-        if self._told is not None:
-            self._told.start_copy(self._next_word(), heard.to(self._device))
+            self.heard = dict.fromkeys(self._names, math.nan) | found
+            text = torch.tensor([*json.dumps(self.heard).encode()], dtype=torch.float64)
+            length = torch.tensor([len(text)], dtype=torch.float64)
+        for numbers in (length, text):
+            if self._line.after is not None:
+                self._speaks.send_note(self._line.after, ("heard", 0), numbers)
+            if self._told is not None:
+                self._told.start_copy(self._next_word(), numbers.to(self._device))
         self._finish()
 
     def _next_word(self) -> Key:
@@ -302,11 +305,20 @@ class HeardEvaluation(DistributedEvaluation):
         return None
 
     def run(self, states: Sequence[dict[str, Tensor]]) -> dict[str, float] | None:
+        self.heard = _read(self._copied(int(self._copied(1))))
+        return None
+
+    def _copied(self, count: int) -> Tensor:
         assert self._told is not None
         word = self._next_word()
-        self._told.start_copy(word, torch.zeros(len(self._names), dtype=torch.float64, device=self._device))
-        self.heard = dict(zip(self._names, self._told.take(word).tolist(), strict=True))
-        return None
+        self._told.start_copy(word, torch.zeros(count, dtype=torch.float64, device=self._device))
+        return self._told.take(word)
+
+
+def _read(text: Tensor) -> dict[str, float]:
+    """Metrics by name, of the bytes in which they travel: the names are the user's hook's."""
+    found: dict[str, float] = json.loads(bytes(int(byte) for byte in text.tolist()))
+    return found
 
 
 def sharing(plan: Plan) -> int:
@@ -319,10 +331,8 @@ def sharing(plan: Plan) -> int:
     return 1 if carries or plan.outer is not None else plan.dp
 
 
-def put_together(
-    plan: Plan, read: Sequence[Placed], values: Sequence[Sequence[float]], collective: Collective
-) -> list[list[float]]:
-    """The metrics of all batches by worker, as `means` takes them; called by all replicas of worker 0.
+def put_together(plan: Plan, read: Sequence[Placed], values: Sequence[Tensor], collective: Collective) -> list[Tensor]:
+    """The metrics of all batches by worker, as `whole_metrics` takes them; called by all replicas of worker 0.
 
     Args:
         read: all batches.
@@ -339,15 +349,13 @@ def put_together(
     collective.start_sum(("evaluation", 0), said.to(plan.device).flatten())
     of_replicas = collective.take(("evaluation", 0)).reshape(replicas, 2).tolist()
     check_read_alike(of_replicas, "an evaluation", "eval_data()")
-    evaluations = [plan.evaluations[batch.shape] for batch in read]
-    counts = [[len(spec.stages[worker].forward.metrics) for spec in evaluations] for worker in range(plan.workers)]
-    rows: list[float] = []
-    for of_worker, made in zip(counts, map(iter, values), strict=True):
-        for number, count in enumerate(of_worker):
-            own = number % replicas == replica
-            rows += [next(made) if own else 0.0 for _ in range(count)]
-    if not rows:
-        return [[] for _ in values]
-    collective.start_sum(("metrics", 0), torch.tensor(rows, dtype=torch.float64, device=plan.device))
-    found: Iterator[float] = iter(collective.take(("metrics", 0)).tolist())
-    return [[next(found) for _ in range(sum(of_worker))] for of_worker in counts]
+    counts = [[sum(plan.evaluations[batch.shape].sizes(worker)) for batch in read] for worker in range(plan.workers)]
+    whole = [torch.zeros(sum(of_worker), dtype=torch.float64) for of_worker in counts]
+    for of_worker, rows, made in zip(counts, whole, values, strict=True):
+        places = rows.split(of_worker)[replica::replicas]
+        for place, own in zip(places, made.split(of_worker[replica::replicas]), strict=True):
+            place.copy_(own)
+    if not any(map(len, whole)):
+        return whole
+    collective.start_sum(("metrics", 0), torch.cat(whole).to(plan.device))
+    return list(collective.take(("metrics", 0)).cpu().split([len(rows) for rows in whole]))

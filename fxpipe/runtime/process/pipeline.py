@@ -198,7 +198,7 @@ class Pipeline(Readings):
         check_evaluation(self.plan, "evaluate()")
         with self._call("evaluate"), self._working():
             if self._evaluation is None:
-                data = EvaluationData(self.plan, lambda: self._given, self.options.seed, self._task.loss_weight)
+                data = EvaluationData(self.plan, lambda: self._given, self.options.seed, self._task)
                 folder, seed = str(self.folder), self.options.seed
                 self._evaluation = open_evaluation(
                     self.world, self.plan, folder, self._addresses, self._rows.rows, seed, data

@@ -102,7 +102,7 @@ class TrainingRun(Observer):
         self.evaluation: DistributedEvaluation | None = None
         self.record: Record | None = None
         if evaluating:
-            data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task)
+            data = EvaluationData(plan, task.eval_data, options.seed, task)
             self.evaluation = open_evaluation(world, plan, folder, addresses, self.rows, options.seed, data)
         self.watches = [executor.watch for executor in executors]
         self.pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)

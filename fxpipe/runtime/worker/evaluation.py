@@ -22,10 +22,11 @@ from fxpipe.stages.loaded import LoadedStage, explained, load_stage
 from fxpipe.stages.minibatch import number_of
 from fxpipe.task.batch import Batch
 from fxpipe.task.containers import tree_text
-from fxpipe.task.loss_weights import LossWeight, LossWeights, weighted_means
+from fxpipe.task.loss_weights import LossWeights, weighted_means
 from fxpipe.task.model_file import Task, hook_raised
 from fxpipe.task.splitter import Splitter
 
+OfAll = Callable[[dict[str, list[Tensor]]], dict[str, float]]
 Batches = Callable[[], Iterable[Any]]
 
 
@@ -49,8 +50,7 @@ class EvaluationData:
     Args:
         batches: gives a fresh iterable of batches, such as `eval_data`.
         seed: of the run: torch, `random` and numpy are seeded with it before `batches` is called.
-        loss_weight: the hook that weighs batches; by their samples if it is None.
-        task: its file is named in errors.
+        task: gives the hooks that weigh batches, and make numbers of what they are evaluated to.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class EvaluationData:
         plan: Plan,
         batches: Batches,
         seed: int,
-        loss_weight: LossWeight | None = None,
-        task: Task | None = None,
+        task: Task,
     ) -> None:
         self._shapes = Shapes(plan)
-        self._weigh = LossWeights(plan, loss_weight)
+        self._weigh = LossWeights(plan, task.loss_weight)
+        self.of_all = task.metrics_of_all
         self._batches = batches
         self._seed = seed
         self._task = task
@@ -91,7 +91,7 @@ class EvaluationData:
                 except FxpipeError:
                     raise
                 except Exception as error:
-                    raise hook_raised("eval_data", error, None if self._task is None else self._task.path) from error
+                    raise hook_raised("eval_data", error, self._task.path) from error
                 state = random_state()
             own = count % replicas == replica
             count += 1
@@ -155,7 +155,8 @@ class Evaluator:
             not of a step.
 
     Attributes:
-        values: the metrics that this worker has computed, float64 scalars, batch after batch in the plan's order.
+        values: the metrics that this worker has computed, as rows of float64, batch after batch in the plan's order.
+            Those of several numbers are on the CPU.
 
     Raises:
         BuildError: a file is missing, or does not fit the plan.
@@ -235,30 +236,48 @@ class Evaluator:
                 more = f" and {len(stage.updates)} buffers" if stage.updates else ""
                 raise ValueError(f"returned {len(found)} values, the plan has {count} metrics{more}")
             state.update(zip(stage.updates, found[count:], strict=True))
-            self.values += [value.detach().to(torch.float64, copy=True).reshape(()) for value in found[:count]]
+            self.values += [_numbers(value) for value in found[:count]]
         self.transport.done("F", number, 0)
 
 
-def means(
-    plan: Plan, shapes: Sequence[int], weights: Sequence[float], values: Sequence[Sequence[float]]
+def _numbers(value: Tensor) -> Tensor:
+    made = value.detach().to(torch.float64, copy=True).reshape(-1)
+    return made if made.numel() == 1 else made.cpu()
+
+
+def of_batches(plan: Plan, worker: int, shapes: Sequence[int], values: Tensor) -> Iterator[dict[str, Tensor]]:
+    """What a worker computed of each batch, by name: flat, as it is sent.
+
+    Args:
+        shapes: of the batches.
+        values: all of it.
+    """
+    parts = iter(values.split([size for shape in shapes for size in plan.evaluations[shape].sizes(worker)]))
+    for shape in shapes:
+        yield {name: next(parts) for name in plan.evaluations[shape].stages[worker].forward.metrics}
+
+
+def whole_metrics(
+    plan: Plan, shapes: Sequence[int], weights: Sequence[float], values: Sequence[Tensor], of_all: OfAll
 ) -> dict[str, float]:
-    """The mean of every metric over an evaluation's batches, summed in their order.
+    """The metrics of an evaluation: means over its batches, summed in their order, and what the user's hook makes.
 
     Args:
         shapes, weights: of every batch.
-        values: the metrics that each worker computed, batch after batch.
+        values: what each worker computed, batch after batch.
+        of_all: makes numbers of the tensors of all batches.
 
     Raises:
-        TaskError: the batches weigh nothing.
+        TaskError: the batches weigh nothing; or the hook failed.
     """
-    streams = [iter(of_worker) for of_worker in values]
-    rows = []
-    for shape, weight in zip(shapes, weights, strict=True):
+    rows: list[tuple[float, dict[str, float]]] = []
+    gathered: dict[str, list[Tensor]] = {}
+    workers = zip(*(of_batches(plan, worker, shapes, of_it) for worker, of_it in enumerate(values)), strict=True)
+    for shape, weight, parts in zip(shapes, weights, workers, strict=True):
         spec = plan.evaluations[shape]
-        made = {
-            name: next(stream)
-            for stream, stage in zip(streams, spec.stages, strict=True)
-            for name in stage.forward.metrics
-        }
-        rows.append((weight, {n: made[n] if n in made else spec.constants[n] for n in spec.metrics}))
-    return weighted_means(rows)
+        made = {name: value for part in parts for name, value in part.items()}
+        for name, tensor in spec.gathered.items():
+            gathered.setdefault(name, []).append(made[name].reshape(tensor.shape).to(getattr(torch, tensor.dtype)))
+        numbers = [name for name in spec.metrics if name not in spec.gathered]
+        rows.append((weight, {n: made[n].item() if n in made else spec.constants[n] for n in numbers}))
+    return weighted_means(rows) | (of_all(gathered) if gathered else {})
