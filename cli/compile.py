@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.file_options import as_flags, file_options
+from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, print_table, stdout_console, warn, working
@@ -36,7 +37,7 @@ MOST_SHOWN = 4
 """Of the schedules that were compared: the best one and the three next."""
 
 
-@click.command("compile")
+@click.command("compile", cls=WithArguments)
 @click.argument("model", type=click.Path(dir_okay=False))
 @option_fields(CompileOptions, "workers", "virtual", "dp", "replicas", "shard")
 @option_fields(CompileOptions, "outer", "outer_every", "outer_lr", "outer_momentum", "outer_delay")
@@ -57,7 +58,7 @@ MOST_SHOWN = 4
 @option_fields(CompileOptions, "threads")
 @option_fields(ModelOptions, "seed")
 @option_fields(CompileOptions, "backend", "accept_optimizer_per_worker")
-@option_fields(ModelOptions, "meta")
+@option_fields(ModelOptions, "meta", "settings")
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
 @click.option("-v", "--verbose", is_flag=True, help="Say what every pass made of the program.")
 @click.option("--after", metavar="PASS", help="Print the program after a pass, or after `capture`; write nothing.")
@@ -74,6 +75,7 @@ def compile_command(
     after: str | None,
     as_json: bool,
     costs: CostOptions,
+    arguments: tuple[str, ...] | None,
     **asked: Any,
 ) -> int:
     """Cut the training step of MODEL into stages and write them as Python.
@@ -82,6 +84,9 @@ def compile_command(
     stage_1.py, … with their sends and receives to the build directory. Cuts are planned for times that are measured
     here, or computed for another device (--device-spec), and for the links between the workers (--bandwidth and
     --latency, or --links with what `fxpipe doctor --links` measured).
+
+    --set gives the model file's fxpipe.setting(NAME, DEFAULT) a value, and what comes after -- is its own command line,
+    for argparse. Both are kept with the build; what capture did not read of them, a run may change.
 
     --schedule auto also chooses the schedule and the number of microbatches, those that are fastest in the simulator,
     and says what the next three lose and why. --synchronous asks for exactly ordinary training: the fastest such one.
@@ -94,6 +99,8 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     fxpipe compile examples/gpt.py -n 3 --like build/ -o smaller/
+    fxpipe compile model.py -n 2 --set width=64 -o build/
+    fxpipe compile model.py -n 2 -o build/ -- --width 64
     fxpipe compile examples/gpt.py -n 2 --after cut
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
@@ -106,20 +113,19 @@ def compile_command(
     from fxpipe.plan.lock import build_lock, locked
     from fxpipe.policy.recipe import choose
     from fxpipe.simulator.forecast import forecast
-    from fxpipe.task.model_file import load_task
 
     _check(asked, verify, after)
     if after is None:
         check_target(Path(out))
     with working("reading the model"):
-        task = load_task(model)
+        task = ModelOptions(settings=asked["settings"], arguments=arguments or ()).load(model)
     named = "schedule" in (given := _given_by(task))
     asked |= given
     if like is not None:
         asked |= _like(like)
     _check(asked, verify, after)
     asked_schedule(asked, given=named or like is not None)
-    made_as = ModelOptions(**{name: asked.pop(name) for name in flags(ModelOptions)})
+    made_as = ModelOptions(**{name: asked.pop(name) for name in flags(ModelOptions)}, arguments=arguments or ())
     options = CompileOptions(**asked, known_costs=Path(out) / NODE_COSTS)
     if after is not None:
         print_after(after, task, made_as, options, costs, as_json)

@@ -151,8 +151,9 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
     from fxpipe.build.build import load
     from fxpipe.errors import ExportError
     from fxpipe.export.trained import with_trained
-    from fxpipe.plan.build_folder import check_current, model_path
-    from fxpipe.task.model_file import load_task
+    from fxpipe.plan.build_folder import model_path
+    from fxpipe.plan.current import check_current
+    from fxpipe.task.model_file import task_of_build
 
     build = load(folder)
     path = model_path(build.plan, folder, model)
@@ -173,7 +174,7 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
         )
     say("reading the example batch")
     torch.manual_seed(0)
-    task = load_task(path)
+    task = task_of_build(build.plan, folder, model)
     return build, task, task.example()
 
 

@@ -28,6 +28,7 @@ def file_options(
         TaskError: one is no option, or has a value that it cannot have.
     """
     known = {name: flag for kind in classes for name, flag in flags(kind).items()}
+    known.pop("settings", None)  # the file has read them by now
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:

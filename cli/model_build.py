@@ -68,8 +68,9 @@ def build_model(
     from fxpipe.lowering.shapes import further_shapes
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.device import reuse_freed_memory
+    from fxpipe.settings import pairs
     from fxpipe.task.batch import Batch
-    from fxpipe.task.model_file import source_digests
+    from fxpipe.task.captured import captured_of, source_digests
 
     assert task.path is not None
     path = task.path
@@ -108,7 +109,10 @@ def build_model(
         doubts = [MANY_SHAPES.format(len(first.batches), len(shapes) + 1)] if len(shapes) > 1 else []
         if options.cost == "measured":
             build = _timed(build, first.batches[0], task, options.threads or 1, say)
-    plan = dataclasses.replace(build.plan, sources=source_digests(path), run_options=task.run_options)
+    lines = [row.source for row in build.nodes.rows if row.source] if build.nodes else []
+    captured = captured_of(path, pairs(made.settings), made.arguments, lines)
+    known: dict[str, Any] = {"sources": source_digests(path), "captured": captured, "run_options": task.run_options}
+    plan = dataclasses.replace(build.plan, **known)
     build = dataclasses.replace(build, plan=plan, warnings=(*build.warnings, *doubts))
     compiled = [*shapes, *([] if last is None else [last.padded(padding)])][: len(plan.shapes)]
     return ModelBuild(build, task, model, first.batches[0], tuple(compiled), options)
@@ -158,6 +162,8 @@ def _command(name: str, made: ModelOptions, options: CompileOptions) -> str:
     parts += [] if options.pad_to is None else [f"--pad-to {options.pad_to}"]
     parts += [f"--scan {options.scan}"] if options.scan != SCANNED else []
     parts += ["--meta"] if made.meta else []
+    parts += [f"--set {shlex.quote(given)}" for given in made.settings]
+    parts += ["--", *map(shlex.quote, made.arguments)] if made.arguments else []
     return " ".join(parts)
 
 

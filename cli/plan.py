@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options, typed_quantity
+from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, note, working
 from fxpipe.cli.partition_tables import PlannedCuts
@@ -35,7 +36,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     return found
 
 
-@click.command("plan")
+@click.command("plan", cls=WithArguments)
 @click.argument("target", type=click.Path(dir_okay=False))
 @option_fields(CompileOptions, "workers", "virtual")
 @click.option(
@@ -94,7 +95,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     help="For a profile with one time for backward: the share of it that is W.",
 )
 @option_fields(CompileOptions, "threads")
-@option_fields(ModelOptions, meta="For a model larger than memory: its parameters get no values.")
+@option_fields(ModelOptions, "settings", meta="For a model larger than memory: its parameters get no values.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option_fields(CompileOptions, "cost")
 @cost_options
@@ -113,6 +114,8 @@ def plan_command(
     no_communication: bool,
     weight_fraction: float,
     meta: bool,
+    settings: tuple[str, ...],
+    arguments: tuple[str, ...] | None,
     as_json: bool,
     costs: CostOptions,
     **asked: Any,
@@ -174,7 +177,7 @@ def plan_command(
         options = replace(options, links=Links())
     modes = tuple(mode for mode in MODES if mode in cuts)
     with working("planning") as say:
-        made = ModelOptions(meta=meta)
+        made = ModelOptions(meta=meta, settings=settings, arguments=arguments or ())
         source = of_model(target, made, options) if is_model else of_profile(target, weight_fraction)
         found: PlannedCuts | Schedules
         if processes:

@@ -64,10 +64,9 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
     from fxpipe.lowering.model_profile import profile_model
     from fxpipe.runtime.process.device import reuse_freed_memory
     from fxpipe.task.batch import Batch
-    from fxpipe.task.model_file import load_task
 
     reuse_freed_memory()
-    task = load_task(path)
+    task = made.load(path)
     model, batch = made.make(task)
     asked = options.for_task(task)
     whole = Batch.of(batch, asked.constant_batch)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.file_options import as_flags, file_options
+from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, stdout_console, warn, working
 from fxpipe.cli.signals import end_at_once
@@ -33,13 +34,23 @@ class _Flags(RunOptions):
     local: bool = option(False, help="All workers in this one process: the same numbers, easy to debug.")
 
 
-@click.command("run")
+@click.command("run", cls=WithArguments)
 @click.argument("build", type=click.Path())
 @option_fields(
     _Flags,
     *("steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience", "patience_metric", "min_delta"),
     *("local", "schedule", "policy"),
-    *("clip_norm", "ema", "loss_scale", "loss_scale_interval", "checkpoint_every", "keep", "resume", "log_staleness"),
+    *(
+        "settings",
+        "clip_norm",
+        "ema",
+        "loss_scale",
+        "loss_scale_interval",
+        "checkpoint_every",
+        "keep",
+        "resume",
+        "log_staleness",
+    ),
     *("trace", "log", "peak", "backend", "weights", "seed", "out", "new_shapes", "model_file", "keep_going", "offload"),
     *("threads", "throttle"),
     rest=True,
@@ -66,6 +77,10 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
 
     --ema keeps a moving average of the weights, which is written as OUT/ema.safetensors, and evaluated last.
 
+    --set gives the model file's fxpipe.setting(NAME, DEFAULT) another value, and what comes after -- is its own command
+    line, in place of the build's: what capture did not read, such as a learning rate, changes without a compile. So may
+    the code of optimizer, scheduler, data and callbacks.
+
     With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the
     other schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
     A build with --autocast fp16 scales the loss, as torch's GradScaler does: --loss-scale is the first scale, halved
@@ -78,6 +93,8 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
 
     \b
     fxpipe run build/ --steps 500
+    fxpipe run build/ --steps 500 --set lr=0.05
+    fxpipe run build/ --steps 500 -- --lr 0.05
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
     fxpipe run build/ --steps 40 --eval-every 20 --json
     fxpipe run build/ --steps 40 --eval-every 10 --save-best loss --patience 3
@@ -244,9 +261,9 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
     if plan.sources and not plan.not_evaluated:  # the file, which is that of the compile, has nothing to evaluate
         return {}
     from fxpipe.task.evaluate_weights import evaluate
-    from fxpipe.task.model_file import load_task
+    from fxpipe.task.model_file import task_of_build
 
-    task = load_task(path)
+    task = task_of_build(plan, options.build, options.model_file, options.settings, options.arguments)
     if plan.meta:
         if task.validates:
             warn("the final weights are not evaluated: they may be larger than this process's memory (--meta)")

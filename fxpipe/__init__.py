@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fxpipe.lowering.lower import lower as lower
     from fxpipe.planner.cuts import Cuts as Cuts
     from fxpipe.planner.links import Links as Links
+    from fxpipe.settings import setting as setting
     from fxpipe.task.meta import on_meta as on_meta
     from fxpipe.tracing.capture import capture as capture
 
@@ -38,6 +39,7 @@ _HOME = {
     "load": "fxpipe.build.build",
     "lower": "fxpipe.lowering.lower",
     "on_meta": "fxpipe.task.meta",
+    "setting": "fxpipe.settings",
 }
 __all__ = [
     "Build",
@@ -51,6 +53,7 @@ __all__ = [
     "load",
     "lower",
     "on_meta",
+    "setting",
 ]
 
 

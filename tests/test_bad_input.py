@@ -318,9 +318,9 @@ def test_a_build_of_another_version(home: Path, build: Path) -> None:
 
 def test_a_stale_build(home: Path, build: Path) -> None:
     model = home / "model.py"
-    model.write_text(model.read_text() + "\n# longer\n")
+    model.write_text(model.read_text() + "\ntorch.manual_seed(0)\n")
     err = run_refused(home)
-    assert "error: the build is stale: since it was compiled, model.py changed\n  at: build\n" in err
+    assert "error: the build is stale: since it was compiled, model.py: top level is new\n  at: build\n" in err
     assert (
         "hint: compile it again: fxpipe compile model.py -o build, with the options that stage_0.py begins with" in err
     )
@@ -333,11 +333,11 @@ def test_a_stale_build(home: Path, build: Path) -> None:
 def test_a_build_is_stale_when_a_file_that_the_model_imports_changed(home: Path) -> None:
     neighbour = home / "the_width.py"
     neighbour.write_text("WIDTH = 8\n")
-    write_model(home, ("import torch\n", "import torch\nfrom the_width import WIDTH\n"))
+    write_model(home, ("import torch\n", "import torch\nfrom the_width import WIDTH\n\nassert WIDTH\n"))
     assert fxpipe("compile", "model.py", *QUICK).code == 0
     del sys.modules["the_width"]
     neighbour.write_text("WIDTH = 9\n")
-    assert "since it was compiled, the_width.py changed" in run_refused(home)
+    assert "since it was compiled, the_width.py: WIDTH changed" in run_refused(home)
     neighbour.write_text("WIDTH = 8\n")
     assert fxpipe("run", "build", "--local", "--steps", 1).code == 0, "the same content is the same file"
     sys.modules.pop("the_width", None)

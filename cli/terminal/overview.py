@@ -62,6 +62,11 @@ def print_header(facts: Facts, console: Console) -> None:
     _line(console, [build["schedule"], build["policy"], minibatch])
     speeds = [f"speeds {', '.join(f'{speed:g}' for speed in build['speeds'])}"] if build["speeds"] else []
     _line(console, [f"cuts {build['cuts']}{efficiency}", f"times {build['costs']}", *speeds])
+    named = build["settings"].items()
+    given = [f"{name} {row['value']}{' (captured)' if row['captured'] else ''}" for name, row in named]
+    if given or build["arguments"]:
+        own = [f"settings {', '.join(given)}"] if given else []
+        _line(console, own + ([f"arguments {' '.join(build['arguments'])}"] if build["arguments"] else []))
     if evaluation := evaluation_text(build["evaluation"]):
         print_text(console, evaluation)
     changed = [f"edited: {', '.join(build['edited'])}"] if build["edited"] else []

@@ -34,7 +34,7 @@ from torch import nn
 
 from fxpipe.build.weights_file import weights_bytes
 from fxpipe.costs.node_costs_file import NODE_COSTS
-from fxpipe.errors import BuildError, first_line
+from fxpipe.errors import BuildError, FxpipeError, first_line
 from fxpipe.ir.program_table import ProgramTable, read_table
 from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed
@@ -210,6 +210,8 @@ class Build:
     def _task(self, options: PipelineOptions, hooks: Hooks) -> Task:
         """The hooks of a run. Its optimizer may be another than at compile time; Python's warning says what cannot be
         found out."""
+        if getattr(options, "settings", ()) or getattr(options, "arguments", None) is not None:
+            raise FxpipeError("settings and arguments are a model file's", hint="give hooks that have these values")
         task = Task(hooks, seen=self.model, compiled=self.hooks)
         make = hooks.optimizer and task.optimizer
         accepted = options.accept_optimizer_per_worker

@@ -122,6 +122,8 @@ def _identical(found: Json) -> bool:
 def _settings(first: Json, second: Json) -> list[Json]:
     pairs = [("fxpipe", first["fxpipe"], second["fxpipe"])]
     pairs += [(name, first["build"][name], second["build"][name]) for name in _SETTINGS]
+    own = [{name: row["value"] for name, row in facts["build"]["settings"].items()} for facts in (first, second)]
+    pairs += [(f"setting {name}", own[0].get(name), own[1].get(name)) for name in {**own[0], **own[1]}]
     return [{"name": name, "first": a, "second": b} for name, a, b in pairs if a != b]
 
 

@@ -149,6 +149,8 @@ def build_facts(subject: Subject) -> Facts:
         "shapes": shape_facts(plan),
         "padding": padding_facts(plan),
         "evaluation": evaluation_facts(plan),
+        "settings": {row.name: asdict(row) for row in plan.captured.settings},
+        "arguments": list(plan.captured.given_arguments),
         "passes": list(subject.passes),
         "edited": list(subject.edited),
         "stale": list(subject.stale),

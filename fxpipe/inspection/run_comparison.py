@@ -18,7 +18,18 @@ Json = dict[str, Any]
 Pair = list[Any]
 """A value of the first run and of the second; None if there is none."""
 
-SETTINGS = ("schedule", "policy", "microbatches", *SHOWN, "threads", "transport", "throttle", "device", "samples")
+SETTINGS = (
+    "schedule",
+    "policy",
+    "microbatches",
+    *SHOWN,
+    "arguments",
+    "threads",
+    "transport",
+    "throttle",
+    "device",
+    "samples",
+)
 
 SMOOTH = 20
 """Steps whose mean is a smoothed loss."""
@@ -95,6 +106,8 @@ def _settings(runs: Sequence[Json]) -> dict[str, Pair]:
     engines = [_engines(run) for run in runs]
     steps = [run.get("steps") or len(run["metrics"]["step"]) for run in runs]
     values: dict[str, Pair] = {"workers": counts, "engines": engines, "learning_rate": [_rate(run) for run in runs]}
+    given = [run.get("settings") or {} for run in runs]
+    values |= {f"setting {name}": [own.get(name) for own in given] for own in given for name in own}
     values |= {name: [run.get(name) for run in runs] for name in SETTINGS} | {"steps": steps}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]} | found
 

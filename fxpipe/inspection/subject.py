@@ -10,7 +10,8 @@ from fxpipe.build.build import Build, beside_plan
 from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError
 from fxpipe.ir.program_table import ProgramTable
-from fxpipe.plan.build_folder import COSTS, PROFILE, PROGRAM, model_path, read_plan, stale_sources
+from fxpipe.plan.build_folder import COSTS, PROFILE, PROGRAM, model_path, read_plan
+from fxpipe.plan.current import stale_sources
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.profile import Profile

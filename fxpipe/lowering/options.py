@@ -519,7 +519,8 @@ class CompileOptions:
 
     def of_microbatches(self, count: int) -> CompileOptions:
         """With so many microbatches, also in the command that makes the build again."""
-        command = self.command if self.command == IN_PYTHON else f"{self.command} --microbatches {count}"
+        own, dashes, arguments = self.command.partition(" -- ")
+        command = self.command if own == IN_PYTHON else f"{own} --microbatches {count}{dashes}{arguments}"
         return replace(self, microbatches=count, command=command)
 
     def for_task(self, task: Task) -> CompileOptions:

@@ -77,6 +77,8 @@ class _Run(TypedDict, total=False):
     last_metrics: dict[str, float | None]
     evaluation: dict[str, float | None]
     evaluations: list[_Evaluation]
+    settings: dict[str, bool | int | float | str | None]
+    arguments: list[str]
     schedule: str
     policy: str
     trace: str

@@ -96,41 +96,6 @@ def model_path(plan: Plan, folder: str | Path, given: str | Path | None = None) 
     return None if plan.model_file is None else Path(os.path.normpath(Path(folder) / plan.model_file))
 
 
-def stale_sources(plan: Plan, folder: str | Path, given: str | Path | None = None) -> list[str]:
-    """What has happened since to the model file and the files it imports: `gpt.py changed`, `data.py is gone`."""
-    path = model_path(plan, folder, given)
-    if path is None:
-        return []
-    root = path.resolve().parent
-    changed = []
-    own = Path(plan.model_file).name if plan.model_file else path.name
-    for name, digest in plan.sources.items():
-        file = path if name == own else root / name
-        if not file.is_file():
-            changed.append(f"{name} is gone")
-        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
-            changed.append(f"{name} changed")
-    return changed
-
-
-def check_current(plan: Plan, folder: str | Path, given: str | Path | None = None) -> None:
-    """Refuse a build whose model file, or a file it imports, has changed since.
-
-    Raises:
-        BuildError: names every file that changed or is gone.
-    """
-    path = model_path(plan, folder, given)
-    changed = stale_sources(plan, folder, given)
-    if path is not None and changed:
-        raise BuildError(
-            f"the build is stale: since it was compiled, {', '.join(changed)}",
-            where=str(folder),
-            hint=f"compile it again: fxpipe compile {path} -o {folder}, with the options that stage_0.py begins with"
-            if path.is_file()
-            else "give the model file with --model PATH, or compile again",
-        )
-
-
 def check_target(folder: Path) -> None:
     """Refuse, before any work is done, a folder that a build could not be written to.
 

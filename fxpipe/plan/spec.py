@@ -378,12 +378,56 @@ class OuterSpec:
 
 
 @dataclass(frozen=True)
+class SettingSpec:
+    """A hyperparameter of the model file (`fxpipe.setting`).
+
+    Attributes:
+        value: what it was when the build was compiled; None where nothing read it.
+        given: the text that the compile was given for it; None if none was.
+        captured: a part of the user's files that capture read and that has it; '' if none has.
+    """
+
+    name: str
+    value: bool | int | float | str | None
+    given: str | None = None
+    captured: str = ""
+
+
+@dataclass(frozen=True)
+class CapturedSpec:
+    """What capture read of the user's files, so that the rest may change without compiling again.
+
+    Attributes:
+        parts: the digest of each part that counts (`fxpipe.plan.read_by_capture`); empty where it is not known, and all
+            of the files counts.
+        settings: all that are known.
+        any_setting: a part that counts, and may have read any of them; '' if none.
+        given_arguments: the model file's own command line.
+        arguments: what parts that count have of it parsed, as `model.py: args.width`, and its value's text.
+        any_argument: a part that counts, and may have read any of it; '' if none.
+    """
+
+    parts: dict[str, str] = field(default_factory=dict)
+    settings: tuple[SettingSpec, ...] = ()
+    any_setting: str = ""
+    given_arguments: tuple[str, ...] = ()
+    arguments: dict[str, str] = field(default_factory=dict)
+    any_argument: str = ""
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The texts that the compile was given, by setting."""
+        return {row.name: row.given for row in self.settings if row.given is not None}
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the module's docstring. Plain data: loads without the model, and (except TensorSpec.bytes) without torch.
 
     Attributes:
         model_file: the user's file, relative to the build directory; None when compiled from objects.
         sources: digest of the user's file and of each file of the user's own that it imports, by relative path.
+        captured: what capture read of them.
         microbatches: their number in the whole minibatch, of which each of a worker's replicas does its share.
         batch: the leaves of one microbatch in pytree order, then those that worker 0 makes (`made`); `batch_spec` is
             the serialised pytree of what the user gives.
@@ -462,6 +506,7 @@ class Plan:
     replicas: tuple[int, ...] = ()
     outer: OuterSpec | None = None
     run_options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    captured: CapturedSpec = CapturedSpec()
 
     @property
     def ranks(self) -> int:

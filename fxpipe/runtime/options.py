@@ -17,6 +17,7 @@ from fxpipe.planner.quantity import rate
 from fxpipe.policy.base import Policy
 from fxpipe.policy.option import policy_option
 from fxpipe.schedule import SCHEDULES, schedule_text
+from fxpipe.settings import pair
 from fxpipe.task.paced_scheduler import EPOCH
 
 
@@ -64,8 +65,8 @@ class PipelineOptions:
         new_shapes: for batches of so many shapes that the build has no stages for, worker 0 makes some during the run,
             with the model and the loss of the model file; 0 refuses them. None means 8; but 0 where `fxpipe run` or
             `Build.join` has a build of one shape, because nothing is read ahead there.
-        accept_optimizer_per_worker: as for a compile, for an optimizer that is given to `Build.local` or `Build.join`:
-            that of a model file was tried when it was compiled.
+        accept_optimizer_per_worker: as for a compile, for an optimizer that is given to `Build.local` or `Build.join`,
+            or that is another since the model file was compiled.
     """
 
     schedule: str | None = option(
@@ -164,7 +165,9 @@ class PipelineOptions:
         help="Make stages during the run for at most N shapes of batches that the build does not have; 0: refuse them. "
         "[default: 8 for a build of several shapes, else 0]",
     )
-    accept_optimizer_per_worker: bool = False
+    accept_optimizer_per_worker: bool = option(
+        False, help="Allow an optimizer, changed since the compile, that looks at all parameters at once."
+    )
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,9 @@ class RunOptions(PipelineOptions):
         stall_timeout: seconds without any progress after which a run of several processes says who waits for whom;
             after 10 times as many (30 times before training begins) it ends. 0 does neither.
         max_restarts: how many times `launch` starts all workers again when one was lost (see `WorkerLost`).
+        settings: what `fxpipe.setting` gives in the model file, each as `name=value`, in place of what the build was
+            compiled with.
+        arguments: the model file's own command line; None means that of the compile.
         progress: show progress on stderr.
         exchange: set by `launch`: the folder in which workers leave their errors and the summary.
         plan_digest: set by whoever checked the build: the digest of its plan, so that the workers read no other; None
@@ -259,6 +265,14 @@ class RunOptions(PipelineOptions):
         metavar="N",
         help="Start all workers again, at most N times, when one dies without an error that explains it.",
     )
+    settings: tuple[str, ...] = option(
+        (),
+        "--set",
+        kind=pair,
+        metavar="NAME=VALUE",
+        help="The value of fxpipe.setting(NAME, …) in the model file, if capture did not read it; can be repeated.",
+    )
+    arguments: tuple[str, ...] | None = None
     progress: bool = False
     exchange: str | None = None
     plan_digest: str | None = None
@@ -270,7 +284,9 @@ class RunOptions(PipelineOptions):
     @staticmethod
     def from_json(text: str) -> RunOptions:
         """Read `to_json`'s text."""
-        return RunOptions(**json.loads(text))
+        found = json.loads(text)
+        lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+        return RunOptions(**found | lists)
 
 
 OF_EVALUATIONS = ("eval_every", "save_best", "patience", "patience_metric", "min_delta")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
 import importlib.util
 import os
 import sys
@@ -22,7 +21,9 @@ from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Plan
 from fxpipe.random_state import random_state_kept
+from fxpipe.settings import pairs, use
 from fxpipe.task.callbacks import CALLBACKS, Callbacks
+from fxpipe.task.captured import check_arguments
 from fxpipe.task.first_batches import FirstBatches, first_batches
 from fxpipe.task.hooks import Hooks, Loss, Metrics
 from fxpipe.task.loss_weights import LossWeight
@@ -34,6 +35,7 @@ from fxpipe.task.step_hooks import StepHooks
 REQUIRED = ("model", "loss", "train_data")
 VALUES = ("microbatch_dims", "pad", "pad_to", "constant_batch", "compile_options", "run_options")
 """The hooks that are no functions, or need not be."""
+NONE: Mapping[str, str] = {}
 OPTIONAL = tuple(field.name for field in fields(Hooks) if field.name not in (*REQUIRED, *VALUES))
 SIGNATURES = {
     "model": "def model() -> nn.Module",
@@ -299,6 +301,9 @@ class Task:
     def _call(self, hook: str, *args: Any) -> Any:
         try:
             return getattr(self.hooks, hook)(*args)
+        except FxpipeError as error:
+            error.where = error.where or self._place(hook)
+            raise
         except Exception as error:
             if self.path is None:
                 raise
@@ -341,8 +346,12 @@ def place_in(error: BaseException, path: Path) -> str | None:
     return found
 
 
-def load_task(path: str | Path) -> Task:
+def load_task(path: str | Path, settings: Mapping[str, str] = NONE, arguments: Sequence[str] = ()) -> Task:
     """Import the user's file and check its hooks.
+
+    Args:
+        settings: what `fxpipe.setting` gives there, by name, from now on.
+        arguments: its command line, from now on.
 
     Raises:
         TaskError: no such file, an error while importing it, or a required hook missing (all of them are listed).
@@ -352,6 +361,8 @@ def load_task(path: str | Path) -> Task:
         raise TaskError(
             f"there is no file {str(path)!r}", hint="give the path of a Python file with model() and loss()"
         )
+    use(settings)
+    sys.argv = [str(path), *arguments]
     module = imported(path)
     hooks = (*REQUIRED, *OPTIONAL)
     functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -379,11 +390,22 @@ def load_task(path: str | Path) -> Task:
     return Task(Hooks(**found), path, tuple(warnings))
 
 
-def task_of_build(plan: Plan, folder: str, model_file: str | None = None) -> Task:
+def task_of_build(
+    plan: Plan,
+    folder: str,
+    model_file: str | None = None,
+    settings: Sequence[str] = (),
+    arguments: Sequence[str] | None = None,
+) -> Task:
     """The model file given, else the one that the plan of the build in `folder` names, loaded.
+
+    Args:
+        settings: in place of those that the build was compiled with, each as `name=value`.
+        arguments: in place of those of the compile; None means the same.
 
     Raises:
         TaskError: no file is known, or it cannot be loaded; or its options of runs are not those that the build keeps.
+        BuildError: arguments differ that the compile has captured.
     """
     path = model_path(plan, folder, model_file)
     if path is None:
@@ -391,7 +413,10 @@ def task_of_build(plan: Plan, folder: str, model_file: str | None = None) -> Tas
             "the build was compiled from objects, so there is no file with train_data()",
             hint="use the Python API: fxpipe.load(BUILD).local(...)",
         )
-    task = load_task(path)
+    captured = plan.captured
+    own = captured.given_arguments if arguments is None else arguments
+    task = load_task(path, captured.given | pairs(settings), own)
+    check_arguments(captured, path, plan.model_file and Path(plan.model_file).name)
     if task.run_options != plan.run_options:
         names = sorted(
             name
@@ -431,6 +456,18 @@ def imported(path: Path) -> ModuleType:
         del sys.modules[name]
         line = (error.text or "").strip()
         raise TaskError(f"syntax error: {error.msg}", where=f"{path.name}:{error.lineno}: {line}") from error
+    except FxpipeError as error:
+        del sys.modules[name]
+        error.where = error.where or place_in(error, path) or path.name
+        raise
+    except SystemExit as error:
+        if not error.code:  # it has printed its --help
+            raise
+        raise TaskError(
+            f"it ended with exit code {error.code} while it was imported",
+            where=place_in(error, path) or path.name,
+            hint="its own arguments come last, after two dashes: fxpipe compile MODEL … -- --width 64",
+        ) from error
     except Exception as error:
         del sys.modules[name]
         raise TaskError(
@@ -439,30 +476,3 @@ def imported(path: Path) -> ModuleType:
             hint=_to_install(error),
         ) from error
     return module
-
-
-def source_digests(path: Path) -> dict[str, str]:
-    """Digests of the user's file and of every imported file below its folder, by relative path.
-
-    Call it after the model has been made and captured, so that lazy imports have happened.
-    """
-    root = path.resolve().parent
-    files = {path.resolve()}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        # Modules that torch invents have a bare name here, "_ops.py", which must not be looked up in the working
-        # directory.
-        if isinstance(file, str) and file.endswith(".py") and os.path.isabs(file) and "site-packages" not in file:
-            resolved = Path(file).resolve()
-            if resolved.is_relative_to(root) and resolved.is_file() and not _is_environment(resolved, root):
-                files.add(resolved)
-    return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
-
-
-def _is_environment(file: Path, root: Path) -> bool:
-    """Whether `file` belongs to fxpipe or to the interpreter, either of which may be below the user's folder."""
-    own = Path(__file__).resolve().parents[2]
-    prefixes = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {root}
-    inside_prefix = any(file.is_relative_to(p) and p.is_relative_to(root) for p in prefixes)
-    inside_fxpipe = any(file.is_relative_to(own / part) for part in ("fxpipe", "passes", "cli"))
-    return inside_prefix or inside_fxpipe

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.options import option
+from fxpipe.settings import pair, pairs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +24,8 @@ class ModelOptions:
         device: 'cpu' or 'cuda'; the model's own where None.
         seed: of the initial weights.
         meta: parameters get no values, for models larger than memory.
+        settings: what `fxpipe.setting` gives, each as `name=value`.
+        arguments: the model file's own command line.
     """
 
     device: str | None = option(None, choices=("cpu", "cuda"), help="Where the workers compute. [default: the model's]")
@@ -29,6 +33,32 @@ class ModelOptions:
     meta: bool = option(
         False, help="For models larger than memory: parameters get no values; `fxpipe run` reads or initialises them."
     )
+    settings: tuple[str, ...] = option(
+        (),
+        "--set",
+        kind=pair,
+        metavar="NAME=VALUE",
+        help="The value of fxpipe.setting(NAME, …) in the model file; can be repeated.",
+    )
+    arguments: tuple[str, ...] = ()
+
+    def load(self, path: str | Path) -> Task:
+        """The model file, with these settings and arguments.
+
+        Raises:
+            TaskError: it cannot be loaded, or it reads no such setting.
+        """
+        from fxpipe.plan.current import check_known
+        from fxpipe.settings import read
+        from fxpipe.task.captured import read_of
+        from fxpipe.task.model_file import load_task
+
+        given = pairs(self.settings)
+        task = load_task(path, given, self.arguments)
+        found = read_of(Path(path))
+        if found is None or not found.unnamed:  # else one may yet be read whose name is not in the text
+            check_known(given, {*read(), *(found.settings if found else ())})
+        return task
 
     def make(self, task: Task) -> tuple[nn.Module, Any]:
         """The model, and the first batch of its training data.

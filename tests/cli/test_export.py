@@ -142,7 +142,7 @@ def test_a_stale_build(folder: Path, tmp_path: Path) -> None:
     model = write_model(tmp_path, ("0.1, self.training", "0.2, self.training"))
     result = fxpipe("export", folder / "build", "--model", model, "-o", tmp_path / "onnx")
     assert result.code == 1
-    assert "the build is stale: since it was compiled, model.py changed" in result.err
+    assert "the build is stale: since it was compiled, model.py: Net changed" in result.err
 
 
 @pytest.mark.parametrize(

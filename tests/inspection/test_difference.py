@@ -48,7 +48,7 @@ def made() -> dict[str, Any]:
         "microbatches": 1, "schedule": "async",
         "policy": "spectrain", "autocast": None, "codec": "none",
         "device": "cpu", "torch": "2.13.0", "samples": 8, "loss_worker": 1,
-        "cuts": "same", "costs": "computed", "edited": [], "stale": [],
+        "cuts": "same", "costs": "computed", "edited": [], "stale": [], "settings": {}, "arguments": [],
         "speeds": [], "links": {"bandwidth": "3e9", "latency": "5e-05", "copy": 0.0}, "optimizer_bytes": 1.0,
     }  # fmt: skip
     return {

@@ -32,7 +32,7 @@ def test_neither_weights_nor_model_nor_stages_are_loaded(build: Path) -> None:
     with unchanged(build):
         found = facts(read_subject(build))
     assert found["build"]["edited"] == ["stage_0.py"]
-    assert found["build"]["stale"] == ["model.py changed"]
+    assert found["build"]["stale"] == ["model.py: top level is new"]
     assert [w["edited"] for w in found["workers"]] == [True, False]
     assert not {name for name in set(sys.modules) - before if "stage" in name and name.startswith("fxpipe_")}
 

@@ -23,7 +23,9 @@ def settings(build: Json) -> list[tuple[str, str]]:
     names = ["schedule", "policy", "cuts", "microbatches", "samples", "autocast", "codec", "device", "costs", "torch"]
     labels = {"samples": "samples a minibatch"}
     unset = {"autocast": None, "codec": "none"}
-    return [(labels.get(name, name), text(build[name])) for name in names if build[name] != unset.get(name, "")]
+    own = [(f"setting {name}", text(row["value"])) for name, row in build["settings"].items()]
+    shown = [(labels.get(name, name), text(build[name])) for name in names if build[name] != unset.get(name, "")]
+    return shown + own + ([("arguments", " ".join(build["arguments"]))] if build["arguments"] else [])
 
 
 def run_settings(run: Json) -> list[tuple[str, str]]:
@@ -33,6 +35,7 @@ def run_settings(run: Json) -> list[tuple[str, str]]:
         "throttle": text, "threads": count, **dict.fromkeys(SHOWN, text),
     }  # fmt: skip
     known = [(name, run.get(name), form) for name, form in forms.items()]
+    known += [(f"setting {name}", value, text) for name, value in (run.get("settings") or {}).items()]
     scaling = run.get("loss_scaling") or {}
     known += [("loss scale", scaling.get("scale"), number), ("steps skipped", scaling.get("skipped_steps"), count)]
     held_out = [(f"held out {name}", value, number) for name, value in (run.get("evaluation") or {}).items()]

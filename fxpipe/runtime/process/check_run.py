@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import BuildError, RunError, listed
 from fxpipe.files import Snapshot
-from fxpipe.plan.build_folder import check_current, check_output, load_plan
+from fxpipe.messages import say, warn
+from fxpipe.plan.build_folder import check_output, load_plan
+from fxpipe.plan.current import changes, check_current
 from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.throttle import read_throttle
@@ -44,7 +46,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
     if options.plan_digest not in (None, plan.digest):
         raise BuildError("the build was replaced after the run had checked it", where=options.build, hint=START_AGAIN)
     if from_file:
-        check_current(plan, options.build, options.model_file)
+        check_current(plan, options.build, options.model_file, options.settings, options.arguments)
     if read_throttle(options.throttle, plan.processes) is not None and plan.mesh.replicated:
         raise RunError("--throttle slows messages down, but not the sums over replicas", hint="leave out --throttle")
     checkpoint = None
@@ -58,6 +60,31 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
             check_trace(options.trace)
         check_loggers(options.log, options.out)
     return plan, checkpoint
+
+
+def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
+    """The model file of a run, loaded with its settings; its optimizer is tried again if it may have changed.
+
+    Args:
+        says: this process says what has changed since the compile.
+
+    Raises:
+        TaskError: it cannot be loaded, or its optimizer cannot be used, or not with one for each worker.
+        BuildError: it gives what the build was compiled with another value of.
+    """
+    from fxpipe.optimizer.per_worker import check_per_worker
+    from fxpipe.task.model_file import task_of_build
+
+    task = task_of_build(plan, options.build, options.model_file, options.settings, options.arguments)
+    changed = changes(plan, options.build, options.model_file).unread
+    if changed and says:
+        say(f"{listed(changed)} changed since the compile, in nothing that capture read: the build stays as it is")
+    if changed or options.settings or options.arguments is not None:
+        accepted = options.accept_optimizer_per_worker
+        found = check_per_worker(plan, task.optimizer, task.lr_scheduler, accepted=accepted)
+        if found and says:
+            warn(found)
+    return task
 
 
 def writing(out: str | None) -> AbstractContextManager[None]:
@@ -179,6 +206,8 @@ NOT_OWN = {
     "log": "write what step() and evaluate() return",
     "progress": "print what step() returns",
     "keep_going": "the loop is yours: look at the losses",
+    "settings": "the values are your script's",
+    "arguments": "parse sys.argv yourself",
     "max_restarts": "torchrun --max-restarts N, and pipeline.load(folder) at the start",
 }
 """The options of a run that a user's own loop does in its own way, and how."""

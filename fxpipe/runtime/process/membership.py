@@ -32,9 +32,10 @@ from fxpipe.errors import CheckpointError, FxpipeError, PeerLost, PeerRefused, R
 from fxpipe.files import Snapshot
 from fxpipe.messages import warn
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, StorePulses
+from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Mesh, Plan
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.check_run import check_run, files_read, writing
+from fxpipe.runtime.process.check_run import check_run, files_read, task_of_run, writing
 from fxpipe.runtime.process.ends import end_process, process_name
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.resume import NEWEST, resumed_options
@@ -49,7 +50,7 @@ from fxpipe.runtime.wires.group import (
     peers,
     place_of_process,
 )
-from fxpipe.task.model_file import Task, task_of_build
+from fxpipe.task.model_file import Task
 from fxpipe.threads import threads_for
 from fxpipe.torch_private import default_store
 
@@ -213,7 +214,7 @@ def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: E
         plan, checkpoint = check_run(options, from_file=task is None, writes=rank == 0)
         if world != plan.processes:
             raise _other_number(plan, world, options.build)
-        task = task or task_of_build(plan, options.build, options.model_file)
+        task = task or task_of_run(plan, options, says=rank == 0)
         facts = facts_of(plan, options) | {"callbacks": ", ".join(task.callbacks.names) or "none"}
         if checkpoint is not None and checkpoint.manifest is not None:  # each worker compares what it reads with that
             facts[f"--weights: {MANIFEST}"] = _digest(checkpoint.path / MANIFEST)
@@ -257,6 +258,10 @@ def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
         found[f"plan.json: {name}"] = _shown(value)
     for code in plan.code:
         found[code.file] = _digest(Path(options.build) / code.file)
+    if (model := model_path(plan, options.build, options.model_file)) is not None:
+        for name in plan.sources:  # they may have changed, but then on all machines
+            own = name == Path(plan.model_file or "").name
+            found[f"source {name}"] = _digest(model if own else model.resolve().parent / name)
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if field.name in PLACES:

@@ -19,8 +19,9 @@ from fxpipe.errors import CheckpointError, ScheduleError, listed
 from fxpipe.messages import say, warn
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe, choose
-from fxpipe.runtime.options import KEPT, PipelineOptions
+from fxpipe.runtime.options import KEPT, PipelineOptions, RunOptions
 from fxpipe.schedule.action import Event
+from fxpipe.settings import pairs, read, texts
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +147,10 @@ def resumed_options(options: Options, out: str | Path | None) -> Options:
     if "schedule" not in names and options.schedule != manifest.run["schedule"]:
         names = [name for name in names if name != "policy"]  # it means nothing under another schedule
     kept = {name: manifest.run[name] for name in names if name in manifest.run}  # an earlier fxpipe knew fewer
+    if isinstance(options, RunOptions):
+        kept["settings"] = texts(pairs(manifest.run.get("settings", ())) | pairs(options.settings))
+        if options.arguments is None and manifest.run.get("arguments") is not None:
+            kept["arguments"] = tuple(manifest.run["arguments"])
     return dataclasses.replace(options, resume=str(path), weights=str(path), **kept)
 
 
@@ -203,6 +208,9 @@ def run_before(options: PipelineOptions) -> Path | None:
 def say_resumed(resumed: Resumed) -> None:
     """Tell the user where a run goes on, and whether as the one that was interrupted."""
     text = f"going on after step {resumed.step}, from {resumed.path}"
+    before, now = resumed.manifest.run.get("values", {}), read()
+    if other := [f"{name} {now[name]}, not {old}" for name, old in before.items() if now.get(name, old) != old]:
+        text += f", with {'; '.join(other)}, except in what the optimizer and its scheduler saved, such as their rates"
     if not resumed.exact:
         text += ": the build, the schedule or the policy is another one, so the pipeline begins empty"
         if resumed.apart:
@@ -241,7 +249,10 @@ def about_run(options: PipelineOptions, recipe: Recipe, plan: Plan) -> dict[str,
 
     versions = {"fxpipe": fxpipe.__version__, "torch": torch.__version__, "python": platform.python_version()}
     outer = {} if plan.outer is None else {"outer": dataclasses.asdict(plan.outer)}
-    return {"plan": plan.digest, "run": {**run_of(options, recipe), **outer}, "versions": versions}
+    run = {**run_of(options, recipe), **outer}
+    if isinstance(options, RunOptions):
+        run |= {"settings": options.settings, "arguments": options.arguments, "values": read()}
+    return {"plan": plan.digest, "run": run, "versions": versions}
 
 
 def run_of(options: PipelineOptions, recipe: Recipe) -> dict[str, Any]:

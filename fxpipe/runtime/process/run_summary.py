@@ -32,6 +32,7 @@ from fxpipe.runtime.process.resume import Resumed, say_resumed
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import warn_of_little_room
 from fxpipe.runtime.worker.not_finite import NotFinite
+from fxpipe.settings import read
 from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.memory import peak_bytes
 from fxpipe.stages.loaded import LoadedStage
@@ -116,6 +117,8 @@ def settings_of(options: RunOptions, plan: Plan, recipe: Recipe) -> dict[str, An
         "microbatches": plan.microbatches,
         "dp": plan.dp,
         **{name: getattr(options, name) for name in SHOWN},
+        "settings": read(),
+        "arguments": list(plan.captured.given_arguments if options.arguments is None else options.arguments),
         "throttle": options.throttle,
         "device": plan.device,
     }

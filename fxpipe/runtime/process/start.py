@@ -15,7 +15,7 @@ from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import PipelineOptions, RunOptions
-from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
+from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, task_of_run, writing
 from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.membership import Agreed, membership
@@ -25,7 +25,7 @@ from fxpipe.runtime.process.resume import resumed_options
 from fxpipe.runtime.process.run_summary import warn_if_edited
 from fxpipe.runtime.process.world import AmongProcesses, OneProcess
 from fxpipe.runtime.wires.exchange import barrier
-from fxpipe.task.model_file import Task, task_of_build
+from fxpipe.task.model_file import Task
 from fxpipe.threads import threads
 
 
@@ -64,7 +64,7 @@ def run_local(options: RunOptions, task: Task | None = None, progress: Progress 
         options = resumed_options(options, options.out)
         files = files_read(options)
         plan, checkpoint = check_run(options, from_file=task is None)
-        task = task or task_of_build(plan, options.build, options.model_file)
+        task = task or task_of_run(plan, options)
         if progress is None and options.progress:
             progress = default_progress()
         with threads(options.threads, plan.processes), debugged(progress):

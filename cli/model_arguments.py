@@ -1,0 +1,20 @@
+"""A model file's own command line: what comes after two dashes."""
+
+from __future__ import annotations
+
+import click
+
+
+class WithArguments(click.Command):
+    """A command that gets what comes after `--` as `arguments`, which is None where there is no `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take them from the end."""
+        at = args.index("--") if "--" in args else None
+        rest = super().parse_args(ctx, args[:at])
+        ctx.params["arguments"] = None if at is None else tuple(args[at + 1 :])
+        return rest
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """As `fxpipe run [OPTIONS] BUILD [-- ARGUMENTS]`."""
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]

@@ -1,0 +1,134 @@
+"""Whether a build is what a compile of the user's files, as they are now, with these settings, would capture."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxpipe.errors import BuildError, TaskError, near
+from fxpipe.plan.build_folder import model_path
+from fxpipe.plan.read_by_capture import ReadByCapture, read_by_capture
+from fxpipe.plan.spec import Plan
+from fxpipe.settings import Value, pairs, read_as
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What has happened to the model file and the files that it imports since the compile.
+
+    Attributes:
+        read: what concerns the build: `model.py: Net changed`, `data.py is gone`.
+        unread: files that changed in nothing that capture read.
+        settings: those that the files name now.
+    """
+
+    read: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+
+def changes(plan: Plan, folder: str | Path, given: str | Path | None = None) -> Changes:
+    """What has happened since to the files that a build was compiled from; nothing for a build of objects."""
+    path = model_path(plan, folder, given)
+    if path is None:
+        return Changes()
+    root = path.resolve().parent
+    own = Path(plan.model_file).name if plan.model_file else path.name
+    files = {name: path if name == own else root / name for name in plan.sources}
+    gone = [f"{name} is gone" for name, file in files.items() if not file.is_file()]
+    changed = [name for name, file in files.items() if file.is_file() and _digest(file) != plan.sources[name]]
+    if not path.is_file() or not plan.captured.parts:
+        return Changes((*gone, *(f"{name} changed" for name in changed)))
+    try:
+        found = read_by_capture(path, (name for name in plan.sources if name != own), called=own)
+    except (SyntaxError, ValueError, OSError):
+        return Changes((*gone, *(f"{name} changed" for name in changed)))
+    before, now = plan.captured.parts, found.parts
+    read = [f"{name} changed" for name in before if name in now and now[name] != before[name]]
+    read += [f"{name} is new" for name in now if name not in before]
+    read = read or [f"{name} is gone" for name in before if name not in now and name not in plan.sources]
+    unread = [name for name in changed if not any(text.startswith(name) for text in read)]
+    return Changes((*gone, *read), tuple(unread), tuple(found.settings))
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def stale_sources(plan: Plan, folder: str | Path, given: str | Path | None = None) -> list[str]:
+    """What has changed since of what capture read: `gpt.py: Block changed`, `data.py is gone`."""
+    return list(changes(plan, folder, given).read)
+
+
+def check_current(
+    plan: Plan,
+    folder: str | Path,
+    given: str | Path | None = None,
+    settings: Iterable[str] = (),
+    arguments: Sequence[str] | None = None,
+) -> Changes:
+    """Refuse a build if a part of its model file, or of a file that it imports, has changed since capture read it, or
+    if settings or arguments of a run would change what capture read.
+
+    Args:
+        settings, arguments: of the run; see `RunOptions`.
+
+    Raises:
+        BuildError: names all that changed or is gone, or the setting.
+        TaskError: there is no such setting, or its value is not of its type.
+    """
+    path = model_path(plan, folder, given)
+    found = changes(plan, folder, given)
+    options = "with the options that stage_0.py begins with"
+    if path is not None and found.read:
+        raise BuildError(
+            f"the build is stale: since it was compiled, {', '.join(found.read)}",
+            where=str(folder),
+            hint=f"compile it again: fxpipe compile {path} -o {folder}, {options}"
+            if path.is_file()
+            else "give the model file with --model PATH, or compile again",
+        )
+    asked, known = pairs(settings), {row.name: row for row in plan.captured.settings}
+    if asked:
+        check_known(asked, {*known, *found.settings})
+    for name, text in asked.items():
+        row = known.get(name)
+        same = row is None or (row.value is not None and read_as(name, text, row.value) == row.value)
+        if row is None or same or not (by := row.captured or plan.captured.any_setting):
+            continue
+        raise BuildError(
+            f"setting {name!r} was {row.value!r} when {by} was captured, and the build is of that value",
+            where=str(folder),
+            hint=f"compile it again: fxpipe compile {path} --set {name}={text} -o {folder}, {options}",
+        )
+    by = plan.captured.any_argument
+    if arguments is not None and by and tuple(arguments) != plan.captured.given_arguments:
+        raise BuildError(
+            f"the arguments after -- are others than those of the compile, and {by}, which was captured, reads them",
+            where=str(folder),
+            hint=f"compile it again with them, {options}; or read with fxpipe.setting() what a run is to change",
+        )
+    return found
+
+
+def check_known(given: Mapping[str, Value], known: Iterable[str]) -> None:
+    """Refuse a setting that the model file does not read.
+
+    Raises:
+        TaskError: names the first, and a near name.
+    """
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            hint = (
+                f"it reads: {', '.join(names)}" if names else "it reads none: call fxpipe.setting(NAME, DEFAULT) there"
+            )
+            raise TaskError(f"the model file reads no setting {name!r}{near(name, names)}", hint=hint)
+
+
+def captured_settings(found: ReadByCapture, values: Mapping[str, Value]) -> dict[str, str]:
+    """The settings that are known after a compile, each with the part by which capture may have read it."""
+    names = dict.fromkeys((*found.settings, *values))
+    return {name: found.settings.get(name, "") or found.any_setting for name in names}

@@ -1,0 +1,96 @@
+"""Hyperparameters that a model file reads, and a command line gives: `lr = fxpipe.setting("lr", 0.1)`, `--set lr=0.05`.
+
+Without fxpipe's command line, as in `python model.py`, a setting has its default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from fxpipe.errors import TaskError
+
+Value = bool | int | float | str
+T = TypeVar("T", bool, int, float, str)
+
+_given: dict[str, str] = {}
+_read: dict[str, tuple[Value, Value]] = {}  # the value, and the default that it was read with
+_SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def setting(name: str, default: T) -> T:
+    """The value of a hyperparameter: what `--set NAME=VALUE` says, read as a value of the default's type.
+
+    At the top of a model file or in a hook. What a captured hook reads is fixed when the model is compiled.
+
+    Args:
+        default: True or False, a number, or a text.
+
+    Raises:
+        TaskError: the value given is none of this type, or the name was read with another default.
+    """
+    if not isinstance(default, (bool, int, float, str)):
+        raise TaskError(
+            f"setting {name!r} has the default {default!r}, which is no number, text, True or False",
+            hint="read several settings, or a text that your file takes apart",
+        )
+    if name in _read and _read[name][1:] != (default,):
+        raise TaskError(
+            f"setting {name!r} is read with two defaults, {_read[name][1]!r} and {default!r}",
+            hint="read it once, at the top of the file, or give it one default",
+        )
+    value: T = read_as(name, _given[name], default) if name in _given else default  # type: ignore[assignment]
+    _read[name] = (value, default)
+    return value
+
+
+def read_as(name: str, text: str, default: Value) -> Value:
+    """A text as a value of the default's type.
+
+    Raises:
+        TaskError: it is none.
+    """
+    kind = type(default)
+    try:
+        found = _SWITCH[text.lower()] if kind is bool else kind(text)
+        if isinstance(found, float) and math.isnan(found):
+            raise ValueError
+    except (KeyError, ValueError):
+        known = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise TaskError(f"--set {name}={text}: this is not {known}, as its default {default!r} is") from None
+    return found
+
+
+def use(given: Mapping[str, str]) -> None:
+    """From now on, these are given; what was read before is forgotten."""
+    _given.clear()
+    _given.update(given)
+    _read.clear()
+
+
+def read() -> dict[str, Value]:
+    """The settings that were read, with their values."""
+    return {name: value for name, (value, _) in _read.items()}
+
+
+def pair(text: str) -> str:
+    """How `--set` is read: a name, an equals sign and a value.
+
+    Raises:
+        TaskError: it has no name, or no equals sign.
+    """
+    name, equals, _ = text.partition("=")
+    if not equals or not name.strip():
+        raise TaskError(f"--set {text}: this is not NAME=VALUE", hint="such as --set lr=0.1")
+    return text
+
+
+def pairs(texts: Iterable[str]) -> dict[str, str]:
+    """What several `--set` give, by name; the last of one name holds."""
+    return {name.strip(): value for name, _, value in (text.partition("=") for text in texts)}
+
+
+def texts(given: Mapping[str, str]) -> tuple[str, ...]:
+    """The inverse of `pairs`."""
+    return tuple(f"{name}={value}" for name, value in given.items())

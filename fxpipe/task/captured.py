@@ -1,0 +1,108 @@
+"""What capture read of a model file, as the plan keeps it; and whether a run's model file has the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import BuildError
+from fxpipe.plan.current import check_known
+from fxpipe.plan.read_by_capture import ReadByCapture, read_by_capture
+from fxpipe.plan.spec import CapturedSpec, SettingSpec
+from fxpipe.settings import read
+
+
+def read_of(path: Path) -> ReadByCapture | None:
+    """What capture can have read of a model file that was imported; None if its text does not say."""
+    own = str(path.resolve().name)
+    try:
+        return read_by_capture(path, (name for name in source_digests(path) if name != own))
+    except (SyntaxError, ValueError, OSError, RecursionError):
+        return None
+
+
+def captured_of(path: Path, given: Mapping[str, str], arguments: Sequence[str], lines: Iterable[str]) -> CapturedSpec:
+    """What capture read of a model file, once all of it has run that a compile runs.
+
+    Args:
+        given, arguments: what it was loaded with.
+        lines: those of the user's files that the program has, as `model.py:12`: one that would not count shows that the
+            text does not say all, so that everything counts.
+
+    Raises:
+        TaskError: a setting was given that nothing reads.
+    """
+    found, values = read_of(path), read()
+    if found is None or not all(map(found.has, lines)):
+        found = ReadByCapture({}, (), found.settings if found else {}, path.name, (), path.name)
+    check_known(given, {*found.settings, *values})
+    rows = [
+        SettingSpec(name, values.get(name), given.get(name), found.settings.get(name, "") or found.any_setting)
+        for name in sorted({*found.settings, *values})
+    ]
+    parsed = {label: _text(path, label) for label in found.arguments}
+    return CapturedSpec(found.parts, tuple(rows), found.any_setting, tuple(arguments), parsed, found.any_argument)
+
+
+def check_arguments(captured: CapturedSpec, path: Path, called: str | None) -> None:
+    """Refuse a loaded model file whose parsed arguments are others than those that capture read.
+
+    Args:
+        called: the name of the model file when it was compiled.
+
+    Raises:
+        BuildError: names the argument, and what it was.
+    """
+    for label, before in captured.arguments.items():
+        file, _, name = label.partition(": ")
+        now = _text(path, label if file != called else f"{path.name}: {name}")
+        if now != before:
+            raise BuildError(
+                f"{name} was {before} when the model was captured, and is {now}: the build is of the former",
+                where=file,
+                hint="compile it again with these arguments after --",
+            )
+
+
+def _text(path: Path, label: str) -> str:
+    """The value of a name, or of an attribute of it, in an imported file: `model.py: args.width`."""
+    file, _, name = label.partition(": ")
+    wanted = (path.resolve().parent / file).resolve()
+    modules: list[Any] = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
+    found = next(m for m in modules if Path(m.__file__).resolve() == wanted)
+    try:
+        return repr(attrgetter(name)(found))
+    except AttributeError:
+        return "missing"
+
+
+def source_digests(path: Path) -> dict[str, str]:
+    """Digests of the user's file and of every imported file below its folder, by relative path.
+
+    Call it after the model has been made and captured, so that lazy imports have happened.
+    """
+    root = path.resolve().parent
+    files = {path.resolve()}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        # Modules that torch invents have a bare name here, "_ops.py", which must not be looked up in the working
+        # directory.
+        if isinstance(file, str) and file.endswith(".py") and os.path.isabs(file) and "site-packages" not in file:
+            resolved = Path(file).resolve()
+            if resolved.is_relative_to(root) and resolved.is_file() and not _is_environment(resolved, root):
+                files.add(resolved)
+    return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
+
+
+def _is_environment(file: Path, root: Path) -> bool:
+    """Whether `file` belongs to fxpipe or to the interpreter, either of which may be below the user's folder."""
+    own = Path(__file__).resolve().parents[2]
+    prefixes = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {root}
+    inside_prefix = any(file.is_relative_to(p) and p.is_relative_to(root) for p in prefixes)
+    inside_fxpipe = any(file.is_relative_to(own / part) for part in ("fxpipe", "passes", "cli"))
+    return inside_prefix or inside_fxpipe
