@@ -9,14 +9,14 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from fxpipe.errors import FxpipeError
-from fxpipe.messages import plain, plain_lines
+from fxpipe.messages import how_far, plain, plain_lines
 from fxpipe.typed_json import dumps
 
 if TYPE_CHECKING:
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
     from fxpipe.inspection.table import Cell, Column, ShownTable
 
-QUIET = 1.0
-"""Seconds between two lines of progress in a pipe."""
+QUIET = 0.9
+"""Seconds until the first line of progress in a pipe: there is no need to report what takes less."""
+AGAIN, LONG = 5.0, 60.0
+"""Seconds between two more, and after how many seconds there are fewer."""
+SPIN = 0.25
+"""Seconds between two looks at how far the work is, on a terminal."""
 
 
 _json: TextIO | None = None  # stdout, while `only_json_on_stdout` keeps all else from it
@@ -187,38 +191,42 @@ def console(**options: Any) -> Console:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on stderr what takes a while: a spinner on a terminal; in a pipe a line from time to time, after one second.
+    """Show on stderr what takes a while, and how far it is (`fxpipe.messages.saying`): a spinner on a terminal; in a
+    pipe a line after one second, then every few, and after a minute every half.
 
     Yields a function to call with what is being done.
     """
     from rich.text import Text
 
-    if sys.stderr.isatty():
-        with console(stderr=True).status(Text(plain(what))) as status:
-            yield lambda text: status.update(Text(plain(text)))
-        return
-    last = time.monotonic()
-    waiting: threading.Timer | None = None
+    begin, ended, doing = time.monotonic(), threading.Event(), [""]
+
+    def text() -> str:
+        return ": ".join(part for part in (what, doing[0], how_far()) if part)
+
+    def show() -> None:
+        pause = QUIET if status is None else SPIN
+        while not ended.wait(pause):
+            tell()
+            if status is None:
+                pause = AGAIN if time.monotonic() - begin < LONG else LONG / 2
+
+    def tell() -> None:
+        if status is not None:
+            status.update(Text(plain(text())))
+        else:
+            note(f"{text()} ({time.monotonic() - begin:.0f} s)")
 
     def say(text: str) -> None:
-        nonlocal last, waiting
-        if waiting is not None:
-            waiting.cancel()
-        rest = max(QUIET - (time.monotonic() - last), 0.0)
-        waiting = threading.Timer(rest, tell, [text])  # no need to report what takes less than a second
-        waiting.daemon = True
-        waiting.start()
+        doing[0] = text
 
-    def tell(text: str) -> None:
-        nonlocal last
-        last = time.monotonic()
-        note(f"{what}: {text}")
-
-    try:
-        yield say
-    finally:
-        if waiting is not None:
-            waiting.cancel()
+    with console(stderr=True).status(Text(plain(what))) if sys.stderr.isatty() else nullcontext() as status:
+        thread = threading.Thread(target=show, daemon=True)
+        thread.start()
+        try:
+            yield say
+        finally:
+            ended.set()
+            thread.join()
 
 
 def print_table(headers: list[str], rows: list[list[str]], left: int = 1, last: int = 0) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,9 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
 
     if joined:
         from fxpipe.runtime.process.ends import end_process
-        from fxpipe.runtime.process.start import join
+
+        with working("loading torch") if os.environ["RANK"] == "0" else nullcontext():
+            from fxpipe.runtime.process.start import join
 
         if node := _other_node(options.build):
             note(f"{node} at work here; progress and results are shown on the node of worker 0")
@@ -203,7 +205,8 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
             f"compile with --schedule {options.schedule} --microbatches {2 * plan.workers} to overlap them"
         )
     if local:
-        from fxpipe.runtime.process.start import run_local
+        with working("loading torch"):
+            from fxpipe.runtime.process.start import run_local
 
         return run_local(options)
     from fxpipe.runtime.process.launch import launch

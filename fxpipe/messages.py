@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 _DROPPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode's categories of control characters, of what formats text unseen (bidirectional controls too), of halves of
@@ -35,3 +36,23 @@ def say(text: str) -> None:
 def warn(message: str) -> None:
     """A warning on stderr (see `say`)."""
     say(f"warning: {message}")
+
+
+_far: list[Callable[[], str]] = []
+
+
+@contextmanager
+def saying(text: Callable[[], str]) -> Iterator[None]:
+    """Inside, `text` says how far the work is, to whoever asks `how_far`: a thread that shows it now and then."""
+    _far.append(text)
+    try:
+        yield
+    finally:
+        _far.pop()
+
+
+def how_far() -> str:
+    """What the innermost work says of itself; '' if none says anything."""
+    with suppress(IndexError):  # it ended just now
+        return _far[-1]()
+    return ""

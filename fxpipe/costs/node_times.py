@@ -28,6 +28,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.printer import call_text, heading
 from fxpipe.ir.program import Program, info
+from fxpipe.messages import saying
 from fxpipe.plan.spec import Phase
 from fxpipe.threads import threads as worker_threads
 from fxpipe.torch_private import OpOverload
@@ -56,13 +57,14 @@ def measure(program: Program, threads: int | None = None, repeats: int | None = 
     ticking = [_Code(program, phase, ticks=True) for phase in PHASES]
     feed = {**program.values, **program.example}
     with _threads(threads), torch.random.fork_rng(_cuda_devices(program)), torch.no_grad():
-        _run(ticking, feed)  # first, since it can say which node fails
-        _run(plain, feed)
         wholes: list[list[float]] = []
         nodes: list[list[list[float]]] = []
-        for _ in (ROUNDS if repeats is None else Rounds.exactly(repeats)).run():
-            wholes.append([sum(times) for times in _run(plain, feed)])
-            nodes.append(_run(ticking, feed))
+        _run(ticking, feed)  # first, since it can say which node fails
+        _run(plain, feed)
+        with saying(lambda: f"timing {sum(len(code.nodes) for code in plain)} operators, run {len(nodes) + 1}"):
+            for _ in (ROUNDS if repeats is None else Rounds.exactly(repeats)).run():
+                wholes.append([sum(times) for times in _run(plain, feed)])
+                nodes.append(_run(ticking, feed))
     seconds: dict[str, float] = {}
     ratios: dict[str, float] = {}
     for i, (phase, code) in enumerate(zip(PHASES, ticking, strict=True)):

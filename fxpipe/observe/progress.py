@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -12,10 +14,14 @@ from fxpipe.messages import plain
 from fxpipe.observe.live import Board, Looker, WorkerState
 from fxpipe.observe.pulse import PERIOD
 from fxpipe.observe.rates import rates_text
+from fxpipe.observe.starting import PAUSE
 from fxpipe.task.metrics import NO_METRICS
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
+
+SOON = 0.7
+"""Seconds until the first line of a log."""
 
 SHOWN = 16
 """How many workers have their own line; if there are more, those that wait most."""
@@ -23,6 +29,9 @@ SHOWN = 16
 
 class Progress(Protocol):
     """Is told about every step; `close` ends the display."""
+
+    def starting(self, text: Callable[[], str]) -> None:
+        """Until the first step is over, `text` says what is being done."""
 
     def watch(self, board: Board) -> None:
         """Training begins; `board` tells what the workers are doing."""
@@ -52,6 +61,9 @@ class BarProgress:
         self._task = self._bar.add_task("", total=None, text="starting")
         self._bar.start()
 
+    def starting(self, text: Callable[[], str]) -> None:
+        self._states.starting = text
+
     def watch(self, board: Board) -> None:
         self._states.looker = Looker(board)
 
@@ -59,20 +71,21 @@ class BarProgress:
         self, step: int, total: int, loss: float, rates: Mapping[str, float], metrics: Mapping[str, float] = NO_METRICS
     ) -> None:
         rates = self._rates(rates)
+        self._states.starting = None
         self._bar.update(self._task, completed=step, total=total, text=_text(loss, rates, metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
         self._bar.console.print(_evaluated(step, metrics, remark), highlight=False, markup=False)
 
     def close(self) -> None:
-        self._states.looker = None
+        self._states.looker = self._states.starting = None
         self._bar.stop()
 
 
 class LineProgress:
-    """A line every few seconds, and one for the last step."""
+    """A line every few seconds, also before the first step is over, and one for the last step."""
 
-    def __init__(self, stream: TextIO | None = None, pause: float = 5.0) -> None:
+    def __init__(self, stream: TextIO | None = None, pause: float = PAUSE) -> None:
         self._stream = stream or sys.stderr
         self._pause = pause
         self._last = 0.0
@@ -80,6 +93,18 @@ class LineProgress:
         self._steps = _Smoothed()
         self._before: float | None = None
         self._states = _States()
+        self._began = threading.Event()
+
+    def starting(self, text: Callable[[], str]) -> None:
+        threading.Thread(target=self._start, args=(text, perf_counter()), daemon=True).start()
+
+    def _start(self, text: Callable[[], str], begin: float) -> None:
+        pause = SOON
+        while not self._began.wait(pause):
+            pause = self._pause
+            with suppress(OSError, ValueError):  # stderr takes nothing, or is closed
+                self._stream.write(f"{text()} ({perf_counter() - begin:.0f} s)\n")
+                self._stream.flush()
 
     def watch(self, board: Board) -> None:
         self._states.looker = Looker(board)
@@ -89,6 +114,7 @@ class LineProgress:
         self, step: int, total: int, loss: float, rates: Mapping[str, float], metrics: Mapping[str, float] = NO_METRICS
     ) -> None:
         rates = self._rates(rates)
+        self._began.set()
         now = perf_counter()
         steps = None if self._before is None else self._steps(1 / max(now - self._before, 1e-9))
         self._before = now
@@ -104,7 +130,7 @@ class LineProgress:
         self._stream.flush()
 
     def close(self) -> None:
-        """Nothing to close."""
+        self._began.set()
 
     def _busy(self) -> str:
         shares = [100 * state.busy for state in self._states.now()]
@@ -120,6 +146,7 @@ class _States:
 
     def __init__(self) -> None:
         self.looker: Looker | None = None
+        self.starting: Callable[[], str] | None = None
         self._asked = 0.0
         self._found: list[WorkerState] = []
 
@@ -138,6 +165,9 @@ def _bar(states: _States) -> Bar:
 
     class WithWorkers(Progress):
         def get_renderables(self) -> Iterable[Any]:
+            if states.starting is not None:
+                for task in self.tasks:
+                    task.fields["text"] = states.starting()
             yield self.make_tasks_table(self.tasks)
             if found := states.now():
                 yield _table(found, states.looker.noun if states.looker else "worker")

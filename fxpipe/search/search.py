@@ -139,8 +139,9 @@ class _Planning:
         by_schedule: dict[str, list[Candidate]] = {}
         for candidate in candidates(self.question, self.sized):
             by_schedule.setdefault(candidate.schedule, []).append(candidate)
-        for schedule, own in sorted(by_schedule.items(), key=lambda pair: -len(pair[1])):  # wide ones serve narrow ones
-            self.say(f"planning for {schedule}")
+        ordered = sorted(by_schedule.items(), key=lambda pair: -len(pair[1]))  # wide ones serve narrow ones
+        for number, (schedule, own) in enumerate(ordered, 1):
+            self.say(f"planning for {schedule}, {number} of {len(ordered)} schedules")
             try:
                 planned += self._planned(own)
             except (TooLittleMemory, PolicyError) as error:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
+from fxpipe.messages import saying
 from fxpipe.torch_private import CHECKPOINT_GENERATOR, UNKNOWN, HigherOrderOperator, is_tensor_view, memory_of, set_data
 from fxpipe.tracing import unseen
 from fxpipe.tracing.known_values import KnownValues, mapped
@@ -106,7 +107,8 @@ def recording(
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     try:
-        with recorder, recorder.checkpoints(), recorder.known.lists(), unseen.refused():
+        said = saying(lambda: f"tracing, {recorder.made} calls of torch so far")
+        with said, recorder, recorder.checkpoints(), recorder.known.lists(), unseen.refused():
             yield
         if recorder.watch.unknown is not None:
             raise recorder.watch.unknown
@@ -139,6 +141,7 @@ class _Recorder(TorchFunctionMode):
         self.paths: list[str] = [""]
         self.regions: list[int] = []
         self.numbers = itertools.count()
+        self.made = 0
         self.place: tuple[str, int] = ("", 0)
 
     def __torch_function__(
@@ -190,6 +193,7 @@ class _Recorder(TorchFunctionMode):
         if isinstance(func, HigherOrderOperator):
             self.watch.higher = self.place
         result = func(*args, **kwargs)
+        self.made += 1
         self.watch.calls.made(call, result, self.place, self.where)
         return result
 

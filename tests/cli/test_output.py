@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import time
+from typing import Any
 
 import pytest
+from fxpipe.cli import output
 from fxpipe.cli.output import note, print_columns, print_table, print_text, shortened, stdout_console, warn, working
 from rich.console import Console
 from rich.text import Text
 
 from fxpipe.inspection.formats import TimeUnit
 from fxpipe.inspection.table import COUNT, NAME, SIZE, TEXT, TIME, WORKERS, Column, ShownTable
+from fxpipe.messages import saying
 
 
 def table(width: int) -> list[str]:
@@ -106,3 +110,37 @@ def test_a_spinners_text_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", terminal)
     with working("[/red]") as say:
         say(NASTY)
+
+
+def test_work_in_a_pipe_says_soon_what_it_is_and_then_how_far(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Without a word of the work itself, too, and not a word after its end."""
+    monkeypatch.setattr(output, "QUIET", 0.02)
+    monkeypatch.setattr(output, "AGAIN", 0.02)
+    done = 0
+    lines: list[str] = []
+
+    def wait(*texts: str) -> None:
+        for text in texts:
+            deadline = time.monotonic() + 30
+            while not any(text in line for line in lines) and time.monotonic() < deadline:
+                time.sleep(0.01)
+                lines.extend(capsys.readouterr().err.splitlines())
+            assert any(text in line for line in lines), (text, lines)
+
+    with working("compiling") as say:
+        wait("compiling (0 s)")
+        say("capturing")
+        wait("compiling: capturing (")
+        with saying(lambda: f"{done} of 7"):
+            wait("compiling: capturing: 0 of 7 (")
+            done = 3
+            wait("compiling: capturing: 3 of 7 (")
+    capsys.readouterr()
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_work_that_takes_no_second_says_nothing(capsys: Any) -> None:
+    with working("compiling") as say:
+        say("capturing")
+    assert capsys.readouterr().err == ""

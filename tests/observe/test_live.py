@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from fxpipe.observe import progress as progress_module
 from fxpipe.observe.live import Board, Looker, WorkerState
 from fxpipe.observe.progress import BarProgress, LineProgress, _clock, _table
-from fxpipe.observe.pulse import Pulse, Status, StorePulses
+from fxpipe.observe.pulse import Phase, Pulse, Signs, Status, StorePulses
+from fxpipe.observe.starting import starting_text
 from fxpipe.observe.watch import Watch
 
 RATES = {"samples_per_second": 64.0, "tokens_per_second": 4096.0, "tflops_per_device": 0.125, "mfu": 0.4}
@@ -132,3 +134,54 @@ def test_the_board_is_what_the_pulses_say() -> None:
     first, second = board.read()
     assert first == Status(0, 0, 0, 0)
     assert 0 < second.busy <= second.now
+
+
+def sign(phase: Phase, doing: str | None = None) -> Signs:
+    pulse = Pulse()
+    pulse.phase = phase
+    return Signs.of(pulse.numbers)._replace(doing=doing)
+
+
+@pytest.mark.parametrize(
+    ("signs", "text"),
+    [
+        ([sign("importing"), sign("starting")], "importing torch"),
+        ([sign("loading"), sign("loading")], "loading the build, the model and the data"),
+        (
+            [sign("training", "data"), sign("training", "wait"), sign("training", "wait")],
+            "worker 0: reading the first batch; workers 1, 2: waiting for the first batch",
+        ),
+        ([sign("training"), sign("loading")], "worker 0: computing the first batch; worker 1: loading the build, the "
+         "model and the data"),
+        ([sign("compiling a shape")], "compiling a shape"),
+    ],
+)  # fmt: skip
+def test_what_processes_do_before_the_first_step(signs: list[Signs], text: str) -> None:
+    assert starting_text(signs, "worker") == text
+
+
+def test_a_log_says_what_is_done_until_the_first_step_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "SOON", 0.01)
+    stream = io.StringIO()
+    progress = LineProgress(stream, pause=0.01)
+    progress.starting(lambda: "loading")
+    deadline = time.monotonic() + 30
+    while stream.getvalue().count("loading (0 s)\n") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    progress(1, 1, 2.0, RATES)
+    before = stream.getvalue()
+    assert before.count("loading (0 s)\n") >= 2
+    assert "step 1/1" in before
+    time.sleep(0.1)
+    assert stream.getvalue()[len(before) :].count("loading") <= 1, "one that was about to be written"
+
+
+def test_the_bar_says_what_is_done_until_the_first_step_is_over() -> None:
+    progress = BarProgress()
+    try:
+        progress.starting(lambda: "reading the first batch")
+        assert "reading the first batch" in rendered(progress._bar.get_renderable(), 90)
+        progress(1, 2, 2.0, RATES)
+        assert "loss 2.0000" in rendered(progress._bar.get_renderable(), 90)
+    finally:
+        progress.close()

@@ -34,3 +34,14 @@ def test_threads_are_restored_after_a_local_run(toy: Any, tmp_path: Path) -> Non
     before = torch.get_num_threads()
     run_local(RunOptions(str(toy().save(tmp_path / "build")), steps=1, threads=1))
     assert torch.get_num_threads() == before
+
+
+def test_what_is_done_is_said_from_the_start(toy: Any, tmp_path: Path, capfd: Any) -> None:
+    """Before torch is imported, and only where progress is shown."""
+    folder = str(toy().save(tmp_path / "build"))
+    launch(RunOptions(folder, steps=1, threads=1, progress=True), 2)
+    first, *more = capfd.readouterr().err.splitlines()
+    assert first == "starting 2 processes"
+    assert "step 1/1" in more[-1]
+    launch(RunOptions(folder, steps=1, threads=1), 2)
+    assert capfd.readouterr().err == ""

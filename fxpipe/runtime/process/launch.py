@@ -20,6 +20,7 @@ from typing import Any
 from fxpipe.errors import FxpipeError, PeerLost, WorkerLost, first_line
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import PULSES, PulseFile
+from fxpipe.observe.starting import PAUSE, starting_text
 from fxpipe.observe.trace.writer import partial
 from fxpipe.plan.spec import MESH, Mesh
 from fxpipe.runtime.options import RunOptions
@@ -244,11 +245,13 @@ def _attempt(
     with Guardian(Path(temporary.name)) as guardian, temporary as folder:  # guarded until the folder is gone
         exchange = Path(folder)
         make_secret(exchange)
+        if options.progress:
+            say(f"starting {ranks} process{'es' if ranks > 1 else ''}")
         started = WorkerProcesses(dataclasses.replace(options, exchange=folder), ranks, exchange, guardian)
         grace = GRACE if options.checkpoint_every is None else SAVING
         stall = StallWatch(options.stall_timeout, started.stopped, mesh=mesh)
         try:
-            _watch(started, requests, exchange, stall, grace, options.out, mesh)
+            _watch(started, requests, exchange, stall, grace, options, mesh)
         except FxpipeError:
             finish_writing(options.out, RUNNING_ON)
             raise
@@ -268,15 +271,18 @@ def _watch(
     exchange: Path,
     stall: StallWatch,
     grace: float,
-    out: str | None,
+    options: RunOptions,
     mesh: Mesh,
 ) -> None:
     """Return when all workers have done their work.
+
+    Until that of worker 0 has a display of its own, say every few seconds what they do.
 
     Raises:
         FxpipeError: one has not.
         KeyboardInterrupt, Stopped: they were asked to stop, and have.
     """
+    begin = said = time.monotonic()
     while True:
         if requests.asked:
             _stop(workers, requests, grace)
@@ -291,9 +297,12 @@ def _watch(
             raise first_cause(exchange, early, signs, mesh)
         if len(ends) == len(signs):
             return
+        if options.progress and time.monotonic() - said >= PAUSE and signs[0].phase in ("starting", "importing"):
+            said = time.monotonic()
+            say(f"{starting_text(signs, mesh.noun)} ({said - begin:.0f} s)")
         if (standstill := stall.look(signs)) is not None:
             warn(standstill.text)
-            if standstill.ends is not None and not waited_for_disk(signs, workers.pulses.read, out):
+            if standstill.ends is not None and not waited_for_disk(signs, workers.pulses.read, options.out):
                 raise standstill.ends
         time.sleep(GLANCE)
 

@@ -17,6 +17,7 @@ from fxpipe.observe.logger import LoggedRun, open_loggers
 from fxpipe.observe.progress import Progress
 from fxpipe.observe.rates import samples_of, work_by_shape
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, RecordedStep
+from fxpipe.observe.starting import starting_text
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
@@ -75,6 +76,8 @@ class TrainingRun(Observer):
         options, plan, task = agreed.options, agreed.plan, agreed.task
         self.plan, self.world, self.progress, self.pulse = plan, world, progress, world.pulse
         self.process = process = world.here[0]
+        if progress is not None:
+            progress.starting(lambda: starting_text(world.signs(), plan.mesh.noun))
         self.observers: list[Observer] = [self]  # of the rows here, of evaluations, of checkpoints
         self.recipe = recipe = recipe_of(plan, options)
         self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.observe.pulse import Pulse, Pulses, Status
+from fxpipe.observe.pulse import Pulse, Pulses, Signs, Status
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.throttle import read_throttle
@@ -78,6 +78,10 @@ class World(ABC):
         """What the processes do right now; what the workers do, where all are here."""
 
     @abstractmethod
+    def signs(self) -> list[Signs]:
+        """What the processes say of themselves, by process."""
+
+    @abstractmethod
     def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
         """Begin to answer, when a worker stops the run, what the workers here have found."""
 
@@ -139,7 +143,10 @@ class AmongProcesses(World):
         return None if self._others is None else self._others.of_worker(worker)
 
     def statuses(self, watches: Sequence[Watch]) -> list[Status]:
-        return [signs.status for signs in self._pulses.read()]
+        return [signs.status for signs in self.signs()]
+
+    def signs(self) -> list[Signs]:
+        return self._pulses.read()
 
     def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
         with peers(self._process):
@@ -169,6 +176,7 @@ class OneProcess(World):
         self.here, self.turns = range(plan.processes), Turns()
         self.name, self.device = "local", torch.device(plan.device)
         self.line, self.exchange, self.pulse = ProcessLine((0,), 0), None, Pulse()
+        self.pulse.phase = "loading"
         self._plan, self.loopback = plan, Loopback(self.turns)
         self._boards = [ReplicaBoard(plan.replicas_of(worker), self.turns) for worker in range(plan.workers)]
 
@@ -188,6 +196,9 @@ class OneProcess(World):
 
     def statuses(self, watches: Sequence[Watch]) -> list[Status]:
         return [watch.status for watch in watches[: self._plan.workers]]
+
+    def signs(self) -> list[Signs]:
+        return [Signs.of(self.pulse.numbers)]
 
     def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
         return _Here(executors)
