@@ -1,7 +1,8 @@
-"""`fxpipe compare`: two runs side by side."""
+"""`fxpipe compare`: two runs side by side, or several in a table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout_console, warn
 
-from fxpipe.inspection.formats import known, text
-from fxpipe.inspection.run_comparison import SMOOTH, compare
-from fxpipe.inspection.table import COUNT, TEXT, WRITTEN, Column, Kind, ShownTable
+from fxpipe.inspection.formats import NONE, digits, known, text
+from fxpipe.inspection.run_comparison import SMOOTH, Pair, compare
+from fxpipe.inspection.table import COUNT, NAME, TEXT, WRITTEN, Column, Kind, ShownTable
 from fxpipe.observe.rates import RATES
 from fxpipe.observe.trace import OF_TRAINING
 
@@ -31,23 +32,30 @@ RARE = ("save",)
 
 
 @click.command("compare")
-@click.argument("first", metavar="RUN1", type=click.Path())
-@click.argument("second", metavar="RUN2", type=click.Path())
+@click.argument("folders", metavar="RUN RUN [RUN…]", nargs=-1, type=click.Path())
+@click.option("--seeds", is_flag=True, help="One row for runs that differ in nothing but the seed: mean and deviation.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def compare_command(first: str, second: str, as_json: bool) -> int:
-    """Compare two runs: settings, speed, loss, and where their time went.
+def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int:
+    """Compare runs: settings, speed, loss, and where their time went.
 
-    RUN1 and RUN2 are --out folders of `fxpipe run`; the builds may differ. Losses are compared at the end and after the
-    same time of training, as the mean of the last 20. Anything missing from a folder, for example after a run was
-    stopped, is left out with a warning.
+    Each RUN is an --out folder of `fxpipe run`; the builds may differ. Of two, losses are compared at the end and after
+    the same time of training, as the mean of the last 20. Three or more, and any with --seeds, are one table: the
+    settings that differ, and what came of each. Anything missing from a folder, for example after a run was stopped, is
+    left out with a warning.
 
     \b
     fxpipe compare out/ other/
     fxpipe compare runs/async runs/gpipe --json
+    fxpipe compare out/ other/ runs/async runs/gpipe
     """
     from fxpipe.observe.run_folder import read_run
 
-    runs = [read_run(first), read_run(second)]
+    if len(folders) < 2:
+        raise click.UsageError("give two runs or more")
+    if len(folders) > 2 or seeds:
+        print_runs(folders, seeds, as_json)
+        return 0
+    runs = [read_run(folder) for folder in folders]
     found = compare(*runs)
     for run in runs:
         for problem in run["problems"]:
@@ -57,6 +65,50 @@ def compare_command(first: str, second: str, as_json: bool) -> int:
     else:
         describe(found, stdout_console())
     return 0
+
+
+def print_runs(folders: Sequence[str], seeds: bool, as_json: bool) -> None:
+    """Print runs as one table.
+
+    Args:
+        seeds: runs that differ in nothing but the seed share a row.
+
+    Raises:
+        RunError: a folder is no run.
+    """
+    from fxpipe.inspection.run_table import run_table
+    from fxpipe.observe.run_folder import read_run
+
+    found = run_table([read_run(folder) for folder in folders], seeds=seeds)
+    for folder, problems in zip(folders, found["problems"], strict=True):
+        for problem in problems:
+            warn(f"{folder}: {problem}")
+    if as_json:
+        emit_json(found)
+        return
+    named = {name: NAMED.get(name, name.removeprefix("setting ").replace("_", " ")) for name in found["settings"]}
+    columns = [Column(title, partial(_of, "settings", name), TEXT) for name, title in named.items()]
+    columns += [Column("seeds", lambda row: len(row["seeds"]), COUNT)] if seeds else []
+    titles = {"samples_per_second": "samples/s"}
+    columns += [
+        Column(titles.get(name, name), partial(_of, "outcomes", name), _SPREAD, spare=int(name == "seconds"))
+        for name in found["outcomes"]
+    ]
+    if not seeds:
+        columns.append(Column("run", lambda row: row["runs"][0], NAME))
+    print_columns(ShownTable(columns, found["rows"]), stdout_console())
+
+
+def _of(part: str, name: str, row: Json) -> Any:
+    return row[part].get(name)
+
+
+def _spread(pair: Pair) -> str:
+    """A mean with its deviation."""
+    middle, deviation = pair
+    if middle is None:
+        return NONE
+    return digits(middle) if deviation is None else f"{digits(middle)} ± {digits(deviation)}"
 
 
 def describe(found: Json, console: Console) -> None:
@@ -87,6 +139,7 @@ def describe(found: Json, console: Console) -> None:
 _LOSS = Kind(known(lambda value: f"{value:#.4g}"))
 _PERCENT = Kind(known(lambda share: f"{100 * share:.0f}"))
 _SIDE = Kind(text, elastic=True)
+_SPREAD = Kind(_spread)
 
 
 def _settings(found: Json) -> ShownTable:

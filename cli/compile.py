@@ -99,8 +99,6 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     fxpipe compile examples/gpt.py -n 3 --like build/ -o smaller/
-    fxpipe compile model.py -n 2 --set width=64 -o build/
-    fxpipe compile model.py -n 2 -o build/ -- --width 64
     fxpipe compile examples/gpt.py -n 2 --after cut
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS

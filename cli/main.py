@@ -23,6 +23,7 @@ from fxpipe.cli.inspect import inspect_command
 from fxpipe.cli.output import OutputLost, echo, finish_stdout, forget_stdout, only_json_on_stdout, show_error
 from fxpipe.cli.plan import plan_command
 from fxpipe.cli.run import run_command
+from fxpipe.cli.sweep import sweep_command
 
 import fxpipe
 from fxpipe.errors import FxpipeError
@@ -49,6 +50,7 @@ cli.add_command(plan_command)
 cli.add_command(inspect_command)
 cli.add_command(diff_command)
 cli.add_command(compare_command)
+cli.add_command(sweep_command)
 cli.add_command(export_command)
 cli.add_command(doctor_command)
 cli.add_command(explain_command)

@@ -93,8 +93,6 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
 
     \b
     fxpipe run build/ --steps 500
-    fxpipe run build/ --steps 500 --set lr=0.05
-    fxpipe run build/ --steps 500 -- --lr 0.05
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
     fxpipe run build/ --steps 40 --eval-every 20 --json
     fxpipe run build/ --steps 40 --eval-every 10 --save-best loss --patience 3

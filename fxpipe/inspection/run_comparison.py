@@ -65,7 +65,7 @@ def compare(first: Json, second: Json) -> Json:
     ratio = rates[1] / rates[0] if all(rates) else None
     found: Json = {
         "runs": [run["folder"] for run in runs],
-        "settings": _settings(runs),
+        "settings": settings_that_differ(runs),
         "speed": speed,
         "loss": _losses(runs),
         "evaluation": _evaluations(runs),
@@ -97,19 +97,28 @@ def _step_ms(run: Json) -> float | None:
     return 1e3 * median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else None
 
 
-def _settings(runs: Sequence[Json]) -> dict[str, Pair]:
-    found: dict[str, Pair] = {}
+def settings_that_differ(runs: Sequence[Json]) -> dict[str, list[Any]]:
+    """By name, the value of each run; None where it has none."""
+    found: dict[str, list[Any]] = {}
     builds = [run.get("build") or {} for run in runs]
     if len({build.get("digest") for build in builds}) > 1:
         found["build"] = [_build_name(build) for build in builds]
     counts = [len(run["workers"]) if run.get("workers") else None for run in runs]
     engines = [_engines(run) for run in runs]
     steps = [run.get("steps") or len(run["metrics"]["step"]) for run in runs]
-    values: dict[str, Pair] = {"workers": counts, "engines": engines, "learning_rate": [_rate(run) for run in runs]}
+    rates = [_rate(run) for run in runs]
+    values: dict[str, list[Any]] = {"workers": counts, "engines": engines, "learning_rate": rates}
     given = [run.get("settings") or {} for run in runs]
     values |= {f"setting {name}": [own.get(name) for own in given] for own in given for name in own}
     values |= {name: [run.get(name) for run in runs] for name in SETTINGS} | {"steps": steps}
-    return {name: pair for name, pair in values.items() if pair[0] != pair[1]} | found
+    return {name: own for name, own in values.items() if any(value != own[0] for value in own)} | found
+
+
+def outcome(run: Json) -> dict[str, float | None]:
+    """What came of a run: the mean of its last losses, its speed, its time, and its last evaluation."""
+    held_out = {f"held out {name}": value for name, value in (run.get("evaluation") or {}).items()}
+    speed = {"samples_per_second": _throughput(run, "samples_per_second"), "seconds": _seconds(run)}
+    return {"loss": _smoothed(run, len(run["metrics"]["loss"])), **speed, **held_out}
 
 
 def _rate(run: Json) -> str | None:

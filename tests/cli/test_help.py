@@ -16,7 +16,7 @@ HEAVY = {"torch", "numpy", "safetensors", "rich", "networkx", "scipy", "sympy"}
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["compare", "compile", "diff", "doctor", "explain", "export", "inspect", "plan", "run"]
+    assert COMMANDS == ["compare", "compile", "diff", "doctor", "explain", "export", "inspect", "plan", "run", "sweep"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])

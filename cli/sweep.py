@@ -1,0 +1,240 @@
+"""`fxpipe sweep`: runs of a build with several settings, one after the other or side by side, and one table of them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any
+
+import click
+from fxpipe.cli.compare import print_runs
+from fxpipe.cli.model_arguments import WithArguments
+from fxpipe.cli.output import note, show_error, warn
+from fxpipe.cli.run import run_command
+
+from fxpipe.errors import RunError
+from fxpipe.settings import pair
+
+NOTE = "sweep.json"
+"""In the folder of each run: what it is of, and whether it has ended."""
+
+GRACE = 20.0
+"""Seconds that a run has to end when it is asked to."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of a sweep.
+
+    Attributes:
+        name: its settings, and its folder's name.
+        options: those of `fxpipe run`.
+        of: the digest of all that its numbers depend on.
+    """
+
+    name: str
+    folder: Path
+    options: tuple[str, ...]
+    of: str
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """What its folder says; nothing if it is of something else."""
+        with suppress(OSError, ValueError):
+            found = json.loads((self.folder / NOTE).read_text())
+            if isinstance(found, dict) and found.get("of") == self.of:
+                return found
+        return {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether it need not be played again."""
+        return bool(self.note.get("ended")) and (self.folder / "run.json").is_file()
+
+
+@click.command("sweep", cls=WithArguments, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.argument("build", type=click.Path())
+@click.option("--policy", metavar="NAME,…", help="Policies to try.")
+@click.option("--schedule", metavar="NAME,…", help="Schedules to try.")
+@click.option("--set", "settings", type=pair, multiple=True, metavar="NAME=VALUE,…", help="Values of a setting to try.")
+@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="Runs of each, with seeds 0, 1, ….")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Runs at a time.")
+@click.option("--processes", is_flag=True, help="Each run in processes of its own, one a stage, not in one.")
+@click.option(
+    "-o", "--out", type=click.Path(file_okay=False), default="sweep", show_default=True, help="Where runs go."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def sweep_command(
+    context: click.Context,
+    build: str,
+    policy: str | None,
+    schedule: str | None,
+    settings: tuple[str, ...],
+    seeds: int,
+    jobs: int,
+    processes: bool,
+    out: str,
+    as_json: bool,
+    arguments: tuple[str, ...] | None,
+) -> int:
+    """Run a BUILD once for each combination of values, and compare.
+
+    All other options are those of `fxpipe run`, and the same for all runs. A run that has ended is not played again,
+    unless the build, the model file or an option has changed: so a sweep that was interrupted goes on where it was, and
+    one with more values plays the new ones. One that fails does not end the others. A setting that capture has read
+    takes a compile for each value.
+
+    \b
+    fxpipe sweep build/ --steps 20 --policy spectrain,latest,stash
+    fxpipe sweep build/ --steps 20 --clip-norm 1.0 --schedule async,gpipe --seeds 2 --jobs 2 --out sweep/
+    """
+    axes = [[("--policy", value) for value in policy.split(",")]] if policy else []
+    axes += [[("--schedule", value) for value in schedule.split(",")]] if schedule else []
+    for text in settings:
+        name, _, values = text.partition("=")
+        axes.append([("--set", f"{name}={value}") for value in values.split(",")])
+    axes.append([("--seed", str(seed)) for seed in range(seeds)])
+    fixed = (*context.args, *(() if processes else ("--local",)))
+    own = () if arguments is None else ("--", *arguments)
+    runs = [_run(Path(out), build, [*choice], fixed, own) for choice in itertools.product(*axes)]
+    Path(out).mkdir(parents=True, exist_ok=True)
+    left = [run for run in runs if not run.ended]
+    if done := len(runs) - len(left):
+        note(f"{done} of {len(runs)} runs have ended already")
+    failed = _play(build, left, jobs, own)
+    ended = [str(run.folder) for run in runs if run.ended]
+    if ended:
+        print_runs(ended, seeds > 1, as_json)
+    return 1 if failed else 0
+
+
+def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequence[str], own: Sequence[str]) -> _Run:
+    """One run, after `fxpipe run` has read its options, and looked whether the build can do what they ask.
+
+    Raises:
+        click.UsageError: an option that `fxpipe run` does not have, or that a sweep gives itself.
+        FxpipeError: as a run that is refused before it begins.
+    """
+    from fxpipe.cli.run import _checked_plan
+
+    from fxpipe.plan.build_folder import model_path
+    from fxpipe.runtime.options import RunOptions
+
+    given = [text for pair in choice for text in pair]
+    with run_command.make_context("run", [build, *given, *fixed, *own]) as read:
+        asked = {name: value for name, value in read.params.items() if name not in ("local", "as_json", "out")}
+        if read.params["resume"] is not None:
+            raise click.UsageError("a sweep that was interrupted goes on by itself: leave --resume out")
+        if str(read.params["seed"]) != dict(choice)["--seed"]:
+            raise click.UsageError("--seeds counts the seeds: leave --seed out")
+    options = RunOptions(**asked)
+    plan = _checked_plan(options)
+    path = model_path(plan, build, options.model_file)
+    files = {} if path is None else {name: path.resolve().parent / name for name in plan.sources}
+    sources = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.is_file()}
+    parts = [plan.digest, sources, given, [*fixed], [*own]]
+    name = " ".join(value.replace("/", "_") if flag != "--seed" else f"seed={value}" for flag, value in choice)
+    of = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return _Run(name, out / name.replace(" ", ","), (*given, *fixed), of)
+
+
+def _play(build: str, runs: Sequence[_Run], jobs: int, own: Sequence[str]) -> int:
+    """Play runs, so many at a time; returns how many failed. However this process ends, they end."""
+    from fxpipe.runtime.process.guardian import Guardian
+
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="fxpipe_sweep_") as folder, Guardian(Path(folder)) as guardian:
+        started: list[subprocess.Popen[str]] = []
+        pool, lock, over = ThreadPoolExecutor(jobs), Lock(), Event()
+
+        def play(run: _Run) -> tuple[int, str]:
+            resume = ["--resume"] if run.note and any((run.folder / "checkpoints").glob("step-*")) else []
+            if not resume:
+                _begin(run)
+            command = [sys.executable, "-m", "fxpipe", "run", build, *run.options, *resume]
+            threads = [] if "--threads" in run.options or jobs == 1 else ["--threads", str(_threads(jobs))]
+            with lock:
+                if over.is_set():
+                    return 1, ""
+                process = subprocess.Popen(
+                    [*command, *threads, "--out", str(run.folder), "--json", *own],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+                started.append(process)
+                guardian.guard(process.pid)
+            text = process.communicate()[1]
+            return process.returncode, text
+
+        try:
+            futures = [pool.submit(play, run) for run in runs]
+            for number, (run, future) in enumerate(zip(runs, futures, strict=True), start=1):
+                code, text = future.result()
+                if code == 0:
+                    _write(run, ended=True)
+                    note(f"{number} of {len(runs)}: {run.name}")
+                else:
+                    failed += 1
+                    warn(f"{run.name} failed")
+                    show_error(text.strip().removeprefix("error: "))
+        except BaseException:
+            with lock:
+                over.set()
+            for process in started:
+                _end(process)
+            pool.shutdown(cancel_futures=True)
+            for run in runs:
+                if not run.ended and not (run.folder / "checkpoints").exists() and run.note:
+                    shutil.rmtree(run.folder, ignore_errors=True)
+            raise
+        pool.shutdown()
+    return failed
+
+
+def _begin(run: _Run) -> None:
+    """Make the folder of a run; what an earlier sweep has left there goes.
+
+    Raises:
+        RunError: it is something else.
+    """
+    if run.folder.exists() and not (run.folder / NOTE).is_file():
+        raise RunError(f"{run.folder} exists and is not of a sweep", hint="choose another --out, or remove it yourself")
+    shutil.rmtree(run.folder, ignore_errors=True)
+    run.folder.mkdir(parents=True)
+    _write(run)
+
+
+def _write(run: _Run, ended: bool = False) -> None:
+    (run.folder / NOTE).write_text(json.dumps({"of": run.of, "ended": ended}) + "\n")
+
+
+def _threads(jobs: int) -> int:
+    return max((os.cpu_count() or 1) // jobs, 1)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ask a run to end, as Ctrl-C does; then end it."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
