@@ -35,20 +35,32 @@ CELL = re.compile(
 _PASSES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
-def explained(rows: Sequence[Sequence[str]]) -> str:
-    """What one of the cells says, in words: one that predicts, or else one that is stale, if there is any."""
+def example(rows: Sequence[Sequence[str]]) -> str:
+    """The cell that says most: one that predicts, or else one that is stale, if there is any."""
     found = [cell for row in rows for text in row if (cell := CELL.fullmatch(text))]
 
     def telling(cell: re.Match[str]) -> tuple[bool, ...]:
         behind = int(cell["minibatch"]) - int(cell["version"])
         return cell["ahead"] is not None, behind > 0, int(cell["version"]) > 0, cell["part"] is not None
 
-    cell = max(found, key=telling)
+    return max(found, key=telling)[0]
+
+
+def in_words(text: str) -> str:
+    """What a cell says: `F2@1+1: the forward of minibatch 2 sees its worker's weights after 1 update, …`."""
+    cell = CELL.fullmatch(text)
+    assert cell is not None
     part = f", microbatch {cell['part']}," if cell["part"] else ""
     updates = f"{cell['version']} update{'' if cell['version'] == '1' else 's'}"
     ahead = f", predicted {cell['ahead']} further" if cell["ahead"] else ""
     return (
-        f"{cell[0]}: the {_PASSES[cell['phase']]} of minibatch {cell['minibatch']}{part} sees its worker's weights "
-        f"after {updates}{ahead}. In ordinary training minibatch m sees version m."
-        + (" A row is a process; each action has its worker before it." if cell["worker"] else "")
+        f"{text}: the {_PASSES[cell['phase']]} of minibatch {cell['minibatch']}{part} sees its worker's weights "
+        f"after {updates}{ahead}."
     )
+
+
+def explained(rows: Sequence[Sequence[str]]) -> str:
+    """The `example` in words, and what else one needs to read the others."""
+    shown = example(rows)
+    several = " A row is a process; each action has its worker before it." if ":" in shown else ""
+    return f"{in_words(shown)} In ordinary training minibatch m sees version m.{several}"

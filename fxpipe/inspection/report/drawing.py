@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, TypeVar
+from zlib import compress
 
 from markupsafe import Markup
 
@@ -23,6 +25,11 @@ def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
     ]
     content = (part for part in inside if part is not None)
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), Markup("").join(given), Markup("").join(content))
+
+
+def folded(inside: Markup) -> Markup:
+    """What the page unfolds when it is opened: until then it is text, compressed, for tables are most of a page."""
+    return tag("script", b64encode(compress(inside.encode(), 9)).decode(), type="text/zlib")
 
 
 def stretch(first: float, end: float, whole: float, *inside: Any, **looks: Any) -> Markup:

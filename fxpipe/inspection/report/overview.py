@@ -44,28 +44,41 @@ def run_settings(run: Json) -> list[tuple[str, str]]:
     return [(name, form(value)) for name, value, form in named if value is not None]
 
 
-def key_figures(facts: Json) -> Iterator[tuple[str, str]]:
-    """The numbers that matter: what is forecast, what was measured, how even it is and what it takes."""
-    forecast, run, other = facts["forecast"], facts["run"] or {}, elsewhere(facts)
-    if forecast:
-        yield f"samples a second, forecast{other}", number(forecast["samples_per_second"])
-    if run.get("samples_per_second"):
-        yield "samples a second, measured", number(run["samples_per_second"])
+def key_figures(facts: Json) -> Iterator[tuple[str, str, str]]:
+    """The numbers that matter: a name, what was measured or else forecast, and the forecast of what was measured."""
+    forecast, run, other = facts["forecast"] or {}, facts["run"] or {}, elsewhere(facts)
+    rate, samples = run.get("samples_per_second"), run.get("samples")
+    pairs = [
+        ("samples a second", rate, forecast.get("samples_per_second"), number),
+        (
+            "milliseconds a minibatch",
+            1e3 * samples / rate if rate and samples else None,
+            forecast.get("milliseconds"),
+            number,
+        ),
+        ("bubble", run.get("bubble"), forecast.get("bubble"), share),
+    ]
+    for name, measured, planned, form in pairs:
+        if measured is not None:
+            yield name, form(measured), "" if planned is None else f"forecast{other} {form(planned)}"
+        elif planned is not None:
+            yield f"{name}, forecast{other}", form(planned), ""
     if run.get("efficiency"):
-        yield "measured over forecast", share(run["efficiency"])
-    if forecast:
-        yield f"milliseconds a minibatch, forecast{other}", number(forecast["milliseconds"])
-        yield f"bubble, forecast{other}", share(forecast["bubble"])
-    if run.get("bubble") is not None:
-        yield "bubble, measured", share(run["bubble"])
+        yield "full pipeline: measured over forecast", share(run["efficiency"]), ""
+    if run.get("tokens_per_second"):
+        yield "tokens a second", number(run["tokens_per_second"]), ""
+    if run.get("mfu"):
+        yield "model FLOPs utilisation", share(run["mfu"]), ""
+    elif run.get("tflops_per_device"):
+        yield "TFLOP/s a device", number(run["tflops_per_device"]), ""
     for partition in facts["partitions"]:
         if partition["chosen"]:
-            yield f"balance{other}: ideal over slowest worker", share(partition["efficiency"])
+            yield f"balance{other}: ideal over slowest worker", share(partition["efficiency"]), ""
     fullest = max((w["memory_bytes"] or 0 for w in facts["workers"]), default=0)
     if fullest:
-        yield f"memory of the fullest worker{other}", size(fullest)
+        yield f"memory of the fullest worker{other}", size(fullest), ""
     crossing = sum(edge["bytes"] or 0 for edge in facts["edges"] if edge["kind"] != "weights")
-    yield "crosses workers, a microbatch", size(crossing)
+    yield "crosses workers, a microbatch", size(crossing), ""
 
 
 def placement(units: list[Json]) -> str:

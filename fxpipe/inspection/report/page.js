@@ -1,14 +1,16 @@
 // What depends on what is open: tables that are folded, and the zoom of the timeline. All else is made where the page is
 // written.
 
-// What is folded is text until it is opened: then its elements take the place of that text.
+// What is folded is compressed text until it is opened: then its elements take the place of that text.
 for (const box of document.querySelectorAll("details")) {
-  box.addEventListener("toggle", () => {
+  box.addEventListener("toggle", async () => {
     const folded = box.lastElementChild;
     if (!box.open || !folded.matches("script")) return;
+    const bytes = Uint8Array.from(atob(folded.textContent), (char) => char.charCodeAt(0));
+    const text = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     const template = document.createElement("template");
-    template.innerHTML = folded.textContent; // made, and escaped, where the page was written
-    folded.replaceWith(template.content);
+    template.innerHTML = await new Response(text).text(); // made, and escaped, where the page was written
+    folded.replaceWith(template.content); // of two that were opened at once, the second finds nothing to replace
   });
 }
 

@@ -18,9 +18,9 @@ from markupsafe import Markup
 from fxpipe.errors import BuildError
 from fxpipe.files import replaced
 from fxpipe.inspection import formats, tables
-from fxpipe.inspection.grid import CELL, explained
+from fxpipe.inspection.grid import CELL, example, explained, in_words
 from fxpipe.inspection.report import charts, overview
-from fxpipe.inspection.report.drawing import tag
+from fxpipe.inspection.report.drawing import folded, tag
 from fxpipe.inspection.report.marks import MARKS, chip, stroke
 from fxpipe.inspection.report.marks import style as style_of_marks
 from fxpipe.inspection.report.model_map import model_map
@@ -83,7 +83,7 @@ def page(facts: Json) -> str:
             panels=panels,
             timeline_kinds=[kind for kind in _TIMES if any(span[1] == kind for p in panels for span in p["spans"])],
             memory=memory,
-            example=explained(facts["grid"]["rows"]) if facts["grid"]["rows"] else None,
+            explained=explained(facts["grid"]["rows"]) if facts["grid"]["rows"] else None,
             stale=[row | {"worker": w["worker"]} for w in workers for row in w.get("staleness") or ()],
             elsewhere=overview.elsewhere(facts),
             map=model_map(facts),
@@ -128,20 +128,22 @@ def _strokes(workers: Iterable[int]) -> list[tuple[str, dict[str, Any]]]:
     return [(f"worker {w}", stroke(w)) for w in workers]
 
 
-def _cells(rows: Sequence[Sequence[str]]) -> list[list[tuple[str, str, str]]]:
-    """For each rank its steps: action, what it sees, class; all empty if the rank waits.
+def _cells(rows: Sequence[Sequence[str]]) -> list[list[tuple[str, str, str, str]]]:
+    """For each rank its steps: action, what it sees, class, both in words; all empty if the rank waits.
 
-    Where ranks have several workers, an action has its worker before it: `2:F0`.
+    Where ranks have several workers, an action has its worker before it: `2:F0`. The cell that the page explains has a
+    class of its own.
     """
-    wide = max(map(len, rows))
-    return [[_cell(rank, row[i] if i < len(row) else "") for i in range(wide)] for rank, row in enumerate(rows)]
+    wide, shown = max(map(len, rows)), example(rows)
+    return [[_cell(rank, row[i] if i < len(row) else "", shown) for i in range(wide)] for rank, row in enumerate(rows)]
 
 
-def _cell(rank: int, label: str) -> tuple[str, str, str]:
+def _cell(rank: int, label: str, shown: str) -> tuple[str, str, str, str]:
     if not (found := CELL.fullmatch(label)):
-        return "", "", ""
+        return "", "", "", ""
     action, at, seen = label.partition("@")
-    return action, at + seen, f"k-{'F' if found['phase'] == 'F' else 'B'} w{int(found['worker'] or rank) % 8}"
+    look = f"k-{'F' if found['phase'] == 'F' else 'B'} w{int(found['worker'] or rank) % 8}"
+    return action, at + seen, f"{look} example" if label == shown else look, in_words(label)
 
 
 @cache
@@ -155,7 +157,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {name: getattr(formats, name) for name in ("text", "count", "share")}
-    made.filters |= {"strokes": _strokes, "drawn": drawn}
+    made.filters |= {"strokes": _strokes, "drawn": drawn, "folded": folded}
     made.globals |= {
         "chip": chip, "marks": MARKS, "plural": formats.plural, "cells": _cells, "tables": tables, "overview": overview,
         "charts": charts, "tag": tag, "spent_kinds": charts.spent_kinds,

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fxpipe.inspection.formats import plural
-from fxpipe.inspection.report.drawing import tag
+from fxpipe.inspection.report.drawing import folded, tag
 from fxpipe.inspection.report.tables import content, drawn, look
 from fxpipe.inspection.tables import modules, nodes
 
@@ -36,9 +36,9 @@ def tree(facts: Json) -> Markup:
     def module(index: int) -> Markup:
         inside = [module(child) for child in below[index]]
         if index in own:
-            folded = tag("script", drawn(nodes(own[index])), type="text/html")
+            hidden = folded(drawn(nodes(own[index])))
             summary = tag("summary", plural(len(own[index]), "node"), " of its own")
-            inside.append(tag("details", summary, folded) if inside else folded)
+            inside.append(tag("details", summary, hidden) if inside else hidden)
         if not inside:
             return line("div", cells[index], title=rows[index]["path"])
         head = line("summary", cells[index], title=rows[index]["path"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, TreeBuilder
+from zlib import decompress
 
 import pytest
 
@@ -25,8 +27,8 @@ class Written(HTMLParser):
         super().__init__()
         self.html = page(facts)
         self._tree = TreeBuilder()
-        text = re.sub(r"<(script|style)(?! type=.text/html).*?</\1>", "", self.html, flags=re.DOTALL)
-        self.feed(re.sub(r'<script type="text/html">(.*?)</script>', r"\1", text, flags=re.DOTALL))
+        text = re.sub(r"<(script|style)(?! type=.text/zlib).*?</\1>", "", self.html, flags=re.DOTALL)
+        self.feed(re.sub(r'<script type="text/zlib">(.*?)</script>', unfolded, text))
         self.root: Element = self._tree.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -53,6 +55,11 @@ class Written(HTMLParser):
         """The cells of a table's rows."""
         path = f".//div[@aria-label='{caption}']/table/tbody/tr"
         return [[told(cell) for cell in row] for row in self.root.iterfind(path)]
+
+
+def unfolded(script: re.Match[str]) -> str:
+    """What the page makes of what is folded."""
+    return decompress(b64decode(script[1])).decode()
 
 
 def told(element: Element) -> str:

@@ -21,6 +21,7 @@ from fxpipe.errors import BuildError
 from fxpipe.inspection.facts import facts as facts_of
 from fxpipe.inspection.report.page import embedded, page, write_report
 from fxpipe.inspection.subject import subject_of
+from fxpipe.observe.run_folder import SPANS
 
 AWKWARD = [
     "</script>",
@@ -87,6 +88,16 @@ def test_the_script_is_in_the_page() -> None:
     assert "{{" not in html.split("<script")[0]
     assert html.count("<script") == html.count("</script")
     assert len(re.findall(r"<script>", html)) == 1
+
+
+def test_a_page_with_a_long_run_is_smaller_than_two_megabytes() -> None:
+    """Of as many measured spans as are ever shown, over a thousand nodes, and a thousand steps."""
+    facts = made_facts(workers=4, blocks=12, inner=30, steps=1000)
+    starts = [1.2345e-3 * k for k in range(SPANS)]
+    spans = [[k % 4, "F" if k % 3 else "wait", k // 40, k % 4, t, t + 9.87e-4] for k, t in enumerate(starts)]
+    facts["run"]["timeline"] = {"seconds": 2 * starts[-1], "minibatches": SPANS // 40, "of": 1000, "spans": spans}
+    assert len(facts["nodes"]["rows"]) > 1000
+    assert len(page(facts).encode()) < 2_000_000
 
 
 def test_the_wheel_has_every_part_of_the_page() -> None:

@@ -21,11 +21,59 @@ Share = Callable[[Facts], Any]
 SMALL = made_facts(workers=2, blocks=4)
 
 
+def unfold(page: Any) -> None:
+    """Open all that is folded, and wait until it is there."""
+    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    page.wait_for_function("() => ![...document.querySelectorAll('details')].some((d) => d.querySelector('script'))")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_the_first_picture_is_on_the_first_screen(width: int, height: int, opened: Open) -> None:
+    page = opened(SMALL, width=width).page
+    lanes = [page.locator(".map .lane").nth(k).bounding_box() for k in (0, 1)]
+    assert max(lane["y"] + lane["height"] for lane in lanes) <= height
+
+
+@pytest.mark.parametrize("width", [1280, 900, 390])
+@pytest.mark.parametrize("run", [True, False])
+def test_figures_fill_their_grid(width: int, run: bool, opened: Open) -> None:
+    facts = made_facts(workers=2, blocks=4, run=run)
+    if run:
+        facts["run"] |= {"tokens_per_second": 1e4, "mfu": 0.4}
+    page = opened(facts, width=width).page
+    whole = page.locator(".figures").bounding_box()
+    rows: dict[int, list[Any]] = {}
+    for figure in page.locator(".figures > div").all():
+        box = figure.bounding_box()
+        rows.setdefault(round(box["y"]), []).append(box)
+    assert sum(map(len, rows.values())) == (9 if run else 6)
+    for row in rows.values():
+        assert row[0]["x"] == pytest.approx(whole["x"], abs=2)
+        assert row[-1]["x"] + row[-1]["width"] == pytest.approx(whole["x"] + whole["width"], abs=2)
+
+
+def test_a_phone_sees_that_there_is_more_to_navigate(opened: Open) -> None:
+    """By a shadow at the edge: it is darker there than in the middle."""
+    page = opened(SMALL, width=390).page
+    whole, seen = page.locator("nav ul").evaluate("e => [e.scrollWidth, e.clientWidth]")
+    assert whole > seen
+    middle, edge = page.evaluate(
+        """async (bytes) => {
+          const image = await createImageBitmap(new Blob([new Uint8Array(bytes)]));
+          const canvas = new OffscreenCanvas(image.width, image.height).getContext("2d");
+          canvas.drawImage(image, 0, 0);
+          const row = canvas.getImageData(0, 4, image.width, 1).data;
+          return [image.width / 2, image.width - 2].map((x) => row[4 * x]);
+        }""",
+        list(page.locator("nav").screenshot()),
+    )
+    assert edge < middle - 8
+
+
 def test_all_is_there_once_it_is_opened(shared: Share) -> None:
     page = shared(SMALL)
     assert page.evaluate("JSON.parse(document.getElementById('facts').textContent)") == json.loads(json.dumps(SMALL))
-    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
-    page.wait_for_function("() => ![...document.querySelectorAll('details')].some((d) => d.querySelector('script'))")
+    unfold(page)
     assert page.locator("[aria-label=Nodes] tbody tr").count() == len(SMALL["nodes"]["rows"])
     assert page.locator(".chart").count() == 3 + 1 + 3
 
@@ -42,6 +90,7 @@ def test_modules_fold_by_mouse_and_keyboard(opened: Open) -> None:
     page.keyboard.press("Enter")
     assert shown.count() == before + 33
     page.locator("#tree summary[title='blocks.0.norm']").click()
+    page.locator("[aria-label=Nodes]:visible tbody tr").first.wait_for()
     assert page.locator("[aria-label=Nodes]:visible tbody tr").count() == 4
     blocks.click()
     assert shown.count() == before
@@ -103,7 +152,7 @@ def test_light_and_dark_follow_the_system(shared: Share) -> None:
 def test_a_phone_scrolls_one_way(workers: int, opened: Open) -> None:
     facts = made_facts(workers=workers, blocks=workers, inner=2, name="a_model_file_with_a_rather_long_name_indeed.py")
     page = opened(facts, width=360).page
-    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    unfold(page)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
@@ -160,7 +209,7 @@ def test_names_are_never_markup(opened: Open) -> None:
     for unit in facts["units"]:
         unit["module"] = bad
     page = opened(facts).page
-    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    unfold(page)
     assert page.locator("img, image").count() == 0
     assert page.locator("h1").inner_text().startswith(bad)
     assert bad in page.locator("[aria-label=Nodes]").first.text_content()
