@@ -96,10 +96,11 @@ class WholeLoss(Pass):
             return program
         program = _with_whole_numbers(program, found.numbers)
         change = _Substitution(program, self.microbatches)
-        for node in found.likelihoods:
-            change.likelihood(node)
-        for node, share in found.totals.items():
-            change.total(node, share)
+        for node in [n for n in program if n in found.totals or n in found.likelihoods]:  # none reads a later one
+            if node in found.totals:
+                change.total(node, found.totals[node])
+            else:
+                change.likelihood(node)
         for node, factor in found.factors.items():
             change.factor(node, factor)
         for divided in found.divided.values():
@@ -206,14 +207,16 @@ class _Substitution:
         self.replaced: dict[fx.Node, fx.Node] = {}
 
     def program(self) -> Program:
-        return replace(self.source, totals=self.addends.program() if self.addends.outputs else None)
+        return replace(self.source, totals=self.addends.program(self.source) if self.addends.outputs else None)
 
     def total(self, node: fx.Node, share: Share) -> None:
         """The whole minibatch's value in the place of a sum or a mean over the batch."""
-        made = self._leaf(self.addends.copy(node))
+        current = self.replaced.get(node, node)
+        made = self._leaf(self.addends.copy(current))
         if share is Share.MEAN:
-            made = self._call(node, aten.div.Scalar, (made, self.microbatches))
-        self._replace(node, made)
+            made = self._call(current, aten.div.Scalar, (made, self.microbatches))
+        current.replace_all_uses_with(made)
+        self.replaced[node] = made
 
     def factor(self, node: fx.Node, factor: fx.Node) -> None:
         """Scale what multiplies or divides a sum, forward and backward, so that the result is a mean."""
@@ -260,14 +263,11 @@ class _Substitution:
         for result in weights:
             result.replace_all_uses_with(each)
 
-    def _replace(self, node: fx.Node, made: fx.Node) -> None:
-        node.replace_all_uses_with(made)
-        self.replaced[node] = made
-
     def _leaf(self, addend: fx.Node) -> fx.Node:
         """A new leaf of the batch: the sum over the microbatches of what `addend` computes."""
         index = len(self.addends.outputs) - 1
         self.source, made = with_leaf(self.source, f"total_{index}", f"total.{index}", value(addend))
+        self.addends.take(made)
         return made
 
     def _call(
@@ -298,7 +298,10 @@ def call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 class _Addends:
-    """The program that computes, of one microbatch's leaves and constants, what is added up over the minibatch."""
+    """The program that computes, of one microbatch's leaves and constants, what is added up over the minibatch.
+
+    What is added to a total may be computed of earlier totals, which are then leaves of this program's batch, too.
+    """
 
     def __init__(self, program: Program) -> None:
         self.source = program
@@ -306,13 +309,16 @@ class _Addends:
         self.mapped: dict[fx.Node, fx.Node] = {}
         self.outputs: list[fx.Node] = []
         for placeholder in program.placeholders.values():
-            self.mapped[placeholder] = self._placeholder(placeholder)
+            self.take(placeholder)
 
-    def _placeholder(self, node: fx.Node) -> fx.Node:
-        made = self.graph.placeholder(node.name)
+    def take(self, node: fx.Node) -> None:
+        """From now on, what is computed here can read a placeholder of the program."""
+        last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
+        with self.graph.inserting_after(last):
+            made = self.graph.placeholder(node.name)
         made.target = made.name
         made.meta["val"] = value(node)
-        return made
+        self.mapped[node] = made
 
     def copy(self, node: fx.Node) -> fx.Node:
         """Compute a value of the program here, too, and add it up."""
@@ -362,10 +368,10 @@ class _Addends:
             aten.full.default, (list(shown.shape), number), {"dtype": shown.dtype, "device": shown.device}
         )
 
-    def program(self) -> Program:
+    def program(self, source: Program) -> Program:
+        """Those of the program's leaves that are totals are left out where nothing is computed of them."""
         names = {n.name for n in self.graph.nodes if n.op == "placeholder" and n.users}
-        source = self.source
-        kept = names | {b.node for b in source.batch}
+        kept = names | {b.node for b in self.source.batch}
         for node in list(self.graph.nodes):
             if node.op == "placeholder" and node.name not in kept:
                 self.graph.erase_node(node)
@@ -376,6 +382,7 @@ class _Addends:
             graph=self.graph,
             level=Level.CAPTURED,
             parameters=(),
+            batch=tuple(b for b in source.batch if b.node in kept or not b.node),
             buffers=tuple(b for b in source.buffers if b.node in names),
             outputs=tuple(Output("metric", f"total.{i}") for i in range(len(self.outputs))),
             values={n: v for n, v in source.values.items() if n in names},

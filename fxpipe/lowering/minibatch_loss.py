@@ -27,7 +27,7 @@ from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
 from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
-from fxpipe.stages.minibatch import TRIED_SCALE, added_up, weights_of
+from fxpipe.stages.minibatch import TRIED_SCALE, totals_of, weights_of
 from fxpipe.task.batch import Batch, Dims, said
 from fxpipe.task.hooks import Loss
 from fxpipe.tracing.capture import autocasting, capture
@@ -254,10 +254,7 @@ def _step(program: Program, parts: Sequence[Batch], options: CompileOptions) -> 
         batches.append({node: part.values[i].detach().clone() for i, node in given})
     made: dict[str, list[Tensor]] = {}
     if program.totals is not None:
-        adding = KeepLayouts()(Fold()(program.totals))
-        addends = [adding.run(batch=batch) for batch in batches]
-        totals = added_up(addends)
-        made = {o.target: [t] * len(parts) for o, t in zip(program.totals.outputs, totals, strict=True)}
+        made = {name: [t] * len(parts) for name, t in _added_up(program.totals, batches).items()}
     if options.loss_weight is not None:
         made[LOSS_WEIGHT] = weights_of(options.loss_weight, parts, 0, program.device)
     divisor = len(parts) if program.loss_of_microbatches == "mean" else 1
@@ -281,6 +278,18 @@ def _step(program: Program, parts: Sequence[Batch], options: CompileOptions) -> 
             else:
                 minibatch.add_gradient(names[output.target], result)
     return minibatch.step({})
+
+
+def _added_up(totals: Program, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The totals of a minibatch, by the names of their leaves."""
+    adding = KeepLayouts()(Fold()(totals))
+    names = [o.target for o in adding.outputs]
+    nodes = {b.leaf.name: b.node for b in adding.batch if b.node and b.leaf.name in names}
+
+    def add(batch: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return adding.run(batch={**batch, **{node: known[name] for name, node in nodes.items()}})
+
+    return totals_of(add, batches, names, {name: adding.example[node] for name, node in nodes.items()})
 
 
 def _run(program: Program, values: Mapping[str, Tensor], batch: Mapping[str, Tensor], count: int) -> tuple[Tensor, ...]:

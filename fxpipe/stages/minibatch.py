@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import BatchError, TaskError
-from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan
+from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan, StepSpec
 from fxpipe.stages.loaded import load_stages
 from fxpipe.task.batch import Batch
 from fxpipe.task.loss_weights import LossWeight, weight_of
@@ -60,11 +60,15 @@ class Minibatches:
         self._made = [leaf.name for leaf in plan.made]
         apart = 1 if plan.outer is None else plan.dp
         self._shares = [slice(replica, None, apart) for replica in range(apart)]  # whose loss is one
-        self._totals: Callable[..., tuple[Tensor, ...]] | None = None
         if plan.totals is not None:
             (spec,), (code,) = plan.totals.stages, load_stages(plan.totals, source)
-            self._totals = code.functions["F"]
+            self._function = code.functions["F"]
             self._arguments = spec.forward.batch
+            self._taken = {
+                leaf.name: torch.ones(leaf.tensor.shape, dtype=getattr(torch, leaf.tensor.dtype), device=plan.device)
+                for leaf in plan.totals.batch
+                if leaf.tensor is not None and leaf.name in plan.totals.metrics
+            }
             self._buffers = tuple(tensors[name] for name in spec.forward.buffers)
 
     def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
@@ -77,9 +81,8 @@ class Minibatches:
         parts = self._splitter.cut(Batch.of(batch).padded(self._plan.padding), minibatch)
         leaves = [self._splitter.leaves_of(part) for part in parts]
         made: dict[str, list[Any]] = {}
-        if self._totals is not None:
-            assert self._plan.totals is not None
-            made.update(zip(self._plan.totals.metrics, self._added_up(leaves), strict=True))
+        if self._plan.totals is not None:
+            made.update(self._added_up(self._plan.totals, leaves))
         if self._loss_weight is not None:
             made[LOSS_WEIGHT] = [torch.empty(())] * len(parts)
             for own in self._shares:
@@ -94,20 +97,20 @@ class Minibatches:
         """How far a padded batch is from those that were captured; 0 if it fits."""
         return self._splitter.distance(batch)
 
-    def _added_up(self, leaves: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
+    def _added_up(self, step: StepSpec, leaves: Sequence[tuple[Any, ...]]) -> dict[str, list[Tensor]]:
         """Each total, once for every microbatch; over the microbatches of its replica, where replicas train apart."""
-        assert self._totals is not None
-        addends = []
+
+        def add(part: tuple[Any, ...], totals: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+            given = {**dict(zip(self._names, part, strict=True)), **totals}
+            made: tuple[Tensor, ...] = self._function((), self._buffers, tuple(given[n] for n in self._arguments), None)
+            return made
+
+        found: dict[str, list[Any]] = {name: [None] * len(leaves) for name in step.metrics}
         with torch.no_grad():
-            for part in leaves:
-                named = dict(zip(self._names, part, strict=True))
-                addends.append(self._totals((), self._buffers, tuple(named[n] for n in self._arguments), None))
-            found = [[*column] for column in zip(*addends, strict=True)]
             for own in self._shares:
-                totals = added_up(addends[own])
-                for column, total in zip(found, totals, strict=True):
-                    column[own] = [total] * len(column[own])
-            return found
+                for name, total in totals_of(add, leaves[own], step.metrics, self._taken).items():
+                    found[name][own] = [total] * len(found[name][own])
+        return found
 
 
 class ShapedMinibatches:
@@ -169,9 +172,27 @@ def number_of(parts: Sequence[Sequence[Any]]) -> int:
     return found
 
 
-def added_up(addends: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The totals of a minibatch, from what each of its microbatches adds to them."""
-    return [torch.stack(column).sum(0, dtype=column[0].dtype) for column in zip(*addends, strict=True)]
+def totals_of(
+    add: Callable[[Any, Mapping[str, Tensor]], Sequence[Tensor]],
+    parts: Sequence[Any],
+    names: Sequence[str],
+    taken: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """The totals of a minibatch by their names: the sums of what its microbatches add to them.
+
+    What is added to a total may be computed of totals before it: squared distances from the mean. Each round adds up
+    all of them, and makes at least one more right.
+
+    Args:
+        add: gives what a microbatch adds to each, from the microbatch and the totals so far.
+        taken: the totals that others are computed of, at first ones.
+    """
+    totals = dict(taken)
+    for _ in range(len(taken) + 1):
+        columns = zip(*(add(part, totals) for part in parts), strict=True)
+        sums = [torch.stack(column).sum(0, dtype=column[0].dtype) for column in columns]
+        totals = dict(zip(names, sums, strict=True))
+    return totals
 
 
 def weights_of(hook: LossWeight, parts: Sequence[Batch], minibatch: int, device: str) -> list[Tensor]:

@@ -18,7 +18,6 @@ from fxpipe.passes.analysis.share_rules import (
     fills,
     held_against_whole,
     is_same,
-    made_of_totals,
     mixes_samples,
     normalises,
     rule_of,
@@ -64,8 +63,8 @@ def microbatches_of(
     found.parts = min((_parts(node, dims[leaves[node].name], n) for node, n in sizes.items()), default=0)
     while True:
         before = dict(found.totals)
-        found.numbers = {n: given for n, given in found.numbers.items() if n in before}
-        found.kept &= before.keys()
+        found.numbers.clear()
+        found.kept.clear()
         found.divided.clear()
         found.factors.clear()
         found.likelihoods.clear()
@@ -81,6 +80,10 @@ def microbatches_of(
         for node in program:
             if info(node).phase == "F" and node not in found.passed_over:
                 _derive(found, node)
+                if found.known[node] != found.totals.get(node, found.known[node]):
+                    del found.totals[node]  # it is computed of what has become a total
+                if node in found.totals:
+                    found.known[node] = Share.SAME
                 found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
         if found.totals == before:
             return found
@@ -96,13 +99,6 @@ def _derive(found: Microbatches, node: fx.Node) -> None:
     inputs = node.all_input_nodes
     if fills(node) or (all(n in found.alone for n in inputs) and not is_random(node)):
         found.alone.add(node)
-    if any(made_of_totals(found, n) for n in inputs):  # what the microbatches add up is computed of their own values
-        found.totals.pop(node, None)
-        found.numbers.pop(node, None)
-        found.kept.discard(node)
-    if node in found.totals:
-        found.known[node] = Share.SAME
-        return
     if is_getitem(node):
         known = found.known[inputs[0]]
         found.known[node] = known[node.args[1]] if isinstance(known, tuple) else known  # type: ignore[index]

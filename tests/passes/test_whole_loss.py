@@ -22,6 +22,7 @@ import fxpipe
 from fxpipe.ir.law import verify
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
+from fxpipe.stages.minibatch import totals_of
 
 CLASSES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
 KERNEL = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3, 1)
@@ -65,6 +66,21 @@ def sloped(m: nn.Module, b: Batch, value: Callable[[Tensor], Tensor]) -> Tensor:
 
 def standard(x: Tensor) -> Tensor:
     return (x - x.mean()) / x.std()
+
+
+def weights(b: Batch) -> Tensor:
+    """Of classes: rare ones count more."""
+    count = F.one_hot(b[1].clamp(min=0), 5).sum((0, 1))
+    return (count.sum() / (5.0 * count.clamp(min=1))).double()
+
+
+def outliers(b: Batch) -> Tensor:
+    """Targets, those of large inputs ignored."""
+    return torch.where(b[0][..., 0] > b[0][..., 0].mean(), -100, b[1])
+
+
+def units(x: Tensor) -> Tensor:
+    return (x - x.mean()) / (x - x.mean()).square().mean().sqrt()
 
 
 def two_views(z: Tensor) -> Tensor:
@@ -203,6 +219,41 @@ EQUAL: dict[str, Step] = {
         / kept(b)[:, 0].sum()
     ),
 }
+TOTALS: dict[str, Step] = {
+    "weights counted in the batch": lambda m, b: classes(m, b, weight=weights(b)),
+    "weights counted in the batch, in two dimensions": lambda m, b: F.cross_entropy(
+        logits(m, b).transpose(1, 2), b[1], weight=weights(b)
+    ),
+    "weights counted in the batch, smoothed": lambda m, b: classes(m, b, weight=weights(b), label_smoothing=0.1),
+    "weights that a mean decides, of targets that it decides": lambda m, b: F.cross_entropy(
+        logits(m, b).flatten(0, 1), outliers(b).flatten(), weight=weights((b[0], outliers(b)))
+    ),
+    "outliers ignored": lambda m, b: classes(m, (b[0], outliers(b))),
+    "outliers ignored, in two dimensions": lambda m, b: F.cross_entropy(logits(m, b).transpose(1, 2), outliers(b)),
+    "outliers ignored, smoothed": lambda m, b: classes(m, (b[0], outliers(b)), label_smoothing=0.1),
+    "outliers masked": lambda m, b: masked(torch.sum)(m, (b[0], outliers(b))),
+    "binary, weighed by the batch": lambda m, b: F.binary_cross_entropy_with_logits(
+        logits(m, b),
+        (b[0][..., :5] > b[0].mean()).double(),
+        weight=b[0].square().mean((0, 1))[:5],
+        pos_weight=weights(b),
+    ),
+    "binary, weighed by distance from the mean": lambda m, b: F.binary_cross_entropy(
+        logits(m, b).sigmoid(), b[0][..., :5].sigmoid(), weight=(b[0] - b[0].mean()).abs().mean((0, 1))[:5]
+    ),
+    "margins, weighed by the batch": lambda m, b: F.multi_margin_loss(
+        logits(m, b)[:, 0], b[1][:, 0].clamp(min=0), weight=weights(b)
+    ),
+    "a likelihood of the batch, with its weights": lambda m, b: (
+        logits(m, b).mean()
+        * F.cross_entropy(b[0][:, :2, :5].flatten(0, 1), outliers(b)[:, :2].flatten(), weight=weights(b))
+    ),
+    "targets in standard units": lambda m, b: F.mse_loss(logits(m, b), (units(b[0]) * kept(b)[..., None])[..., :5]),
+    "a total of totals": lambda m, b: (b[0] - b[0].mean()).square().sum().sqrt() * logits(m, b).mean(),
+    "weights within the third of three totals": lambda m, b: (
+        masked(torch.sum)(m, b) * (units(b[0]) > units(b[0]).pow(4).mean().log()).sum().sqrt()
+    ),
+}
 REPEATED: dict[str, Step] = {
     "biases of heads, repeated": lambda m, b: (
         torch.baddbmm(
@@ -242,10 +293,6 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
     "neighbours": ("flip .* works along the batch", lambda m, b: (logits(m, b) * logits(m, b).flip(0)).mean()),
     "half of two views": ("divides the batch", lambda m, b: logits(m, b).split(len(b[0]) // 2)[0].mean()),
     "the first sample": ("takes one sample", lambda m, b: logits(m, b)[0].square().mean()),
-    "a total of totals": (
-        "is not a sum or a mean|is not linear",
-        lambda m, b: (b[0] - b[0].mean()).square().sum().sqrt() * logits(m, b).mean(),
-    ),
     "some of two views": (
         "slice .* takes some samples",
         lambda m, b: m(torch.cat([b[0], b[0]]))[: len(b[0]) // 2].sum(),
@@ -320,8 +367,9 @@ def minibatch(program: Program, whole: Batch, count: int) -> tuple[Tensor, ...]:
     made: dict[Any, Tensor] = {}
     if program.totals is not None:
         verify(program.totals)
-        addends = [program.totals.run(batch=part) for part in each]
-        made = {f"total_{i}": torch.stack(c).sum(0) for i, c in enumerate(zip(*addends, strict=True))}
+        nodes = [o.target.replace(".", "_") for o in program.totals.outputs]
+        taken = {b.node: program.totals.example[b.node] for b in program.totals.batch if b.node in nodes}
+        made = totals_of(lambda part, totals: program.totals.run(batch={**part, **totals}), each, nodes, taken)
     results = [program.run(batch={**part, **made}) for part in each]
     divisor = count if program.loss_of_microbatches == "mean" else 1
     return tuple(torch.stack(column).sum(0) / divisor for column in zip(*results, strict=True))
@@ -347,9 +395,9 @@ def lowered(made: nn.Module, step: Step, whole: Batch, count: int, **options: An
     return run_passes(captured(made, step, whole, count), [Fold(), WholeLoss(count, **options)])
 
 
-@pytest.mark.parametrize(("name", "count"), covering(EQUAL, [2, 3, 12], strength=1))
+@pytest.mark.parametrize(("name", "count"), covering({**EQUAL, **TOTALS}, [2, 3, 12], strength=1))
 def test_microbatches_make_the_whole_batch(name: str, count: int) -> None:
-    step, made, whole = EQUAL[name], model(), batch()
+    step, made, whole = {**EQUAL, **TOTALS}[name], model(), batch()
     program = lowered(made, step, whole, count)
     assert not program.warnings
     assert distance(minibatch(program, whole, count), whole_batch(made, step, whole)) < 1e-6

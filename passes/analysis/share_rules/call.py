@@ -64,7 +64,7 @@ class OperatorCall:
     def whole(self, node: fx.Node) -> bool:
         """Whether a value is the whole minibatch's, or can be: then it is made so (`Microbatches.totals`)."""
         share = self.known(node)
-        if share in (SUM, MEAN) and node in self.found.alone and not made_of_totals(self.found, node):
+        if share in (SUM, MEAN) and node in self.found.alone:
             self.found.totals[node] = share
         return is_same(share) or node in self.found.totals
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from fxpipe.passes.analysis.share import Known, Lost, Rows, fits
-from fxpipe.passes.analysis.share_rules.call import SAME, SUM, OperatorCall, alike, is_same
+from fxpipe.passes.analysis.share_rules.call import MEAN, SAME, SUM, OperatorCall, alike, is_same
 from fxpipe.passes.analysis.whole_call import (
     Place,
     WholeCall,
@@ -51,6 +51,8 @@ def held_against_whole(call: OperatorCall, known: Any) -> Any:
     if wrong is None:
         return known
     call.found.numbers.pop(call.node, None)
+    if wrong in (SUM, MEAN):
+        all(map(call.whole, call.tensors))  # as totals they may go with any number of samples: the next round tells
     if is_same(wrong):
         return call.lost("depends on how many samples there are, and is the same for every microbatch")
     return call.lost("has not as many rows on the whole batch as in all microbatches")
