@@ -4,7 +4,8 @@
         node1 -- node2
 
 Times are milliseconds, sizes bytes. An activation of several tensors is a list, `[6291456.0; 131072.0]`: a reader
-`__getitem__(i)` takes one of them, any other reader takes all. The time of an Input is that of the data loader: no
+`__getitem__(i)` takes one of them, any other reader takes all. Files that PipeDream's planner has partitioned have a fourth
+part, ` -- stage_id=0`: it is not read. The time of an Input is that of the data loader: no
 worker computes it, so it counts as 0. Backward is one number: it counts as B (`Profile.split_backward` turns a part of
 it into W).
 """  # noqa: E501
@@ -30,6 +31,7 @@ from fxpipe.typed_json import Malformed, explained, read_text
 _NODE = re.compile(r"(?P<id>\S+) -- (?P<name>.*) -- (?P<costs>forward_compute_time=.*)")
 _COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _ELEMENT = re.compile(r"__getitem__\((?P<index>\d+)\)")
+_STAGE = re.compile(r" -- stage_id=\d+$")  # of a partition that PipeDream's own planner made: ours makes its own
 _INPUT = re.compile(r"Input\d*")
 _NODE_FORM = "a node is `node1 -- NAME -- forward_compute_time=…, …`; an edge is indented: `node1 -- node2`"
 
@@ -68,7 +70,7 @@ def from_pipedream(text: str) -> Profile:
                 raise Malformed(f"not an edge: {line.strip()!r}", place)
             edges.append((ends[0], ends[1], place))
             continue
-        found = _NODE.fullmatch(line.strip())
+        found = _NODE.fullmatch(_STAGE.sub("", line.strip()))
         if found is None:
             raise Malformed(f"not a node: {line.strip()[:80]!r}", place)
         if found["id"] in units:

@@ -48,6 +48,12 @@ def test_pipedream_graphs(tmp_path: Path) -> None:
     assert Value(1, 4.0, (0,)) in profile.gradients
 
 
+def test_a_graph_that_pipedream_has_partitioned(tmp_path: Path) -> None:
+    lines = GRAPH.splitlines()
+    of_stages = [line + (f" -- stage_id={i}" if line.startswith("node") else "") for i, line in enumerate(lines)]
+    assert read_profile(write(tmp_path, "\n".join(of_stages))) == read_profile(write(tmp_path, GRAPH))
+
+
 def test_an_element_of_a_list_travels_alone(tmp_path: Path) -> None:
     element = "node5 -- __getitem__(1) -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=1.0, parameter_size=0.0\n"  # noqa: E501
     profile = read_profile(write(tmp_path, GRAPH + element + "\tnode3 -- node5\n"))
