@@ -28,11 +28,18 @@ PLAIN = {"data_parallel": "data parallelism", "pipeline": "plain pipeline"}
 
 @dataclass(frozen=True)
 class TimedPartition:
-    """A partition, the seconds of a minibatch with it, and the bubble, where it was simulated."""
+    """A partition, the seconds of a minibatch with it, and the bubble, where it was simulated.
+
+    Attributes:
+        faster: the replicas of the plan that is faster, if this one was preferred because it is simpler.
+        longer: how much longer this one takes, as a share.
+    """
 
     partition: Partition
     seconds: float
     bubble: float = 0.0
+    faster: str = ""
+    longer: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ class PlannedCuts:
     Attributes:
         found: by mode; None where nothing fits.
         processes: of all workers together, where these have replicas; else None, and minibatches are simulated.
-        plain: the plain ways to use as many processes, as replicas of one worker, or without any: None where it does
-            not fit, or has fewer microbatches than replicas.
+        plain: the plain ways to use as many processes, as replicas of one worker, or without any (of few): None where
+            it does not fit, or has fewer microbatches than replicas.
     """
 
     subject: PlanInput
@@ -87,6 +94,7 @@ class PlannedCuts:
             replicas = partition.replicas
             result |= {"replicas": list(replicas), "configuration": notation(replicas), "processes": sum(replicas)}
             result["minibatch_ms"] = milliseconds
+            result["instead_of"] = timed.faster or None
         if self.subject.samples is not None:
             result["samples_per_second"] = self._rate(timed)
         return result
@@ -111,6 +119,8 @@ class PlannedCuts:
                 of = f", {notation(partition.replicas)}: a process, a microbatch of the minibatch"
                 title = mode + (of if shared else ", a microbatch")
                 _print_partition(subject.of(mode), partition, title)
+                if timed.faster:
+                    echo(f"preferred, as it is simpler, to {timed.faster}, which takes {timed.longer:.1%} less\n")
             shown.setdefault(what, mode)
         rows = {PLAIN.get(name, name): self._json(timed) for name, timed in (self.found | self.plain).items()}
         print_columns(_table(rows), stdout_console(), whole=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from fxpipe.search import Counts
 
 Say = Callable[[str], None]
+
+_HARDLY = 0.02
+"""A plan that takes so much longer than the best one is preferred to it if it is simpler."""
+
+_DEEPEST = 32
+"""Workers of the longest pipeline that plans are compared with: to follow the schedule of more takes too long."""
 
 
 Read = Callable[[int | None, bool, Say], PlanInput]
@@ -167,11 +174,11 @@ def plan_replicas(
             found |= partitions(profile, setting.workers(len(replicas), replicas), some, say)
         return found
 
-    def alone(replicas: tuple[int, ...]) -> TimedPartition | None:
+    def alone(replicas: tuple[int, ...], mode: str = modes[-1]) -> TimedPartition | None:
         if max(replicas) > subject.microbatches:
             return None
         try:
-            return _timed(of_given(replicas, modes[-1:])[modes[-1]], setting)
+            return _timed(of_given(replicas, (mode,))[mode], setting)
         except TooLittleMemory:
             return None
 
@@ -181,15 +188,42 @@ def plan_replicas(
         found = {}
         for profile, some in subject.profiles(modes):
             found |= replicated_partitions(profile, setting, processes, some, say)
+    timed = {mode: _timed(found[mode], setting) if mode in found else None for mode in modes}
     say("data parallelism and a pipeline for comparison")
-    pipeline = (1,) * min(processes, len(subject.whole.units))
-    return PlannedCuts(
-        subject,
-        setting,
-        {mode: _timed(found[mode], setting) if mode in found else None for mode in modes},
-        processes,
-        {"data_parallel": alone((processes,)), "pipeline": alone(pipeline)},
-    )
+    plain = {"data_parallel": alone((processes,))}
+    if (pipeline := min(processes, len(subject.whole.units))) <= _DEEPEST:
+        plain["pipeline"] = alone((1,) * pipeline)
+    if not given:
+        alike = partial(alone, mode=modes[0])
+        timed = {m: best and _simplest(best, plain["data_parallel"], alike, processes) for m, best in timed.items()}
+    return PlannedCuts(subject, setting, timed, processes, plain)
+
+
+def _simplest(
+    best: TimedPartition,
+    data_parallel: TimedPartition | None,
+    alike: Callable[[tuple[int, ...]], TimedPartition | None],
+    processes: int,
+) -> TimedPartition:
+    """Data parallelism, or as many replicas of every worker, where that takes hardly longer than the best plan."""
+    from fxpipe.planner.replicated import notation
+
+    replicas = best.partition.replicas
+    if replicas == (processes,):
+        return best
+
+    def plans() -> Iterator[TimedPartition | None]:
+        yield data_parallel
+        if len(set(replicas)) > 1:
+            counts = [n for n in range(2, processes + 1) if processes % n == 0]
+            for n in sorted(counts, key=lambda n: abs(n - len(replicas)))[:2]:
+                yield alike((processes // n,) * n)
+
+    for plan in plans():
+        if plan is not None and plan.seconds <= best.seconds * (1 + _HARDLY):
+            partition = replace(plan.partition, mode=best.partition.mode, lower_bound=best.partition.lower_bound)
+            return replace(plan, partition=partition, faster=notation(replicas), longer=plan.seconds / best.seconds - 1)
+    return best
 
 
 def _microbatches(source: Source, options: CompileOptions, processes: int) -> int:

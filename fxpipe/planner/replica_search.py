@@ -65,6 +65,7 @@ class ReplicaSearch:
         processes: the most that there may be.
         by_count: find the best plan for each number of workers, instead of the best of all.
         totals: the numbers of processes that a plan may have.
+        counts: the numbers of replicas that a worker may have, rising.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class ReplicaSearch:
         processes: int,
         by_count: bool,
         totals: Sequence[int],
+        counts: Sequence[int],
         most_workers: int,
     ) -> None:
         self.costs, self.setting, self.processes, self.totals = costs, setting, processes, tuple(totals)
+        self.counts = [count for count in counts if count <= setting.microbatches]
         self.limited = bool(np.isfinite(setting.memory).any()) or setting.recompute == "full"
         self.placed = self.limited or setting.machines is not None  # where processes are makes a difference
         last = setting.stages_of(most_workers)
@@ -157,9 +160,9 @@ class _PlansThroughRows:
             source = tables if search.chained else (levels[-1] if levels else [])
             firsts: list[tuple[float, int, int]] = []
             for used in range(1, total + 1):
-                for own in range(1, min(used, search.setting.microbatches) + 1):
+                for own in search.counts:
                     after = used - own
-                    if not after and level:
+                    if after < 0 or (not after and level):
                         continue
                     if after and (not source or not np.isfinite(source[after].value).any()):
                         continue

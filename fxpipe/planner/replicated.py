@@ -4,6 +4,8 @@ Shared cuts are searched with their replicas, all positions at once (`replica_se
 cuts, while there are few enough. Beyond that, the best shared plan is the first one; in turn, cuts are improved for its
 replicas (`partition`), and replicas together with cuts in windows around it, until neither finds a better plan. Each
 step is bounded, and the partition says how far from the optimum it can be at most.
+
+Of more than 16 processes, workers have numbers of replicas that one would run (`counts_of`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from fxpipe.planner.workers import Workers
 BUDGET = 30_000_000  # pairs of boundaries that may be priced in one search
 _MOST_ROWS = 6_000
 _FEW = 40  # shared positions of the first search, which only bounds the next
-_ALL_TOTALS = 16  # up to so many processes, plans may leave any number of them out
+_FEW_PROCESSES = 16  # up to so many, workers have any number of replicas, and plans leave any number of processes out
+_WORKERS = 16  # of more processes, plans of more workers are looked at only if none of fewer fits
 _ROUNDS = 6
 _WORTH = 2e-4  # an improvement below this is not worth another round
 _OFFSETS = (tuple(range(-4, 5)), (-34, -21, -13, -8, -5, -3, -2, -1, 0, 1, 2, 3, 5, 8, 13, 21, 34), (-2, -1, 0, 1, 2))
@@ -58,30 +61,50 @@ def replicated_partitions(
     if not processes >= 1:
         raise ValueError("there is at least one process")
     setting.workers(1, (1,))  # raises for what has no replicas
-    search = _SearchByModes(profile, setting, processes, say, budget)
-    found: dict[str, Partition] = {}
-    best: Partition | None = None
     wanted = [mode for mode in MODES if mode in modes]
-    for mode in MODES[: MODES.index(wanted[-1]) + 1]:
-        made = search.best(mode, best)
-        if made is not None:
-            best = made
-            if mode in wanted:
-                found[mode] = made
-    if best is None or wanted[-1] not in found:
-        raise TooLittleMemory(
-            f"no {wanted[-1]} plan for {processes} processes was found that fits into memory",
-            hint="give them more memory, or use more processes",
-        )
-    return found
+    most = min(processes, 3 * len(profile.units))  # a worker has F, B or W of some unit
+    for workers in sorted({most if processes <= _FEW_PROCESSES else min(most, _WORKERS), most}):
+        search = _SearchByModes(profile, setting, processes, workers, say, budget)
+        found: dict[str, Partition] = {}
+        best: Partition | None = None
+        for mode in MODES[: MODES.index(wanted[-1]) + 1]:
+            made = search.best(mode, best)
+            if made is not None:
+                best = made
+                if mode in wanted:
+                    found[mode] = made
+        if wanted[-1] in found:
+            return found
+    raise TooLittleMemory(
+        f"no {wanted[-1]} plan for {processes} processes was found that fits into memory",
+        hint="give them more memory, or use more processes",
+    )
 
 
 def totals_of(processes: int, setting: Setting) -> tuple[int, ...]:
-    """The numbers of processes that a plan may have: any, if they are few, else whole machines or eighths."""
-    if processes <= _ALL_TOTALS or (setting.machines is None and not np.isfinite(setting.memory).any()):
+    """The numbers of processes that a plan may have: any, if they are few; else all, or half of the machines."""
+    if processes <= _FEW_PROCESSES or not _placed(setting):
         return tuple(range(1, processes + 1))
-    step = max(setting.machines.size if setting.machines else 1, processes // 8)
-    return tuple(sorted({1, *range(step, processes + 1, step), processes}))
+    size = setting.machines.size if setting.machines else 1
+    return tuple(sorted({max(processes // (2 * size), 1) * size, processes}))
+
+
+def counts_of(processes: int, setting: Setting) -> tuple[int, ...]:
+    """The numbers of replicas that a worker may have: any, if processes are few.
+
+    Else divisors of their number, and powers of two: others share out machines and microbatches badly. Where it makes
+    no difference which processes a worker has, also what these leave: 60 of 64, as PipeDream has 15 of 16.
+    """
+    if processes <= _FEW_PROCESSES:
+        return tuple(range(1, processes + 1))
+    even = {n for n in range(1, processes + 1) if processes % n == 0 or n.bit_count() == 1}
+    left = set() if _placed(setting) else {processes - n for n in even if n < processes}
+    return tuple(sorted(even | left))
+
+
+def _placed(setting: Setting) -> bool:
+    """Whether it makes a difference which processes a worker has."""
+    return setting.machines is not None or bool(np.isfinite(setting.memory).any())
 
 
 def minibatch_seconds(partition: Partition, workers: Workers, flush: bool) -> float:
@@ -118,16 +141,15 @@ class _SearchByModes:
     """Finds the best plan of one mode after another."""
 
     def __init__(
-        self, profile: Profile, setting: Setting, processes: int, say: Callable[[str], None], budget: int
+        self, profile: Profile, setting: Setting, processes: int, most: int, say: Callable[[str], None], budget: int
     ) -> None:
         self.profile, self.setting, self.processes = profile, setting, processes
         self.say, self.budget = say, budget
+        self.few = processes <= _FEW_PROCESSES
         self.costs = CostModel(profile, setting.workers(1, (1,)))
         self.flush = setting.schedule_of(1).synchronous
-        most = min(processes, 3 * len(profile.units))  # a worker has F, B or W of some unit
-        self.search = ReplicaSearch(
-            self.costs, setting, processes, self.flush, totals_of(processes, setting), most_workers=most
-        )
+        totals, counts = totals_of(processes, setting), counts_of(processes, setting)
+        self.search = ReplicaSearch(self.costs, setting, processes, self.flush, totals, counts, most)
         self.known: list[Partition] = []  # each better than the one before
         self.ideal = profile.total_ms(setting.microbatches) / self.costs.workers.speeds[0] / processes
 
@@ -139,15 +161,16 @@ class _SearchByModes:
             self._start(mode, where)
         bound, least = self._bound(), self.ideal
         rows = self._all(mode, where, bound)
-        proved = False
+        searched = False
         if rows is not None:
             self.say(f"{mode}: cuts and replicas")
             with suppress(TooManyPairs):
                 exact = self._through(rows, bound, self.budget)
                 self._keep(exact)
-                proved = True
-                least = min([bound, *(1e3 * found.bottleneck for found in exact)])
-        if not proved:
+                searched = True
+                if self.few:  # else other numbers of replicas could be better
+                    least = min([bound, *(1e3 * found.bottleneck for found in exact)])
+        if not searched:
             self._improve(mode, where)
         if not self.known:
             return None
@@ -200,7 +223,10 @@ class _SearchByModes:
         Raises:
             TooManyPairs: they make more than the budget.
         """
-        return [self._found(path) for path in self.search.best(rows, bound, budget).values()]
+        paths = [*self.search.best(rows, bound, budget).values()]
+        if not self.flush:  # the bottleneck is all that counts; what policies ask of workers takes long to find out
+            paths = sorted(paths, key=lambda path: path.bottleneck)[:1]
+        return [self._found(path) for path in paths]
 
     def _found(self, path: ReplicatedPath) -> Partition:
         workers = self.setting.workers(len(path.replicas), path.replicas)
@@ -223,11 +249,11 @@ class _SearchByModes:
 
     def _improve(self, mode: str, where: Positions) -> None:
         """Cuts for the best plan's replicas, and replicas with cuts around it, in turn."""
-        patterns: tuple[tuple[int, ...], ...] = _OFFSETS if mode != "three-way" else _SHORT_OFFSETS
+        patterns: tuple[tuple[int, ...], ...] = _OFFSETS if self.few and mode != "three-way" else _SHORT_OFFSETS
         if mode == "same":
             patterns = (tuple(range(-60, 61)), tuple(8 * o for o in _OFFSETS[1]), tuple(range(-20, 21)))
         fruitless = 0
-        for turn in range(_ROUNDS):
+        for turn in range(_ROUNDS if self.few else len(patterns)):
             if not self.known:
                 return
             before = self._seconds(self.known[-1])
@@ -251,7 +277,7 @@ class _SearchByModes:
     def _near(self, mode: str, where: Positions, offsets: Sequence[int]) -> Places:
         """Boundaries around those of the best plan, and shared ones, so that replicas can change place."""
         layers = window(self.costs, where, mode, boundaries(self.known[-1].cuts), offsets)[1:-1]
-        return _inner(self.costs, np.concatenate([*layers, _thinned(self.costs, where, 200)]))
+        return _inner(self.costs, np.concatenate([*layers, _thinned(self.costs, where, 200 if self.few else _FEW)]))
 
 
 def _inner(costs: CostModel, rows: Places) -> Places:

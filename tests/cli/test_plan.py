@@ -184,6 +184,22 @@ def test_replicas_are_chosen(heavy_end: Path) -> None:
     assert "data parallelism" in shown
 
 
+def test_what_is_simpler_is_preferred(tmp_path: Path) -> None:
+    """The exchange of gradients takes data parallelism about 1% of its time here, and a pipeline nothing."""
+    path = tmp_path / "even.json"
+    unit = {"forward_ms": 30, "backward_ms": 60, "output_bytes": 1e3, "parameter_bytes": 1e6}
+    path.write_text(json.dumps({"units": [{"name": name, **unit} for name in "abcd"]}))
+    asked = ("plan", path, "--gpus", "4", "--bandwidth", "10GB/s", "--latency", "0us")
+    found = fxpipe(*asked, "--json").json
+    for mode in ("same", "bidirectional", "three-way"):
+        assert found[mode]["replicas"] == [4]
+        assert found[mode]["instead_of"] == "straight (4)"
+        assert (
+            found["pipeline"]["minibatch_ms"] < found[mode]["minibatch_ms"] < 1.02 * found["pipeline"]["minibatch_ms"]
+        )
+    assert "preferred, as it is simpler, to straight (4), which takes" in fxpipe(*asked).out
+
+
 def test_replicas_are_given(heavy_end: Path) -> None:
     asked = ("plan", heavy_end, "--bandwidth", "100MB/s", "--cuts", "same", "--json")
     given = fxpipe(*asked, "--replicas", "2,1,1", "--microbatches", "8").json

@@ -250,6 +250,16 @@ def test_many_processes_and_units_stay_within_bounds() -> None:
         assert made.efficiency > 0.9
 
 
+@pytest.mark.parametrize("machines", [None, Machines(8, Links(1e10))])
+def test_many_processes_have_replicas_that_one_would_run(machines: Machines | None) -> None:
+    units = [Unit(f"u{i}", 1.0 + i % 3, 2.0 + i % 2, output_bytes=1e6, parameter_bytes=1e8) for i in range(12)]
+    setting = Setting(links=Links(1e9), microbatches=48, evenly=True, machines=machines)
+    found = replicated_partitions(chain(*units), setting, 24, ("same",))["same"]
+    even = {1, 2, 3, 4, 6, 8, 12, 16, 24}
+    assert set(found.replicas) <= (even if machines else even | {24 - n for n in even})
+    assert not found.exact  # of 24 processes, 11 and 13 might be better
+
+
 def test_a_flush_counts_filling_and_draining() -> None:
     """Six microbatches on three workers of 3 ms: a pipeline of 1F1B takes six and two more."""
     profile = chain(*(Unit(f"u{i}", 1.0, 2.0) for i in range(3)))
