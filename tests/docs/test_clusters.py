@@ -1,4 +1,4 @@
-"""docs/clusters.md: its script is one, does what it says with stand-ins for Slurm, and its manifest is a PyTorchJob."""
+"""docs/clusters.md: its scripts do what it says with stand-ins for Slurm and Ray; its manifests have their fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +23,15 @@ STANDS_IN = {
 }
 
 
-def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
+def block(section: str, language: str) -> str:
+    (text,) = [part for part in PAGE.split("\n## ") if part.startswith(f"{section}\n")]
+    (found,) = re.findall(rf"```{language}\n(.*?)```", text, re.S)
     return str(found)
 
 
-def manifest() -> dict[str, Any]:
+def manifest(section: str) -> dict[str, Any]:
     yaml = pytest.importorskip("yaml", reason="pyyaml is not installed; `make venv` installs it")
-    found = yaml.safe_load(block("yaml"))
+    found = yaml.safe_load(block(section, "yaml"))
     assert isinstance(found, dict)
     return found
 
@@ -42,7 +45,7 @@ def options_of_run() -> set[str]:
 
 
 def test_the_slurm_script_is_one() -> None:
-    script = block("bash")
+    script = block("Slurm", "bash")
     assert is_bash(script)
     assert not is_bash(script + "if")
     assert script.startswith("#!/bin/bash\n#SBATCH ")
@@ -57,7 +60,7 @@ def launched(folder: Path) -> list[list[str]]:
     for name, text in STANDS_IN.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
-    script = block("bash").replace("/shared", str(folder))
+    script = block("Slurm", "bash").replace("/shared", str(folder))
     environment = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
     done = subprocess.run(["bash", "-c", script], env=environment, text=True, capture_output=True, check=True)
     return [shlex.split(line) for line in done.stdout.splitlines()]
@@ -81,7 +84,7 @@ def test_the_slurm_script_starts_every_node(goes_on: bool, tmp_path: Path) -> No
 
 def test_the_manifest_is_a_pytorch_job() -> None:
     """What the schema of kubeflow.org/v1 demands of one."""
-    job = manifest()
+    job = manifest("Kubernetes: PyTorchJob")
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     assert job["spec"]["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
@@ -98,3 +101,55 @@ def test_the_manifest_is_a_pytorch_job() -> None:
         assert is_bash(script)
         assert set(re.findall(r"(?<= )--[\w-]+", script)) <= options_of_run()
         assert {m["name"] for m in container["volumeMounts"]} <= {v["name"] for v in pod["volumes"]}
+
+
+def runs_fxpipe(script: str) -> bool:
+    options = re.findall(r"(?<= )--[\w-]+", script.partition(" fxpipe run ")[2])
+    return is_bash(script) and bool(options) and set(options) <= options_of_run()
+
+
+def test_the_manifest_is_a_train_job() -> None:
+    """What the schema of trainer.kubeflow.org/v1alpha1 demands of one."""
+    job = manifest("Kubernetes: TrainJob")
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert set(job["spec"]) == {"runtimeRef", "trainer", "podTemplateOverrides"}
+    trainer = job["spec"]["trainer"]
+    assert set(trainer) == {"image", "numNodes", "numProcPerNode", "resourcesPerNode", "command", "args"}
+    assert runs_fxpipe(trainer["args"][0])
+    (override,) = job["spec"]["podTemplateOverrides"]
+    (container,) = override["spec"]["containers"]
+    assert {m["name"] for m in container["volumeMounts"]} <= {v["name"] for v in override["spec"]["volumes"]}
+
+
+def test_the_task_of_skypilot_starts_torchrun() -> None:
+    task = manifest("SkyPilot")
+    assert set(task) == {"name", "num_nodes", "resources", "volumes", "run"}
+    assert runs_fxpipe(task["run"])
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_worker_of_ray_runs_torchrun(goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = dict.fromkeys(("FailureConfig", "RunConfig", "ScalingConfig"))
+    contents: dict[str, dict[str, Any]] = {
+        "ray": {},
+        "ray.train": {**names, "get_context": lambda: SimpleNamespace(get_world_rank=lambda: 1)},
+        "ray.train.torch": {"TorchTrainer": None},
+    }
+    for name, content in contents.items():
+        stand_in = ModuleType(name)
+        vars(stand_in).update(content)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: started.append(command))
+    if goes_on:
+        (tmp_path / "out" / "checkpoints" / "step-500").mkdir(parents=True)
+    script: dict[str, Any] = {"__name__": "train"}
+    exec(block("Ray Train", "python").replace("/shared", str(tmp_path)), script)
+    script["train"]()
+    (command,) = started
+    assert command[: command.index("fxpipe")] == shlex.split(
+        "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr node0 --master-port 29500 --no-python"
+    )
+    assert ("--resume" in command) is goes_on
+    assert {a for a in command[command.index("fxpipe") :] if a.startswith("--")} <= options_of_run()
