@@ -11,6 +11,7 @@ import pytest
 from commands import fxpipe
 from families.entry import define_torchvision_ops
 
+NEEDS = {"lightning_adapter.py": ("lightning", "torchmetrics"), "trainer_adapter.py": ("transformers", "accelerate")}
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -113,9 +114,16 @@ def test_lora_learns_on_pairs_of_lines(tmp_path: Path) -> None:
         ("own_policy.py", ("worker 2: ", "means of 1 seeds", "halfway+down")),
         ("own_codec.py", ("means of 1 seeds", "gradient=signs")),
         ("serve_onnx.py", ("from the model's own",)),
+        (
+            "lightning_adapter.py",
+            ("the last one of 16 rows", "Lightning after step 78", "best weights: f1 0.8023 of step"),
+        ),
+        ("trainer_adapter.py", ("the last one of 16 rows", "early end: Trainer after step", "best weights: f1 ")),
     ],
 )
 def test_a_script_ends_in_its_report(name: str, said: tuple[str, ...], tmp_path: Path) -> None:
+    for package in NEEDS.get(name, ()):
+        pytest.importorskip(package, reason=f"{package} is not installed; `make venv` installs it")
     options = ["--quick"] if name.startswith("own_") else []  # the other one takes seconds as it is
     command = [sys.executable, EXAMPLES / name, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)

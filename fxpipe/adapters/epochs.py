@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from fxpipe.task.first_batches import batch_sizes
+import torch
+from torch import Tensor
+
+from fxpipe.errors import TaskError
+from fxpipe.task.batch import Batch
+from fxpipe.task.first_batches import at_most, batch_sizes, joined_sizes, plain_sampler
 
 
 class Epochs:
@@ -18,23 +23,41 @@ class Epochs:
         ask: gives the loader of an epoch, counted from 0, ready to be iterated; often the same for all.
         exhausts: whether a loader is asked for a batch after its last one. It makes a difference: torch's RandomSampler
             then draws once more from its generator, and the next epoch has another order.
+        most: how many of a loader's batches an epoch has, or which share of them; None: all.
+        joined: how many of its batches make one, along the first dimension; the last of an epoch may be of fewer.
     """
 
-    def __init__(self, ask: Callable[[int], Any], exhausts: bool = True) -> None:
-        self._ask, self._exhausts = ask, exhausts
+    def __init__(
+        self, ask: Callable[[int], Any], exhausts: bool = True, most: int | float | None = None, joined: int = 1
+    ) -> None:
+        self._ask, self._exhausts, self._most, self._size = ask, exhausts, most, joined
         self._loader = ask(0)
         self._next = 0
         self._given = 0  # batches of the present epoch
         self._behind = 0  # those of the next one that a checkpoint has given already
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return -(-self._length // self._size)
+
+    @property
+    def _length(self) -> int:
+        """How many batches an epoch takes from its loader.
+
+        Raises:
+            TypeError: the loader does not say how many it has.
+        """
+        return at_most(len(self._loader), self._most)
 
     def __iter__(self) -> Iterator[Any]:
         self._loader = self._ask(self._next)
         self._next += 1
         self._given, self._behind = self._behind, 0
-        return self._counted(iter(self._loader))
+        batches = self._counted(iter(self._loader))
+        return batches if self._size == 1 else self._joined(batches)
+
+    def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while several := list(islice(batches, self._size)):
+            yield joined(several)
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches if (left := self._left()) is None else islice(batches, left):
@@ -42,19 +65,50 @@ class Epochs:
             yield batch
 
     def _left(self) -> int | None:
-        try:
-            return None if self._exhausts else len(self._loader) - self._given
-        except TypeError:
+        if self._exhausts:
             return None
+        try:
+            return self._length - self._given
+        except TypeError:
+            return self._most - self._given if isinstance(self._most, int) else None
 
     def batch_sizes(self) -> tuple[int | None, int | None]:
         """See `fxpipe.task.first_batches.batch_sizes`."""
-        return batch_sizes(self._loader)
+        if self._size == 1 and self._most is None:
+            return batch_sizes(self._loader)
+        sampler = plain_sampler(self._loader)
+        return (None, None) if sampler is None else joined_sizes(sampler, self._size, self._most)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """One batch of several, along the first dimension.
+
+    Raises:
+        TaskError: they are not built alike, or have tensors of other shapes.
+    """
+    first, *others = [Batch.of(batch) for batch in batches]
+    rows = list(zip(first.values, *(batch.values for batch in others), strict=False))
+    try:
+        if any(batch.tree != first.tree for batch in others):
+            raise ValueError("they are built differently")
+        values = [torch.cat(row) if isinstance(row[0], Tensor) and row[0].dim() else _alike(row) for row in rows]
+    except (RuntimeError, ValueError) as error:
+        raise TaskError(
+            f"the batches of an update cannot be joined: {error}",
+            hint="let the loader give larger batches, and compile with --microbatches",
+        ) from error
+    return first.of_values(values).given
+
+
+def _alike(row: Sequence[Any]) -> Any:
+    if any(not torch.equal(each, row[0]) if isinstance(each, Tensor) else each != row[0] for each in row[1:]):
+        raise ValueError(f"{row[0]!r} is another one in each")
+    return row[0]
 
 
 class StatefulEpochs(Epochs):
@@ -71,7 +125,7 @@ class StatefulEpochs(Epochs):
         self._loader.load_state_dict(state["loader"])
 
 
-def epochs(ask: Callable[[int], Any], exhausts: bool = True) -> Epochs:
+def epochs(ask: Callable[[int], Any], exhausts: bool = True, **more: Any) -> Epochs:
     """An `Epochs` with the state that its loaders have, or none: those that have none are read again from the start."""
     kind = StatefulEpochs if hasattr(ask(0), "load_state_dict") else Epochs
-    return kind(ask, exhausts)
+    return kind(ask, exhausts, **more)

@@ -1,6 +1,7 @@
 """A LightningModule and its data, as the hooks of a model file.
 
-    globals().update(lightning_hooks(lambda: Classifier(width=64), data=lambda: Digits("data/"), max_epochs=10))
+    settings = {"max_epochs": 10, "gradient_clip_val": 1.0, "callbacks": [EarlyStopping("val_loss")]}  # of Trainer
+    globals().update(lightning_hooks(lambda: Classifier(width=64), data=lambda: Digits("data/"), **settings))
 
 The weights that a run writes have the module's own names: `load_state_dict(load_file("out/model.safetensors"))`.
 """
@@ -9,17 +10,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.adapters.epochs import Epochs, epochs
-from fxpipe.adapters.lightning_steps import loss_of, metrics_of
+from fxpipe.adapters.lightning_steps import Validated, loss_of, metrics_of, metrics_of_all, validated
+from fxpipe.adapters.lightning_trainer import TrainerSettings
 from fxpipe.adapters.said_once import is_first_process
+from fxpipe.adapters.torchmetrics import metrics_in
 from fxpipe.errors import TaskError
 from fxpipe.messages import warn
+from fxpipe.task.first_batches import at_most
 from fxpipe.task.meta import on_meta
+from fxpipe.torch_private import PARAMETERS, FakeTensorMode
 
 NEVER_CALLED = (
     "on_fit_start",
@@ -49,12 +55,9 @@ NEVER_CALLED = (
 def lightning_hooks(
     module: Callable[[], Any],
     data: Callable[[], Any] | None = None,
-    *,
-    max_epochs: int | None = None,
-    max_steps: int | None = None,
-    reload_dataloaders_every_n_epochs: int = 0,
-) -> dict[str, Callable[..., Any]]:
-    """The hooks that train and evaluate a LightningModule as `Trainer.fit` would.
+    **settings: Any,
+) -> dict[str, Any]:
+    """The hooks that train and evaluate a LightningModule as `Trainer(**settings).fit` would.
 
     `training_step` is the loss, and what it logs are metrics of training, step by step; what `validation_step` logs are
     the metrics of evaluations. `configure_optimizers` is asked on every worker; others' parameters have no value there.
@@ -63,10 +66,18 @@ def lightning_hooks(
     Args:
         module: makes the LightningModule.
         data: makes a LightningDataModule; by default the module has `train_dataloader()` itself.
-        max_epochs, max_steps: what `self.trainer.estimated_stepping_batches` is made of, where `configure_optimizers`
-            asks for it. How long a run is, `fxpipe run --epochs` says.
-        reload_dataloaders_every_n_epochs: as of Trainer: `train_dataloader()` is asked again after so many epochs.
+        settings: the keywords of the Trainer. What belongs to a compile or a run is an option of it, where the command
+            line does not say otherwise: its length, clipping, precision, seed (of `seed_everything`), evaluations,
+            EarlyStopping and ModelCheckpoint. What is not followed is named.
+
+    Raises:
+        TaskError: a Trainer takes no such keyword; or a pipeline does not do what one asks for.
     """
+    view = on_meta(module).model
+    if (base := _base(view)) is None:
+        raise TaskError(f"{type(view).__name__} is no LightningModule")
+    trainer = TrainerSettings.of(settings, base)
+    reload_every = trainer["reload_dataloaders_every_n_epochs"]
 
     @functools.cache
     def source() -> Any:
@@ -89,7 +100,7 @@ def lightning_hooks(
         return made
 
     def loader(epoch: int) -> Any:
-        found = asked(epoch // reload_dataloaders_every_n_epochs if reload_dataloaders_every_n_epochs else 0)
+        found = asked(epoch // reload_every if reload_every else 0)
         samplers: list[Any] = [getattr(of, "sampler", None) for of in (found, getattr(found, "batch_sampler", None))]
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
@@ -98,7 +109,7 @@ def lightning_hooks(
 
     @functools.cache
     def train_data() -> Epochs:
-        return epochs(loader, exhausts=False)
+        return epochs(loader, exhausts=False, most=trainer["limit_train_batches"], joined=trainer.joined)
 
     def eval_data() -> Iterable[Any]:
         batches = source().val_dataloader()
@@ -106,10 +117,26 @@ def lightning_hooks(
             raise TaskError(
                 f"val_dataloader() returned {len(batches)} loaders, and a model file has one", hint="return one of them"
             )
-        return batches[0] if isinstance(batches, (list, tuple)) else batches
+        found = batches[0] if isinstance(batches, (list, tuple)) else batches
+        most = trainer["limit_val_batches"]
+        return found if most is None else islice(found, at_most(len(found) if isinstance(most, float) else most, most))
+
+    @functools.cache
+    def a_step() -> Validated:
+        """What `validation_step` does with the first batch, of which nothing is computed."""
+        made, batch = on_meta(module).model.eval(), next(iter(eval_data()))
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            for part in made.modules():
+                part.__dict__[PARAMETERS].update(
+                    {n: torch.empty_like(p, device="cpu") for n, p in part.named_parameters(recurse=False)}
+                )
+            return validated(made, batch)
+
+    def of_all(gathered: dict[str, list[Tensor]]) -> dict[str, Any]:
+        return metrics_of_all(view, a_step(), gathered)
 
     def optimizer(named_parameters: list[tuple[str, nn.Parameter]], model: Any) -> torch.optim.Optimizer:
-        model._trainer = FitFacts(train_data, max_epochs, max_steps)
+        model._trainer = FitFacts(train_data, trainer)
         made, scheduler = _configured(model.configure_optimizers())
         counted = made.__dict__.pop("step", None)  # the scheduler's own, whose signature nobody can read
         made.lightning_scheduler = scheduler, counted  # type: ignore[attr-defined]
@@ -123,33 +150,43 @@ def lightning_hooks(
 
     hooks: dict[str, Callable[..., Any]] = {"model": make, "loss": loss_of, "train_data": train_data}
     hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
-    return {**hooks, "eval_data": eval_data, "metrics": metrics_of} if _validates(module, data) else hooks
+    validates = _validates(view, data) and trainer["limit_val_batches"] not in (0, 0.0)
+    if is_first_process():
+        for line in trainer.not_followed():
+            warn(line)
+    if validates:
+        hooks |= {"eval_data": eval_data, "metrics": metrics_of}
+        hooks |= {"metrics_of_all": of_all} if metrics_in(view) else {}
+    options = trainer.run_options(validates, lambda: len(train_data()))
+    return {**hooks, "compile_options": trainer.compile_options(), "run_options": options}
 
 
 class FitFacts:
     """What `configure_optimizers` may ask of `self.trainer`."""
 
-    def __init__(self, data: Callable[[], Any], max_epochs: int | None, max_steps: int | None) -> None:
-        self._data, self.max_epochs, self.max_steps = data, max_epochs, max_steps or -1
+    def __init__(self, data: Callable[[], Any], trainer: TrainerSettings) -> None:
+        self._data, self.max_epochs, self.max_steps = data, trainer["max_epochs"], trainer["max_steps"]
+        self.accumulate_grad_batches = trainer.joined
         self.current_epoch = self.global_step = 0
-        self.accumulate_grad_batches = self.num_nodes = self.num_devices = self.world_size = 1
+        self.num_nodes = self.num_devices = self.world_size = 1
 
     @property
     def num_training_batches(self) -> int:
-        """The batches of an epoch."""
-        return len(self._data())
+        """The batches of an epoch; those of an update count one by one."""
+        return len(self._data()) * self.accumulate_grad_batches
 
     @property
     def estimated_stepping_batches(self) -> int:
         """The steps of the whole training."""
-        if self.max_steps > 0:
-            return self.max_steps
-        if self.max_epochs is None:
+        if self.max_epochs in (None, -1):
+            if self.max_steps > 0:
+                return int(self.max_steps)
             raise TaskError(
-                "configure_optimizers() asks for estimated_stepping_batches, and nobody has said how long a run is",
+                "configure_optimizers() asks for estimated_stepping_batches, and no length of a run is given",
                 hint="lightning_hooks(..., max_epochs=...) or max_steps=...",
             )
-        return self.max_epochs * self.num_training_batches
+        whole = int(self.max_epochs) * len(self._data())
+        return min(whole, self.max_steps) if self.max_steps > 0 else whole
 
 
 def _configured(made: Any) -> tuple[torch.optim.Optimizer, Any]:
@@ -214,14 +251,12 @@ def _check(model: Any) -> None:
         )
 
 
-def _validates(module: Callable[[], Any], data: Callable[[], Any] | None) -> bool:
+def _validates(model: Any, data: Callable[[], Any] | None) -> bool:
     """Whether there are data to validate on and a step for them; warns of what is never called."""
-    model = on_meta(module).model
-    if _base(model) is None:
-        raise TaskError(f"{type(model).__name__} is no LightningModule")
     source = model if data is None else data()
     unheard = NEVER_CALLED if data is None else ("setup", *NEVER_CALLED)
-    defined = [name for name in unheard if _overrides(model, name)]
+    called = ("on_validation_epoch_end",) if metrics_in(model) else ()  # with the metrics of all batches
+    defined = [name for name in unheard if name not in called and _overrides(model, name)]
     if defined and is_first_process():
         warn(f"{type(model).__name__}.{', '.join(defined)}: a pipeline does not call it")
     return _overrides(model, "validation_step") and _overrides(source, "val_dataloader")

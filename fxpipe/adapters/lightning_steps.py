@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.adapters.said_once import warn_once
+from fxpipe.adapters.torchmetrics import MetricCall, OfBatch, StandIn, in_place, metrics_in, replayed
 from fxpipe.errors import TaskError, listed
+from fxpipe.task.batch import Batch
 from fxpipe.tracing.step_metrics import TAKEN
 
 
 @dataclass(frozen=True)
 class Logged:
-    """One call of `self.log`, or one value of `self.log_dict`."""
+    """One call of `self.log`, or one value of `self.log_dict`; a collection of torchmetrics has the name ''."""
 
     name: str
     value: Any
@@ -37,7 +39,7 @@ def loss_of(model: nn.Module, batch: Any) -> Any:
     What is the loss itself is not repeated: every line of `metrics.jsonl` has it.
     """
     found: list[Logged] = []
-    with _logging(model, found.append):
+    with _logging(model, found.append), in_place(model, {path: StandIn(path, []) for path in metrics_in(model)}):
         made = _step(model.training_step, batch)
     loss: Tensor = made["loss"] if isinstance(made, dict) else made
     heard = [each for each in found if each.value is not loss]
@@ -53,23 +55,93 @@ def loss_of(model: nn.Module, batch: Any) -> Any:
     return (loss, metrics) if metrics else loss
 
 
-def metrics_of(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """What `validation_step` logs."""
-    found: list[Logged] = []
-    with _logging(model, found.append):
+@dataclass(frozen=True)
+class Validated:
+    """What a `validation_step` has logged, and the calls of metrics in it."""
+
+    logged: list[Logged]
+    calls: list[MetricCall]
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What is logged of the batch alone; one number each, which a tensor with dimensions may be."""
+        found = {each.name: each.value for each in self.logged if not isinstance(each.value, (StandIn, OfBatch))}
+        one = {name for name, value in found.items() if isinstance(value, Tensor) and value.numel() == 1}
+        return {name: value.reshape(()) if name in one else value for name, value in found.items()}
+
+
+def validated(model: nn.Module, batch: Any) -> Validated:
+    """Run `validation_step`.
+
+    Raises:
+        TaskError: it gives nothing.
+    """
+    found, calls = list[Logged](), list[MetricCall]()
+    with _logging(model, found.append), in_place(model, {path: StandIn(path, calls) for path in metrics_in(model)}):
         _step(model.validation_step, batch)
-    if not found:
+    if not found and not calls:
         raise TaskError("validation_step() has logged nothing", hint='self.log("val_loss", loss)')
+    return Validated(found, calls)
+
+
+def metrics_of(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """What `validation_step` logs of a batch, and what it gives metrics of torchmetrics, for `metrics_of_all`."""
+    made = validated(model, batch)
+    found = [each for each in made.logged if each.name in made.numbers]
     if others := [each.name for each in found if not each.averaged]:
         warn_once(
             f"{type(model).__name__}.validation_step logs {_quoted(others)} with a reduce_fx of its own: here the mean "
             "over batches is taken"
         )
-    return {each.name: each.value for each in found}
+    gathered = {name: value for place, call in enumerate(made.calls) for name, value in call.tensors(place).items()}
+    return made.numbers | gathered | ({SIZE: torch.full((1,), _size(batch))} if gathered else {})
+
+
+SIZE = "batch size"
+
+
+def _size(batch: Any) -> int:
+    """How much the batch counts in a mean over batches: its samples, as Lightning finds them."""
+    return next((len(value) for value in Batch.of(batch).values if isinstance(value, Tensor) and value.dim()), 1)
+
+
+def metrics_of_all(model: Any, made: Validated, gathered: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+    """What an epoch of validation logs of metrics of torchmetrics.
+
+    Args:
+        model: has these metrics; not its parameters' values.
+        made: what its step does with a batch.
+        gathered: what `metrics_of` has returned for each batch.
+    """
+    batches = [dict(zip(gathered, row, strict=True)) for row in zip(*gathered.values(), strict=True)]
+    wanted = {each.value.call for each in made.logged if isinstance(each.value, OfBatch)}
+    metrics, values = replayed(model, made.calls, batches, wanted)
+    found: dict[str, Any] = {}
+    for each in made.logged:
+        if isinstance(each.value, StandIn):
+            found |= _named(each.name, metrics[each.value.path].compute())
+        elif isinstance(each.value, OfBatch):
+            sizes = [float(batch[SIZE]) for batch in batches]
+            rows = [_named(each.name, value) for value in values[each.value.call]]
+            means = {n: sum(s * float(row[n]) for s, row in zip(sizes, rows, strict=True)) for n in rows[0]}
+            found |= {name: total / sum(sizes) for name, total in means.items()}
+    logged: list[Logged] = []
+    with _logging(model, logged.append), in_place(model, metrics):
+        model.on_validation_epoch_end()
+    for each in logged:
+        found |= _named(each.name, each.value.compute() if hasattr(each.value, "compute") else each.value)
+    return found
+
+
+def _named(name: str, value: Any) -> dict[str, Any]:
+    """A metric's value by the name it is logged by; a collection has its own names."""
+    return {name: value} if name else dict(value)
 
 
 def _not_kept(each: Logged) -> str | None:
     """Why a line of `metrics.jsonl` cannot have this."""
+    if isinstance(each.value, (StandIn, OfBatch)):
+        return "a metric of torchmetrics adds up over an epoch's batches"
     if not isinstance(each.value, Tensor):
         return "a Python number would be a constant of the build"
     if each.name in TAKEN:
@@ -103,14 +175,12 @@ def _logging(model: nn.Module, log: Callable[[Logged], None]) -> Iterator[None]:
         *_: Any,
         **__: Any,
     ) -> None:
-        if isinstance(value, nn.Module):
-            raise TaskError(
-                f"self.log({name!r}, ...) was given a {type(value).__name__}, which adds up over batches in Python",
-                hint="log this batch's value, of torchmetrics.functional for one; the mean over batches is taken",
-            )
         log(Logged(name, value, on_step, reduce_fx))
 
     def several(values: Any, *others: Any, **options: Any) -> None:
+        if isinstance(values, (StandIn, OfBatch)) or hasattr(values, "compute"):
+            one("", values, *others, **options)
+            return
         for name, value in values.items():
             one(name, value, *others, **options)
 

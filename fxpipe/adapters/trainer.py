@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from fxpipe.errors import TaskError
-from fxpipe.runtime.process.best_weights import SMALLER
 from fxpipe.task.first_batches import joined_sizes
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """Those that look at each parameter alone and ask nothing of the model; `fxpipe compile` tries them all the same."""
 
 REFUSED = {
-    "fp16": "bf16=True needs no scaling of the loss; or leave it out, and compile with --autocast fp16 --schedule 1f1b",
     "fp16_full_eval": "evaluations compute in the weights' own type",
     "bf16_full_eval": "evaluations compute in the weights' own type",
     "deepspeed": "fxpipe divides the model itself: take it out",
@@ -131,13 +129,8 @@ def refuse(args: Any) -> None:
     found = [f"{name}={getattr(args, name)!r}: {cure}" for name, cure in REFUSED.items() if getattr(args, name, None)]
     if str(args.optim.value) not in OPTIMIZERS:
         found.append(f"optim={args.optim.value!r}: take one of {', '.join(OPTIMIZERS)}, or write optimizer() yourself")
-    if args.load_best_model_at_end and args.greater_is_better and best_metric(args).lower().endswith(SMALLER):
-        name = best_metric(args)
-        found.append(f"greater_is_better=True: {name!r} is better where it is smaller; call the metric otherwise")
     if args.lr_scheduler_type.value == "greedy":
         found.append(f"lr_scheduler_type={args.lr_scheduler_type.value!r}: a schedule must not wait for evaluations")
-    if args.save_strategy.value == "best":
-        found.append("save_strategy='best': save by steps or epochs")
     if found:
         raise TaskError(
             "TrainingArguments ask for what a pipeline does not do", hint="take it out:\n    " + "\n    ".join(found)
@@ -149,8 +142,14 @@ def best_metric(args: Any) -> str:
     return str(args.metric_for_best_model or "loss").removeprefix("eval_")
 
 
-def unheard(args: Any) -> Iterator[str]:
+def unheard(args: Any, callbacks: Sequence[Any]) -> Iterator[str]:
     """Each argument that is not the default and that nothing here follows, with what to do instead."""
+    stops = _early_stopping(callbacks)
+    for each in callbacks:
+        if stops is None or _kind(each) is not type(stops):
+            yield f"{_kind(each).__name__} of Trainer is not called: a model file has on_step, on_eval and on_epoch"
+    if stops is not None and stops.early_stopping_threshold:
+        yield "early_stopping_threshold is --min-delta: more than that over the last improvement, not over the best"
     for field in dataclasses.fields(args):
         if field.name not in UNHEARD:
             continue
@@ -162,37 +161,67 @@ def unheard(args: Any) -> Iterator[str]:
         yield "Trainer draws this order of samples from the same random numbers as dropout: here it is another one"
 
 
-def commands(args: Any, updates: Callable[[], int]) -> tuple[str, str]:
-    """The options of `fxpipe compile` and of `fxpipe run` by which they do what `TrainingArguments` say.
+def compile_options(args: Any, pads: bool) -> dict[str, Any]:
+    """The options of a compile by which it does what `TrainingArguments` say.
 
     Args:
-        updates: how many there are, where they are no whole epochs.
+        pads: lengths differ from batch to batch, and padding makes few of them.
     """
-    make, train = ["--seed", str(args.seed)], []
-    if args.gradient_accumulation_steps > 1:
-        make += ["--microbatches", str(args.gradient_accumulation_steps)]
-    if args.bf16:
-        make += ["--autocast", "bf16"]
-    if args.device.type == "cuda":
-        make += ["--device", "cuda"]
-    if args.max_steps > 0:
-        train += ["--steps", str(args.max_steps)]
-    elif args.num_train_epochs == int(args.num_train_epochs):
-        train += ["--epochs", str(int(args.num_train_epochs))]
-    else:
-        train += ["--steps", str(updates())]
-    train += ["--seed", str(args.seed)]
-    if args.max_grad_norm:
-        train += ["--clip-norm", str(args.max_grad_norm)]
-    train += _every("--eval-every", args.eval_strategy.value, args.eval_steps)
-    if args.load_best_model_at_end:
-        train.append(f"--save-best={'' if args.greater_is_better else '-'}{best_metric(args)}")
-    saves = _every("--checkpoint-every", args.save_strategy.value, args.save_steps)
-    train += [*saves, "--keep", str(args.save_total_limit)] if saves and args.save_total_limit else saves
-    return shlex.join(make), shlex.join(train)  # without output_dir: that has checkpoints of Trainer's own
+    accumulated = args.gradient_accumulation_steps
+    return {
+        "seed": args.seed,
+        "microbatches": accumulated if accumulated > 1 else None,
+        "autocast": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+        "device": "cuda" if args.device.type == "cuda" else None,
+        "pad_to": 64 if pads else None,
+    }
 
 
-def _every(option: str, strategy: str, steps: float | None) -> list[str]:
-    if strategy == "steps" and steps and steps >= 1:
-        return [option, str(int(steps))]
-    return [option, "epoch"] if strategy == "epoch" else []
+def run_options(args: Any, callbacks: Sequence[Any], evaluates: bool, updates: Callable[[], int]) -> dict[str, Any]:
+    """The options of its runs, without `output_dir`: that has checkpoints of Trainer's own.
+
+    Args:
+        callbacks: Trainer's.
+        evaluates: there is something to evaluate.
+        updates: counts those of the whole training.
+    """
+    epochs = args.num_train_epochs
+    whole = args.max_steps <= 0 and epochs == int(epochs)
+    found = {
+        "seed": args.seed,
+        "epochs": int(epochs) if whole else None,
+        "steps": None if whole else updates(),
+        "clip_norm": args.max_grad_norm or None,
+        "checkpoint_every": _every(args.save_strategy.value, args.save_steps, updates),
+    }
+    if found["checkpoint_every"] and args.save_total_limit:
+        found["keep"] = args.save_total_limit
+    if not evaluates:
+        return found
+    found["eval_every"] = _every(args.eval_strategy.value, args.eval_steps, updates)
+    best = f"{'+' if args.greater_is_better else '-'}{best_metric(args)}"
+    if args.load_best_model_at_end or args.save_strategy.value == "best":
+        found["save_best"] = best
+    if (stops := _early_stopping(callbacks)) is not None:
+        found |= {"patience": stops.early_stopping_patience, "patience_metric": best}
+        found["min_delta"] = stops.early_stopping_threshold or None
+    return found
+
+
+def _every(strategy: str, steps: float | None, updates: Callable[[], int]) -> str | None:
+    """How often, as the options say it; fewer steps than 1 are a share of all."""
+    if strategy == "steps" and steps:
+        return str(int(steps) if steps >= 1 else math.ceil(steps * updates()))
+    return "epoch" if strategy == "epoch" else None
+
+
+def _early_stopping(callbacks: Sequence[Any]) -> Any:
+    """The first EarlyStoppingCallback, which may be given as its class; None if there is none."""
+    for each in callbacks:
+        if any(kind.__name__ == "EarlyStoppingCallback" for kind in _kind(each).__mro__):
+            return each() if isinstance(each, type) else each
+    return None
+
+
+def _kind(callback: Any) -> type:
+    return callback if isinstance(callback, type) else type(callback)

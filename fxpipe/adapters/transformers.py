@@ -1,8 +1,8 @@
 """What one gives to the Trainer of Hugging Face transformers, as the hooks of a model file.
 
-globals().update(trainer_hooks(model=make, args=lambda: TrainingArguments(...), train_dataset=..., data_collator=...))
+globals().update(trainer_hooks(model=make, args=lambda: TrainingArguments(...), train_dataset=..., compute_metrics=...))
 
-fxpipe compile model.py -n 2 -o build/ && fxpipe run build/ --epochs 3 --clip-norm 1.0
+fxpipe compile model.py -n 2 -o build/ && fxpipe run build/
 python -m fxpipe.adapters.transformers model.py out/model.safetensors trained/
 """
 
@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader
 
 from fxpipe.adapters.epochs import Epochs, epochs
 from fxpipe.adapters.said_once import is_first_process
-from fxpipe.adapters.trainer import best_metric, commands, in_order, refuse, unheard
+from fxpipe.adapters.trainer import best_metric, compile_options, in_order, refuse, run_options, unheard
 from fxpipe.errors import TaskError
-from fxpipe.messages import say, warn
+from fxpipe.messages import warn
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import load_task
 
@@ -45,33 +45,39 @@ def trainer_hooks(
     train_dataset: Any,
     eval_dataset: Any = None,
     data_collator: Callable[[list[Any]], Any] | None = None,
+    processing_class: Any = None,
+    compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+    callbacks: Sequence[Any] = (),
     metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None,
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, Any]:
     """The hooks that train as `Trainer(model_init=model, args=args(), ...)` would.
 
     A minibatch is what Trainer makes one update of: `gradient_accumulation_steps` batches. The optimizer has Trainer's
-    groups and rates, and each epoch Trainer's order of samples. What belongs to the commands, such as epochs and
-    clipping, is said on stderr, with the options.
+    groups and rates, and each epoch Trainer's order of samples. What belongs to a compile or a run, such as epochs,
+    clipping, evaluations and the best weights, is an option of it where the command line does not say otherwise.
 
     Args:
         model: makes a new model, as `model_init` does; a PeftModel is fine.
         args: makes TrainingArguments. Made in a file that workers load, they would take each for one of several
             processes that train together, and wait for the others.
         train_dataset, eval_dataset: as Trainer takes them.
-        data_collator: as Trainer takes it. Where it pads batches to several lengths, `--pad-to` makes few of them: what
-            is appended follows from its tokenizer, if that pads at the right.
+        data_collator, processing_class: as Trainer takes them. Where the collator pads batches to several lengths,
+            `--pad-to` makes few of them: what is appended follows from its tokenizer, if that pads at the right.
+        compute_metrics, preprocess_logits_for_metrics: as Trainer takes them: evaluations gather all predictions.
+        callbacks: of Trainer's, EarlyStoppingCallback; others are named and not called.
         metrics: what a batch is evaluated to, by name, instead of its loss. Means over batches are taken of them.
-            `compute_metrics` of Trainer sees all predictions at once: call it afterwards, by Trainer's `evaluate()` of
-            what `save_pretrained` has written.
 
     Raises:
         TaskError: the arguments ask for what a pipeline does not do.
     """
-    from transformers import Trainer, default_data_collator, get_scheduler
+    from transformers import DataCollatorWithPadding, Trainer, default_data_collator, get_scheduler
     from transformers.trainer_pt_utils import get_parameter_names
 
     args = _arguments(args)
     collator = data_collator or default_data_collator
+    if data_collator is None and hasattr(processing_class, "pad"):
+        collator = DataCollatorWithPadding(processing_class)
 
     @functools.cache
     def skeleton() -> nn.Module:
@@ -127,15 +133,26 @@ def trainer_hooks(
 
     def measured(model: nn.Module, batch: Any) -> Mapping[str, Any]:
         with problem_type_kept(model):
+            if compute_metrics is not None and metrics is None:
+                return predictions_of(model, batch, args.label_names, preprocess_logits_for_metrics)
             return (metrics or loss_alone)(model, batch)
 
-    hooks: dict[str, Callable[..., Any]] = {"model": make_model, "loss": loss_of, "train_data": train_data}
+    def of_all(gathered: dict[str, list[Tensor]]) -> Mapping[str, Any]:
+        assert compute_metrics is not None
+        return computed(compute_metrics, gathered)
+
+    hooks: dict[str, Any] = {"model": make_model, "loss": loss_of, "train_data": train_data}
     hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
     tokenizer: Any = getattr(collator, "tokenizer", None)
     if getattr(tokenizer, "pad_token_id", None) is not None and tokenizer.padding_side == "right":
         hooks["pad"] = functools.partial(pad_values, tokenizer)
-    _say_what_is_left(args, collator, "pad" in hooks, lambda: updates(args, train_data()))
-    return hooks if eval_dataset is None else hooks | {"eval_data": eval_data, "metrics": measured}
+    if eval_dataset is not None:
+        hooks |= {"eval_data": eval_data, "metrics": measured}
+        hooks |= {"metrics_of_all": of_all} if compute_metrics is not None and metrics is None else {}
+    _say_what_is_left(args, callbacks, collator, "pad" in hooks)
+    options = run_options(args, callbacks, eval_dataset is not None, lambda: updates(args, train_data()))
+    given = compile_options(args, longest(collator) and "pad" in hooks)
+    return {**hooks, "compile_options": given, "run_options": options}
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -171,6 +188,59 @@ def pad_values(tokenizer: Any, batch: Mapping[str, Any]) -> dict[str, int]:
 def loss_alone(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """The metrics where none are given."""
     return {"loss": loss_of(model, batch)}
+
+
+def predictions_of(
+    model: nn.Module, batch: Any, label_names: Sequence[str] | None, preprocess: Callable[[Any, Any], Any] | None
+) -> dict[str, Tensor]:
+    """The loss of a batch, and what Trainer would give `compute_metrics` of it: predictions and labels."""
+    from transformers.utils import find_labels
+
+    made = model(**batch)
+    plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    config = getattr(plain, "config", None)
+    ignored = {"loss", *(getattr(config, "keys_to_ignore_at_inference", None) or ())}
+    parts = [v for n, v in made.items() if n not in ignored] if isinstance(made, dict) else list(made[1:])
+    labels = [batch[name] for name in label_names or find_labels(type(plain)) if name in batch]
+    logits, targets = (each[0] if len(each) == 1 else tuple(each) for each in (parts, labels))
+    if preprocess is not None:
+        logits = preprocess(logits, targets)
+    found = {"loss": made["loss"] if isinstance(made, dict) else made[0]}
+    return found | dict(_parts(PREDICTIONS, logits)) | dict(_parts(LABELS, targets))
+
+
+PREDICTIONS, LABELS = "predictions", "labels"
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested tuples, by names that say where."""
+    if isinstance(value, Tensor):
+        yield name, value
+    else:
+        for number, part in enumerate(value):
+            yield from _parts(f"{name}.{number}", part)
+
+
+def computed(
+    compute_metrics: Callable[[Any], Mapping[str, Any]], gathered: Mapping[str, list[Tensor]]
+) -> dict[str, Any]:
+    """What `compute_metrics` makes of all predictions, as Trainer gives them: joined, padded with -100."""
+    from transformers import EvalPrediction
+    from transformers.trainer_pt_utils import EvalLoopContainer
+
+    def whole(name: str) -> Any:
+        if name in gathered:
+            held = EvalLoopContainer(do_nested_concat=True, padding_index=-100)
+            for tensor in gathered[name]:
+                held.add(tensor)
+            return held.get_arrays()
+        parts: list[Any] = []
+        while any(known == f"{name}.{len(parts)}" or known.startswith(f"{name}.{len(parts)}.") for known in gathered):
+            parts.append(whole(f"{name}.{len(parts)}"))
+        return tuple(parts)
+
+    found = compute_metrics(EvalPrediction(predictions=whole(PREDICTIONS), label_ids=whole(LABELS)))
+    return {name.removeprefix("eval_"): value for name, value in found.items()}
 
 
 def updates(args: Any, data: Any) -> int:
@@ -222,20 +292,16 @@ def _columns(model: nn.Module, args: Any) -> set[str]:
     return {*inspect.signature(plain.forward).parameters, "label", "label_ids", *(args.label_names or ["labels"])}
 
 
-def _say_what_is_left(args: Any, collator: Any, pads: bool, steps: Callable[[], int]) -> None:
+def _say_what_is_left(args: Any, callbacks: Sequence[Any], collator: Any, pads: bool) -> None:
     if not is_first_process():
         return
-    for line in unheard(args):
+    for line in unheard(args, callbacks):
         warn(line)
     if longest(collator) and not pads:
         warn(
             f"{type(collator).__name__} pads each batch to its longest sample, and a build has stages for each length: "
             "where lengths differ, give padding='max_length' and max_length"
         )
-    make, train = commands(args, steps)
-    if longest(collator) and pads:
-        make += " --pad-to 64"
-    say(f"TrainingArguments, as options: fxpipe compile {make}; fxpipe run {train}")
 
 
 def longest(collator: Any) -> bool:

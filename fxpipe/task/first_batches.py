@@ -59,14 +59,32 @@ def batch_sizes(data: Any) -> tuple[int | None, int | None]:
         if hasattr(own, "batch_sizes"):
             found: tuple[int | None, int | None] = own.batch_sizes()
             return found
+    plain = plain_sampler(data)
+    return (None, None) if plain is None else joined_sizes(plain)
+
+
+def plain_sampler(data: Any) -> BatchSampler | None:
+    """What makes the batches of a DataLoader, where it is torch's own."""
+    sampler = data.batch_sampler if isinstance(data, DataLoader) else None
     plain = type(sampler).__name__ == "BatchSampler"  # torch's, or torchdata's
-    return joined_sizes(sampler, 1) if isinstance(sampler, BatchSampler) and plain else (None, None)
+    return sampler if isinstance(sampler, BatchSampler) and plain else None
 
 
-def joined_sizes(sampler: BatchSampler, joined: int) -> tuple[int | None, int | None]:
-    """The same where so many of a sampler's batches make one; the last of an epoch may be of fewer."""
+def at_most(length: int, most: int | float | None) -> int:
+    """How many of so many batches an epoch has: at most a number of them, or a share."""
+    return length if most is None else int(most * length) if isinstance(most, float) else min(most, length)
+
+
+def joined_sizes(
+    sampler: BatchSampler, joined: int = 1, most: int | float | None = None
+) -> tuple[int | None, int | None]:
+    """As `batch_sizes`, where so many of a sampler's batches make one; the last of an epoch may be of fewer.
+
+    Args:
+        most: as of `at_most`, of the sampler's batches.
+    """
     try:
-        samples, batches = len(sampler.sampler), len(sampler)  # type: ignore[arg-type]
+        samples, batches = len(sampler.sampler), at_most(len(sampler), most)  # type: ignore[arg-type]
     except TypeError:
         return None, None
     size = joined * sampler.batch_size

@@ -135,6 +135,249 @@ def test_a_pipeline_trains_as_lightning_does(
         assert len({rate for rate in rates if rate is not None}) > 1
 
 
+WHOLE = """\
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics import AUROC, Accuracy, F1Score, MeanMetric, MetricCollection
+
+from fxpipe.adapters.lightning import lightning_hooks
+
+
+class Classifier(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+        kind = {"task": "multiclass", "num_classes": 3}
+        self.seen, self.macro, self.by_hand = (Accuracy(**kind, average=a) for a in ("micro", "macro", "micro"))
+        self.auroc, self.mean = AUROC(**kind), MeanMetric()
+        self.several = MetricCollection({"f1": F1Score(**kind), "acc": Accuracy(**kind)}, prefix="several_")
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        self.seen(logits, y)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return F.cross_entropy(logits, y)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        self.log("val_loss", F.cross_entropy(logits, y).reshape(1))
+        self.macro(logits, y)
+        self.log("macro", self.macro)
+        self.log("mean_of_batches", self.auroc(logits, y))
+        self.mean.update(logits.abs().mean(), weight=len(x))
+        self.log("mean", self.mean)
+        self.several.update(logits, y)
+        self.log_dict(self.several)
+        self.by_hand.update(logits.argmax(1), y)
+
+    def on_validation_epoch_end(self):
+        self.log("by_hand", self.by_hand.compute())
+        self.by_hand.reset()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        steps = self.trainer.estimated_stepping_batches
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, steps)
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+
+class Points(L.LightningDataModule):
+    def setup(self, stage):
+        x = torch.randn(520, 8, generator=torch.Generator().manual_seed(0))
+        self.points = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+
+    def train_dataloader(self):
+        some = torch.utils.data.Subset(self.points, range(400))
+        return torch.utils.data.DataLoader(some, 32, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(torch.utils.data.Subset(self.points, range(400, 520)), 32)
+
+
+def settings():
+    return {
+        "max_epochs": 8,
+        "gradient_clip_val": 0.5,
+        "accelerator": "cpu",
+        "callbacks": [
+            EarlyStopping("macro", mode="max", patience=2, min_delta=0.05),
+            ModelCheckpoint("OUT", monitor="several_f1", mode="max", save_weights_only=True),
+        ],
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+
+
+globals().update(lightning_hooks(Classifier, data=Points, **settings()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_whole_run_is_that_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 rows in batches of 32, clipping, a schedule, metrics of torchmetrics, an early end, the best weights."""
+    import lightning
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(WHOLE.replace("OUT", str(tmp_path / "lightning")))
+    made = fxpipe("compile", "model.py", "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
+    assert made.code == 0, made.err
+    assert made.err.count("training_step logs 'seen': a metric of torchmetrics adds up over an epoch's batches") == 1
+    found = fxpipe("run", "build", "--threads", 1, "--out", "out", "--json").json
+    module = runpy.run_path("model.py")
+    model, losses, metrics = module["Classifier"](), list[float](), list[dict[str, float]]()
+    model.load_state_dict(load_file("build/weights.safetensors"))
+
+    class Kept(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            metrics.append({name: float(value) for name, value in trainer.callback_metrics.items() if name != "seen"})
+
+    settings = module["settings"]()
+    trainer = lightning.Trainer(
+        **{**settings, "callbacks": [*settings["callbacks"], Kept()]}, num_sanity_val_steps=0, default_root_dir=tmp_path
+    )
+    trainer.fit(model, module["Points"]())
+    assert len(losses) % 13 == 0
+    assert 13 * 3 <= len(losses) < 13 * 8
+    assert found["stopped"] == "patience"
+    assert len(losses) < found["steps"] <= len(losses) + 13
+    assert found["losses"][: len(losses)] == pytest.approx(losses, rel=1e-4)
+    evaluations = [each["metrics"] for each in found["evaluations"] if each["step"] <= len(losses)]
+    for mine, its in zip(evaluations, metrics, strict=True):
+        assert mine == pytest.approx(its, abs=1e-4)
+    stored = torch.load(settings["callbacks"][1].best_model_path)["state_dict"]
+    for name, value in load_file("out/best.safetensors").items():
+        torch.testing.assert_close(value, stored[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_updates_have_the_batches_of_the_trainer(accumulated: int, tmp_path: Path) -> None:
+    """Limits, accumulation, and a last update of fewer batches, of which the last is smaller."""
+    from fxpipe.adapters.lightning import lightning_hooks
+    from fxpipe.task.first_batches import batch_sizes
+
+    module = runpy.run_path(str(written(tmp_path, SGD)))
+    for limits, sizes in (({}, [8] * 9 + [4]), ({"limit_train_batches": 5}, [8] * 5)):
+        hooks = lightning_hooks(
+            module["Classifier"], data=module["Points"], accumulate_grad_batches=accumulated, max_epochs=3, **limits
+        )
+        joined = [sum(sizes[at : at + accumulated]) for at in range(0, len(sizes), accumulated)]
+        for _ in range(2):
+            assert [len(batch[0]) for batch in hooks["train_data"]()] == joined
+        last = joined[-1] if joined[-1] < joined[0] else None
+        assert batch_sizes(hooks["train_data"]()) == (8 * accumulated, last)
+        assert hooks["compile_options"]["microbatches"] == (None if accumulated == 1 else accumulated)
+
+
+def options(**settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of a compile and of runs that a Trainer's settings give, without those that are None."""
+    from fxpipe.adapters.lightning_trainer import TrainerSettings
+
+    class LightningModule:
+        __module__ = "lightning.pytorch.core.module"
+
+    made = TrainerSettings.of(settings, LightningModule)
+    given = made.compile_options(), made.run_options(True, lambda: 13)
+    compiled, runs = ({name: value for name, value in each.items() if value is not None} for each in given)
+    return compiled, runs
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiled", "runs"),
+    [
+        ({}, {}, {"eval_every": "epoch"}),
+        ({"max_steps": 20}, {}, {"steps": 20, "eval_every": "epoch"}),
+        ({"max_steps": 200, "max_epochs": 3}, {}, {"steps": 39, "eval_every": "epoch"}),
+        ({"max_epochs": 3, "gradient_clip_val": 0.5}, {}, {"epochs": 3, "clip_norm": 0.5, "eval_every": "epoch"}),
+        (
+            {"precision": "bf16-mixed", "accelerator": "gpu"},
+            {"autocast": "bf16", "device": "cuda"},
+            {"eval_every": "epoch"},
+        ),
+        ({"precision": 16, "accelerator": "cpu"}, {"autocast": "fp16", "device": "cpu"}, {"eval_every": "epoch"}),
+        ({"check_val_every_n_epoch": 2}, {}, {"eval_every": 26}),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 5}, {}, {"eval_every": 5}),
+        ({"val_check_interval": 1.0}, {}, {"eval_every": "epoch"}),
+        ({"accumulate_grad_batches": 2, "val_check_interval": 26}, {"microbatches": 2}, {"eval_every": 13}),
+    ],
+    ids=str,
+)
+def test_settings_are_options(settings: dict[str, Any], compiled: dict[str, Any], runs: dict[str, Any]) -> None:
+    assert options(**settings) == (compiled, runs)
+
+
+def test_callbacks_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    stops = EarlyStopping("val_acc", mode="max", patience=4, min_delta=0.1)
+    saves = ModelCheckpoint(monitor="val_loss")
+    compiled, runs = options(callbacks=[stops, saves])
+    assert compiled == {"seed": 7}
+    assert runs == {
+        **{"seed": 7, "eval_every": "epoch", "save_best": "-val_loss"},
+        **{"patience": 4, "patience_metric": "+val_acc", "min_delta": 0.1},
+    }
+    for saves, every in (
+        (ModelCheckpoint(), "epoch"),
+        (ModelCheckpoint(every_n_train_steps=50), "50"),
+        (ModelCheckpoint(every_n_epochs=2), "26"),
+        (ModelCheckpoint(train_time_interval=timedelta(minutes=2)), "120s"),
+    ):
+        assert options(callbacks=saves)[1] == {"eval_every": "epoch", "seed": 7, "checkpoint_every": every, "keep": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_epoch": 3}, "Trainer takes no 'max_epoch', did you mean 'max_epochs'"),
+        ({"fast_dev_run": True}, "fast_dev_run=True: fxpipe run --steps N"),
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "gradients are clipped by their norm"),
+        ({"precision": "64-true"}, "precision='64-true'"),
+        ({"val_check_interval": 0.3}, "is no whole number of steps"),
+        ({"val_check_interval": 5}, "is no whole number of steps"),
+    ],
+)
+def test_settings_that_would_train_otherwise_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(TaskError) as refused:
+        options(**settings)
+    assert said in str(refused.value)
+
+
+def test_averaging_callbacks_are_refused_and_others_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch.callbacks import Callback, RichProgressBar, StochasticWeightAveraging, Timer
+
+    from fxpipe.adapters.lightning import lightning_hooks
+
+    with pytest.raises(TaskError, match="StochasticWeightAveraging: fxpipe run --ema"):
+        options(callbacks=[StochasticWeightAveraging(0.1)])
+
+    class Own(Callback):
+        pass
+
+    module = runpy.run_path(str(written(tmp_path, SGD)))
+    capsys.readouterr()
+    callbacks = [Own(), Timer(), RichProgressBar()]
+    lightning_hooks(module["Classifier"], data=module["Points"], max_time="00:01:00:00", devices=4, callbacks=callbacks)
+    said = capsys.readouterr().err
+    for line in ("Own of Trainer is not called", "Timer of Trainer is not called", "max_time='00:01:00:00' of Trainer"):
+        assert said.count(line) == 1
+    assert "devices=4 of Trainer is not followed: fxpipe compile -n N --dp R" in said
+    assert "RichProgressBar" not in said
+
+
 SHUFFLED = """\
         generator = torch.Generator().manual_seed(3)
         return torch.utils.data.DataLoader(self.points, 8, shuffle=True, generator=generator)
@@ -236,13 +479,10 @@ def test_methods_that_are_not_called_are_named_once(
     assert capsys.readouterr().err == ""
 
 
-def test_a_metric_that_adds_up_is_refused() -> None:
+def test_a_step_that_logs_nothing_is_refused() -> None:
     from fxpipe.adapters.lightning_steps import metrics_of
 
     model = nn.Linear(2, 2)
-    model.validation_step = lambda batch: model.log("acc", nn.Identity())
-    with pytest.raises(TaskError, match="adds up over batches"):
-        metrics_of(model, None)
     model.validation_step = lambda batch: None
     with pytest.raises(TaskError, match="logged nothing"):
         metrics_of(model, None)

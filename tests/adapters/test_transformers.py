@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import sys
 from dataclasses import replace
@@ -95,11 +96,11 @@ def test_a_pipeline_trains_as_trainer_does(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path)
-    made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
+    made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "-o", "build", *QUICK)
     assert made.code == 0, made.err
-    assert "fxpipe run --steps 8 --seed 42 --clip-norm 1.0\n" in made.err
+    assert "model.py gives --seed 42 --microbatches 2; runs get --seed 42 --steps 8 --clip-norm 1.0\n" in made.err
     assert "config.problem_type" not in made.err
-    run = ("run", "build", "--steps", 8, "--clip-norm", 1.0, "--threads", 1, "--json")
+    run = ("run", "build", "--threads", 1, "--json")
     summary = fxpipe(*run, "--out", tmp_path / "out").json
     trainer = by_trainer(runpy.run_path(str(path)), load_file("build/weights.safetensors"))
     losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
@@ -230,11 +231,6 @@ def test_columns_that_forward_does_not_take_are_left_out(tmp_path: Path) -> None
             ["neftune_noise_alpha=0.1", "label_smoothing_factor=0.1"],
         ),
         ('optim="galore_adamw", optim_target_modules=["attn"]', ["optim='galore_adamw'", "optim_target_modules"]),
-        (
-            'load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, eval_strategy="epoch", '
-            'save_strategy="epoch"',
-            ["'loss' is better where it is smaller"],
-        ),
     ],
 )
 def test_what_a_pipeline_does_not_do_is_refused(more: str, said: list[str], tmp_path: Path) -> None:
@@ -244,23 +240,210 @@ def test_what_a_pipeline_does_not_do_is_refused(more: str, said: list[str], tmp_
         assert text in str(refused.value)
 
 
-def test_the_best_model_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = 'load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch", metric_for_best_model="METRIC"'
-    for metric, said in (("eval_loss", "--save-best=-loss "), ("accuracy", "--save-best=accuracy ")):
-        path = written(tmp_path, more.replace("METRIC", metric))
-        runpy.run_path(str(path.rename(tmp_path / f"{metric}.py")))
-        assert said in capsys.readouterr().err
+def given(tmp_path: Path, more: str, callbacks: str = "[]") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a compile and of runs that TrainingArguments give, without those that are None."""
+    path = written(tmp_path, more)
+    path.write_text(
+        path.read_text()
+        .replace("eval_dataset=held_out)", f"eval_dataset=held_out, callbacks={callbacks})")
+        .replace("import BertConfig", "import EarlyStoppingCallback, PrinterCallback, BertConfig")
+    )
+    module = runpy.run_path(str(path))
+    found = ({n: v for n, v in module[name].items() if v is not None} for name in ("compile_options", "run_options"))
+    compiled, runs = found
+    return compiled, runs
+
+
+RUNS = {"seed": 42, "steps": 8, "clip_norm": 1.0}
+BEST = 'load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch"'
+
+
+@pytest.mark.parametrize(
+    ("more", "callbacks", "compiled", "runs"),
+    [
+        ("", "[]", {}, {}),
+        ("bf16=True, seed=3", "[]", {"autocast": "bf16", "seed": 3}, {"seed": 3}),
+        ("max_grad_norm=0.0", "[]", {}, {"clip_norm": None}),
+        ('eval_strategy="steps", eval_steps=4', "[]", {}, {"eval_every": "4"}),
+        ('eval_strategy="steps", eval_steps=0.3', "[]", {}, {"eval_every": "3"}),
+        (
+            'save_strategy="steps", save_steps=3, save_total_limit=2',
+            "[]",
+            {},
+            {"checkpoint_every": "3", "keep": 2},
+        ),
+        (
+            f'{BEST}, metric_for_best_model="eval_loss"',
+            "[EarlyStoppingCallback(3)]",
+            {},
+            {
+                **{"eval_every": "epoch", "checkpoint_every": "epoch", "save_best": "-loss"},
+                **{"patience": 3, "patience_metric": "-loss"},
+            },
+        ),
+        (
+            f'{BEST}, metric_for_best_model="loss", greater_is_better=True',
+            "[EarlyStoppingCallback]",
+            {},
+            {
+                **{"eval_every": "epoch", "checkpoint_every": "epoch", "save_best": "+loss"},
+                **{"patience": 1, "patience_metric": "+loss"},
+            },
+        ),
+        (
+            'save_strategy="best", eval_strategy="epoch", metric_for_best_model="accuracy"',
+            "[]",
+            {},
+            {"eval_every": "epoch", "save_best": "+accuracy"},
+        ),
+    ],
+)
+def test_arguments_are_options(
+    more: str, callbacks: str, compiled: dict[str, Any], runs: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = ({"seed": 42, "microbatches": 2} | compiled, {n: v for n, v in (RUNS | runs).items() if v is not None})
+    assert given(tmp_path, more, callbacks) == expected
 
 
 def test_what_is_not_followed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = 'bf16=True, eval_delay=7, eval_strategy="steps", eval_steps=4'
-    runpy.run_path(str(written(tmp_path, more).rename(tmp_path / "other.py")))
+    more = 'eval_delay=7, eval_strategy="epoch"'
+    given(tmp_path, more, "[PrinterCallback, EarlyStoppingCallback(2, 0.1)]")
     said = capsys.readouterr().err
     assert (
         "warning: eval_delay=7 of TrainingArguments is not followed: evaluations begin with the first interval" in said
     )
-    assert "fxpipe compile --seed 42 --microbatches 2 --autocast bf16" in said
-    assert "--eval-every 4" in said
+    assert said.count("PrinterCallback of Trainer is not called") == 1
+    assert "early_stopping_threshold is --min-delta" in said
+    assert "EarlyStoppingCallback" not in said
+
+
+WHOLE = """\
+import torch
+from transformers import BertConfig, BertForSequenceClassification, EarlyStoppingCallback, TrainingArguments
+
+from fxpipe.adapters.transformers import trainer_hooks
+
+
+def make():
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_labels=3,
+                        intermediate_size=64, max_position_embeddings=16, hidden_dropout_prob=0.0,
+                        attention_probs_dropout_prob=0.0)
+    return BertForSequenceClassification(config)
+
+
+def samples(count, seed):
+    ids = torch.randint(64, (count, 12), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": int(row[0]) % 3} for row in ids]
+
+
+def make_args():
+    return TrainingArguments(
+        output_dir="trainer", num_train_epochs=6, per_device_train_batch_size=32, per_device_eval_batch_size=32,
+        learning_rate=3e-3, weight_decay=0.01, warmup_steps=0.1, lr_scheduler_type="cosine", max_grad_norm=0.5,
+        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="f1",
+        use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1,
+    )
+
+
+def compute_metrics(evaluated):
+    logits, labels = evaluated
+    found = logits.argmax(-1)
+    right = [((found == k) & (labels == k)).sum() for k in range(3)]
+    f1 = [2 * right[k] / max(1, (found == k).sum() + (labels == k).sum()) for k in range(3)]
+    return {"f1": sum(f1) / 3, "accuracy": (found == labels).mean()}
+
+
+def given():
+    return {"train_dataset": samples(400, 0), "eval_dataset": samples(120, 1), "compute_metrics": compute_metrics,
+            "callbacks": [EarlyStoppingCallback(2)]}
+
+
+globals().update(trainer_hooks(model=make, args=make_args, **given()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_whole_run_is_that_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 rows in batches of 32, warm-up, clipping, `compute_metrics`, an early end, the best weights."""
+    from safetensors.torch import load_file
+    from transformers import Trainer
+
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(WHOLE)
+    made = fxpipe("compile", "model.py", "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
+    assert made.code == 0, made.err
+    found = fxpipe("run", "build", "--threads", 1, "--out", "out", "--json").json
+    module = runpy.run_path("model.py")
+    model = module["make"]()
+    model.load_state_dict(load_file("build/weights.safetensors"), strict=False)
+    trainer = Trainer(model=model, args=module["make_args"](), **module["given"]())
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(losses) == 4 * 13
+    assert found["stopped"] == "patience"
+    assert len(losses) < found["steps"] <= len(losses) + 13
+    assert found["losses"][: len(losses)] == pytest.approx(losses, rel=1e-3)
+    rows = [row for row in trainer.state.log_history if "eval_f1" in row]
+    for mine, its in zip(found["evaluations"], rows, strict=False):
+        assert mine["step"] == its["step"]
+        for name in ("loss", "f1", "accuracy"):
+            assert mine["metrics"][name] == pytest.approx(its[f"eval_{name}"], abs=1e-4)
+    assert (found["best"]["step"], found["best"]["value"]) == (
+        trainer.state.best_global_step,
+        pytest.approx(trainer.state.best_metric),
+    )
+    best = load_file("out/best.safetensors")
+    for name, value in trainer.model.state_dict().items():  # those of the best evaluation
+        torch.testing.assert_close(best[name], value, atol=2e-4, rtol=1e-3)
+
+
+def test_predictions_are_joined_as_trainer_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several lengths, of tuples of tensors, and what is preprocessed."""
+    from types import SimpleNamespace
+
+    from transformers import Trainer, TrainingArguments
+
+    from fxpipe.adapters.transformers import trainer_hooks
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(20, 4)
+            self.config = SimpleNamespace(keys_to_ignore_at_inference=["kept"])
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+            hidden = self.embed(input_ids)
+            loss = nn.functional.cross_entropy(hidden.flatten(0, 1), labels.flatten())
+            return {"loss": loss, "logits": hidden, "kept": hidden, "states": (hidden[:, 0], hidden[..., :2])}
+
+    seen: list[Any] = []
+
+    def compute_metrics(evaluated: Any) -> dict[str, float]:
+        seen.append(evaluated)
+        return {"eval_first": float(evaluated.predictions[0].sum())}
+
+    rows = [{"input_ids": torch.arange(n) % 20, "labels": torch.arange(n) % 4} for n in (3, 3, 5, 5, 2)]
+    more: dict[str, Any] = {"eval_dataset": rows, "compute_metrics": compute_metrics}
+    more["preprocess_logits_for_metrics"] = lambda logits, labels: (logits[0].argmax(-1), logits[1])
+
+    def args() -> TrainingArguments:
+        return TrainingArguments(str(tmp_path), per_device_eval_batch_size=2, use_cpu=True, report_to=[])
+
+    model = Tagger()
+    trained = Trainer(model=model, args=args(), **more).evaluate()
+    hooks = trainer_hooks(model=lambda: copy.deepcopy(model), args=args, train_dataset=rows, **more)
+    found = [hooks["metrics"](model.eval(), batch) for batch in hooks["eval_data"]()]
+    gathered = {name: [row[name].detach() for row in found] for name in found[0] if name != "loss"}
+    assert hooks["metrics_of_all"](gathered) == {"first": trained["eval_first"]}
+    its, mine = seen
+    for one, other in zip(
+        (mine.label_ids, mine.predictions[0], *mine.predictions[1]),
+        (its.label_ids, its.predictions[0], *its.predictions[1]),
+        strict=True,
+    ):
+        assert one.shape == other.shape
+        assert (one == other).all()
 
 
 def test_a_collator_that_pads_to_the_longest_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,11 +455,10 @@ def test_a_collator_that_pads_to_the_longest_is_warned_of(capsys: pytest.Capture
         return TrainingArguments(output_dir="out", use_cpu=True, report_to=[], num_train_epochs=0.5)
 
     collator = DataCollatorWithPadding(tokenizer=None)
-    trainer_hooks(model=lambda: nn.Linear(2, 2), args=args, train_dataset=[{}] * 64, data_collator=collator)
-    said = capsys.readouterr().err
-    assert "pads each batch to its longest sample" in said
-    assert "--steps 4 " in said
-    assert "--pad-to" not in said
+    hooks = trainer_hooks(model=lambda: nn.Linear(2, 2), args=args, train_dataset=[{}] * 64, data_collator=collator)
+    assert "pads each batch to its longest sample" in capsys.readouterr().err
+    assert hooks["run_options"]["steps"] == 4
+    assert hooks["compile_options"]["pad_to"] is None
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -300,7 +482,7 @@ def test_what_is_padded_follows_from_the_tokenizer(side: str, capsys: pytest.Cap
     )
     assert ("pad" in hooks) is (side == "right")
     said = capsys.readouterr().err
-    assert ("--pad-to 64;" in said) is (side == "right")
+    assert hooks["compile_options"]["pad_to"] == (64 if side == "right" else None)
     assert ("pads each batch to its longest sample" in said) is (side == "left")
     if side == "right":
         batch = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2), "attention_mask": torch.ones(2, 3)}
@@ -327,7 +509,7 @@ def test_of_a_peft_model_the_adapter_is_trained_and_saved_alone(
     path = written(tmp_path, peft=lora)
     made = fxpipe("compile", path, "-n", 2, "--verify", "-o", "build", *QUICK)
     assert made.code == 0, made.err
-    assert fxpipe("run", "build", "--steps", 8, "--local", "--threads", 1, "--out", "out").code == 0
+    assert fxpipe("run", "build", "--local", "--threads", 1, "--out", "out").code == 0
     monkeypatch.delitem(sys.modules, "fxpipe.adapters.transformers")  # as in a process of its own
     monkeypatch.setattr(sys, "argv", ["", str(path), "out/model.safetensors", "trained"])
     runpy.run_module("fxpipe.adapters.transformers", run_name="__main__")

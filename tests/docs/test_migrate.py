@@ -38,9 +38,7 @@ def test_a_section_has_a_script_a_file_and_what_changes(section: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
-def test_the_model_file_trains(
-    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_model_file_trains(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in NEEDS.get(section, ()):
         pytest.importorskip(package, reason=f"{package} is not installed; `make venv` installs it")
     define_torchvision_ops()
@@ -59,8 +57,7 @@ def test_the_model_file_trains(
         monkeypatch.setattr(sys, "argv", [line[0], *shlex.split(line[1])])
         runpy.run_module(line[0], run_name="__main__")
         assert (tmp_path / "trained" / "model.safetensors").is_file()
-        exec(compile(file(section, "evaluate.py"), "evaluate.py", "exec"), {})
-        assert re.search(r"'eval_f1': [01]\.\d", capsys.readouterr().out)
+        assert 0 <= run.json["evaluation"]["f1"] <= 1
 
 
 def test_the_plain_script_runs(
