@@ -12,7 +12,7 @@ from fxpipe.cli.output import echo, print_columns, stdout_console
 from fxpipe.cli.planned import Say, Source
 
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
-from fxpipe.schedule import OneFOneB, Schedule, kind_of
+from fxpipe.schedule import SCHEDULES, OneFOneB, Schedule, kind_of
 
 if TYPE_CHECKING:
     from fxpipe.plan.cost_records import ScheduleForecast
@@ -35,7 +35,7 @@ def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool 
     named = asked["schedule"] != AUTO and (given or source is not ParameterSource.DEFAULT)
     if named and compare:
         raise click.UsageError(f"--compare compares all schedules: leave --schedule {asked['schedule']} out")
-    if named and asked["synchronous"] and not kind_of(asked["schedule"]).synchronous:
+    if named and asked["synchronous"] and asked["schedule"] in SCHEDULES and not kind_of(asked["schedule"]).synchronous:
         raise not_synchronous(asked["schedule"])
     if not named and asked["schedule"] != AUTO and asked.get("replicas"):
         asked["schedule"] = OneFOneB.name  # of those for different numbers of replicas, the one for any cuts

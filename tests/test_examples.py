@@ -113,6 +113,7 @@ def test_lora_learns_on_pairs_of_lines(tmp_path: Path) -> None:
     [
         ("own_policy.py", ("worker 2: ", "means of 1 seeds", "halfway+down")),
         ("own_codec.py", ("means of 1 seeds", "gradient=signs")),
+        ("own_schedule.py", ("worker 3: ", "eager-1f1b")),
         ("serve_onnx.py", ("from the model's own",)),
         (
             "lightning_adapter.py",

@@ -12,6 +12,7 @@ from fxpipe.ir.program import Program
 from fxpipe.plan.build_folder import WEIGHTS
 from fxpipe.plan.spec import LOSS_WEIGHT, BufferSpec, ParameterSpec, Phase, Plan, StageSpec
 from fxpipe.planner.setting import Setting
+from fxpipe.schedule import lines_of
 from fxpipe.task.batch import tensor_spec
 from fxpipe.task.meta import are_on_meta
 
@@ -67,7 +68,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         batch_norm=program.batch_norm,
         loss_weight=any(b.leaf.name == LOSS_WEIGHT for b in program.batch),
         placement=setting.placement,
-        rows=setting.rows,
+        rows=lines_of(setting.schedule_of(len(stages))),
         replicas=program.replicas,
         meta=are_on_meta([program.values[p.node] for p in program.parameters]),
     )

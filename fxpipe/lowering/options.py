@@ -25,7 +25,7 @@ from fxpipe.policy.option import policy_option
 from fxpipe.policy.recipe import check_shares
 from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text, schedule_text, with_replicas
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.csv_rows import RowsOfText
+from fxpipe.schedule.csv_rows import NAME, RowsOfText
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def options_like(plan: Plan) -> dict[str, Any]:
     """The options of a compile that go on as a plan does: what its runs and its checkpoints depend on."""
     outer = {} if plan.outer is None else {"outer": OUTER, **{f"outer_{n}": v for n, v in asdict(plan.outer).items()}}
     return {
-        "schedule": "\n".join(plan.rows) or plan.schedule,
+        "schedule": "\n".join(plan.rows) if plan.schedule == NAME else plan.schedule,
         "policy": plan.policy,
         "dp": plan.dp,
         **outer,
@@ -129,8 +129,9 @@ class CompileOptions:
         forward_at, backward_at: module paths to cut before, one for each boundary between workers; the planner chooses
             where both are empty, and one of them alone serves both. Where both are given, a path may be repeated: a
             worker between two cuts at one place has nothing to do in that phase.
-        schedule: a name of `fxpipe.schedule.SCHEDULES`, a file in torch's format (`….csv`), or the text of one. 'auto':
-            that which takes least time, with the number of microbatches and the cuts that it takes it with.
+        schedule: a name of `fxpipe.schedule.SCHEDULES`, where registered ones are, too; a file in torch's format
+            (`….csv`), or the text of one. 'auto': that which takes least time, with the number of microbatches and the
+            cuts that it takes it with.
         synchronous: train exactly as one worker would: only schedules with a flush. `compile(…, synchronous=True)`
             without a schedule takes the fastest of them.
         policy: where None, that of `fxpipe.policy.default_for`.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.schedule import SCHEDULES
-from fxpipe.schedule.csv_rows import NAME
 
 LEAST = 0.01
 """The least share of its worker's time for anything to be named."""
@@ -140,7 +139,7 @@ class TimedRun:
         self.workers = {worker.rank: worker for worker in workers}
         self.plans = None if plans is None else dict(zip(self.workers, plans, strict=True))
         self.seconds = seconds
-        self.flushes = schedule == NAME or (schedule in SCHEDULES and SCHEDULES[schedule].synchronous)
+        self.flushes = schedule is not None and (schedule not in SCHEDULES or SCHEDULES[schedule].synchronous)
         self.took = {worker.rank: self._took(worker) for worker in workers}
         apart = () if self.plans else ("predict", "send", "update")
         self.besides: tuple[str, ...] = ("data", "receive", "save", "other", *apart)

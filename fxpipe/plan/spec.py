@@ -455,8 +455,8 @@ class Plan:
         not_evaluated: why the validation hooks could not be cut into stages; '' if they were, or if there are none.
         placement: the rank that each worker runs on: a rank is a process with one device; empty where worker k is on
             rank k. Worker 0 is on rank 0.
-        rows: of a schedule that was read from a file (`schedule` is 'csv'), what each rank does of a minibatch, as the
-            file has it.
+        rows: of a schedule that was read from a file (`schedule` is 'csv'), or that the model file registered, what
+            each rank does of a minibatch.
         weights_codec: what packs the changes of weights that owners send to their readers (`fxpipe.codecs`), with its
             option; '' sends the weights as they are.
         replicas: how many processes each worker has, with the same stage and the same weights; empty where each has

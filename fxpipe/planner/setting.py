@@ -87,7 +87,7 @@ class Setting:
             ScheduleError: an unknown name, or the schedule cannot have so many workers.
         """
         if self.rows:
-            return from_csv("\n".join(self.rows))
+            return from_csv("\n".join(self.rows), title=self.schedule)
         made = make(self.schedule, count, self.microbatches, self.placement if len(self.placement) == count else ())
         return with_replicas(made, self.replicas) if len(self.replicas) == count else made
 

@@ -7,6 +7,8 @@ computed) → versions (which weights every action sees) → check (the user's v
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from fxpipe.errors import ScheduleError, near
 from fxpipe.plan.spec import Plan
 from fxpipe.schedule.action import Action, parse_row
@@ -27,6 +29,72 @@ _KINDS: tuple[type[Schedule], ...] = (
     *(Interleaved, ZeroBubbleV, VHalf, VMin, DualPipeV),
 )
 SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in _KINDS}
+_WORDS = (NAME, "auto")
+"""What `--schedule` takes besides names of schedules."""
+
+_Kind = TypeVar("_Kind", bound=type[Schedule])
+
+
+def register(kind: _Kind) -> _Kind:
+    """A class decorator: from now on, `--schedule` knows this schedule by its name, and a search tries it.
+
+    In a model file, a compile knows it. Its order of actions is written into the plan, so that whatever reads the build
+    knows it, too, without importing the file.
+
+    Raises:
+        ScheduleError: it has no name, or one that means something to fxpipe; or it has no flush: then no minibatch
+            stands alone that a plan could hold.
+    """
+    name = getattr(kind, "name", "")
+    if not isinstance(name, str) or not _is_name(name):
+        raise ScheduleError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", of letters, digits and -')
+    if name in _WORDS or (name in SCHEDULES and _is_own(SCHEDULES[name])):
+        raise ScheduleError(f"there is a schedule '{name}' already", hint=f"another name for {kind.__name__}")
+    if not getattr(kind, "synchronous", False) or kind.late:
+        raise ScheduleError(
+            f"schedule '{name}' has no flush, and a plan holds the actions of one minibatch",
+            hint="synchronous: ClassVar[bool] = True, with all updates before the next minibatch's first forward",
+        )
+    SCHEDULES[name] = kind
+    return kind
+
+
+def _is_name(text: str) -> bool:
+    """Whether a text may be the name of a schedule, of fxpipe's own or of a model file."""
+    return bool(text) and text.replace("-", "").replace("_", "").isalnum()
+
+
+def _is_own(kind: type[Schedule]) -> bool:
+    return kind.__module__.startswith(f"{__name__}.")
+
+
+def lines_of(schedule: Schedule) -> tuple[str, ...]:
+    """What a plan keeps of the rows: nothing of fxpipe's own schedules, which their names say.
+
+    Raises:
+        ScheduleError: the rows of a registered one are wrong, or its code raises an error.
+    """
+    if isinstance(schedule, RowsOfText):
+        return schedule.lines
+    return () if _is_own(type(schedule)) else _checked(schedule).lines
+
+
+def _checked(schedule: Schedule) -> RowsOfText:
+    """A registered schedule as its text, which obeys the laws."""
+    named = f"schedule '{schedule.name}' of {schedule.workers} workers and {schedule.microbatches} microbatches"
+    try:
+        made = from_csv(to_csv(schedule), named, schedule.name)
+    except ScheduleError:
+        raise
+    except Exception as error:
+        where = f"{type(schedule).__module__}.{type(schedule).__name__}"
+        raise ScheduleError(f"{named} raised {type(error).__name__}: {error}", where=where) from error
+    if (made.workers, made.microbatches, made.placement) != (
+        *(schedule.workers, schedule.microbatches),
+        schedule.placement,
+    ):
+        raise ScheduleError(f"{named} has rows of {made.workers} workers and {made.microbatches} microbatches")
+    return made
 
 
 def kind_of(name: str) -> type[Schedule]:
@@ -39,7 +107,8 @@ def kind_of(name: str) -> type[Schedule]:
         return type(made)
     if name not in SCHEDULES:
         raise ScheduleError(
-            f"there is no schedule '{name}'{near(name, SCHEDULES)}", hint=f"one of: {', '.join(SCHEDULES)}"
+            f"there is no schedule '{name}'{near(name, SCHEDULES)}",
+            hint=f"one of: {', '.join(SCHEDULES)}; or, of a compile, one that its model file registers",
         )
     return SCHEDULES[name]
 
@@ -53,7 +122,10 @@ def make(name: str, workers: int, microbatches: int = 1, placement: tuple[int, .
     Raises:
         ScheduleError: no schedule has this name, or it cannot have so many workers or microbatches, there.
     """
-    return kind_of(name)(workers, microbatches, placement)
+    made = kind_of(name)(workers, microbatches, placement)
+    if not _is_own(type(made)):
+        _checked(made)
+    return made
 
 
 def of_text(text: str) -> RowsOfText | None:
@@ -68,15 +140,16 @@ def of_text(text: str) -> RowsOfText | None:
 def schedule_text(text: str) -> str:
     """How `--schedule` is read: a name; or the text of what is in a file, so that no process has to find it again.
 
-    Builds that were made with a file call theirs 'csv', a name for these alone: see `of_plan`.
+    Builds that were made with a file call theirs 'csv', a name for these alone: see `of_plan`. A name that only a model
+    file may know is accepted.
 
     Raises:
         ScheduleError: there is no such schedule, or the file is wrong.
     """
-    if text == NAME:
-        return text
     made = of_text(text)
-    return kind_of(text).name if made is None else to_csv(made)
+    if made is None and text not in SCHEDULES and not _is_name(text):
+        kind_of(text)
+    return text if made is None else to_csv(made)
 
 
 def of_plan(plan: Plan, name: str | None = None) -> Schedule:
@@ -91,7 +164,7 @@ def of_plan(plan: Plan, name: str | None = None) -> Schedule:
             workers with different numbers of replicas.
     """
     if name is None or name == plan.schedule:
-        made = from_csv("\n".join(plan.rows), "the plan's schedule") if plan.rows else None
+        made = from_csv("\n".join(plan.rows), "the plan's schedule", plan.schedule) if plan.rows else None
     else:
         made = of_text(name)
     placement = plan.placement or tuple(range(plan.workers))
@@ -137,11 +210,13 @@ __all__ = [
     "from_csv",
     "grid",
     "kind_of",
+    "lines_of",
     "make",
     "of_plan",
     "of_text",
     "parse_row",
     "read_csv",
+    "register",
     "schedule_text",
     "to_csv",
     "with_replicas",

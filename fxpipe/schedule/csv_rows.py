@@ -43,10 +43,16 @@ class RowsOfText(Table):
 
     Attributes:
         lines: one for each rank, as `to_csv` writes them.
+        title: its name: that of a schedule that a model file registered, if it is one.
     """
 
     name: ClassVar[str] = NAME
     lines: tuple[str, ...] = ()
+    title: str = NAME
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.title)
+        super().__post_init__()
 
     def rows(self) -> list[list[Event]]:
         phases: dict[str, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
@@ -60,7 +66,7 @@ class RowsOfTextApart(RowsOfText):
     weights_apart: ClassVar[bool] = True
 
 
-def from_csv(text: str, where: str = "the schedule") -> RowsOfText:
+def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsOfText:
     """The schedule that a text describes: how many workers, microbatches and ranks there are, it says itself.
 
     Where it has weight gradients apart anywhere, a B that has no W of its own stands for both, one after the other; a B
@@ -68,6 +74,7 @@ def from_csv(text: str, where: str = "the schedule") -> RowsOfText:
 
     Args:
         where: what messages call it.
+        title: its name.
 
     Raises:
         ScheduleError: a cell means nothing, a stage is on two ranks, an action is missing or there twice, actions are
@@ -90,10 +97,10 @@ def from_csv(text: str, where: str = "the schedule") -> RowsOfText:
     written = [",".join(_written(row, apart, own)) for row in cells]
     kind = RowsOfTextApart if apart else RowsOfText
     try:
-        schedule = kind(workers, microbatches, tuple(placement), lines=tuple(written))
+        schedule = kind(workers, microbatches, tuple(placement), lines=tuple(written), title=title)
         play(schedule, read(schedule, 1))
     except ScheduleError as error:
-        error.what = error.what.replace(f"schedule '{NAME}'", where, 1)
+        error.what = error.what.replace(f"schedule '{title}'", where, 1)
         raise
     return schedule
 
