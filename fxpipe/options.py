@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -79,6 +79,27 @@ def flags(options: type[Any]) -> dict[str, Flag]:
     """The flags of a class of options, by field; fields that were not made by `option` have none."""
     fields = [field for field in dataclasses.fields(options) if _FLAG in field.metadata]
     return {field.name: _named(field.metadata[_FLAG], field.name) for field in fields}
+
+
+def unfit(options: type[Any], values: Mapping[str, Any]) -> str | None:
+    """The first of these values that is no value of such an option, as a clause; None if all are.
+
+    Args:
+        values: by field; those of none that `option` made are left out.
+    """
+    for name, flag in flags(options).items():
+        value: Any = values.get(name)
+        if value is None and (flag.default is None or name not in values):
+            continue
+        kind = bool if isinstance(flag.default, bool) else flag.kind if flag.kind in (int, float) else str
+        fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+        if fits and kind in (int, float):
+            least, most = flag.minimum, flag.maximum
+            fits = (least is None or value >= least) and (most is None or value <= most)
+            fits = fits and (flag.above is None or value > flag.above) and (flag.below is None or value < flag.below)
+        if not fits or (flag.choices and value not in flag.choices):
+            return f"{name} is {value!r:.40}"
+    return None
 
 
 def _named(flag: Flag, field: str) -> Flag:

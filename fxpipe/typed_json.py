@@ -173,14 +173,15 @@ def convert(body: Any, kind: type[T], *, lax: bool = False, extra: bool = False)
 
 
 def _refuse_unknown(body: Any, made: Any, place: str) -> None:
-    """Refuse keys of objects that became dataclasses without such a field."""
+    """Refuse keys of objects that became dataclasses, or typed dictionaries, without such a field."""
     if isinstance(body, dict):
-        known = {f.name for f in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else None
+        fields = dataclasses.is_dataclass(made)
+        known = {f.name for f in dataclasses.fields(made)} if fields else set(made)
         for key, inner in body.items():
-            if known is not None and key not in known:
+            if key not in known:
                 raise Malformed(f"there is no {key[:80]!r}{near(key, sorted(known))}", f", {place}")
             if isinstance(inner, (dict, list)):
-                value = made[key] if known is None else getattr(made, key)
+                value = getattr(made, key) if fields else made[key]
                 _refuse_unknown(inner, value, f"{place}.{key}")
     elif isinstance(body, list):
         for i, (inner, value) in enumerate(zip(body, made, strict=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import random
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cached import lowered
+from small_models import CASES
 from traces import written as write_trace
 from written_runs import write_run
 
@@ -187,6 +190,79 @@ def test_a_stage_that_is_not_utf8(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"stage_0\.py cannot be read") as caught:
         fxpipe.load(tmp_path / "build")
     assert caught.value.hint
+
+
+class Own(torch.optim.SGD):
+    """Its attributes are in checkpoints, too."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.count, self.shares = 0, {"all": [torch.ones(2), 0.5]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.count += 1
+        self.shares["all"][0].mul_(0.5)
+
+
+def own_optimizer(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    return Own([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+def adam(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=0.01)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+HOOKS = {"adam": {"optimizer": adam, "lr_scheduler": falling}, "own": {"optimizer": own_optimizer}}
+RESUMED: dict[str, Any] = {"accept_optimizer_per_worker": True, "policy": "spectrain+ef", "clip_norm": 1.0}
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("adam", 6), ("own", 6), *(pytest.param(n, 80, marks=pytest.mark.slow) for n in HOOKS)]
+)
+def test_a_checkpoint_that_was_signed_again(folder: Path, tmp_path: Path, name: str, rounds: int, worker: int) -> None:
+    """What is not what a run writes is refused, or goes on: no traceback, no step with a type that is wrong."""
+    build, batches = fxpipe.load(folder), CASES["function"].batches(8, 8)
+    with build.local(out=tmp_path / "out", checkpoint_every="2", ema=0.9, **HOOKS[name], **RESUMED) as pipeline:
+        for batch in batches[:5]:
+            pipeline.step(batch)
+    whole = tmp_path / "out" / "checkpoints" / "step-4"
+    rng, refused = random.Random(f"{name} {rounds} {worker}"), 0
+    for number in range(rounds):
+        path = tmp_path / f"step-{number}"
+        shutil.copytree(whole, path)
+        file = path / f"worker-0000{worker + 1}-of-00002.json"
+        manifest = json.loads((path / "checkpoint.json").read_text())
+        del manifest["digest"]
+        if rng.random() < 0.2:
+            manifest = damaged(manifest, rng)
+        else:
+            body = json.loads(file.read_text())
+            deep = rng.random() < 0.7
+            body = body | {"optimizer": damaged(body["optimizer"], rng)} if deep else damaged(body, rng)
+            file.write_text(json.dumps(body))
+            content = file.read_bytes()
+            manifest["files"][file.name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        (path / "checkpoint.json").write_text(signed(manifest))
+        error: Exception | None = None
+        try:
+            with build.local(resume=str(path), ema=0.9, **HOOKS[name], **RESUMED) as pipeline:
+                for batch in batches[4:6]:
+                    pipeline.step(batch)
+        except Exception as found:
+            error = found
+            refused += 1
+        assert error is None or (isinstance(error, FxpipeError) and error.hint), (
+            repr(error),
+            manifest,
+            file.read_text(),
+        )
+    assert refused > rounds / 4
 
 
 def test_a_device_file(tmp_path: Path) -> None:

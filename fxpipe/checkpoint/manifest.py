@@ -16,7 +16,7 @@ from fxpipe.typed_json import convert, explained
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
-_OTHER = "take another checkpoint: --resume PATH"
+OTHER = "take another checkpoint: --resume PATH"
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,17 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileEntry]
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.step or self.workers < 1:
+            raise CheckpointError(f"no run has step {self.step}, start {self.start} and {self.workers} workers")
+        missing = [name for name in ("schedule", "policy") if not isinstance(self.run.get(name), str)]
+        if missing:
+            raise CheckpointError(f"run has no {' and no '.join(missing)}")
+        for name, within in (("settings", "="), ("arguments", "")):
+            texts = self.run.get(name) or ()
+            if not isinstance(texts, (list, tuple)) or not all(isinstance(t, str) and within in t for t in texts):
+                raise CheckpointError(f"run has {name} that are no such texts")
+
     @property
     def digest(self) -> str:
         """What tells this manifest from others; the file has it too."""
@@ -73,10 +84,10 @@ def read_manifest(folder: Path) -> Manifest:
         what = (
             f"{folder} is not a whole checkpoint: it has no {MANIFEST}" if folder.is_dir() else f"there is no {folder}"
         )
-        raise CheckpointError(what, hint=_OTHER)
-    with explained(path, error=CheckpointError, hint=_OTHER):
+        raise CheckpointError(what, hint=OTHER)
+    with explained(path, error=CheckpointError, hint=OTHER):
         wrote = "go on with the fxpipe that wrote it"
-        body = read_signed(path, "the checkpoint", FORMAT, error=CheckpointError, hint=_OTHER, other_form=wrote)
+        body = read_signed(path, "the checkpoint", FORMAT, error=CheckpointError, hint=OTHER, other_form=wrote)
         return convert(body, Manifest)
 
 
@@ -91,7 +102,7 @@ def check_files(folder: Path, manifest: Manifest, names: list[str] | None = None
         problems = threads.map(lambda name: _problem(folder / name, manifest.files.get(name)), names)
     wrong = [f"{name} {problem}" for name, problem in zip(names, problems, strict=True) if problem is not None]
     if wrong:
-        raise CheckpointError("the checkpoint is damaged: " + "; ".join(wrong), where=str(folder), hint=_OTHER)
+        raise CheckpointError("the checkpoint is damaged: " + "; ".join(wrong), where=str(folder), hint=OTHER)
 
 
 def _problem(path: Path, entry: FileEntry | None) -> str | None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.checkpoint.contents import Count, State, Tensors
 from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from fxpipe.checkpoint.tensor_file import TensorFile, write_bytes, write_tensors
 from fxpipe.checkpoint.tree import Decoder, Encoder
@@ -181,15 +182,23 @@ def read_shard(folder: Path, step: int, worker: int, workers: int, replica: int 
     path = folder / file["worker"]
     with explained(path, error=CheckpointError, hint="take another checkpoint: --resume PATH"):
         body = convert(parse(path), _Body)
+        if body.start > step:
+            raise Malformed(f"it begins with minibatch {body.start}, after step {step}", ", $.start")
         try:
-            past = {(row.version, row.ahead): pipeline(row.weights) for row in body.past}
-            buffers = pipeline(body.buffers)
-            sent = {(row.version, row.ahead, row.reader): pipeline(row.weights) for row in body.sent}
-            codecs = {edge: pipeline(memory) for edge, memory in body.codecs.items()}
-            state, data = optimizer(body.optimizer), pipeline(body.data)
-            return Shard(step, body.start, {}, buffers, past, sent, codecs, state, data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            decoded = _Decoded(
+                optimizer=optimizer(body.optimizer),
+                buffers=pipeline(body.buffers),
+                past=[pipeline(row.weights) for row in body.past],
+                sent=[pipeline(row.weights) for row in body.sent],
+                codecs={edge: pipeline(memory) for edge, memory in body.codecs.items()},
+            )
+            data = pipeline(body.data)
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise Malformed(f"it is no shard of a checkpoint: {error}") from error
+        held = convert(vars(decoded), _Decoded)
+        past = {(row.version, row.ahead): weights for row, weights in zip(body.past, held.past, strict=True)}
+        sent = {(row.version, row.ahead, row.reader): each for row, each in zip(body.sent, held.sent, strict=True)}
+        return Shard(step, body.start, {}, held.buffers, past, sent, held.codecs, held.optimizer, data)
 
 
 def buffer_worker(buffer: BufferSpec) -> int:
@@ -198,22 +207,33 @@ def buffer_worker(buffer: BufferSpec) -> int:
 
 
 @dataclass(frozen=True)
+class _Decoded:
+    """What it holds, with tensors."""
+
+    optimizer: State | None
+    buffers: Tensors
+    past: list[Tensors]
+    sent: list[Tensors]
+    codecs: dict[str, Tensors]
+
+
+@dataclass(frozen=True)
 class _Past:
-    version: int
-    ahead: int
+    version: Count
+    ahead: Count
     weights: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _PastOfReader(_Past):
-    reader: int
+    reader: Count
 
 
 @dataclass(frozen=True)
 class _Body:
     """What `worker-….json` holds."""
 
-    start: int
+    start: Count
     optimizer: Any
     buffers: dict[str, Any]
     past: list[_Past]

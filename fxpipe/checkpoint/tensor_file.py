@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fxpipe.checkpoint.manifest import FileEntry
+from fxpipe.checkpoint.manifest import OTHER, FileEntry
 from fxpipe.checkpoint.safetensors_file import bytes_of, header
 from fxpipe.errors import CheckpointError
 from fxpipe.plan.spec import TensorSpec
@@ -63,7 +63,7 @@ class TensorFile:
             self._file = safe_open(str(path), framework="pt")
             self.names = frozenset(self._file.keys())
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path.name} cannot be read: {error}", where=str(path)) from error
+            raise CheckpointError(f"{path.name} cannot be read: {error}", where=str(path), hint=OTHER) from error
 
     def __call__(self, name: str) -> Tensor:
         """A tensor.
@@ -72,6 +72,6 @@ class TensorFile:
             CheckpointError: there is none of that name.
         """
         if name not in self.names:
-            raise CheckpointError(f"{self.path.name} has no tensor {name!r}", where=str(self.path))
+            raise CheckpointError(f"{self.path.name} has no tensor {name!r}", where=str(self.path), hint=OTHER)
         found: Tensor = self._file.get_tensor(name)
         return torch.empty(found.shape, dtype=found.dtype).copy_(found)

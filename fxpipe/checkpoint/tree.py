@@ -126,6 +126,8 @@ class Decoder:
         tag = next(iter(body), "")
         if tag not in TAGS:
             return {key: self(each) for key, each in body.items()}
+        if body.keys() - {tag, "stride"} or ("stride" in body and tag != "tensor"):
+            raise ValueError(f"more than {tag!r} in {str(body)[:40]}")
         held = body[tag]
         if tag == "tensor":
             return self._tensor(held, body.get("stride"))

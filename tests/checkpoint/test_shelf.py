@@ -18,7 +18,7 @@ def put(shelf: Shelf, step: int, text: str = "weights") -> Path:
     partial = shelf.partial(step)
     partial.mkdir(parents=True)
     files = {name: write_bytes(partial / name, f"{text} {name}".encode()) for name in ("first", "second")}
-    manifest = Manifest(step, 0, 2, "plan", {"seed": 0}, {"torch": "2"}, files)
+    manifest = Manifest(step, 0, 2, "plan", {"schedule": "async", "policy": "latest"}, {"torch": "2"}, files)
     write_bytes(partial / MANIFEST, manifest.to_json().encode())
     shelf.commit(step)
     return shelf.path(step)

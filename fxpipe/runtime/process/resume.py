@@ -8,15 +8,17 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import fxpipe
-from fxpipe.checkpoint.manifest import Manifest, check_files, read_manifest
+from fxpipe.checkpoint.manifest import OTHER, Manifest, check_files, read_manifest
 from fxpipe.checkpoint.shelf import CHECKPOINTS, Shelf
-from fxpipe.errors import CheckpointError, ScheduleError, listed
+from fxpipe.errors import CheckpointError, FxpipeError, ScheduleError, listed
 from fxpipe.messages import say, warn
+from fxpipe.options import unfit
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import KEPT, PipelineOptions, RunOptions
@@ -147,6 +149,8 @@ def resumed_options(options: Options, out: str | Path | None) -> Options:
     if "schedule" not in names and options.schedule != manifest.run["schedule"]:
         names = [name for name in names if name != "policy"]  # it means nothing under another schedule
     kept = {name: manifest.run[name] for name in names if name in manifest.run}  # an earlier fxpipe knew fewer
+    if wrong := unfit(PipelineOptions, kept):
+        raise CheckpointError(f"the checkpoint is of no run: its {wrong}", where=str(path), hint=OTHER)
     if isinstance(options, RunOptions):
         kept["settings"] = texts(pairs(manifest.run.get("settings", ())) | pairs(options.settings))
         if options.arguments is None and manifest.run.get("arguments") is not None:
@@ -269,7 +273,8 @@ def begin_or_go_on(executor: Executor, resumed: Resumed | None, shards: list[Sha
     else:
         past = {version: _placed(held, executor.device) for version, held in shards[0].past.items()}
         sent = {reader: _placed(held, executor.device) for reader, held in shards[0].sent.items()}
-        store.go_on(resumed.manifest.start, past, sent, stop)
+        with _fitting(resumed):
+            store.go_on(resumed.manifest.start, past, sent, stop)
 
 
 def _placed(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -288,5 +293,21 @@ def restore(
     if read is None:
         read = [resumed.shards(executor.worker, executor.replica) for executor in executors]
     for executor, shards in zip(executors, read, strict=True):
-        executor.load(shards, resumed.exact)
+        with _fitting(resumed):
+            executor.load(shards, resumed.exact)
     return read
+
+
+@contextmanager
+def _fitting(resumed: Resumed) -> Iterator[None]:
+    """Whatever goes wrong inside says that the checkpoint does not fit: the user's own objects are loaded, too."""
+    try:
+        yield
+    except FxpipeError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"what the checkpoint has does not fit here: {type(error).__name__}: {error}",
+            where=str(resumed.path),
+            hint="go on with the build and the model file that it was made with; or take another: --resume PATH",
+        ) from error

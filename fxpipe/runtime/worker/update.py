@@ -273,6 +273,8 @@ class Updater:
         own = {self._names[id(p)]: p for p in self.parameters}
         if self.predictor is not None:
             self.predictor.load([(own[n], *row) for n, row in by_name("last_updates").items() if n in own])
+            every = range(len(self.parameters))
+            self.predictor.give_back(self.predictor.predict(1, every), every)  # what cannot be read shows here
         if self.feedback is not None:
             self.feedback.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
 
