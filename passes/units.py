@@ -80,7 +80,12 @@ def _forward(nodes: list[fx.Node], sources: Set[fx.Node], buffers: dict[fx.Node,
         if info(node).unit < 0:  # a source that no forward node reads: a buffer's new value stays with its readers
             near = [n for n in node.all_input_nodes if n.op == "call_function" or node not in buffers]
             near += [buffers[node]] if node in buffers else []
-            info(node).unit = max((_last_reader(n) for n in near), default=0)
+            read = [
+                n for n in near if n.op == "call_function" or any(u.op == "call_function" for u in {*n.users} - {node})
+            ]
+            module = info(node).module  # of a counter that nothing else reads, its module says where
+            alone = units.index(module) if module in units else 0
+            info(node).unit = max(map(_last_reader, read), default=alone)
     return units
 
 

@@ -91,6 +91,13 @@ def test_a_misspelt_hook(home: Path, hook: str, misspelt: str) -> None:
     assert f"hint: rename {misspelt!r} to {hook!r}\n" in err
 
 
+def test_a_function_that_the_file_calls_is_no_misspelt_hook(home: Path) -> None:
+    path = write_model(home)
+    path.write_text(path.read_text() + "\n\ndef resnet():\n    return 1\n\n\nDEPTH = resnet()\n")
+    result = fxpipe("compile", "model.py", *QUICK)
+    assert (result.code, result.err) == (0, "")
+
+
 def test_a_misspelt_optional_hook_is_a_warning(home: Path) -> None:
     write_model(home, ("def optimizer", "def optimiser"))
     result = fxpipe("compile", "model.py", *QUICK)

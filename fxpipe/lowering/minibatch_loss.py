@@ -30,7 +30,7 @@ from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
 from fxpipe.stages.minibatch import TRIED_SCALE, totals_of, weights_of
 from fxpipe.task.batch import Batch, Dims, said
 from fxpipe.task.hooks import Loss
-from fxpipe.tracing.capture import autocasting, capture
+from fxpipe.tracing.capture import OF_HOOKS, autocasting, capture
 
 SMALL = 1e-5
 """How far apart two losses may be, relative to the larger one, to count as one number of different rounding."""
@@ -54,7 +54,8 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Batch, options: Comp
         CaptureError: as `capture`.
     """
     if options.count == 1:
-        return capture(model, loss, batch, autocast=options.autocast)
+        program = capture(model, loss, batch, autocast=options.autocast)
+        return replace(program, warnings=tuple(w for w in program.warnings if not w.startswith(OF_HOOKS)))
     ways = _ways(batch) if options.microbatch_dims is None else [options.cut(batch).dims]
     whole: Program | str | None = None
     first: Program | None = None

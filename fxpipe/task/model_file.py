@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import importlib.util
@@ -377,6 +378,8 @@ def load_task(path: str | Path, settings: Mapping[str, str] = NONE, arguments: S
             hint=(f"rename {', '.join(guesses)}" if guesses else "add:\n    " + "\n    ".join(lines)),
         )
     warnings = []
+    used = {node.id for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Name)}
+    unknown = [name for name in unknown if name not in used]  # what the file itself calls is no misspelt hook
     for name in OPTIONAL:
         instead = {"optimizer": "configure_optimizers", "configure_optimizers": "optimizer"}.get(name, name)
         if not hasattr(module, name) and not hasattr(module, instead):

@@ -48,6 +48,9 @@ from fxpipe.tracing.refusals import dense, evaluated, explain, own_gradients, sc
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.step_metrics import forget_numbers, metric_tensors
 
+OF_HOOKS = "gradient hooks see one microbatch's gradient at a time"
+"""Begins a warning, for programs of one of several microbatches."""
+
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -264,7 +267,7 @@ def _trace(
         graph_module, notes = _export(step, [*tensors.inputs, *example.inputs], watch)
         tensors.changes += tensors.python.changes(before)
     if tensors.hooked:
-        notes.append(f"gradient hooks see one microbatch's gradient at a time: those of {', '.join(tensors.hooked)}")
+        notes.append(f"{OF_HOOKS}: those of {', '.join(tensors.hooked)}")
     if named:
         forget_numbers(graph_module.graph, len(named))
     own = [f"the backward of {name}" for name in functions]

@@ -122,6 +122,14 @@ CAUSES = (
             "{name: p.detach() for name, p in part.named_parameters()}, x)",
         ),
     ),
+    (
+        r"support the deepcopy protocol",
+        Refusal(
+            "the step copies a module or a parameter (copy.deepcopy), which no graph can hold",
+            "make the copy in model() and keep it as a module, with requires_grad_(False) if it is not to be trained",
+            "kept-tensors",
+        ),
+    ),
     (r"[Nn]umpy", NUMPY),
     (
         r"modified by an inplace operation",

@@ -8,6 +8,8 @@ from features import WIDTH, Feature, check
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxpipe
+
 
 class Counters(nn.Module):
     """Counters of three dtypes, each counted in its own way; what they say enters the values."""
@@ -205,3 +207,14 @@ FEATURES = [
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
 def test_buffers(feature: Feature) -> None:
     check(feature)
+
+
+def test_a_counter_that_nothing_reads_is_on_its_layers_worker() -> None:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(4)]
+    build = fxpipe.compile(
+        nn.Sequential(*layers), lambda m, x: m(x).square().mean(), torch.randn(8, WIDTH), workers=2, cost="analytic"
+    )
+    homes = {buffer.name: buffer.home for buffer in build.plan.buffers}
+    assert set(homes.values()) == {0, 1}
+    for layer in range(4):
+        assert homes[f"{layer}.1.num_batches_tracked"] == homes[f"{layer}.1.running_mean"]

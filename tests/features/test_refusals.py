@@ -145,3 +145,6 @@ def test_capture_says_what_hooks_see() -> None:
     (warning,) = fxpipe.capture(model, squared, vectors(4)).warnings
     assert "hooks see one microbatch's gradient at a time" in warning
     assert "after.0.weight, middle" in warning
+    one, two = (fxpipe.compile(model, squared, vectors(4), cost="analytic", microbatches=n).warnings for n in (1, 2))
+    assert not any("gradient hooks" in said for said in one)
+    assert any("gradient hooks" in said for said in two)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import inspect
@@ -197,6 +198,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "elsewhere": ("devices", lambda x: x + torch.ones(WIDTH, device="meta")),
     "memory": ("operators", lambda x: x * len(ctypes.string_at(x.data_ptr(), 4))),
     "cached": ("kept-tensors", cached),
+    "copied": ("kept-tensors", lambda x: copy.deepcopy(nn.Parameter(torch.ones(WIDTH)) * x)),
 }
 
 

@@ -309,8 +309,9 @@ def _watch(
 
 def _stop(workers: WorkerProcesses, requests: StopRequests, grace: float) -> None:
     """Ask the workers to stop; a second signal, or the end of the grace, ends them."""
+    begun = any(signs.phase in ("training", "writing results") for signs in workers.pulses.read())
     workers.ask_to_stop()
-    if grace == SAVING:
+    if grace == SAVING and begun:
         say("saving the run before it stops; a second signal stops it at once")
     deadline = time.monotonic() + grace
     while workers.running() and len(requests.asked) == 1 and time.monotonic() < deadline:

@@ -231,6 +231,18 @@ def test_a_signal_stops_the_run(endless: RunOptions, tmp_path: Path, number: sig
         run.is_gone(1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_has_not_begun_saves_nothing(endless: RunOptions, tmp_path: Path, begun: bool) -> None:
+    options = dataclasses.replace(endless, checkpoint_every="1000000")
+    with started_run(options, 2, tmp_path / "tmp") as run:
+        run.until(lambda: trains(options) if begun else len(run.workers()) == 2)
+        run.launcher.send_signal(signal.SIGTERM)
+        code, err = run.ends(30)
+        assert code == 143
+        assert ("saving the run before it stops" in err) == begun
+
+
 def once(marks: Path, code: str) -> dict[int, tuple[str, str]]:
     """Let worker 1 run this in its first forward, as often as `marks` has files: a start takes one of them."""
     take = f"import glob, os, sys, time; marks = glob.glob({str(marks / '*')!r})"
