@@ -55,8 +55,12 @@ class Manifest:
         missing = [name for name in ("schedule", "policy") if not isinstance(self.run.get(name), str)]
         if missing:
             raise CheckpointError(f"run has no {' and no '.join(missing)}")
-        for name, within in (("settings", "="), ("arguments", "")):
-            texts = self.run.get(name) or ()
+        arguments = self.run.get("arguments")
+        known = {
+            "settings": ("=", self.run.get("settings", ())),
+            "arguments": ("", () if arguments is None else arguments),
+        }
+        for name, (within, texts) in known.items():
             if not isinstance(texts, (list, tuple)) or not all(isinstance(t, str) and within in t for t in texts):
                 raise CheckpointError(f"run has {name} that are no such texts")
 
