@@ -102,7 +102,9 @@ def test_each_machine_says_that_it_works(local: Result, folder: Path, tmp_path: 
 
 def test_metrics(local: Result, folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "local" / "metrics.jsonl").open()]
-    assert [list(line) for line in lines] == [["step", "loss", "lr", "seconds", "samples_per_second"]] * TRAINED
+    assert [list(line) for line in lines] == [
+        ["step", "loss", "lr", "seconds", "samples_per_second", "tflops_per_device"]
+    ] * TRAINED
     assert [line["step"] for line in lines] == list(range(1, TRAINED + 1))
     assert [line["loss"] for line in lines] == local.json["losses"]
     assert {line["lr"] for line in lines} == {0.05}

@@ -35,6 +35,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.ir.program import Program
 from fxpipe.lowering import evaluation, minibatch_loss
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.observe.rates import RATES
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.start import run_local
@@ -285,7 +286,7 @@ def run_own(runs: list[RunOptions], processes: int, folder: Path) -> Outcome:
     return Outcome(found["losses"], weights, averages, None, found["evaluation"], found["metrics"])
 
 
-TIMES = ("time", "seconds", "samples_per_second", "eta", "ms")
+TIMES = ("time", "seconds", "eta", "ms", *RATES)
 
 
 def outcome(summary: dict[str, Any], out: Path) -> Outcome:

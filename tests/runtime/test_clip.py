@@ -260,7 +260,7 @@ def test_metrics_hold_the_norm(compiled: Path, tmp_path: Path, schedule: str) ->
     assert not any("grad_norm" in line for line in free)
     high = lines("--clip-norm", 1e6)
     assert [list(line) for line in high] == [
-        ["step", "loss", "epoch", "lr", "grad_norm", "seconds", "samples_per_second"]
+        ["step", "loss", "epoch", "lr", "grad_norm", "seconds", "samples_per_second", "tflops_per_device"]
     ] * len(free)
     assert [line["loss"] for line in high] == [line["loss"] for line in free]
     low = lines("--clip-norm", min(line["grad_norm"] for line in high) / 2)

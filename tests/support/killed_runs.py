@@ -27,13 +27,14 @@ from commands import QUICK, fxpipe
 from started_runs import StartedRun, started_command
 
 from fxpipe.observe.pulse import PULSES, SIZE, Signs
+from fxpipe.observe.rates import RATES
 
 STEPS = 40
 LIMIT = 180.0
 
 GLANCE = 0.001
 FAILURES = (AssertionError, TimeoutError, subprocess.TimeoutExpired)
-TIMES = ("seconds", "samples_per_second")
+TIMES = ("seconds", *RATES)
 
 MODEL = '''
 import torch
