@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.membership import differences, facts_of
+from fxpipe.threads import cores
 
 WORKER = """
 import json, os, sys
@@ -114,16 +115,17 @@ CASES = {
 }
 
 
-def started_alike(tmp_path: Path, listed: list[tuple[int, list[str]]], world: int) -> None:
+def started_alike(tmp_path: Path, listed: list[tuple[int, list[str]]], world: int, local: int | None = None) -> None:
     """Let processes join the runs that are listed, one after the other; each writes down what it was told.
 
     Args:
         listed: of each run, the port of its store and the options of each process.
+        local: how many of them torchrun says are on this host, if not all.
     """
     (tmp_path / "cases.json").write_text(json.dumps(listed))
     (tmp_path / "worker.py").write_text(WORKER)
     shared = {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local or world)}
     workers = [
         subprocess.Popen(
             [sys.executable, str(tmp_path / "worker.py"), str(tmp_path)],
@@ -136,6 +138,16 @@ def started_alike(tmp_path: Path, listed: list[tuple[int, list[str]]], world: in
     finally:
         for worker in workers:
             worker.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_two_torchruns_on_one_host_share_its_cores(folder: Path, tmp_path: Path) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    options = [RunOptions(str(folder / str(k) / "build"), steps=2, out=str(tmp_path / "out")).to_json() for k in (0, 1)]
+    started_alike(tmp_path, [(store.port, options)], 2, local=1)
+    assert [json.loads((tmp_path / f"said_0_{rank}.json").read_text()) for rank in (0, 1)] == [None, None]
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["threads"] == max(1, cores() // 2)
 
 
 @pytest.mark.slow

@@ -106,6 +106,7 @@ def membership(options: RunOptions, task: Task | None = None, pulse: Pulse | Non
     with ExitStack() as held:
         try:
             agreed = agree(options, task, rank, world, held)
+            torch.set_num_threads(threads_for(options.threads, agreed.neighbours))  # several torchruns may share a host
         except BaseException as error:
             leave_after(error)  # all workers are here, and all of them stop
             raise
@@ -158,6 +159,7 @@ class Agreed:
         options: as given, or those of the checkpoint that the run goes on from.
         files: those it reads, as they were when it checked them.
         checkpoint: the one to start from, if any.
+        neighbours: processes of the run on this host, itself included.
     """
 
     options: RunOptions
@@ -165,6 +167,7 @@ class Agreed:
     task: Task
     files: Snapshot
     checkpoint: Checkpoint | None
+    neighbours: int = 1
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: E
         said = gathered(_Said(host, facts | digests), rank, world)
     _refuse_differences(said, options, plan.mesh)
     assert task is not None
-    return Agreed(options, plan, task, files, checkpoint)
+    return Agreed(options, plan, task, files, checkpoint, sum(other.host == host for other in said))
 
 
 def _other_number(plan: Plan, world: int, build: str) -> RunError:
