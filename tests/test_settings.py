@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 import fxpipe as fxp
 from fxpipe import settings
-from fxpipe.errors import TaskError
+from fxpipe.checkpoint.manifest import Manifest
+from fxpipe.errors import CheckpointError, TaskError
 from fxpipe.plan.build_folder import read_plan
 
 MODEL = """
@@ -198,6 +199,14 @@ def test_a_run_that_goes_on_with_other_settings_says_so() -> None:
     other = fxpipe("run", "build", "--local", "--steps", 8, "--out", "out", "--resume", "--set", "lr=0.1", *saving)
     assert other.code == 0
     assert "going on after step 6, from out/checkpoints/step-6, with lr 0.1, not 0.5, except" in other.err
+
+
+@pytest.mark.parametrize("odd", [{"settings": 5}, {"settings": [5]}, {"arguments": "a"}, {"values": ["lr"]}])
+def test_a_checkpoint_with_odd_settings_is_refused(odd: dict[str, Any]) -> None:
+    run = {"schedule": "async", "policy": "latest", "settings": ["lr=0.5"], "arguments": None, "values": {"lr": 0.5}}
+    Manifest(4, 0, 2, "", run, {}, {})
+    with pytest.raises(CheckpointError, match=f"run has {next(iter(odd))} that"):
+        Manifest(4, 0, 2, "", run | odd, {}, {})
 
 
 @pytest.mark.multiproc

@@ -55,6 +55,8 @@ class Manifest:
         missing = [name for name in ("schedule", "policy") if not isinstance(self.run.get(name), str)]
         if missing:
             raise CheckpointError(f"run has no {' and no '.join(missing)}")
+        if not isinstance(self.run.get("values", {}), dict):
+            raise CheckpointError("run has values that are none of settings, by name")
         arguments = self.run.get("arguments")
         known = {
             "settings": ("=", self.run.get("settings", ())),
