@@ -150,6 +150,12 @@ def trainer_hooks(
         hooks |= {"eval_data": eval_data, "metrics": measured}
         hooks |= {"metrics_of_all": of_all} if compute_metrics is not None and metrics is None else {}
     _say_what_is_left(args, callbacks, collator, "pad" in hooks)
+    if args.gradient_accumulation_steps > 1 and is_first_process() and _adds_up(skeleton()):
+        warn(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: the loss of an update is the mean over "
+            "its samples; Trainer adds up those of its batches, because this model's forward() takes keywords and does "
+            "not divide by num_items_in_batch"
+        )
     options = run_options(args, callbacks, eval_dataset is not None, lambda: updates(args, train_data()))
     given = compile_options(args, longest(collator) and "pad" in hooks)
     return {**hooks, "compile_options": given, "run_options": options}
@@ -290,6 +296,18 @@ def _columns(model: nn.Module, args: Any) -> set[str]:
     """What the model's forward takes, and labels: as Trainer keeps of a data set."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return {*inspect.signature(plain.forward).parameters, "label", "label_ids", *(args.label_names or ["labels"])}
+
+
+def _adds_up(model: nn.Module) -> bool:
+    """Whether Trainer leaves it to the model to divide the losses of accumulated batches, and the model does not."""
+    plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    takes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(plain.forward).parameters.values())
+    try:
+        source = inspect.getsource(type(plain).forward)
+    except (OSError, TypeError):
+        return False
+    divides = "loss_function" in source or "num_items_in_batch" in source
+    return bool(getattr(plain, "accepts_loss_kwargs", takes)) and not divides
 
 
 def _say_what_is_left(args: Any, callbacks: Sequence[Any], collator: Any, pads: bool) -> None:

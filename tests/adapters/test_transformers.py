@@ -314,6 +314,7 @@ def test_what_is_not_followed_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     assert said.count("PrinterCallback of Trainer is not called") == 1
     assert "early_stopping_threshold is --min-delta" in said
+    assert said.count("gradient_accumulation_steps=2: the loss of an update is the mean over its samples; Trainer") == 1
     assert "EarlyStoppingCallback" not in said
 
 
