@@ -32,8 +32,8 @@ AHEAD = (10, 100, 1_000, 10_000, 1_000_000)
 MORE = 12
 """Calls after these, where there is what cannot be set: draws of random numbers, iterators, sets, texts."""
 
-NODES = 4_000
-"""Nodes of all calls together where none of this was found: a file may hold it, or a C library."""
+NODES = 2_500
+"""Nodes of the first `RUNS` together, at most, where the step changes nothing that is seen: calls take time."""
 
 LATER = 86_400.0
 """Seconds that clocks are set ahead by, in the last call."""
@@ -55,10 +55,10 @@ def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonSta
         Unknown: it cannot be told.
     """
     first, last = python.snapshot(), list[Change]()
-    affordable = NODES // nodes if nodes else RUNS
-    if affordable < 2:
+    runs = min(RUNS, NODES // nodes) if nodes else RUNS
+    if runs < 2:
         return last
-    for _ in range(min(RUNS, affordable)):
+    for _ in range(runs):
         last = _run(run, watch, python, first)
         first += python.look_again()  # what this call has made
     ahead = last
@@ -68,7 +68,7 @@ def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonSta
                 _put_ahead(change, target)
             for _ in range(2):
                 ahead = _run(run, watch, python, first)
-        for _ in range(MORE if any(map(_is_restless, last)) else min(MORE, affordable - RUNS)):
+        for _ in range(MORE if any(map(_is_restless, last)) else 0):
             _run(run, watch, python, first)
         with _clocks_ahead(python):
             _run(run, watch, python, None)
