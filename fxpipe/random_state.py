@@ -55,6 +55,17 @@ def set_random_state(state: RandomState) -> None:
 
 
 @contextmanager
+def torch_seeded(seed: int) -> Iterator[None]:
+    """Inside, torch's generators begin with a seed; afterwards they go on as if nothing had been drawn."""
+    before = torch_state()
+    seed_torch(seed, "cpu" if before.cuda is None else "cuda")
+    try:
+        yield
+    finally:
+        set_torch_state(before)
+
+
+@contextmanager
 def random_state_kept() -> Iterator[None]:
     """Afterwards all generators are as they were before."""
     before = random_state()

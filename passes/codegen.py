@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe.ir.printer import argument_text, bucket_text, call_text, heading, type_text
-from fxpipe.ir.program import AGAIN, Level, Program, info, size_of, unit_name, value
+from fxpipe.ir.program import AGAIN, ONE_DRAW, Level, Program, info, size_of, unit_name, value
 from fxpipe.ir.stage import Part, Stage
 from fxpipe.ir.transform import Pass
 from fxpipe.ir.wire import TAKEN, codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack, variable
@@ -198,6 +198,9 @@ class _Function:
                 last = title
             if is_reduce(node):
                 yield from self._reduction(node)
+            elif ONE_DRAW in node.meta:
+                yield f'    with comm.one_draw("{node.name}"):  # the same in all microbatches'
+                yield "        " + self._statement(node)
             else:
                 yield "    " + self._statement(node)
             if self.dying.get(node):

@@ -11,14 +11,14 @@ from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.changed_buffers import changed_buffers
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
-from fxpipe.passes.analysis.share_rules import fills, operator_of
+from fxpipe.passes.analysis.share_rules import drawn_once, fills, operator_of
 from fxpipe.passes.analysis.whole_call import Place, WholeCall, changed_numbers, whole_call
 from fxpipe.passes.analysis.whole_metrics import with_metrics
 from fxpipe.passes.fold import remove_dead
 from torch import fx
 
 from fxpipe.errors import listed
-from fxpipe.ir.program import CORRECTS, INFO, BatchInput, Level, NodeInfo, Output, Program, info, value
+from fxpipe.ir.program import CORRECTS, INFO, ONE_DRAW, BatchInput, Level, NodeInfo, Output, Program, info, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
 from fxpipe.task.batch import tensor_spec
@@ -43,7 +43,8 @@ BY_ITSELF = (
 class WholeLoss(Pass):
     """Take numbers that the loss divides by, such as the count of valid tokens, from the whole minibatch.
 
-    The mean over the microbatches is then the whole minibatch's loss, and so are the gradients. Worker 0 adds up what
+    The mean over the microbatches is then the whole minibatch's loss, and so are the gradients. Random numbers that are
+    not of samples, such as whether a layer is skipped, are drawn alike in all microbatches. Worker 0 adds up what
     the program `totals` computes of each microbatch; the sums are leaves of the batch, as all other leaves are. What
     cannot be derived stays as it is: compile compares with the whole batch in any case.
 
@@ -75,6 +76,9 @@ class WholeLoss(Pass):
     def __call__(self, program: Program) -> Program:
         program = program.copy()
         found = with_metrics(microbatches_of(program))
+        for node in program:
+            if drawn_once(found, node):
+                node.meta[ONE_DRAW] = True
         if found.batch_norms:
             names = dict.fromkeys(info(n).module or info(n).source or n.name for n in found.batch_norms)
             norms = listed(list(names), 6)

@@ -91,8 +91,9 @@ class CheckedPart:
         emitted, self._emitted = self._emitted, None
         part = self.part.part
         received = {name: receive(part, name, comm) for name in self._spec.receives}
+        held_back = ReadyComm(received, comm.one_draw)
         with without_codecs():
-            returned, held_back = self._compared(emitted, weights, buffers, third, received)
+            returned = self._compared(emitted, weights, buffers, third, held_back)
         for name, value in held_back.sent.items():
             send(part, name, value, comm)
         for name, bucket in held_back.handed.items():
@@ -105,13 +106,12 @@ class CheckedPart:
         weights: Sequence[Any],
         buffers: Sequence[Any],
         third: Any,
-        received: dict[str, Tensor],
-    ) -> tuple[Any, ReadyComm]:
-        """What the engine returns, and what took what it sends and hands over, once it is known to be right."""
-        part = self.part.part
-        call = PartCall(part.worker, part.phase, self._spec, tuple(weights), tuple(buffers), tuple(third), received)
+        held_back: ReadyComm,
+    ) -> Any:
+        """What the engine returns, once it is known to be right; `held_back` takes what it sends and hands over."""
+        part, held = self.part.part, (tuple(weights), tuple(buffers), tuple(third))
+        call = PartCall(part.worker, part.phase, self._spec, *held, held_back.received)
         state = random_state()
-        held_back = ReadyComm(received)
         try:
             returned = self.part(weights, buffers, third, held_back)
         except FxpipeError:
@@ -123,15 +123,15 @@ class CheckedPart:
             ) from error
         after = random_state()
         set_random_state(state)
-        expected = call.run(self.part.judge(emitted)).flat()
+        expected = call.run(self.part.judge(emitted), one_draw=held_back.one_draw).flat()
 
         def exact() -> list[Tensor]:
             set_random_state(state)
-            return call.run(self.part.judge(in_float64(part))).flat()
+            return call.run(self.part.judge(in_float64(part)), one_draw=held_back.one_draw).flat()
 
         check_outputs(self.part, expected, call.result(returned, held_back.sent).flat(), exact)
         set_random_state(after)
-        return returned, held_back
+        return returned
 
 
 def check_outputs(

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem
-from fxpipe.ir.program import INFO, NodeInfo, Program, info, size_of
+from fxpipe.ir.program import INFO, ONE_DRAW, NodeInfo, Program, info, size_of
 from fxpipe.ir.wire import bucket_of, codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack, variable
 from fxpipe.planner.quantity import size
 from fxpipe.torch_private import OpOverload
@@ -160,5 +160,6 @@ def _comment(node: fx.Node) -> str:
         f"u{record.unit}" if record.unit >= 0 else "",
         f"w{record.worker}" if record.worker is not None else "",
         f"{size_of(node.meta.get('val'))} B" if INFO in node.meta and record.bytes is not None else "",
+        ONE_DRAW if ONE_DRAW in node.meta else "",
     ]
     return " ".join(p for p in parts if p)

@@ -23,6 +23,7 @@ from fxpipe.schedule.loss_scaling import FLOAT16
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
 CORRECTS = "corrects"  # the key in node.meta of a call that a pass has put after its first input: no cut parts the two
+ONE_DRAW = "one draw"  # the key in node.meta of a call that draws the same numbers in all microbatches
 AGAIN = "again"  # the key in node.meta of a copy that `rematerialize` made: the name of the node that it copies
 
 

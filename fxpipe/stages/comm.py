@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from fxpipe.codecs.codec import EdgeState
+
+OneDraw = Callable[[str], AbstractContextManager[Any]]
+"""Given the name of a draw: inside, torch draws what it draws in every microbatch of the minibatch."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +26,17 @@ class Handed:
 class ReadyComm:
     """A `comm` on which everything has arrived already; it keeps what is sent, and what is to be added up.
 
+    Args:
+        one_draw: that of the stage's own `comm`; by default, what microbatches have in common is drawn as all else is.
+
     Attributes:
         sent: by edge.
         handed: by bucket, in the order in which they were handed over; nothing is added up.
     """
 
-    def __init__(self, received: Mapping[str, Tensor]) -> None:
+    def __init__(self, received: Mapping[str, Tensor], one_draw: OneDraw = nullcontext) -> None:
         self.received = received
+        self.one_draw = one_draw
         self.sent: dict[str, Tensor] = {}
         self.handed: dict[str, Handed] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.plan.spec import PartSpec, Phase
-from fxpipe.stages.comm import Handed, ReadyComm
+from fxpipe.stages.comm import Handed, OneDraw, ReadyComm
 
 Function = Callable[[Sequence[Any], Sequence[Any], Any, Any], Any]
 """An emitted function, or what takes its place: `(weights, buffers, batch or saved or deferred, comm)`."""
@@ -55,15 +56,16 @@ class PartCall:
         """All of it, in the order of `PurePart.inputs`, without the masks."""
         return [*self.weights, *self.buffers, *self.third, *(self.received[name] for name in self.spec.receives)]
 
-    def run(self, function: Function, seed: int | None = None) -> PartResult:
+    def run(self, function: Function, seed: int | None = None, one_draw: OneDraw = nullcontext) -> PartResult:
         """Make the call.
 
         Args:
             seed: of torch's generators; if None, they go on from where they are.
+            one_draw: as of `ReadyComm`.
         """
         if seed is not None:
             torch.manual_seed(seed)
-        comm = ReadyComm(self.received)
+        comm = ReadyComm(self.received, one_draw)
         result = function(self.weights, self.buffers, list(self.third), comm)
         return replace(self.result(result, comm.sent), handed=comm.handed)
 

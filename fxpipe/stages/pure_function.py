@@ -34,7 +34,7 @@ class PureFunction:
 
     def __call__(self, weights: Sequence[Any], buffers: Sequence[Any], third: Any, comm: Any) -> Any:
         received = [receive(self.part, name, comm) for name in self._receives]
-        drawn = [draw(self.part.device) for draw in self.part.draws]
+        drawn = [draw(self.part.device, comm.one_draw) for draw in self.part.draws]
         inputs = [*weights, *buffers, *third, *received, *drawn]
         if self.part.phase != "F":
             third.clear()

@@ -11,6 +11,7 @@ import linecache
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from fxpipe.codecs import without_codecs
 from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_random
+from fxpipe.ir.program import ONE_DRAW
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import FUNCTIONS, PHASES, EdgeSpec, Phase, Plan, TensorSpec
 from fxpipe.stages.comm import Handed
@@ -148,8 +150,8 @@ def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left:
         received = dict(zip(spec.receives, given["received"], strict=True))
         third = (*given["batch"], *given["saved"], *given["deferred"])
         call = PartCall(worker, phase, spec, tuple(given["weight"]), tuple(given["buffer"]), third, received)
-        with _Places(stage.path):
-            result = call.run(stage.functions[phase])
+        with _Places(stage.path) as places:
+            result = call.run(stage.functions[phase], one_draw=places.one_draw)
         named: list[tuple[OutputKind, str, Tensor]] = []
         if result.loss is not None:
             named.append(("loss", "loss", result.loss))
@@ -237,6 +239,7 @@ class _Places(TorchDispatchMode):
         self._name = str(path)
         linecache.checkcache(self._name)
         self._last: fx.Node | None = None
+        self._draw = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -252,8 +255,17 @@ class _Places(TorchDispatchMode):
                 if node is self._last or node.op == "placeholder":
                     break
                 node.meta[PLACE] = place
+                if self._draw:
+                    node.meta[ONE_DRAW] = self._draw
             self._last = newest
         return result
+
+    @contextmanager
+    def one_draw(self, name: str) -> Iterator[None]:
+        """Calls in here know by what name all microbatches draw the same."""
+        self._draw = name
+        yield
+        self._draw = ""
 
 
 def _place(path: Path, line: int) -> str:

@@ -7,6 +7,7 @@ the same seed, eager PyTorch and every engine see the same masks, to the bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor, fx
 
 from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_getitem, is_random
+from fxpipe.ir.program import ONE_DRAW
 from fxpipe.plan.spec import TensorSpec
+from fxpipe.stages.comm import OneDraw
 from fxpipe.task.batch import tensor_spec
 from fxpipe.torch_private import pytree
 
@@ -44,15 +47,24 @@ _VALUE_FREE = {
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw: an operator and its arguments; a `TensorSpec` means any tensor of that shape."""
+    """One draw: an operator and its arguments; a `TensorSpec` means any tensor of that shape.
+
+    Attributes:
+        name: by which all microbatches draw the same; '' where each draws for itself.
+    """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     tensor: TensorSpec
+    name: str = ""
 
-    def __call__(self, device: torch.device | str) -> Tensor:
+    def __call__(self, device: torch.device | str, one_draw: OneDraw = nullcontext) -> Tensor:
         """Draw from torch's generator of `device`."""
+        with one_draw(self.name) if self.name else nullcontext():
+            return self._drawn(device)
+
+    def _drawn(self, device: torch.device | str) -> Tensor:
         if self.target is aten.native_dropout.default:
             return self._mask(device)
         args, kwargs = pytree.tree_map_only(
@@ -115,7 +127,7 @@ class _Hoist:
         self._last.meta["val"] = value
         arguments = (node.args, dict(node.kwargs))
         args, kwargs = pytree.tree_map_only(fx.Node, lambda n: tensor_spec(n.meta["val"]), arguments)
-        self.draws.append(Draw(node.target, args, kwargs, tensor_spec(value)))
+        self.draws.append(Draw(node.target, args, kwargs, tensor_spec(value), node.meta.get(ONE_DRAW, "")))
         return self._last
 
     def dropout(self, node: fx.Node) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import padded_texts
+import task
 import torch
 from case import STEPS, Case
 from product import CLIP, DECAY, INTERVAL, OUTER_EVERY, SCALE, SEED, Outcome, places
@@ -77,11 +79,22 @@ class Trained:
     def _drawing(self, minibatch: int, microbatch: int) -> Iterator[None]:
         """In this block, what a worker's forward draws follows from its place: see docs/concepts/versions.md."""
 
+        apart = self.case.replicas in ("outer", "delayed")
+
+        def seed(place: str) -> None:
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1)
+
         def begin(worker: int) -> None:
-            place = f"{SEED}/{worker}/F/{minibatch}/{microbatch}".encode()
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1)
+            seed(f"{SEED}/{worker}/F/{minibatch}/{microbatch}")
+
+        def one_draw(name: str, draw: Callable[[], Tensor]) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                seed(f"{SEED}/{microbatch % self.case.dp if apart else 0}/{name}/{minibatch}")
+                return draw()
 
         with ExitStack() as stack:
+            if (self.case.microbatches if apart else self.case.parts) > 1:
+                stack.enter_context(mock.patch.object(task, "one_draw", one_draw))
             cut = self.task.draws and self.case.workers > 1
             for worker, place in enumerate(places(self.case)[0] if cut else (), 1):
                 module = self.model.get_submodule(MODELS[self.case.model].paths[place])

@@ -64,8 +64,13 @@ class Skips(nn.Module):
         return self.head(torch.cat([c, a], 1).mean((2, 3)))
 
 
+def one_draw(name: str, draw: Callable[[], Tensor]) -> Tensor:
+    """What is drawn for the whole batch; `name` is the stages' for it."""
+    return draw()
+
+
 class Dropped(nn.Module):
-    """Random numbers in every part, some of them drawn again by backward."""
+    """Random numbers in every part, of samples and of the whole batch, some of them drawn again by backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,10 +79,15 @@ class Dropped(nn.Module):
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.first(x), 0.1, self.training)
+        noise = one_draw("randn", lambda: torch.randn(6, dtype=x.dtype)) if self.training else 0
+        x = F.dropout(self.first(x) + noise, 0.1, self.training)
         for i, block in enumerate(self.blocks):
-            x = x + (checkpoint(block, x, use_reentrant=False) if i == 1 else block(x))
+            x = x + (checkpoint(self._scaled, block, x, use_reentrant=False) if i == 1 else block(x))
         return self.head(x)
+
+    def _scaled(self, block: nn.Module, x: Tensor) -> Tensor:
+        """With stochastic depth."""
+        return block(x) * (one_draw("rand", lambda: torch.rand(())) < 0.7) if self.training else block(x)
 
 
 class Functions(nn.Module):

@@ -19,8 +19,10 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.ir.aten import is_random
 from fxpipe.ir.law import verify
-from fxpipe.ir.program import Program
+from fxpipe.ir.printer import type_text
+from fxpipe.ir.program import ONE_DRAW, Program, value
 from fxpipe.ir.transform import run_passes
 from fxpipe.stages.minibatch import totals_of
 
@@ -315,6 +317,10 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
         "reads samples by an index",
         lambda m, b: logits(m, b)[:, 0, :1].expand(-1, 99).index_select(1, b[1][:, 0].clamp(min=0)).sum(),
     ),
+    "numbers drawn once, laid out by samples": (
+        "depends on how many samples there are",
+        lambda m, b: (logits(m, b).mean((1, 2)) * torch.rand(24).view(-1, len(b[0]))[0]).mean(),
+    ),
     "frequent words": (
         "scales gradients by how often",
         lambda m, b: (
@@ -464,6 +470,26 @@ def test_samples_in_another_dimension() -> None:
     assert isinstance(microbatches_of(program).loss, Lost)
     assert microbatches_of(program, {"batch[0]": 1, "batch[1]": 1}).loss is Share.MEAN
     assert isinstance(microbatches_of(program, {"batch[0]": 1, "batch[1]": 0}).loss, Lost)
+
+
+def test_what_is_not_of_samples_is_drawn_once() -> None:
+    """Whether it happens to be as long as a microbatch or not."""
+
+    def step(m: nn.Module, b: Batch) -> Tensor:
+        weight = F.dropout(m[2].weight, 0.5)
+        scores = F.linear(F.dropout(m[1](m[0](b[0])), 0.1), weight) * torch.rand(len(b[0]), 1, 1)
+        return scores.mean() * torch.rand(()) + (torch.randn(4) * m[2].bias[:4]).sum()
+
+    program = lowered(model(), step, batch(), 3)
+    assert not program.warnings
+    drawn = [(type_text(value(n)).split("]")[0] + "]", ONE_DRAW in n.meta) for n in program if is_random(n)]
+    assert sorted(drawn) == [
+        ("(f64[4, 3, 7]", False),
+        ("(f64[5, 7]", True),
+        ("f32[4, 1, 1]", False),
+        ("f32[4]", True),
+        ("f32[]", True),
+    ]
 
 
 class Doubled(Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -11,6 +12,7 @@ from fxpipe.codecs.codec import EdgeState
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause, Watch
 from fxpipe.plan.spec import EdgeSpec
+from fxpipe.random_state import seed_of, torch_seeded
 
 Note = tuple[str, int]
 
@@ -88,6 +90,7 @@ class EdgeComm:
     Args:
         seed: of the run.
         number: gives the number, in the whole minibatch, of a replica's own microbatch.
+        share: which replica it is, of those that train apart: each has a minibatch of its own.
 
     Attributes:
         sent: the memory (storage addresses) of what the action has sent.
@@ -102,6 +105,7 @@ class EdgeComm:
         "_minibatch",
         "_number",
         "_seed",
+        "_share",
         "_transport",
         "_watch",
         "memories",
@@ -116,10 +120,12 @@ class EdgeComm:
         watch: Watch,
         seed: int = 0,
         number: Callable[[int], int] = int,
+        share: int = 0,
     ) -> None:
         self._edges = edges
         self._number = number
         self._seed = seed
+        self._share = share
         self.memories: dict[str, dict[str, torch.Tensor]] = {}
         self._transport = transport
         self._watch = watch
@@ -155,6 +161,10 @@ class EdgeComm:
         """
         memory = self.memories.setdefault(name, {}) if self._edges[name].src_phase == "B" else {}
         return EdgeState(memory, lambda: (self._seed, name, self._minibatch, self._number(self._microbatch)))
+
+    def one_draw(self, name: str) -> AbstractContextManager[None]:
+        """Inside, torch draws what it draws in every microbatch of the minibatch; other draws do not notice."""
+        return torch_seeded(seed_of(self._seed, self._share, name, self._minibatch))
 
     def send(self, name: str, value: torch.Tensor) -> None:
         """Send `value` along the edge `name`; it must not be changed in place afterwards."""

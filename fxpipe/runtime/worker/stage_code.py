@@ -56,7 +56,8 @@ class StageOfStep:
         }
         edges = {e.name: e for e in step.edges if worker in (e.src, e.dst)}
         number = partial(plan.microbatch, worker=worker, replica=replica)
-        self.comm = EdgeComm(edges, transport, transport.watch, seed, number)
+        share = replica if plan.outer is not None else 0
+        self.comm = EdgeComm(edges, transport, transport.watch, seed, number, share)
         aliases = plan.first_names
         self.buffers = {phase: [aliases[name] for name in part.buffers] for phase, part in self.parts.items()}
         self.updates = [aliases[name] for name in spec.forward.updates]

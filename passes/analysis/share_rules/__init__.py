@@ -13,7 +13,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     operator_of,
     unknown,
 )
-from fxpipe.passes.analysis.share_rules.sameness import same_of
+from fxpipe.passes.analysis.share_rules.sameness import drawn_once, same_of
 from fxpipe.passes.analysis.share_rules.whole_batch import held_against_whole
 from torch import fx
 
@@ -22,6 +22,7 @@ from fxpipe.ir.aten import is_pointwise
 __all__ = [
     "OperatorCall",
     "counts_samples",
+    "drawn_once",
     "fills",
     "held_against_whole",
     "is_same",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import lcm, prod
 from typing import Any
 
-from fxpipe.passes.analysis.share import Alike, Rows, Share, after_view, fits
+from fxpipe.passes.analysis.share import Alike, Microbatches, Rows, Share, after_view, fits
 from fxpipe.passes.analysis.share_rules.call import (
     SAME,
     UNIFORM,
@@ -21,9 +21,11 @@ from fxpipe.passes.analysis.share_rules.call import (
     period,
     reduced,
 )
-from fxpipe.passes.analysis.whole_call import whole_shape
+from fxpipe.passes.analysis.whole_call import WholeCall, shapes_of, whole_call, whole_shape
+from torch import fx
 
-from fxpipe.ir.aten import is_pointwise
+from fxpipe.ir.aten import is_pointwise, is_random
+from fxpipe.ir.program import value
 
 Dims = Callable[[OperatorCall, list[frozenset[int]]], set[int]]
 """Along which dimensions a result is alike, from those of the arguments."""
@@ -31,6 +33,8 @@ Dims = Callable[[OperatorCall, list[frozenset[int]]], set[int]]
 
 def same_of(call: OperatorCall) -> Any:
     """What the result is of an operator whose arguments are all the same in every microbatch."""
+    if drawn_once(call.found, call.node):
+        return SAME
     if call.name in _FILLED:
         return UNIFORM
     tensors = call.tensors
@@ -47,6 +51,20 @@ def same_of(call: OperatorCall) -> Any:
     periods = {d: n for d, n in repeating.items() if 1 < n < call.shape()[d]}
     made = Alike(frozenset(dims), frozenset(periods.items())) if dims or periods else SAME
     return _rows_of_view(call, made) or made
+
+
+def drawn_once(found: Microbatches, node: fx.Node) -> bool:
+    """Whether a call draws numbers that are not of samples: eager PyTorch draws them once for the whole batch.
+
+    The call has the same shapes in the step on the whole batch; where that is not known, no dimension is a multiple of
+    the batch.
+    """
+    if not is_random(node) or found.parts == 1:
+        return False
+    own, whole = shapes_of(value(node)), whole_call(node)
+    if isinstance(whole, WholeCall):
+        return own == whole.shapes
+    return all(size % found.batch for shape in own for size in shape or ())
 
 
 def _rows_of_view(call: OperatorCall, made: Alike | Share) -> Rows | None:
