@@ -78,6 +78,8 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Batch, options: Comp
     if best is not None:
         return best
     assert failed is not None
+    if isinstance(failed, CaptureError) and failed.page in ("python-state", "randomness"):
+        raise failed  # what later calls do is looked for with microbatches alone
     if isinstance(failed, CaptureError) and not isinstance(_captured_whole(model, loss, batch, options), str):
         raise CaptureError(
             f"the step can be captured on the whole batch, but not on one of its microbatches: {failed.what}",

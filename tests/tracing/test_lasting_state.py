@@ -39,6 +39,11 @@ def test_state_that_later_steps_need_is_refused(change: Callable[[Net, Tensor], 
     assert re.match(f"the step changes {name}[\\[ ,]", error.what), error.what
 
 
+def test_microbatches_are_not_blamed_for_state() -> None:
+    with pytest.raises(CaptureError, match=r"^the step changes calls \("):
+        fxpipe.compile(Net(REFUSED["attribute"][0]), loss, data(), workers=2, microbatches=2, cost="analytic")
+
+
 def test_a_bank_whose_rows_are_one_tensor_is_refused() -> None:
     refused(Net(shared_bank, [torch.zeros(WIDTH)] * 4))
 
