@@ -14,6 +14,8 @@ import pytest
 from commands import QUICK, finish, fxpipe, start_module
 from model_files import write_model
 
+from fxpipe.observe.rates import RATES
+
 HOOKS = """
 
 def train_data():
@@ -58,7 +60,7 @@ def run(folder: Path, out: Path, *more: Any) -> tuple[Any, ...]:
 
 def logged(out: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if "second" not in name} for row in rows]
+    return [{name: value for name, value in row.items() if name not in ("seconds", *RATES)} for row in rows]
 
 
 def same(folder: Path, out: Path) -> bool:
