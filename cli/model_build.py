@@ -65,12 +65,12 @@ def build_model(
     """
     from fxpipe.lowering.first_of_each import first_of_each
     from fxpipe.lowering.lower import compile
-    from fxpipe.lowering.shapes import further_shapes
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.device import reuse_freed_memory
     from fxpipe.settings import pairs
     from fxpipe.task.batch import Batch
     from fxpipe.task.captured import captured_of, source_digests
+    from fxpipe.task.splitter import splitter_of
 
     assert task.path is not None
     path = task.path
@@ -101,12 +101,15 @@ def build_model(
         if made.device is not None:  # only what is compiled or compared, not all that was read
             told, last = [batch.on(made.device) for batch in told], last and last.on(made.device)
         example = batches[0].padded(padding)
-        shapes = further_shapes(example, (batch.padded(padding) for batch in told))
+        shapes = [batch.padded(padding) for batch in told]
         last = _last(first, last, [example, *shapes], padding, options)
         say("capturing, costing and cutting")
         more: dict[str, Any] = {"shapes": told, "last": last, "evaluation": evaluation, "observers": observers}
         build = compile(model, task.loss, batches[0], options, **more, say=say)
-        doubts = [MANY_SHAPES.format(len(first.batches), len(shapes) + 1)] if len(shapes) > 1 else []
+        padded = [*shapes, *([] if last is None else [last.padded(padding)])]
+        compiled = [next(filter(splitter_of(one).fits, padded)) for one in build.plan.of_shapes[1:]]
+        seen = len([batch for batch in compiled if batch in shapes]) + 1
+        doubts = [MANY_SHAPES.format(len(first.batches), seen)] if seen > 2 else []
         if options.cost == "measured":
             build = _timed(build, first.batches[0], task, options.threads or 1, say)
     lines = [row.source for row in build.nodes.rows if row.source] if build.nodes else []
@@ -114,7 +117,6 @@ def build_model(
     known: dict[str, Any] = {"sources": source_digests(path), "captured": captured, "run_options": task.run_options}
     plan = dataclasses.replace(build.plan, **known)
     build = dataclasses.replace(build, plan=plan, warnings=(*build.warnings, *doubts))
-    compiled = [*shapes, *([] if last is None else [last.padded(padding)])][: len(plan.shapes)]
     return ModelBuild(build, task, model, first.batches[0], tuple(compiled), options)
 
 

@@ -86,4 +86,6 @@ def shape_lines(plan: Plan) -> Iterator[str]:
 
 
 def _text(leaf: LeafSpec) -> str:
+    if not leaf.read:
+        return "not read"
     return said(leaf.constant) if leaf.tensor is None else f"{leaf.tensor.dtype}{list(leaf.tensor.shape)}"

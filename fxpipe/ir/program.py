@@ -115,10 +115,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class BatchInput:
-    """A leaf of the batch; `node` is None for a plain constant."""
+    """A leaf of the batch; `node` is None for a plain constant, `where` the user's line that reads one."""
 
     node: str | None
     leaf: LeafSpec
+    where: str | None = None
 
 
 OutputKind = Literal["loss", "buffer", "gradient", "metric"]

@@ -9,9 +9,10 @@ from torch import nn
 
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.ir.program import Program
+from fxpipe.lowering.first_of_each import first_of_each, fits
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.lowering.shapes import CapturedShape, capture_shape, further_shapes
+from fxpipe.lowering.shapes import CapturedShape, capture_shape, constants_of, further_shapes, refuse_changing
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.policy.accuracy_warnings import lost_by
 from fxpipe.policy.spectrain import SpecTrain
@@ -65,7 +66,10 @@ def captured_step(
         FxpipeError: as `capture_microbatch` and `checked_loss`.
     """
     step = _chosen(model, loss, batch, options, shapes, last, say)
-    return step if last is None else _with_last(step, model, loss, batch, last)
+    known = [step.program, *(shape.program for shape in step.shapes)]
+    if last is None or any(fits(program, last, step.options.count) for program in known):
+        return step
+    return _with_last(step, model, loss, batch, last)
 
 
 def _chosen(
@@ -78,7 +82,7 @@ def _chosen(
     say: Callable[[str], None],
 ) -> CapturedStep:
     """With the number of microbatches chosen."""
-    others = further_shapes(batch, shapes)
+    others = list(first_of_each([batch, *shapes]))[1:]
     if options.microbatches is not None or options.kind.synchronous:
         chosen, without = _decided(options, [batch, *others], last)
         step = _captured(model, loss, batch, others, chosen, say)
@@ -196,8 +200,13 @@ def _captured(
     _check_shares(batch, options)
     program = capture_microbatch(model, loss, batch, options)
     program, whole_loss = checked_loss(program, model, loss, batch, options)
-    shapes = []
+    batch, *others = (replace(one, constants=constants_of(program, one)) for one in (batch, *others))
+    others = further_shapes(program, options.count, others)
+    refuse_changing(program, [batch, *others], options.constant_batch)
+    shapes: list[CapturedShape] = []
     for number, other in enumerate(others, 1):
+        if any(fits(shape.program, other, options.count) for shape in shapes):
+            continue
         say(f"capturing the step of shape {number} of {len(others)}")
         try:
             _check_divisible(program, batch, other, options)
@@ -216,7 +225,10 @@ def _check_shares(batch: Batch, options: CompileOptions) -> None:
     """
     if options.dp == 1:
         return
-    size = options.cut(batch).samples
+    try:
+        size = options.cut(batch).samples
+    except BatchError:
+        return  # the step may not read what is of another size, or capture says it
     if size % options.count == 0:
         return
     own = options.own_count

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import tee
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +22,7 @@ from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError, listed
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines, run_passes
-from fxpipe.lowering.first_of_each import first_of_each, one_of_each
+from fxpipe.lowering.first_of_each import SHAPES, check_number, first_of_each, fits
 from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.padding_doubts import evaluation_doubts
 from fxpipe.passes import evaluation_passes
@@ -75,8 +75,9 @@ def capture_evaluations(
     try:
         with random_state_kept():
             read = (Batch.of(batch, constant_batch) for batch in batches)
-            reading, given = tee(first_of_each(read, padding))
-            examples = one_of_each((batch.padded(padding) for batch in reading), *_TOO_MANY)
+            given = list(islice(first_of_each(read, padding), 2 * SHAPES * SHAPES))
+            examples = list(first_of_each(batch.padded(padding) for batch in given))
+            check_number(list(first_of_each(examples, values=0)), *_TOO_MANY)
     except (BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error))
     if not examples:
@@ -84,11 +85,15 @@ def capture_evaluations(
     if loss_weight is not None:
         for example in examples:
             weight_of(loss_weight, example.given)
-    numbers, told = _as_numbers(metrics, of_all), (batch.on(device) for batch in given)
+    numbers = _as_numbers(metrics, of_all)
+    told = (batch.on(device) for batch in first_of_each(given, padding, values=0))
     doubts = evaluation_doubts(model, numbers, told, padding) if padding else ()
-    placed = [batch.on(device) for batch in examples]
+    captured: list[CapturedEvaluation] = []
     try:
-        captured = [capture_evaluation(model, metrics, batch, gathers=of_all is not None) for batch in placed]
+        for batch in (example.on(device) for example in examples):
+            if not any(fits(one.program, batch) for one in captured):
+                captured.append(capture_evaluation(model, metrics, batch, gathers=of_all is not None))
+                check_number(captured, *_TOO_MANY)
     except (CaptureError, BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error), doubts=doubts)
     programs = buffers_carried([one.program for one in captured])

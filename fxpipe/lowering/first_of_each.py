@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from typing import Any
 
 from fxpipe.errors import BatchError
+from fxpipe.ir.program import Program
 from fxpipe.plan.spec import PadSpec
 from fxpipe.task.batch import Batch
+from fxpipe.task.splitter import Splitter
 
 SHAPES = 8
 """How many shapes of batches are cut into stages, each on its own."""
 
 
-def first_of_each(batches: Iterable[Batch], padding: Sequence[PadSpec] = ()) -> Iterator[Batch]:
-    """The first batch of every shape, as it comes.
+def first_of_each(batches: Iterable[Batch], padding: Sequence[PadSpec] = (), values: int = SHAPES) -> Iterator[Batch]:
+    """The first batch of every shape, as it comes; and more of that shape, with other numbers or strings.
 
     Args:
         padding: counts the shapes after it, and of each tells batches that it changes from those that it leaves alone.
+        values: how many more.
 
     Raises:
         BatchError: a batch is no pytree of tensors.
     """
-    seen = set()
+    seen: dict[tuple[Any, ...], set[str]] = {}
     for batch in batches:
         after = batch.padded(padding)
-        key = after.shape, after is batch
-        if key not in seen:
-            seen.add(key)
+        known, plain = seen.setdefault((after.shape, after is batch), set()), after.plain_values
+        if plain not in known and len(known) <= values:
+            known.add(plain)
             yield batch
 
 
-def one_of_each(batches: Iterable[Batch], data: str, hint: str) -> list[Batch]:
-    """The first batch of every shape.
+def check_number(batches: Sequence[Any], data: str, hint: str) -> None:
+    """Refuse batches of too many shapes.
 
     Args:
+        batches: one of each, or what was captured of each.
         data: what gives the batches, and `hint` what to do about too many shapes, in words.
 
     Raises:
-        BatchError: there are too many shapes, or a batch is no pytree of tensors.
+        BatchError: there are too many.
     """
-    found = list(islice(first_of_each(batches), SHAPES + 1))
-    if len(found) > SHAPES:
+    if len(batches) > SHAPES:
         raise BatchError(f"{data} batches of more than {SHAPES} shapes", hint=hint, page="batch-shapes")
-    return found
+
+
+def fits(program: Program, batch: Batch, microbatches: int = 1) -> bool:
+    """Whether a program computes the step of a batch: they differ in nothing that the step reads.
+
+    Args:
+        microbatches: into how many a batch is cut, of which the program is captured on one.
+    """
+    given = [b.leaf for b in program.batch if b.leaf.name.startswith("batch")]
+    return Splitter(given, program.batch_spec, microbatches).fits(batch)

@@ -79,6 +79,7 @@ def compile(
     _ = options.encoding  # refused before the work
     first, *others = (Batch.of(one, options.constant_batch) for one in (batch, *shapes))
     rest = None if last is None else Batch.of(last, options.constant_batch)
+    first = first.with_floats_of(others)
     padding = options.padding([first, *others])
     doubts = padding_doubts(model, loss, [first, *others, *([rest] if rest else [])], padding, options)
     first, *others = (one.padded(padding) for one in (first, *others))

@@ -28,7 +28,7 @@ from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
 from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
 from fxpipe.stages.minibatch import TRIED_SCALE, totals_of, weights_of
-from fxpipe.task.batch import Batch, Dims, said
+from fxpipe.task.batch import Batch, Dims, as_scalar, said
 from fxpipe.task.hooks import Loss
 from fxpipe.tracing.capture import OF_HOOKS, autocasting, capture
 
@@ -254,7 +254,7 @@ def _step(program: Program, parts: Sequence[Batch], options: CompileOptions) -> 
     given = [(i, b.node) for i, b in enumerate(program.batch) if b.node and b.leaf.name.startswith("batch")]
     batches: list[dict[str, Tensor]] = []
     for part in parts:
-        batches.append({node: part.values[i].detach().clone() for i, node in given})
+        batches.append({node: _copied(part.values[i], program.device) for i, node in given})
     made: dict[str, list[Tensor]] = {}
     if program.totals is not None:
         made = {name: [t] * len(parts) for name, t in _added_up(program.totals, batches).items()}
@@ -293,6 +293,10 @@ def _added_up(totals: Program, batches: Sequence[Mapping[str, Tensor]]) -> dict[
         return adding.run(batch={**batch, **{node: known[name] for name, node in nodes.items()}})
 
     return totals_of(add, batches, names, {name: adding.example[node] for name, node in nodes.items()})
+
+
+def _copied(leaf: Any, device: str) -> Tensor:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else as_scalar(leaf, device)
 
 
 def _run(program: Program, values: Mapping[str, Tensor], batch: Mapping[str, Tensor], count: int) -> tuple[Tensor, ...]:

@@ -56,7 +56,7 @@ def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:
         FxpipeError: as `capture_shape` and `with_shape`; or the model is another than was compiled.
     """
     plan = build.plan
-    constants = [leaf.name for leaf in plan.given if leaf.tensor is None and isinstance(leaf.constant, dict)]
+    constants = [leaf.name for leaf in plan.given if leaf.tensor is None and leaf.read]
     read = replace(Batch.of(batch), constants=tuple(constants))
     options = options_of(plan, read, hooks)
     model = hooks.model() if hooks.same else _made(plan, hooks)

@@ -46,7 +46,7 @@ def padding_doubts(
         return ()
     if are_on_meta(list(model.parameters())):
         return ("whether padding changes the loss was not compared: parameters have no values (--meta)",)
-    told = first_of_each(batches, padding)
+    told = first_of_each(batches, padding, values=0)
     pairs = [(batch, after) for batch in told if (after := batch.padded(padding)) is not batch]
     if not pairs:
         return (

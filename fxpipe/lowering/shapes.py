@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxpipe.build.build import Build
@@ -19,7 +20,7 @@ from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import PassLines, run_passes
 from fxpipe.lowering.choose_codecs import like
 from fxpipe.lowering.evaluation import with_readers, with_totals
-from fxpipe.lowering.first_of_each import one_of_each
+from fxpipe.lowering.first_of_each import check_number, fits
 from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.name_constants import name_constants
@@ -34,9 +35,12 @@ from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.spec import FUNCTIONS, Plan, StepSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
-from fxpipe.task.batch import Batch
+from fxpipe.task.batch import Batch, is_named
 from fxpipe.task.hooks import Loss
 from fxpipe.tracing.joint import NO_GRADIENT
+
+VALUES = 4
+"""How many values a number or a string may have that the step reads: each takes stages of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +56,60 @@ class CapturedShape:
     left_out: str | None = None
 
 
-def further_shapes(first: Batch, batches: Iterable[Batch]) -> list[Batch]:
-    """The first batch of every shape but that of `first`.
+def further_shapes(program: Program, microbatches: int, batches: Iterable[Batch]) -> list[Batch]:
+    """The first batch of every shape but that of a captured program.
+
+    Args:
+        microbatches: into how many a batch is cut, of which the program is captured on one.
 
     Raises:
         BatchError: there are too many shapes.
     """
-    return one_of_each(
-        chain([first], batches),
+    found = [batch for batch in batches if not fits(program, batch, microbatches)]
+    check_number(
+        [*found, *found[:1]],
         "the training data have",
         "pad them to a few lengths (--pad-to 64), or drop the last, smaller batch (drop_last=True); or "
         "read fewer before the run (a smaller --scan), and let it make stages for others (--new-shapes N)",
-    )[1:]
+    )
+    return found
+
+
+def constants_of(program: Program, batch: Batch) -> tuple[str, ...]:
+    """The leaves of a batch whose values a program has: those that were asked for, and those that its step reads."""
+    found = [b.leaf.name for b in program.batch if b.leaf.tensor is None and b.leaf.read]
+    return tuple(dict.fromkeys([*batch.constants, *(name for name in found if name in batch.names)]))
+
+
+def refuse_changing(program: Program, batches: Sequence[Batch], asked: Sequence[str]) -> None:
+    """Refuse numbers and strings that the step reads, and that change from batch to batch.
+
+    Args:
+        batches: the one that the program was captured on, and those that do not fit it.
+        asked: the leaves that are constants by the user's word, however many values they have.
+
+    Raises:
+        BatchError: says which they are, where they are read, and how to write that.
+    """
+    wrong, places = [], {b.leaf.name: b.where for b in program.batch if b.where is not None}
+    for row in program.batch:
+        name = row.leaf.name
+        if row.leaf.tensor is not None or not row.leaf.read or is_named(name, asked):
+            continue
+        column = [batch.values[batch.names.index(name)] for batch in batches if name in batch.names]
+        values = list(dict.fromkeys(map(repr, column)))
+        if len(values) > VALUES and not any(isinstance(value, torch.Tensor) for value in column):
+            wrong.append((name, values))
+    if wrong:
+        what = "; ".join(f"{name} ({', '.join(values[:3])}, …)" for name, values in wrong)
+        raise BatchError(
+            f"the step reads the value of what changes from batch to batch: {what}",
+            where=next((places[name] for name, _ in wrong if name in places), None),
+            hint="compute with a number as with a tensor, without if, min, float() or math: torch.where, clamp, exp of "
+            "a torch.tensor(number) that train_data() gives; or compute in train_data() what the step needs. "
+            f"constant_batch = {[wrong[0][0]]} in the model file makes stages for every value",
+            page="batch-shapes",
+        )
 
 
 def capture_shape(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> CapturedShape:

@@ -111,14 +111,16 @@ class BufferSpec:
 class LeafSpec:
     """One leaf of the batch: a tensor (of one microbatch), or a constant.
 
-    A constant is plain Python; that of a tensor is its dtype and the values that every microbatch has. `dim` is the
-    dimension along which the minibatch's tensor is cut; None: every microbatch gets all of it.
+    A number that the step computes with is a tensor without dimensions. A constant is plain Python; that of a tensor is
+    its dtype and the values that every microbatch has. `dim` is the dimension along which the minibatch's tensor is
+    cut; None: every microbatch gets all of it. A leaf that the step does not `read` may be anything.
     """
 
     name: str
     tensor: TensorSpec | None
     constant: Any = None
     dim: int | None = None
+    read: bool = True
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan, StepSpec
 from fxpipe.stages.loaded import load_stages
 from fxpipe.task.batch import Batch
 from fxpipe.task.loss_weights import LossWeight, weight_of
-from fxpipe.task.splitter import Splitter
+from fxpipe.task.splitter import splitter_of
 
 TRIED_SCALE = 1024.0
 """The loss scale where a step under float16 is tried: compared, measured, exported. A run takes its own (see
@@ -55,7 +55,7 @@ class Minibatches:
         self._plan = plan
         self._loss_weight = loss_weight if plan.loss_weight else None
         given = plan.given
-        self._splitter = Splitter(given, plan.batch_spec, plan.microbatches, plan.device)
+        self._splitter = splitter_of(plan, plan.device)
         self._names = [leaf.name for leaf in given]
         self._made = [leaf.name for leaf in plan.made]
         apart = 1 if plan.outer is None else plan.dp

@@ -14,7 +14,7 @@ from torch import nn
 
 from fxpipe.errors import BatchError, listed
 from fxpipe.plan.spec import LeafSpec, PadSpec, TensorSpec
-from fxpipe.task.containers import flatten
+from fxpipe.task.containers import flatten, is_text
 from fxpipe.torch_private import is_traceable_wrapper_subclass, pytree, register_namedtuple
 
 Dims = Mapping[str, int | None]
@@ -42,10 +42,22 @@ def unusual(tensor: torch.Tensor) -> str | None:
 
 
 def constant_of(value: Any) -> Any:
-    """A constant of a batch in plain Python; a tensor's dtype and values."""
+    """A constant of a batch as JSON holds it; a tensor's dtype and values."""
+    if isinstance(value, (list, tuple)):
+        return [constant_of(each) for each in value]
     if not isinstance(value, torch.Tensor):
         return value
     return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.detach().tolist()}
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a step may compute with; a flag is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def as_scalar(number: int | float, device: str = "cpu") -> torch.Tensor:
+    """A number as a tensor without dimensions: float64, or int64 of an int."""
+    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64, device=device)
 
 
 def said(constant: Any) -> str:
@@ -61,7 +73,8 @@ class Batch:
         given: as the data give it, or padded, moved, cut.
         values: its leaves, tensors and constants.
         tree: how it is built of them.
-        constants: the tensors that are constants of the capture, by their names or keys.
+        constants: the leaves that are constants of the capture, by their names or keys. Of the others, a number is a
+            tensor without dimensions, and a string is not read.
         cut: by name of a leaf, along which dimension its tensor is cut into microbatches; None for one that every
             microbatch gets whole. Without it, all are cut along their first.
     """
@@ -93,7 +106,8 @@ class Batch:
     def names(self) -> tuple[str, ...]:
         """The leaves' names: their places, `batch['x']`."""
         again = pytree.tree_unflatten(self.values, self.tree)  # the user's code may have changed what was given
-        return tuple("batch" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(again)[0])
+        rows = pytree.tree_flatten_with_path(again, is_leaf=is_text)[0]
+        return tuple("batch" + pytree.keystr(path) for path, _ in rows)
 
     @cached_property
     def leaves(self) -> tuple[LeafSpec, ...]:
@@ -118,6 +132,11 @@ class Batch:
                     leaves.append(LeafSpec(name, None, constant_of(value), dim))
                 else:
                     leaves.append(LeafSpec(name, tensor_spec(value), dim=dim))
+            elif is_number(value) and not is_named(name, self.constants):
+                leaves.append(LeafSpec(name, tensor_spec(as_scalar(value))))
+            elif isinstance(value, str) or is_text(value):
+                read = is_named(name, self.constants)
+                leaves.append(LeafSpec(name, None, constant_of(value) if read else None, read=read))
             elif isinstance(value, CONSTANTS):
                 leaves.append(LeafSpec(name, None, value))
             else:
@@ -127,7 +146,7 @@ class Batch:
                 "a batch is a pytree of tensors and plain constants, but " + "; ".join(wrong),
                 hint="convert numpy arrays with torch.from_numpy, other containers to dict, list or tuple",
             )
-        if not any(leaf.tensor for leaf in leaves):
+        if not any(isinstance(value, torch.Tensor) for value in self.values):
             hint = "train_data() yields batches: tuples or dicts of tensors"
             raise BatchError("the batch holds no tensor", hint=hint)
         return tuple(leaves)
@@ -161,9 +180,23 @@ class Batch:
         return {leaf.name: leaf.dim for leaf in self.leaves}
 
     @property
+    def plain(self) -> tuple[str, ...]:
+        """The leaves that are numbers or strings, by name, and no constants of the capture."""
+        rows = zip(self.leaves, self.values, strict=True)
+        return tuple(
+            leaf.name for leaf, v in rows if not isinstance(v, torch.Tensor) and (leaf.tensor or not leaf.read)
+        )
+
+    @property
     def shape(self) -> tuple[Any, ...]:
-        """Equal for batches that fit the same captured program."""
-        return shape_key(dump(self.tree), self.leaves)
+        """Equal for batches that fit the same captured program, if its step reads no numbers and strings of them."""
+        rows = ((leaf.tensor.shape, leaf.tensor.dtype) if leaf.tensor else leaf.constant for leaf in self.leaves)
+        return dump(self.tree), *map(repr, rows)
+
+    @property
+    def plain_values(self) -> str:
+        """The values of numbers and strings: equal, besides the shape, for batches that fit whatever is read."""
+        return repr([value for value in self.values if not isinstance(value, torch.Tensor)])
 
     def __str__(self) -> str:
         """What the batch holds, in words: `batch['x'] float32[8, 6], batch['mask'] None`."""
@@ -172,6 +205,13 @@ class Batch:
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """The batch with its tensors changed."""
         return self.of_values(change(v) if isinstance(v, torch.Tensor) else v for v in self.values)
+
+    def with_floats_of(self, others: Iterable[Batch]) -> Batch:
+        """The batch with floats for its ints, where others have floats: 0 before 0.5, 1 after it."""
+        alike = [other.values for other in others if other.tree == self.tree]
+        rows = zip(self.values, *alike, strict=True)
+        whole = (isinstance(own, int) and any(isinstance(other, float) for other in more) for own, *more in rows)
+        return self.of_values(float(v) if w and is_number(v) else v for v, w in zip(self.values, whole, strict=True))
 
     def on(self, device: str) -> Batch:
         """The batch with its tensors on a device."""
@@ -230,8 +270,14 @@ class Batch:
         return replace(self, cut=dims)
 
     def cut_as(self, leaves: Iterable[LeafSpec]) -> Batch:
-        """The batch cut where leaves of the same names are, of a plan or a program."""
-        return replace(self, cut={leaf.name: leaf.dim for leaf in leaves})
+        """The batch cut where leaves of the same names are, of a plan or a program.
+
+        A tensor that the step does not read is cut if it is as long as one that it reads, and whole otherwise.
+        """
+        known = {leaf.name: leaf for leaf in leaves}
+        rows = [(known[name], value) for name, value in zip(self.names, self.values, strict=True)]
+        sizes = {_size(value, leaf.dim) for leaf, value in rows if leaf.read}
+        return replace(self, cut={r.name: r.dim if r.read or _size(v, r.dim) in sizes else None for r, v in rows})
 
     @property
     def samples(self) -> int:
@@ -330,6 +376,12 @@ class Batch:
         )
 
 
+def _size(value: Any, dim: int | None) -> int | None:
+    """How long a leaf is along a dimension; None where it has none."""
+    found = isinstance(value, torch.Tensor) and dim is not None and dim < value.dim()
+    return value.shape[dim] if found else None
+
+
 def _common(sizes: Iterable[int]) -> int:
     """The size of a batch: the greatest common divisor, where the tensors have more than one."""
     if not (found := list(sizes)):
@@ -376,14 +428,6 @@ def dump(spec: pytree.TreeSpec) -> str:
         if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
             register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
     return pytree.treespec_dumps(spec)
-
-
-def shape_key(tree: str, leaves: Iterable[LeafSpec]) -> tuple[Any, ...]:
-    """Equal for batches that fit the same captured program: the pytree, shapes and dtypes of tensors, constants."""
-    return tree, *(
-        (leaf.tensor.shape, leaf.tensor.dtype) if leaf.tensor else (type(leaf.constant).__name__, repr(leaf.constant))
-        for leaf in leaves
-    )
 
 
 def _kind(value: Any) -> str:

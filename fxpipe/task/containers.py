@@ -17,18 +17,23 @@ from fxpipe.torch_private import pytree
 
 
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a batch, whatever containers it has, and how it is built.
+    """The leaves of a batch, whatever containers it has, and how it is built; a list of strings is one leaf.
 
     Raises:
         BatchError: a container cannot be made again of what it holds.
     """
     while True:
-        leaves, spec = pytree.tree_flatten(batch)
+        leaves, spec = pytree.tree_flatten(batch, is_leaf=is_text)
         unknown = {type(leaf): leaf for leaf in leaves if _is_container(leaf)}
         if not unknown:
             return leaves, spec
         for kind, value in unknown.items():
             _register(kind, value)
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a list of strings, or of such lists: names of files, words, however many a batch has, or none."""
+    return type(value) in (list, tuple) and all(type(v) is str or is_text(v) for v in value)
 
 
 def _is_container(value: Any) -> bool:

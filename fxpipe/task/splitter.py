@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fxpipe.errors import BatchError
-from fxpipe.plan.spec import LeafSpec, TensorSpec
-from fxpipe.task.batch import Batch, constant_of, dump, said
+from fxpipe.plan.spec import LeafSpec, Plan, TensorSpec
+from fxpipe.task.batch import Batch, constant_of, dump, is_number, said
 from fxpipe.task.containers import tree_text
 from fxpipe.torch_private import pytree
 
@@ -70,6 +70,10 @@ class Splitter:
             return math.inf
         return sum(self._distance(leaf, value) for leaf, value in zip(self.leaves, batch.values, strict=True))
 
+    def fits(self, batch: Batch) -> bool:
+        """Whether a batch differs from the captured ones in nothing that the step reads."""
+        return self.distance(batch) == 0
+
     def _distance(self, leaf: LeafSpec, value: Any) -> int:
         if not self._difference(leaf, value):
             return 0
@@ -101,8 +105,12 @@ class Splitter:
         return [self.leaves_of(part) for part in self.cut(Batch.of(batch), minibatch)]
 
     def _placed(self, leaf: LeafSpec, value: Any) -> Any:
+        if not leaf.read:
+            return None
         if leaf.tensor is None:
             return value
+        if not isinstance(value, torch.Tensor):
+            return torch.full((), value, dtype=getattr(torch, leaf.tensor.dtype), device=self.device)
         made = torch.empty_strided(leaf.tensor.shape, leaf.tensor.stride, dtype=value.dtype, device=self.device)
         return made.copy_(value.detach())
 
@@ -115,10 +123,15 @@ class Splitter:
 
     def _difference(self, leaf: LeafSpec, value: Any) -> str:
         """How a leaf differs from the captured one, in words; '' if it does not."""
+        if not leaf.read:
+            return ""
         if leaf.tensor is None:
             found = said(constant_of(value))
             same = self._is_constant(leaf, value)
             return "" if same else f"{leaf.name} is {found}, captured as the constant {said(leaf.constant)}"
+        if is_number(value) and not leaf.tensor.shape:
+            whole = isinstance(value, float) and leaf.tensor.dtype == "int64"
+            return f"{leaf.name} is {value}, captured as an int" if whole else ""
         if not isinstance(value, torch.Tensor):
             return f"{leaf.name} is a {type(value).__name__}, captured as a tensor"
         expected, dtype = self._expected(leaf, leaf.tensor), str(value.dtype).removeprefix("torch.")
@@ -131,3 +144,8 @@ class Splitter:
         if leaf.dim is None:
             return tensor.shape
         return (*tensor.shape[: leaf.dim], tensor.shape[leaf.dim] * self.microbatches, *tensor.shape[leaf.dim + 1 :])
+
+
+def splitter_of(plan: Plan, device: torch.device | str = "cpu") -> Splitter:
+    """What cuts the user's minibatches for a build."""
+    return Splitter(plan.given, plan.batch_spec, plan.microbatches, device)

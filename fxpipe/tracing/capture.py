@@ -30,7 +30,7 @@ from fxpipe.ir.garbage import rarely_collected
 from fxpipe.ir.program import Program
 from fxpipe.plan.spec import LeafSpec, TensorSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
-from fxpipe.task.batch import Batch, dump, tensor_spec
+from fxpipe.task.batch import Batch, as_scalar, dump, tensor_spec
 from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.torch_private import DisableTorchFunction, FakeTensorMode, compiling, pytree, run_backward
@@ -38,6 +38,7 @@ from fxpipe.torch_private.aot import aot_export_joint_with_descriptors
 from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
+from fxpipe.tracing.batch_reads import BatchReads, of_what_is_read
 from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -82,8 +83,15 @@ def capture(
     """
     if not model.training:
         model.train()
-    example = _Example.of(Batch.of(batch, constant_batch))
-    example.batch.check_constants()
+    given = Batch.of(batch, constant_batch)
+    given.check_constants()
+    program, places = of_what_is_read(
+        given, lambda b, reads: _captured(model, loss, _Example.of(b, reads), autocast, state_notes)
+    )
+    return replace(program, batch=tuple(replace(b, where=places.get(b.leaf.name)) for b in program.batch))
+
+
+def _captured(model: nn.Module, loss: Loss, example: _Example, autocast: str | None, state_notes: bool) -> Program:
     tensors = HeldTensors(model, functions=(loss,))
     if not tensors.trained:
         raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
@@ -130,7 +138,13 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any, *, gather
         CaptureError: with the user's line, when it cannot be one graph; or eval mode changes the weights.
         BatchError: the batch is not a pytree of tensors.
     """
-    example = _Example.of(Batch.of(batch))
+    found, _ = of_what_is_read(
+        Batch.of(batch), lambda b, reads: _evaluation(model, metrics, _Example.of(b, reads), gathers)
+    )
+    return found
+
+
+def _evaluation(model: nn.Module, metrics: Metrics, example: _Example, gathers: bool) -> CapturedEvaluation:
     tensors = HeldTensors(model, functions=(metrics,))
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     count = len(tensors.values)
@@ -143,7 +157,7 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any, *, gather
     def evaluate(*args: torch.Tensor) -> list[torch.Tensor]:
         held, (given, known) = args[:count], example.with_tensors(args[count:])
         with tensors.replaced(held), torch.no_grad():
-            with origin.recording(model, watch, args, tensors.stand_ins, known):
+            with origin.recording(model, watch, args, tensors.stand_ins, known, example.reads):
                 values = evaluated(metrics(model, given), place, gathers)
             new = tensors.rebound()
         fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
@@ -176,22 +190,32 @@ class _Example:
     batch: Batch
     leaves: list[LeafSpec]
     inputs: list[torch.Tensor]
+    reads: BatchReads
 
     @staticmethod
-    def of(batch: Batch) -> _Example:
+    def of(batch: Batch, reads: BatchReads) -> _Example:
+        device = next(iter(batch.tensors.values())).device.type
         # Labels that share memory with the inputs must not become one tensor with them.
-        inputs = [v.detach().clone() for leaf, v in zip(batch.leaves, batch.values, strict=True) if leaf.tensor]
+        inputs = [
+            v.detach().clone() if isinstance(v, torch.Tensor) else as_scalar(v, device)
+            for leaf, v in zip(batch.leaves, batch.values, strict=True)
+            if leaf.tensor
+        ]
         laid_out = iter(inputs)
         leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in batch.leaves]
-        return _Example(batch, leaves, inputs)
+        return _Example(batch, leaves, inputs, reads)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, KnownValues]:
         """The user's batch with other tensors in place of those that are traced, and its constants."""
-        rest, known = iter(tensors), KnownValues()
-        values = [
-            next(rest) if leaf.tensor else known.copy(v) if isinstance(v, torch.Tensor) else v
-            for leaf, v in zip(self.leaves, self.batch.values, strict=True)
-        ]
+        rest, known, values = iter(tensors), KnownValues(), []
+        for leaf, value in zip(self.leaves, self.batch.values, strict=True):
+            if leaf.tensor:
+                traced = next(rest)
+                values.append(traced if isinstance(value, torch.Tensor) else self.reads.number(leaf.name, traced))
+            elif isinstance(value, torch.Tensor):
+                values.append(known.copy(value))
+            else:
+                values.append(value if leaf.read else self.reads.text(leaf.name, value))
         return pytree.tree_unflatten(values, self.batch.tree), known
 
 
@@ -247,7 +271,10 @@ def _trace(
         held, (batch, known) = args[:count], example.with_tensors(args[count:])
         with tensors.replaced(held):
             tensors.hook(held)
-            with autocasting(device, autocast), origin.recording(model, watch, args, tensors.stand_ins, known):
+            with (
+                autocasting(device, autocast),
+                origin.recording(model, watch, args, tensors.stand_ins, known, example.reads),
+            ):
                 returned, metrics = loss_and_metrics(loss(model, batch))
                 value = scalar(returned, place)
                 named.clear()
@@ -296,7 +323,7 @@ def _state_notes(
 
     def run() -> None:
         batch, known = example.with_tensors(given)
-        with origin.recording(model, watch, made, tensors.stand_ins, known):
+        with origin.recording(model, watch, made, tensors.stand_ins, known, example.reads):
             with autocasting(device, autocast):
                 value, _ = loss_and_metrics(loss(model, batch))
             calls.backward()

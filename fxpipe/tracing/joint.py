@@ -7,6 +7,7 @@ torch's descriptors (`meta["desc"]`) tell inputs and outputs apart, `partitioner
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +117,11 @@ class Reader:
                 buffers.append(Buffer(node_name, names, self.tensors.persistent[i]))
         batch, rest = [], iter(slots[count:])
         for leaf in self.leaves:
-            batch.append(BatchInput(self.mapped[next(rest)].name if leaf.tensor else None, leaf))
+            if leaf.tensor is None:
+                batch.append(BatchInput(None, leaf))
+                continue
+            node = self.mapped[next(rest)]
+            batch.append(BatchInput(node.name, replace(leaf, read=bool(node.users))))
         return Program(
             graph=self.graph,
             level=Level.CAPTURED,

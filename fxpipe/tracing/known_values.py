@@ -61,7 +61,7 @@ class KnownValues:
             traced: makes the call, traced, with the arguments that it is given; a third says what it counts as, where
                 that is a call with others.
         """
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         if not tensors:
             made = traced(args, kwargs)
             if function in _FACTORIES and made.numel() <= _SMALL:
@@ -70,7 +70,7 @@ class KnownValues:
         if any(id(tensor) not in self._known for tensor in tensors):
             return self._call_mixed(function, args, kwargs, traced)
         value = _computed(function, self._values(args), self._values(kwargs))
-        if next(_tensors(value), None) is None:
+        if next(tensors_in(value), None) is None:
             return value
         made = value
         if any(self._known[id(tensor)].value is not tensor for tensor in tensors) and not self._wrote(tensors, value):
@@ -105,10 +105,10 @@ class KnownValues:
         written = [kwargs["out"]] if "out" in kwargs else []
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             written.append(args[0])
-        for tensor in _tensors(written):
+        for tensor in tensors_in(written):
             self._forget(tensor)
         numbers = self._numbers(args), self._numbers(kwargs)
-        before = [(tensor, _held(tensor)) for tensor in _tensors((args, kwargs)) if id(tensor) in self._known]
+        before = [(tensor, _held(tensor)) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._known]
         try:
             made = traced(args, kwargs, numbers)
             for tensor, held in before:
@@ -116,7 +116,7 @@ class KnownValues:
                     self._forget(tensor)
             return made
         except UNKNOWN:
-            if len(list(_tensors(numbers))) == len(list(_tensors((args, kwargs)))):
+            if len(list(tensors_in(numbers))) == len(list(tensors_in((args, kwargs)))):
                 raise
         return traced(*numbers)  # a size, an index
 
@@ -125,7 +125,7 @@ class KnownValues:
         return any(tensor is value for tensor in tensors)
 
     def _keep(self, made: Any, value: Any) -> None:
-        for tensor, known in zip(_tensors(made), _tensors(value), strict=True):
+        for tensor, known in zip(tensors_in(made), tensors_in(value), strict=True):
             self._known[id(tensor)] = _Known(tensor, known)
 
     def _forget(self, tensor: torch.Tensor) -> None:
@@ -167,16 +167,17 @@ def _listed(result: Any) -> Any:
     return list(result) if isinstance(result, Iterator) else result
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the arguments of a torch call."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for member in value:
-            yield from _tensors(member)
+            yield from tensors_in(member)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, slice):
-        yield from _tensors([value.start, value.stop, value.step])
+        yield from tensors_in([value.start, value.stop, value.step])
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -26,6 +26,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.messages import saying
 from fxpipe.torch_private import CHECKPOINT_GENERATOR, UNKNOWN, HigherOrderOperator, is_tensor_view, memory_of, set_data
 from fxpipe.tracing import unseen
+from fxpipe.tracing.batch_reads import BatchReads
 from fxpipe.tracing.known_values import KnownValues, mapped
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.torch_versions import TESTED
@@ -85,6 +86,7 @@ def recording(
     given: Sequence[torch.Tensor] = (),
     stand_ins: Mapping[int, torch.Tensor] | None = None,
     known: KnownValues | None = None,
+    reads: BatchReads | None = None,
 ) -> Iterator[None]:
     """Give every node traced inside, from calls of `model` or outside it, its origin.
 
@@ -94,12 +96,13 @@ def recording(
         stand_ins: by the id of a tensor, what to call torch with instead; for the model's own tensors that an object, a
             closure or functools.partial holds.
         known: the tensors whose values it may read.
+        reads: the numbers and strings of the batch.
 
     Raises:
         CaptureError: the step does something else than at its first call.
     """
     given = [*given, *(stand_ins or {}).values()]
-    recorder = _Recorder(watch or TracedStep(), given, stand_ins or {}, known or KnownValues())
+    recorder = _Recorder(watch or TracedStep(), given, stand_ins or {}, known or KnownValues(), reads or BatchReads())
     calls = recorder.watch.calls
     calls.begin(given)
     hooks = []
@@ -131,10 +134,12 @@ class _Recorder(TorchFunctionMode):
         given: Sequence[torch.Tensor],
         stand_ins: Mapping[int, torch.Tensor],
         known: KnownValues,
+        reads: BatchReads,
     ) -> None:
         super().__init__()
         self.watch = watch
         self.known = known
+        self.reads = reads
         self.stand_ins = stand_ins
         self.own = {id(tensor) for tensor in stand_ins.values()}
         self.memories = {memory_of(tensor) for tensor in given}
@@ -161,7 +166,9 @@ class _Recorder(TorchFunctionMode):
         traced = functools.partial(self.traced, func)
         name = getattr(func, "__name__", "")
         try:
-            return self.known.call(func, args, kwargs, traced) if self.known else traced(args, kwargs)
+            if self.known:
+                traced = functools.partial(self.known.call, func, traced=traced)
+            return self.reads.call(func, args, kwargs, traced)
         except Exception as error:
             self.watch.failed = (error, name)
             if isinstance(error, UNKNOWN):

@@ -34,6 +34,8 @@ class Case:
         replicas: 'two' of each worker, '2,1' (more of the first worker), '1,2' (more of the last one), 'shard' (two
             that share out the optimizer), 'outer' (two that train apart), 'delayed' (with an outer step one later).
         shapes: 'last' (an epoch's last batch is smaller), 'new' (its stages are made during the run), 'padded'.
+        batches: 'plain' ones hold numbers that the loss is multiplied with, others in each batch, and what no step
+            reads: names, more or fewer of them, and a tensor of any length.
         stop: the run saves checkpoints, and another goes on from the one after so many steps. 0: neither.
         processes: a worker in each, as torchrun starts them.
         own: trained call by call, by a loop of the user's own.
@@ -59,6 +61,7 @@ class Case:
     engine: str = axis("eager", slow=("onnxruntime", "inductor"))
     evaluation: str = axis("none", "end", "often")
     shapes: str = axis("one", "last", "new", "padded")
+    batches: str = axis("tensors", "plain")
     stop: int = axis(0, 2, 4)
     processes: bool = axis(False, True)
     own: bool = axis(False, True)

@@ -132,7 +132,8 @@ def _in_parts(case: Case) -> bool:
 
 def _split(batch: Any, count: int) -> list[Any]:
     leaves, structure = pytree.tree_flatten(batch)
-    columns = [leaf.chunk(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    cut = [isinstance(leaf, Tensor) and len(leaf) > 0 and len(leaf) % count == 0 for leaf in leaves]
+    columns = [leaf.chunk(count) if c else [leaf] * count for c, leaf in zip(cut, leaves, strict=True)]
     return [pytree.tree_unflatten(list(row), structure) for row in zip(*columns, strict=True)]
 
 

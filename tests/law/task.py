@@ -228,7 +228,11 @@ class Task:
         return made.double() if self.case.precision == "float64" else made
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        return (opaque if self.weighed else self.of.loss)(model, batch)
+        loss = opaque if self.weighed else self.of.loss
+        if self.case.batches == "tensors":
+            return loss(model, batch)
+        found, factor = loss(model, batch["given"]), batch["rise"] / 2 + batch["step"] ** 2
+        return (found[0] * factor, found[1]) if isinstance(found, tuple) else found * factor
 
     @property
     def weighed(self) -> bool:
@@ -242,15 +246,15 @@ class Task:
     def train_data(self) -> list[Any]:
         if self.case.shapes == "padded":
             lengths = (5, 8, 6, 3, 7, 12)
-            return [padded_texts.batch_of(n, seed, samples=8) for seed, n in enumerate(lengths)]
+            return self._with_plain([padded_texts.batch_of(n, seed, samples=8) for seed, n in enumerate(lengths)])
         size = self.case.batch
         sizes = {"last": [size, size, size // 2], "new": [size] * 3 + [size // 2] + [size] * 2}.get(self.case.shapes)
         torch.manual_seed(1)
-        return [self._typed(self.of.batch(n)) for n in sizes or [size] * EPOCH]
+        return self._with_plain([self._typed(self.of.batch(n)) for n in sizes or [size] * EPOCH])
 
     def eval_data(self) -> list[Any]:
         torch.manual_seed(2)
-        return [self._typed(self.of.batch(n)) for n in (self.case.batch, self.case.batch // 2)]
+        return self._with_plain([self._typed(self.of.batch(n)) for n in (self.case.batch, self.case.batch // 2)])
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         found = self.loss(model, batch)
@@ -267,6 +271,15 @@ class Task:
 
     def optimizer(self, named: list[Any]) -> Any:
         return OPTIMIZERS[self.case.optimizer](named)
+
+    def _with_plain(self, batches: list[Any]) -> list[Any]:
+        if self.case.batches == "tensors":
+            return batches
+        names = (["a.png"], [], ["b.png", "c.png"])
+        return [
+            {"given": batch, "names": names[i % 3], "rise": min(2, 0.3 * i), "step": i % 2, "seen": torch.arange(i)}
+            for i, batch in enumerate(batches)
+        ]
 
     def _typed(self, batch: Any) -> Any:
         if self.case.precision != "float64":
@@ -286,7 +299,7 @@ class Task:
         if self.case.shapes == "padded":
             found |= {"pad": padded_texts.PAD, "pad_to": 8}
         if self.weighed:
-            found["loss_weight"] = padded_texts.tokens
+            found["loss_weight"] = lambda batch: padded_texts.tokens(batch.get("given", batch))
         if self.case.model == "lstm":
             found["reset"] = forget
         return found

@@ -157,7 +157,7 @@ def test_every_shape_of_batch_has_its_files(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_constant_of_the_batch_is_part_of_its_shape() -> None:
     def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
-        return {"scaled": model(batch[0]).mean() * batch[2]}
+        return {"scaled": model(batch[0]).mean() * float(batch[2])}
 
     model, (x, y) = layers(), vectors()
     batches = [(x, y, 2.0), (x, y, 3.0), (x, y, 2.0)]

@@ -1,0 +1,162 @@
+"""What a step reads of the numbers and strings in its batch, found while it is traced.
+
+A number is traced as a tensor without dimensions, which keeps to the types that Python's number would give. A string is
+an object that notes every use. A step that asks for the value of one is traced again, with that one a constant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from fxpipe.errors import CaptureError
+from fxpipe.task.batch import Batch
+from fxpipe.torch_private import UNKNOWN
+from fxpipe.tracing.known_values import mapped, tensors_in
+from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
+
+Made = TypeVar("Made")
+
+_SHOWN = ("__repr__", "__format__")
+_DIVISIONS = ("div", "true_divide", "divide", "__truediv__", "__rtruediv__")
+_TENSORS = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class _OfBatch(NamedTuple):
+    """A tensor that stands for a number, held so that no other has its id, and the leaves that it was made of."""
+
+    tensor: torch.Tensor
+    leaves: frozenset[str]
+
+
+class BatchReads:
+    """The numbers and strings of a batch in one trace of a step.
+
+    Attributes:
+        places: by the names of those whose values the step has read, the line where.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[str, str | None] = {}
+        self._numbers: dict[int, _OfBatch] = {}
+
+    def number(self, leaf: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, which from now on counts as a number."""
+        return self._keep(tensor, frozenset([leaf]))
+
+    def text(self, leaf: str, value: Any) -> Any:
+        """What stands for a string, or a list of them, until the step uses it."""
+        return _kind_of(type(value))(value, lambda: self._read([leaf]))
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any, traced: Callable[..., Any]) -> Any:
+        """What a torch call returns; `traced` makes it."""
+        tensors = list(tensors_in((args, kwargs)))
+        own = [self._numbers[id(t)] for t in tensors if id(t) in self._numbers]
+        if not own:
+            return traced(args, kwargs)
+        leaves, name = frozenset().union(*(n.leaves for n in own)), getattr(function, "__name__", "")
+        if name in _SHOWN:
+            self._read(leaves)
+        if function in _TENSORS:
+            return self._as_tensor(traced(args, kwargs), kwargs)
+        alone = len(own) == len(tensors)
+        others = [t for t in tensors if id(t) not in self._numbers]
+
+        def typed(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in self._numbers:
+                return tensor
+            if not alone:
+                return tensor.to(_as_python(tensor, others))
+            return tensor.double() if name in _DIVISIONS else tensor
+
+        try:
+            made = traced(mapped(args, typed), mapped(kwargs, typed))
+        except UNKNOWN:
+            self._read(leaves)
+            raise
+        return self._keep(made, leaves) if alone and isinstance(made, torch.Tensor) and not made.dim() else made
+
+    def _as_tensor(self, made: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """A tensor that the step makes of a number, of the type that torch gives it."""
+        wide = kwargs.get("dtype") is None and made.dtype == torch.float64
+        return made.to(torch.get_default_dtype()) if wide else made
+
+    def _keep(self, tensor: torch.Tensor, leaves: frozenset[str]) -> torch.Tensor:
+        self._numbers[id(tensor)] = _OfBatch(tensor, leaves)
+        return tensor
+
+    def _read(self, leaves: Sequence[str] | frozenset[str]) -> None:
+        frame = user_frame(sys._getframe(1))
+        where = None if frame is None else stacked(outwards(frame)) or place(frame.f_code.co_filename, frame.f_lineno)
+        for leaf in leaves:
+            self.places.setdefault(leaf, where)
+
+
+def _as_python(number: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.dtype:
+    """The type in which a number meets other tensors, so that they give what Python's number would."""
+    kind = {torch.int64: 1, torch.bool: True}.get(number.dtype, 1.0)
+    wide = max(others, key=lambda t: (t.is_complex(), t.is_floating_point(), t.dtype != torch.bool, t.dim()))
+    if wide.dim() and ((wide.is_floating_point() and number.dtype == torch.int64) or wide.dtype in _HALF):
+        return number.dtype  # kernels compute with such a number as with Python's; it may be an index
+    return torch.result_type(wide, kind)
+
+
+_KINDS: dict[type, type] = {}
+_NOT_READS = {"__class__", "__new__", "__init__", "__getattribute__", "__setattr__", "__delattr__", "__init_subclass__"}
+
+
+def _kind_of(of: type) -> type:
+    """A class of objects that act as one of another class, and call a function before they are used."""
+    if of in _KINDS:
+        return _KINDS[of]
+
+    def forward(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self._fxpipe_read()
+            return getattr(self._fxpipe_value, name)(*args, **kwargs)
+
+        return method
+
+    def begin(self: Any, value: Any, read: Callable[[], None]) -> None:
+        object.__setattr__(self, "_fxpipe_value", value)
+        object.__setattr__(self, "_fxpipe_read", read)
+
+    def attribute(self: Any, name: str) -> Any:
+        self._fxpipe_read()
+        return getattr(self._fxpipe_value, name)
+
+    members = {name: forward(name) for name in dir(of) if name.startswith("__") and name not in _NOT_READS}
+    members |= {"__init__": begin, "__getattr__": attribute, "__bool__": lambda self: self.__len__() > 0}
+    members["__class__"] = property(lambda self: of)  # type: ignore[assignment]
+    _KINDS[of] = type(f"unread {of.__name__}", (), members)
+    return _KINDS[of]
+
+
+def of_what_is_read(batch: Batch, trace: Callable[[Batch, BatchReads], Made]) -> tuple[Made, Mapping[str, str | None]]:
+    """What a trace of a step returns, in which just those numbers and strings are constants whose values it reads.
+
+    Returns:
+        That, and the lines where constants are read, by their names.
+
+    Raises:
+        CaptureError: as `trace`.
+    """
+    places: dict[str, str | None] = {}
+    while True:
+        reads = BatchReads()
+        try:
+            made = trace(batch, reads)
+            if not reads.places:
+                return made, places
+        except CaptureError:
+            if not batch.plain:
+                raise
+            if not reads.places:  # what fails may be a call that takes no tensor for a number
+                reads.places = dict.fromkeys(batch.plain)
+        places |= reads.places
+        batch = replace(batch, constants=(*batch.constants, *reads.places))
