@@ -12,9 +12,10 @@ from torch import fx
 from fxpipe.errors import CutError
 from fxpipe.ir import wire
 from fxpipe.ir.aten import is_sparse
-from fxpipe.ir.program import INFO, Level, NodeInfo, Program, home_of, info, size_of, value
+from fxpipe.ir.program import INFO, Level, NodeInfo, Program, home_of, info, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import BucketSpec, Plan
+from fxpipe.task.batch import tensor_spec
 
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel takes by default."""
@@ -164,8 +165,8 @@ class _Gradients:
                 )
 
     def size(self, name: str) -> int:
-        """Bytes of a parameter's gradient."""
-        return size_of(value(self.nodes[name]))
+        """Bytes of a sum of a parameter's gradients."""
+        return tensor_spec(value(self.nodes[name])).sum_bytes
 
     @property
     def sizes(self) -> dict[str, int]:

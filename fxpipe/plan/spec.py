@@ -37,12 +37,23 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
+        return self._elements * self._item
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a sum of gradients of this type: those of 16 bits are added up in float32."""
+        return self._elements * max(4, self._item)
+
+    @property
+    def _elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def _item(self) -> int:
         import torch
 
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * getattr(torch, self.dtype).itemsize
+        item: int = getattr(torch, self.dtype).itemsize
+        return item
 
 
 @dataclass(frozen=True)

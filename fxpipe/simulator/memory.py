@@ -117,7 +117,9 @@ class _RowWalk:
         summary: WorkerSummary = costs.workers[worker]
         self.parts = {part.phase: part for part in summary.parts}
         self._weights = held_weights(demand, worker, row)
-        self.gradients = float(sum(p.tensor.bytes for p in plan.owned(worker) if p.trained))
+        trained = [p.tensor for p in plan.owned(worker) if p.trained]
+        several = plan.microbatches > 1  # gradients to add up, of microbatches or replicas
+        self.gradients = float(sum(tensor.sum_bytes if several else tensor.bytes for tensor in trained))
         updated = largest_share(plan, worker)
         frozen = sum(
             p.tensor.bytes
@@ -129,8 +131,9 @@ class _RowWalk:
         self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * sum(updated)
         self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
         if plan.outer is not None:
-            self._fixed += plan.outer.kept * self.gradients
-            self._step = max(self._step, 3 * self.gradients)  # what is sent, what comes, the sum
+            own = sum(tensor.bytes for tensor in trained)
+            self._fixed += plan.outer.kept * own
+            self._step = max(self._step, 3 * own)  # what is sent, what comes, the sum
         if step.keeps_update and demand.policy.predicts and not demand.policy.weight_form:
             self._fixed += sum(updated)
         leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]

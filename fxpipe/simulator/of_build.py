@@ -128,7 +128,7 @@ def _round(plan: Plan, bucket: BucketSpec, replicas: int) -> float:
     """The most bytes that a replica sends, or receives, in one round of a bucket's exchange."""
     if not bucket.sharded:
         return (replicas - 1) / replicas * bucket.bytes
-    sizes = {name: p.tensor.bytes for p in plan.parameters for name in p.names}
+    sizes = {name: p.tensor.sum_bytes for p in plan.parameters for name in p.names}
     parts = [0] * replicas
     for name, replica in zip(bucket.parameters, bucket.updaters, strict=True):
         parts[replica] += sizes[name]

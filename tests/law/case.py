@@ -33,6 +33,7 @@ class Case:
         schedule: '*2' is with `virtual=2`; 'csv' a file, zb-v in which actions have changed places.
         replicas: 'two' of each worker, '2,1' (more of the first worker), '1,2' (more of the last one), 'shard' (two
             that share out the optimizer), 'outer' (two that train apart), 'delayed' (with an outer step one later).
+        precision: 'bf16' and 'fp16' under autocast, others of weights and batches.
         shapes: 'last' (an epoch's last batch is smaller), 'new' (its stages are made during the run), 'padded'.
         batches: 'plain' ones hold numbers that the loss is multiplied with, others in each batch, and what no step
             reads: names, more or fewer of them, and a tensor of any length.
@@ -57,7 +58,7 @@ class Case:
     average: bool = axis(False, True)
     codec: str = axis("none", "bf16", "int8", "gradient=topk:0.2", "gradient=lowrank:2")
     recompute: str = axis("none", "full")
-    precision: str = axis("float64", "bf16", slow=("fp16", "float32"))
+    precision: str = axis("float64", "bf16", slow=("fp16", "float32", "bfloat16"))
     engine: str = axis("eager", slow=("onnxruntime", "inductor"))
     evaluation: str = axis("none", "end", "often")
     shapes: str = axis("one", "last", "new", "padded")

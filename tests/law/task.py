@@ -225,7 +225,7 @@ class Task:
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         made = self.of.model()
-        return made.double() if self.case.precision == "float64" else made
+        return made.to(getattr(torch, self.case.precision)) if self._weights else made
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = opaque if self.weighed else self.of.loss
@@ -282,11 +282,17 @@ class Task:
         ]
 
     def _typed(self, batch: Any) -> Any:
-        if self.case.precision != "float64":
+        if not self._weights:
             return batch
+        dtype = getattr(torch, self.case.precision)
         return pytree.tree_map(
-            lambda value: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value, batch
+            lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, batch
         )
+
+    @property
+    def _weights(self) -> bool:
+        """Whether the precision is that of weights and batches."""
+        return self.case.precision in ("float64", "bfloat16")
 
     def hooks(self) -> dict[str, Any]:
         """What a model file of this case defines."""

@@ -13,8 +13,15 @@ from fxpipe.runtime.worker.clip import norms_of
 from fxpipe.torch_private import foreach_add_, foreach_div_, is_non_overlapping_and_dense_or_false
 
 
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """In which type gradients are added up: float32 for types of 16 bits, in which every sum would be rounded."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 class GradientSum:
     """The gradients of one worker's trained parameters, added over microbatches in their order.
+
+    Sums of bfloat16 and float16 are float32, and are rounded once, when they are taken.
 
     Args:
         parameters: the parameters that the gradients are of.
@@ -44,6 +51,7 @@ class GradientSum:
                 continue
             present = self._sums[index]
             if present is not None:
+                self._sums[index] = present = present.to(summed_in(present.dtype))
                 old.append(present)
                 new.append(gradient)
                 continue
@@ -67,7 +75,8 @@ class GradientSum:
         present = [gradient for gradient in sums if gradient is not None]
         if self._divisor > 1 and present:
             foreach_div_(present, self._divisor)
-        return sums
+        rows = zip(sums, self._parameters, strict=True)
+        return [None if gradient is None else gradient.to(parameter.dtype) for gradient, parameter in rows]
 
 
 class VectorPart:
@@ -154,7 +163,7 @@ class ReplicatedSum(GradientSum):
         rest: dict[torch.dtype, list[int]] = {}
         for index, value in enumerate(self._sums):
             if value is not None and index not in self._taken:
-                rest.setdefault(value.dtype, []).append(index)
+                rest.setdefault(summed_in(value.dtype), []).append(index)
         for dtype, indices in rest.items():
             self._start((f"rest {dtype}", minibatch), indices, [None] * len(indices))
         self._taken = set()
@@ -168,7 +177,7 @@ class ReplicatedSum(GradientSum):
         for key, indices in self._under_way.popleft().items():
             flat, place = self._collective.take(key), 0
             for index in indices:
-                sums[index] = self._parts[index].laid_out(flat, place)
+                sums[index] = self._parts[index].laid_out(flat, place).to(self._parameters[index].dtype)
                 place += self._parts[index].size
         return sums
 
@@ -184,11 +193,12 @@ class ReplicatedSum(GradientSum):
         if self._updaters:
             addends.sort(key=lambda row: self._updaters[row[0]])
         elements, place = sum(self._parts[index].size for index, _ in addends), 0
-        flat = addends[0][1][0].new_empty(elements)
+        first = addends[0][1][0]
+        flat = first.new_empty(elements, dtype=summed_in(first.dtype))
         for index, values in addends:
             part = self._parts[index].of(flat, place)
             if len(values) == 2:
-                torch.add(*values, out=part)
+                torch.add(values[0].to(flat.dtype), values[1], out=part)
             else:
                 part.copy_(values[0])
             place += self._parts[index].size
