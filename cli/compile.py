@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from fxpipe.task.model_file import Task
 
 
+DIFFERS = (
+    "do not train with this build; --microbatches 1 and -n 1 tell whether cutting the batch or the model is the cause, "
+    "and a report of it should have the model file"
+)
+
 MOST_SHOWN = 4
 """Of the schedules that were compared: the best one and the three next."""
 
@@ -104,7 +109,7 @@ def compile_command(
     from fxpipe.costs.node_costs_file import NODE_COSTS
     from fxpipe.inspection.codecs import codec_facts
     from fxpipe.inspection.staleness import staleness_of
-    from fxpipe.lowering.agreement import TOLERANCE, worst_agreement
+    from fxpipe.lowering.agreement import LIMIT, worst_agreement
     from fxpipe.lowering.codec_effect import codec_effect
     from fxpipe.lowering.compare_with_eager import compare_with_eager
     from fxpipe.plan.build_folder import check_target
@@ -149,8 +154,7 @@ def compile_command(
     if verify and codec_facts(build.plan):
         with working("trying the codecs"):
             effect = codec_effect(build, made.example, seed=made_as.seed, loss_weight=task.loss_weight)
-    limit = TOLERANCE[options.autocast]
-    failed = agreement is not None and not agreement.largest <= limit
+    failed = agreement is not None and not agreement.largest <= LIMIT
     finite = effect is None or effect.finite
     if as_json:
         emit_json(_as_json(build, out, agreement, effect, simulation, staleness))
@@ -164,8 +168,12 @@ def compile_command(
             staleness,
             None if made.options.device is None else made.options.device.name,
         )
-    if failed:
-        note(f"error: the emitted stages differ from eager PyTorch by more than {limit:g}")
+    if agreement is not None and failed:
+        where, error = agreement.worst
+        note(f"error: {where} differs from eager PyTorch: relative error {error:.1e} (limit {LIMIT:g})")
+        if agreement.cause:
+            note(f"cause: {agreement.cause}")
+        note(f"hint: {DIFFERS}")
     if not finite:
         note(
             "error: with codecs, this step is not finite: infinite numbers cross workers, as in masks; leave out their "
@@ -291,6 +299,8 @@ def _print(
             warn(f"infinite or NaN in eager PyTorch too, and so hardly compared: {listed(agreement.not_finite, 6)}")
         if agreement.rounding:
             note(rounding_text(agreement))
+        for text in agreement.notes:
+            note(text)
         if agreement.zero:
             note(f"zero for the example batch in eager PyTorch: the gradients of {listed(agreement.zero, 6)}")
         plainly = ", without codecs" if effect else ""

@@ -33,6 +33,13 @@ def torch_state() -> TorchState:
     return TorchState(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
 
 
+def alike(one: TorchState, other: TorchState) -> bool:
+    """Whether nothing was drawn between two states."""
+    if one.cuda is not None and other.cuda is not None and not torch.equal(one.cuda, other.cuda):
+        return False
+    return torch.equal(one.cpu, other.cpu)
+
+
 def set_torch_state(state: TorchState) -> None:
     """Go on from there; a device that was not in use then goes on as it is."""
     torch.set_rng_state(state.cpu)

@@ -10,8 +10,8 @@ import torch
 
 from fxpipe.stages.compare import wide_dtype
 
-# Largest relative error. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
-TOLERANCE = {None: 1e-4, "bf16": 1e-1, "fp16": 1e-1}
+LIMIT = 1e-4
+"""The largest relative error that is right without more ado; `own_rounding` looks at what is off by more."""
 FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
 SMALLEST = 1e-3
 """A metric that is nearer to zero than this is measured against this."""
@@ -30,7 +30,9 @@ class Agreement:
             Buffers, such as masks, may be infinite.
         zero: the parameters whose gradients are zero in eager PyTorch, so that this batch says little of them.
         metrics: of each metric, against what it is of the whole batch, or what its values on the microbatches make.
-        rounding: the errors that float32's own rounding explains, by gradient, or `THE_LOSS`: above, they are none.
+        rounding: the errors that rounding explains, by gradient, or `THE_LOSS`: above, they are none.
+        cause: why rounding does not explain an error that is left.
+        notes: what else to say of how it was compared.
     """
 
     loss: float
@@ -41,6 +43,16 @@ class Agreement:
     zero: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, float] = field(default_factory=dict)
+    cause: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The largest error, and of what it is, in words."""
+        found = {"the loss": self.loss} | {f"the gradient of {n}": error for n, error in self.gradients.items()}
+        found |= {f"the new value of {n}": error for n, error in self.buffers.items()}
+        found |= {f"the metric {n}": error for n, error in self.metrics.items()}
+        return max(found.items(), key=lambda item: item[1])
 
     @property
     def worst_gradient(self) -> tuple[str, float]:
@@ -48,7 +60,7 @@ class Agreement:
 
     @property
     def largest(self) -> float:
-        return max([self.loss, *self.gradients.values(), *self.buffers.values(), *self.metrics.values()])
+        return self.worst[1]
 
 
 def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
@@ -61,6 +73,7 @@ def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
         not_finite=_each(*(a.not_finite for a in found)),
         zero=tuple(name for name in found[0].zero if all(name in a.zero for a in found)),
         rounding={name: error for a in found for name, error in a.rounding.items()},
+        notes=_each(*(a.notes for a in found)),
     )
 
 
@@ -73,12 +86,14 @@ class Step:
     """What one minibatch gives: the loss, the mean gradients and the buffers' values after it, by first names.
 
     `metrics` has those of each batch that was stepped on: one of a whole minibatch, or one of each microbatch.
+    `draws_again`: backward has drawn random numbers.
     """
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     metrics: tuple[dict[str, float], ...] = ()
+    draws_again: bool = False
 
 
 def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:

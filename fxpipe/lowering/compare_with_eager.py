@@ -19,12 +19,14 @@ from torch import nn
 from fxpipe.build.build import Build
 from fxpipe.codecs import without_codecs
 from fxpipe.errors import CaptureError
-from fxpipe.lowering.agreement import FLOOR, TOLERANCE, Agreement, Step, _each, compare, metric_errors, of_minibatch
-from fxpipe.lowering.own_rounding import THE_LOSS, in_float64, without_rounding
+from fxpipe.lowering.agreement import FLOOR, LIMIT, Agreement, Step, _each, compare, metric_errors, of_minibatch
+from fxpipe.lowering.own_rounding import THE_LOSS, Exact, all_float64, in_float64, wide, without_rounding
 from fxpipe.lowering.replicas_apart import of_one_replica
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
+from fxpipe.random_state import alike, torch_state
+from fxpipe.runtime.worker.gradients import summed_in
 from fxpipe.stages.compare import FLOOR_OF_SUMS
 from fxpipe.stages.loaded import explained, load_stages
 from fxpipe.stages.microbatch import run_microbatch
@@ -49,8 +51,8 @@ def compare_with_eager(
     Eager PyTorch steps on the whole batch, where only batch norm takes the microbatches apart, and random numbers are
     the same for every sample in both. Whatever cannot be compared so is compared microbatch by microbatch, with the
     random numbers of a run: the new values of buffers, and a loss that is not meant to be the whole batch's
-    (`Plan.differs_from_whole`). Codecs do nothing meanwhile: `codec_effect` says what they change. Where float32 values
-    differ beyond `TOLERANCE`, a step in float64 says whether that is rounding (`without_rounding`).
+    (`Plan.differs_from_whole`). Codecs do nothing meanwhile: `codec_effect` says what they change. Where values differ
+    beyond `LIMIT`, both steps in float64 say whether that is rounding (`without_rounding`).
 
     Args:
         loss_weight: the hook that the build was compiled with, if any.
@@ -63,8 +65,11 @@ def compare_with_eager(
     eager = eager_step(plan, model, loss, batch, seed)  # first: a step that cannot run is not the emitted code's
     emitted = emitted_step(build, batch, seed, loss_weight)
     metrics = of_minibatch(eager, _weights(plan, batch, loss_weight))
-    own = partial(_without_rounding, plan, model, loss, batch, seed)
-    by_parts = replace(own(emitted, eager, FLOOR), metrics=metric_errors(emitted, metrics))
+    own = partial(_without_rounding, build, model, loss, batch, seed, loss_weight)
+    by_parts = own(emitted, eager, FLOOR)
+    if eager.draws_again and by_parts.largest > LIMIT:
+        by_parts = _without_draws(build, model, loss, batch, seed, loss_weight, by_parts)
+    by_parts = replace(by_parts, metrics=metric_errors(emitted, metrics))
     if plan.microbatches == 1 or plan.differs_from_whole:
         return by_parts
     steady = SteadyRandomness()
@@ -75,7 +80,8 @@ def compare_with_eager(
     whole = replace(whole, metrics=metric_errors(emitted, eager.metrics))
     changed = bool(plan.made or plan.whole_numbers)  # the loss of a microbatch is not the user's function of it
     if changed:
-        by_parts = replace(by_parts, loss=0.0, gradients={}, rounding={})
+        finite = tuple(name for name in by_parts.not_finite if name in by_parts.buffers)
+        by_parts = replace(by_parts, loss=0.0, gradients={}, rounding={}, not_finite=finite)
     if steady.unknown:
         by_parts = replace(by_parts, metrics={} if changed else by_parts.metrics)
         why = f"{', '.join(sorted(steady.unknown))} cannot draw alike for a batch and its microbatches"
@@ -87,21 +93,74 @@ def compare_with_eager(
     metric = {n: min(error, by_parts.metrics.get(n, error)) for n, error in whole.metrics.items()}
     together = replace(by_parts, loss=max(whole.loss, by_parts.loss), gradients=gradients, zero=whole.zero)
     together = replace(together, metrics=metric, rounding={**whole.rounding, **by_parts.rounding})
+    together = replace(together, cause=whole.cause or by_parts.cause)
     return replace(together, not_finite=_each(by_parts.not_finite, whole.not_finite))
 
 
 def _without_rounding(
-    plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int, found: Step, eager: Step, floor: float, **how: bool
+    build: Build,
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    seed: int,
+    loss_weight: LossWeight | None,
+    found: Step,
+    eager: Step,
+    floor: float,
+    *,
+    whole: bool = False,
+    steady: bool = False,
 ) -> Agreement:
-    """Compared, without what float32's own rounding explains; `how` is `eager_step`'s."""
+    """Compared, without what rounding explains.
 
-    def exact() -> Step | None:
-        if plan.autocast is not None:
-            return None
-        with SteadyRandomness() if how else contextlib.nullcontext():
-            return in_float64(lambda m, b: eager_step(plan, m, loss, b, seed, **how), model, batch)
+    Args:
+        whole: as of `eager_step`.
+        steady: random numbers are the same for every sample; so they are where `whole` is asked.
+    """
 
-    return without_rounding(compare(found, eager, floor), found, eager, TOLERANCE[plan.autocast], floor, exact)
+    def exact() -> Exact | None:
+        with SteadyRandomness() if whole or steady else contextlib.nullcontext():
+            true = in_float64(lambda m, b: eager_step(build.plan, m, loss, b, seed, whole=whole), model, batch)
+            if true is None:
+                return None
+            try:
+                return Exact(true, emitted_step(build, batch, seed, loss_weight, precise=True))
+            except Exception:  # an operator that has no float64
+                return Exact(true)
+
+    return without_rounding(compare(found, eager, floor), found, eager, LIMIT, floor, exact)
+
+
+def _without_draws(
+    build: Build,
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    seed: int,
+    loss_weight: LossWeight | None,
+    drawn: Agreement,
+) -> Agreement:
+    """The agreement where eager's backward draws other random numbers than its forward: with the same for every sample.
+
+    Args:
+        drawn: the agreement with random numbers.
+    """
+    with SteadyRandomness() as steady:
+        eager = eager_step(build.plan, model, loss, batch, seed)
+        found = emitted_step(build, batch, seed, loss_weight)
+    if steady.unknown:
+        return replace(
+            drawn, cause=f"{_DRAWS_AGAIN}, and {', '.join(sorted(steady.unknown))} cannot draw alike in both"
+        )
+    made = _without_rounding(build, model, loss, batch, seed, loss_weight, found, eager, FLOOR, steady=True)
+    note = f"gradients were compared without random numbers: {_DRAWS_AGAIN}"
+    return replace(made, notes=(note,)) if made.largest <= LIMIT else drawn
+
+
+_DRAWS_AGAIN = (
+    "eager PyTorch draws others in backward than in forward (torch.utils.checkpoint with preserve_rng_state=False), "
+    "so its gradients are of another loss than the one it returns; a stage draws once"
+)
 
 
 class SumOfMicrobatches:
@@ -120,6 +179,7 @@ class SumOfMicrobatches:
         self._metrics = torch.zeros(len(metrics))
         self.loss = torch.zeros(())
         self.gradients: dict[str, torch.Tensor] = {}
+        self._kinds: dict[str, torch.dtype] = {}
 
     def add_loss(self, value: torch.Tensor) -> None:
         if self._names:
@@ -128,12 +188,14 @@ class SumOfMicrobatches:
         self.loss = self.loss + value.detach().cpu() / self._divisor
 
     def add_gradient(self, name: str, value: torch.Tensor) -> None:
-        share = value / (self._scale or self._divisor)
+        self._kinds[name] = value.dtype
+        share = value.to(summed_in(value.dtype)) / (self._scale or self._divisor)
         self.gradients[name] = self.gradients[name] + share if name in self.gradients else share
 
     def step(self, buffers: dict[str, torch.Tensor]) -> Step:
         named = dict(zip(self._names, self._metrics.tolist(), strict=True))
-        return Step(self.loss, self.gradients, buffers, (named,))
+        rounded = {name: gradient.to(self._kinds[name]) for name, gradient in self.gradients.items()}
+        return Step(self.loss, rounded, buffers, (named,))
 
 
 def _weights(plan: Plan, batch: Any, loss_weight: LossWeight | None) -> list[float]:
@@ -197,7 +259,7 @@ def run_eagerly(
     held = HeldTensors(model)
     known = dict(model.named_parameters(remove_duplicate=False))
     parts = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, parts)  # the step may change it
-    total = torch.zeros(())
+    total, again = torch.zeros(()), False
     named: list[dict[str, float]] = []
     with torch.random.fork_rng(), preserved(model, loss), _values_kept((*held.values, *known.values())):
         for j, part in enumerate(parts):
@@ -206,8 +268,10 @@ def run_eagerly(
                 value, metrics = loss_and_metrics(loss(model, part))
             named.append({name: float(torch.as_tensor(v).detach()) for name, v in metrics.items()})
             with _eager(loss, "backward()"), _buffers_kept(held, buffers):
+                before = torch_state()
                 # Its own gradient, as hooks in a pipeline see it; it is divided below.
                 (value if scale is None else value * (scale / divisor)).backward()
+                again |= not alike(before, torch_state())
             total = total + value.detach().cpu() / divisor
         gradients = {}
         for names, trained in parameters:
@@ -218,7 +282,7 @@ def run_eagerly(
                 gradients[names[0]] = sum(found[1:], found[0]) / (scale or divisor)
         now = held.now()
         values = {name: now[name].detach().clone() for name in buffers if name in now}
-    return Step(total, gradients, values, tuple(named))
+    return Step(total, gradients, values, tuple(named), again)
 
 
 @contextlib.contextmanager
@@ -276,16 +340,23 @@ def _values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def emitted_step(
-    build: Build, batch: Any, seed: int, loss_weight: LossWeight | None, *, with_codecs: bool = False
+    build: Build,
+    batch: Any,
+    seed: int,
+    loss_weight: LossWeight | None,
+    *,
+    with_codecs: bool = False,
+    precise: bool = False,
 ) -> Step:
     """One minibatch by the emitted stages, for the build's first shape of batch.
 
     Args:
         with_codecs: whether values are packed as they are in a run; else they cross as they are.
+        precise: in float64.
     """
     plan = build.plan
     stages = load_stages(plan, build.files)
-    state = dict(build.tensors)
+    state = {name: wide(tensor) for name, tensor in build.tensors.items()} if precise else dict(build.tensors)
     made = SumOfMicrobatches(plan.loss_divisor, plan.metrics, TRIED_SCALE if plan.scales_loss else None)
 
     def function(worker: int, phase: Phase) -> Function:
@@ -294,11 +365,14 @@ def emitted_step(
         return explained(stage.path, worker, lambda: said, "use smaller batches")(stage.functions[phase])
 
     crossing = contextlib.nullcontext() if with_codecs else without_codecs()
-    with torch.random.fork_rng(), torch.no_grad(), crossing:
-        for j, part in enumerate(Minibatches(plan, build.files, build.tensors, loss_weight)(batch, 0)):
+    parts = Minibatches(plan, build.files, build.tensors, loss_weight)(batch, 0)
+    if precise:
+        parts = [tuple(wide(v) if isinstance(v, torch.Tensor) else v for v in part) for part in parts]
+    with torch.random.fork_rng(), torch.no_grad(), crossing, all_float64() if precise else contextlib.nullcontext():
+        for j, part in enumerate(parts):
             leaves = dict(zip([leaf.name for leaf in plan.batch], part, strict=True))
             torch.manual_seed(seed + j)
-            for call, returned in run_microbatch(plan, function, state, leaves):
+            for call, returned in run_microbatch(plan, function, state, leaves, packed=not precise):
                 if returned.loss is not None:
                     made.add_loss(returned.loss)
                 for name, gradient in zip(call.spec.gradients, returned.gradients, strict=True):

@@ -14,7 +14,7 @@ from fxpipe.ir.program import Program, value
 from fxpipe.lowering.agreement import Agreement, Step, compare, metric_errors
 from fxpipe.lowering.compare_with_eager import SumOfMicrobatches, run_eagerly
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.lowering.own_rounding import in_float64, rounding_text, without_rounding
+from fxpipe.lowering.own_rounding import Exact, in_float64, rounding_text, without_rounding
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.lowering.step_costs import has_no_values
@@ -185,9 +185,10 @@ def checked_loss(
     if _is_rough(made, tried, limit) and _same(found.loss, eager.loss, max(GROWN, limit)):
         return program, checked
 
-    def exact() -> Step | None:
+    def exact() -> Exact | None:
         with SteadyRandomness():
-            return in_float64(lambda m, b: _whole(program, m, loss, b, options.count), model, batch)
+            true = in_float64(lambda m, b: _whole(program, m, loss, b, options.count), model, batch)
+            return None if true is None else Exact(true)
 
     if program.autocast is None:
         agreement = without_rounding(agreement, found, eager, limit, FLOOR_OF_SUMS, exact)

@@ -1,7 +1,7 @@
-"""What a step in float64 says of a difference from eager PyTorch: whether float32's own rounding is as large.
+"""What steps in float64 say of a difference from eager PyTorch: whether it is rounding, of whatever dtype.
 
 If the terms of a sum cancel, as in the gradient of a bias before a norm, eager's float32 value is only rounding:
-another order of summation gives another value, and neither is wrong.
+another order of summation gives another value, and neither is wrong. In bfloat16 all values are such, to some digits.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import listed
-from fxpipe.lowering.agreement import Agreement, Step
+from fxpipe.lowering.agreement import Agreement, Step, compare
 from fxpipe.stages.compare import SLACK
 from fxpipe.task.batch import Batch
+from fxpipe.torch_private import TorchDispatchMode, pytree
 
 THE_LOSS = "the loss"
 
@@ -30,43 +31,80 @@ that draws other random numbers, and says nothing of rounding."""
 LARGEST_OWN = 0.1
 """The same for one gradient, relative as in `compare`: a real difference of this size would not be seen."""
 
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Exact(NamedTuple):
+    """One step in float64, as eager PyTorch makes it and as the stages do.
+
+    Attributes:
+        found: None where the stages cannot be run so, or have not been.
+    """
+
+    eager: Step
+    found: Step | None = None
+
 
 def without_rounding(
-    agreement: Agreement, found: Step, eager: Step, limit: float, floor: float, exact: Callable[[], Step | None]
+    agreement: Agreement, found: Step, eager: Step, limit: float, floor: float, exact: Callable[[], Exact | None]
 ) -> Agreement:
-    """The agreement without the errors beyond `limit` that float32's own rounding explains; `rounding` has those.
+    """The agreement without the errors beyond `limit` that rounding explains; `rounding` has those, `cause` says why
+    not.
 
-    An error is explained if `found` is at most `SLACK` times as far from the step in float64 as eager's own float32
-    step is. Buffers and metrics are left as they are.
+    An error is explained if `found` is at most `SLACK` times as far from eager's step in float64 as eager's own step
+    is, in this value or, relative to their norms, in all gradients together. If the stages give the same step in
+    float64, eager's own may be as far from it as it likes; else at most as far as `ALIKE` and `LARGEST_OWN` say, since
+    a real difference could hide in more. Buffers and metrics are left as they are.
 
     Args:
         agreement: of `found` with `eager`, by `compare` with this `floor`.
         limit: what counts as right without more ado.
-        exact: makes eager PyTorch's step in float64, or None if that cannot be; not called where nothing is off.
+        exact: makes the step in float64, or None if that cannot be; not called where nothing is off.
     """
     wrong = [name for name, error in agreement.gradients.items() if limit < error < math.inf]
     off = limit < agreement.loss < math.inf
     if not wrong and not off:
         return agreement
-    true = exact()
-    if true is None or not _is_the_same_step(eager, true):
-        return agreement
+    made = exact()
+    if made is None:
+        return replace(agreement, cause=_NO_FLOAT64)
+    true, proved = made.eager, False
+    if made.found is not None:
+        precise = compare(made.found, true, floor)
+        proved = precise.largest <= limit
+        if not proved:
+            where, error = precise.worst
+            return replace(agreement, cause=_IN_FLOAT64_TOO.format(where, error))
+    if not _comparable(eager, true) or not (proved or _is_the_same_step(eager, true)):
+        return replace(agreement, cause=_OTHER_DRAWS)
     least = floor * max((_norm(g) for g in true.gradients.values()), default=0.0)
+    own = {name: _distance(g, true.gradients[name]) for name, g in eager.gradients.items()}
+    norms = {name: _norm(g) for name, g in true.gradients.items()}
+    usual = math.hypot(*own.values()) / max(math.hypot(*norms.values()), 1e-30) if proved else 0.0
     explained = {}
     for name in wrong:
-        own = _distance(eager.gradients[name], true.gradients[name])
-        small = own <= LARGEST_OWN * max(_norm(true.gradients[name]), least)
-        if small and _distance(found.gradients[name], true.gradients[name]) <= SLACK * own:
+        allowed = max(own[name], usual * max(norms[name], least))
+        small = proved or own[name] <= LARGEST_OWN * max(norms[name], least)
+        if small and _distance(found.gradients[name], true.gradients[name]) <= SLACK * allowed:
             explained[name] = agreement.gradients[name]
     gradients = agreement.gradients | dict.fromkeys(explained, 0.0)
     loss = agreement.loss
-    if off and _distance(found.loss, true.loss) <= SLACK * _distance(eager.loss, true.loss):
+    allowed = max(_distance(eager.loss, true.loss), usual * _norm(true.loss))
+    if off and _distance(found.loss, true.loss) <= SLACK * allowed:
         explained[THE_LOSS], loss = loss, 0.0
-    return replace(agreement, loss=loss, gradients=gradients, rounding=explained)
+    return replace(agreement, loss=loss, gradients=gradients, rounding=explained, cause=_ROUGHER if proved else "")
+
+
+_NO_FLOAT64 = "eager PyTorch cannot make this step in float64, so rounding cannot be told from a fault"
+_IN_FLOAT64_TOO = "in float64, where nothing is rounded, {} differs by {:.1e} as well: it is no rounding"
+_OTHER_DRAWS = "eager PyTorch's step in float64 is another one, so rounding cannot be told from a fault"
+_ROUGHER = (
+    f"in float64 both are equal, but the stages' values are rounded more than {SLACK} times as roughly as eager's"
+)
 
 
 def rounding_text(agreement: Agreement) -> str:
-    """What float32's rounding explains, in words; '' if that is nothing."""
+    """What rounding explains, in words; '' if that is nothing."""
     if not agreement.rounding:
         return ""
     parts = [
@@ -74,8 +112,8 @@ def rounding_text(agreement: Agreement) -> str:
         for name, error in sorted(agreement.rounding.items(), key=lambda item: -item[1])
     ]
     return (
-        f"no more than float32's own rounding is what differs from eager PyTorch in {listed(parts, 4)}: eager's own "
-        "float32 values are about as far from those in float64"
+        f"no more than rounding is what differs from eager PyTorch in {listed(parts, 4)}: eager's own values are about "
+        "as far from those in float64"
     )
 
 
@@ -85,31 +123,54 @@ def in_float64(step: Callable[[nn.Module, Any], Step], model: nn.Module, batch: 
     Args:
         step: of a model and a batch, which may fail: a model may name float32, or use an operator without float64.
     """
-    if all(t.dtype != torch.float32 for t in model.parameters()):
+    if all(t.dtype not in NARROW for t in model.parameters()):
         return None
     try:
-        wide = copy.deepcopy(model).double()
-        precise = Batch.of(batch).each(lambda tensor: tensor.double() if tensor.dtype == torch.float32 else tensor)
-        with _default_float64():
-            return step(wide, precise.given)
+        made = copy.deepcopy(model).double()
+        precise = Batch.of(batch).each(wide)
+        with all_float64():
+            return step(made, precise.given)
     except Exception:  # the user's code, and copies of the user's objects
         return None
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """In float64, if it is of a narrower type of fractions."""
+    return tensor.double() if tensor.dtype in NARROW else tensor
+
+
+class _Wide(TorchDispatchMode):
+    """Makes float64 where a call asks for a narrower type of fractions."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _wide_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in NARROW else dtype
+
+
 @contextmanager
-def _default_float64() -> Iterator[None]:
+def all_float64() -> Iterator[None]:
+    """Inside, steps whose tensors are float64 stay so: whatever casts, factories and autocast ask for."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        yield
+        with _Wide():
+            yield
     finally:
         torch.set_default_dtype(before)
 
 
-def _is_the_same_step(eager: Step, true: Step) -> bool:
-    """Whether two steps are one, but for rounding."""
+def _comparable(eager: Step, true: Step) -> bool:
     if eager.gradients.keys() != true.gradients.keys():
         return False
+    return all(math.isfinite(_distance(g, true.gradients[n])) for n, g in eager.gradients.items())
+
+
+def _is_the_same_step(eager: Step, true: Step) -> bool:
+    """Whether two steps are one, but for float32's rounding."""
     if _distance(eager.loss, true.loss) > ALIKE * max(_norm(true.loss), 1e-6):
         return False
     off = math.hypot(*(_distance(g, true.gradients[n]) for n, g in eager.gradients.items()))

@@ -210,11 +210,13 @@ def test_verify_in_bf16(model: Path) -> None:
 
 @pytest.mark.parametrize("error", [1e-3, math.inf])
 def test_verify_fails_on_a_wrong_stage(model: Path, monkeypatch: pytest.MonkeyPatch, error: float) -> None:
-    wrong = agreement.Agreement(0.0, {"head.weight": error}, {})
+    wrong = agreement.Agreement(0.0, {"head.weight": error}, {}, cause="they differ in float64 as well")
     monkeypatch.setattr(agreement, "compare_with_eager", lambda *_, **__: wrong)
     result = fxpipe("compile", "model.py", *QUICK, "--verify")
     assert result.code == 1
-    assert "differ from eager PyTorch" in result.err
+    said = f"error: the gradient of head.weight differs from eager PyTorch: relative error {error:.1e} (limit 0.0001)"
+    assert said in result.err
+    assert "cause: they differ in float64 as well\nhint: do not train with this build" in result.err
     assert "(head.weight)" in result.out
 
 
