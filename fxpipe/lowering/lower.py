@@ -37,6 +37,7 @@ from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss, Metrics, MetricsOfAll
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.step_hooks import StepHooks
+from fxpipe.task.uncompiled import uncompiled
 
 Say = Callable[[str], None]
 DEFAULTS = CompileOptions()
@@ -74,7 +75,7 @@ def compile(
     """
     if changes.get("synchronous") and "schedule" not in changes:
         changes["schedule"] = AUTO
-    options = changed(options, changes)
+    options, model = changed(options, changes), uncompiled(model)
     _refuse_sync_batch_norm(model, options)
     _ = options.encoding  # refused before the work
     first, *others = (Batch.of(one, options.constant_batch) for one in (batch, *shapes))

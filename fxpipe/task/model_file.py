@@ -32,6 +32,7 @@ from fxpipe.task.model_view import ModelViews, asks_for_model, no_model
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.task.reset_buffers import Rows, buffers_after
 from fxpipe.task.step_hooks import StepHooks
+from fxpipe.task.uncompiled import uncompiled
 
 REQUIRED = ("model", "loss", "train_data")
 VALUES = ("microbatch_dims", "pad", "pad_to", "constant_batch", "compile_options", "run_options")
@@ -98,7 +99,7 @@ class Task:
             raise TaskError(
                 f"model() returned {type(made).__name__}, not a torch.nn.Module", where=self._place("model")
             )
-        return made
+        return uncompiled(made)
 
     @property
     def loss(self) -> Loss:

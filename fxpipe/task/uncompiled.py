@@ -1,0 +1,38 @@
+"""A model without torch.compile's wrappers, which would put `_orig_mod` into the names of its weights."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from fxpipe.errors import listed
+from fxpipe.messages import warn
+from fxpipe.torch_private import COMPILED, MODULES
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model, with the plain modules in the place of those that torch.compile wrapped; says which, once."""
+    found = [path or "the model" for path, module in model.named_modules() if COMPILED in vars(module)[MODULES]]
+    if not found:
+        return model
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if COMPILED in vars(child)[MODULES] and name != COMPILED:
+                setattr(module, name, _plain(child))
+    _say(listed([path.replace(f"{COMPILED}.", "") for path in found], 3))
+    return _plain(model)
+
+
+@functools.cache
+def _say(which: str) -> None:
+    warn(
+        f"torch.compile's wrapper is left out of {which}: weights have the names of the plain modules, and stages are "
+        "compiled by --backend inductor"
+    )
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    while COMPILED in vars(module)[MODULES]:
+        module = vars(module)[MODULES][COMPILED]
+    return module
