@@ -10,12 +10,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import padded_texts
 import task
 import torch
 from case import STEPS, Case
 from product import CLIP, DECAY, INTERVAL, OUTER_EVERY, SCALE, SEED, Outcome, places
-from task import MODELS, RATES, Task, as_list, cycled, forget
+from task import MODELS, RATES, Task, as_list, cycled, forget, tokens
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -50,7 +49,7 @@ class Trained:
             forget(self.model)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        counts = [float(padded_texts.tokens(part)) if self.case.model == "texts" else 1.0 for part in parts]
+        counts = [float(tokens(part)) if self.case.model == "texts" else 1.0 for part in parts]
         for microbatch, part, count in zip(numbers or range(len(parts)), parts, counts, strict=True):
             share = count / sum(counts)
             with self._drawing(number, microbatch):  # backward computes checkpoints again
@@ -210,7 +209,7 @@ def evaluated(case: Case, model: nn.Module) -> dict[str, float]:
     if case.model == "lstm":
         forget(model)
     with torch.no_grad():
-        count = padded_texts.tokens if task.weighed else _samples
+        count = tokens if task.weighed else _samples
         rows = [(count(batch), task.metrics(model, batch)) for batch in task.eval_data()]
     of_all = task.metrics_of_all({"each": [row.pop("each") for _, row in rows]}) if task.gathers else {}
     total = sum(count for count, _ in rows)

@@ -140,6 +140,11 @@ def counted(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     return loss, {"accuracy": right.mean(), "right": right.sum(), "half": 0.5}
 
 
+def tokens(batch: Any) -> Any:
+    """How many labels of a batch count."""
+    return padded_texts.tokens(batch.get("given", batch))
+
+
 def opaque(model: nn.Module, batch: Any) -> Tensor:
     """The mean over all labels that count, in a way that is not followed: it takes `loss_weight`."""
     found = model(batch["ids"], batch["mask"]).flatten(0, 1)
@@ -305,7 +310,7 @@ class Task:
         if self.case.shapes == "padded":
             found |= {"pad": padded_texts.PAD, "pad_to": 8}
         if self.weighed:
-            found["loss_weight"] = lambda batch: padded_texts.tokens(batch.get("given", batch))
+            found["loss_weight"] = tokens
         if self.case.model == "lstm":
             found["reset"] = forget
         return found
