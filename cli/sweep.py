@@ -36,7 +36,7 @@ GRACE = 20.0
 
 
 @dataclass(frozen=True)
-class _Run:
+class _SweptRun:
     """A run of a sweep.
 
     Attributes:
@@ -122,7 +122,9 @@ def sweep_command(
     return 1 if failed else 0
 
 
-def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequence[str], own: Sequence[str]) -> _Run:
+def _run(
+    out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequence[str], own: Sequence[str]
+) -> _SweptRun:
     """One run, after `fxpipe run` has read its options, and looked whether the build can do what they ask.
 
     Raises:
@@ -149,10 +151,10 @@ def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequen
     parts = [plan.digest, sources, given, [*fixed], [*own]]
     name = " ".join(value.replace("/", "_") if flag != "--seed" else f"seed={value}" for flag, value in choice)
     of = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return _Run(name, out / name.replace(" ", ","), (*given, *fixed), of)
+    return _SweptRun(name, out / name.replace(" ", ","), (*given, *fixed), of)
 
 
-def _play(build: str, runs: Sequence[_Run], jobs: int, own: Sequence[str]) -> int:
+def _play(build: str, runs: Sequence[_SweptRun], jobs: int, own: Sequence[str]) -> int:
     """Play runs, so many at a time; returns how many failed. However this process ends, they end."""
     from fxpipe.runtime.process.guardian import Guardian
 
@@ -161,7 +163,7 @@ def _play(build: str, runs: Sequence[_Run], jobs: int, own: Sequence[str]) -> in
         started: list[subprocess.Popen[str]] = []
         pool, lock, over = ThreadPoolExecutor(jobs), Lock(), Event()
 
-        def play(run: _Run) -> tuple[int, str]:
+        def play(run: _SweptRun) -> tuple[int, str]:
             resume = ["--resume"] if run.note and any((run.folder / "checkpoints").glob("step-*")) else []
             if not resume:
                 _begin(run)
@@ -208,7 +210,7 @@ def _play(build: str, runs: Sequence[_Run], jobs: int, own: Sequence[str]) -> in
     return failed
 
 
-def _begin(run: _Run) -> None:
+def _begin(run: _SweptRun) -> None:
     """Make the folder of a run; what an earlier sweep has left there goes.
 
     Raises:
@@ -221,7 +223,7 @@ def _begin(run: _Run) -> None:
     _write(run)
 
 
-def _write(run: _Run, ended: bool = False) -> None:
+def _write(run: _SweptRun, ended: bool = False) -> None:
     (run.folder / NOTE).write_text(json.dumps({"of": run.of, "ended": ended}) + "\n")
 
 

@@ -21,7 +21,7 @@ class Group(TypedDict):
     options: dict[Any, Any]
 
 
-class Part(TypedDict):
+class OneOptimizer(TypedDict):
     """One of several optimizers: see `fxpipe.checkpoint.optimizer_state`."""
 
     own: NotRequired[Any]
@@ -34,10 +34,10 @@ class OptimizerState(TypedDict):
 
     groups: list[Group]
     state: dict[str, Any]
-    parts: list[Part]
+    parts: list[OneOptimizer]
 
 
-class Scale(TypedDict):
+class LossScaleState(TypedDict):
     """Of the loss's scale."""
 
     value: Annotated[float, Meta(gt=0)]
@@ -49,7 +49,7 @@ class Scale(TypedDict):
 class ScaleState(TypedDict):
     """Of loss scaling; clipping has no state then."""
 
-    loss_scale: Scale
+    loss_scale: LossScaleState
     clip: None
 
 

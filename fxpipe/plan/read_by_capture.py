@@ -85,7 +85,7 @@ class ReadByCapture:
 
 
 @dataclass(eq=False)
-class _Part:
+class _Statement:
     """A statement.
 
     Attributes:
@@ -143,7 +143,7 @@ def read_by_capture(path: Path, imported: Iterable[str] = (), called: str = "") 
         SyntaxError, ValueError, OSError: a file is no Python, or cannot be read.
     """
     root, own = path.resolve().parent, path.name
-    files: dict[str, list[_Part]] = {}
+    files: dict[str, list[_Statement]] = {}
     waiting = [own]
     while waiting:
         file = waiting.pop()
@@ -182,12 +182,12 @@ def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _counted(files: dict[str, list[_Part]], own: str) -> set[_Part]:
+def _counted(files: dict[str, list[_Statement]], own: str) -> set[_Statement]:
     """The parts that count."""
     every = [part for found in files.values() for part in found]
     counted = {part for part in every if not part.quiet or (part.file == own and part.binds & CAPTURED)}
     mentioned = {part: _mentioned(files, part) for part in every}
-    changeable: set[_Part] = set()
+    changeable: set[_Statement] = set()
     size = -1
     while size != (size := len(counted) + len(changeable)):
         if any(part.has(_REFLECTION) for part in counted):
@@ -202,7 +202,7 @@ def _counted(files: dict[str, list[_Part]], own: str) -> set[_Part]:
     return counted
 
 
-def _mentioned(files: dict[str, list[_Part]], part: _Part) -> set[_Part]:
+def _mentioned(files: dict[str, list[_Statement]], part: _Statement) -> set[_Statement]:
     """The other parts that bind what one mentions."""
     found = {other for other in files[part.file] if other.binds & part.mentions or "*" in other.binds}
     for file, name, local in part.imports:
@@ -211,9 +211,9 @@ def _mentioned(files: dict[str, list[_Part]], part: _Part) -> set[_Part]:
     return found - {part}
 
 
-def _find_arguments(files: dict[str, list[_Part]]) -> set[_Part]:
+def _find_arguments(files: dict[str, list[_Statement]]) -> set[_Statement]:
     """Mark the parts that bind the parsed command line; returns the functions that parse it for them."""
-    makers: set[_Part] = set()
+    makers: set[_Statement] = set()
     for part in (part for found in files.values() for part in found if part.calls):
         own = [other for other in files[part.file] if part.calls in other.binds and _PARSE & other.attributes]
         if part.calls == "parse_args" or own:
@@ -222,7 +222,7 @@ def _find_arguments(files: dict[str, list[_Part]]) -> set[_Part]:
     return makers
 
 
-def _arguments(files: dict[str, list[_Part]], part: _Part) -> Iterator[str]:
+def _arguments(files: dict[str, list[_Statement]], part: _Statement) -> Iterator[str]:
     """The parsed arguments that a part mentions, with the file that parses them."""
     for found in (found for found in _mentioned(files, part) if found.arguments):
         attributes = {attribute for name, attribute in part.dotted if name in found.binds}
@@ -231,7 +231,7 @@ def _arguments(files: dict[str, list[_Part]], part: _Part) -> Iterator[str]:
         yield from (f"{found.label}.{attribute}" for attribute in attributes)
 
 
-def _parts(root: Path, file: str) -> Iterator[_Part]:
+def _parts(root: Path, file: str) -> Iterator[_Statement]:
     tree = ast.parse((root / file).read_bytes(), filename=file)
     fixed: dict[str, bool] = {}
     for statement in tree.body:
@@ -250,9 +250,9 @@ def _parts(root: Path, file: str) -> Iterator[_Part]:
 _AS_SCRIPT = "__name__ == '__main__'"
 
 
-def _statement(root: Path, file: str, statement: ast.stmt, fixed: dict[str, bool]) -> _Part:
+def _statement(root: Path, file: str, statement: ast.stmt, fixed: dict[str, bool]) -> _Statement:
     binds = {statement.name} if isinstance(statement, Definition) else _bound_in(statement)
-    part = _Part(file, ", ".join(sorted(binds)) or _OTHERS, ast.unparse(statement), binds)
+    part = _Statement(file, ", ".join(sorted(binds)) or _OTHERS, ast.unparse(statement), binds)
     part.lines = statement.lineno, statement.end_lineno or statement.lineno
     _look(root, part, statement)
     if isinstance(statement, Definition):
@@ -280,7 +280,7 @@ def _local(alias: ast.alias) -> str:
     return alias.asname or alias.name.partition(".")[0]
 
 
-def _look(root: Path, part: _Part, statement: ast.stmt) -> None:
+def _look(root: Path, part: _Statement, statement: ast.stmt) -> None:
     """Note what a statement mentions, imports and reads, at any depth."""
     nodes = list(ast.walk(statement))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -316,11 +316,11 @@ def _globals(scope: symtable.SymbolTable) -> set[str]:
     return found.union(*map(_globals, scope.get_children()))
 
 
-def _import(root: Path, file: str, statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> _Part:
+def _import(root: Path, file: str, statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> _Statement:
     """What an import statement does for one of its names."""
     local, module = _local(alias), alias.name if isinstance(statement, ast.Import) else statement.module or ""
     text = f"import {module} {getattr(statement, 'level', 0)} {alias.name} as {local}"
-    part = _Part(file, local, text, {local}, imports=_imported(root, file, statement, alias))
+    part = _Statement(file, local, text, {local}, imports=_imported(root, file, statement, alias))
     part.quiet = alias.name != "*" and (module.partition(".")[0] in _KNOWN or bool(part.imports))
     part.fixed = True
     return part

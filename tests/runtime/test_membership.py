@@ -106,7 +106,7 @@ CASES = {
         ({}, {}),
         r"weights\.safetensors was changed after it was written",
     ),
-    "another model file": (append(Path("model.py")), ({}, {}), r"since it was compiled, model\.py changed"),
+    "another model file": (append(Path("model.py")), ({}, {}), r"worker 1 on .*: source model\.py is"),
     "an edited stage": (append(Path("build/stage_0.py")), ({}, {}), r"worker 1 on .*: stage_0\.py is"),
     "seed": (None, ({}, {"seed": 1}), r"worker 1 on .*: option seed is 1, on worker 0 it is 0"),
     "threads": (None, ({"threads": 1}, {"threads": 2}), "option threads is 2, on worker 0 it is 1"),
