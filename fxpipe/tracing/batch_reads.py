@@ -27,7 +27,7 @@ _TENSORS = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class _OfBatch(NamedTuple):
+class _TracedNumber(NamedTuple):
     """A tensor that stands for a number, held so that no other has its id, and the leaves that it was made of."""
 
     tensor: torch.Tensor
@@ -43,7 +43,7 @@ class BatchReads:
 
     def __init__(self) -> None:
         self.places: dict[str, str | None] = {}
-        self._numbers: dict[int, _OfBatch] = {}
+        self._numbers: dict[int, _TracedNumber] = {}
 
     def number(self, leaf: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, which from now on counts as a number."""
@@ -87,7 +87,7 @@ class BatchReads:
         return made.to(torch.get_default_dtype()) if wide else made
 
     def _keep(self, tensor: torch.Tensor, leaves: frozenset[str]) -> torch.Tensor:
-        self._numbers[id(tensor)] = _OfBatch(tensor, leaves)
+        self._numbers[id(tensor)] = _TracedNumber(tensor, leaves)
         return tensor
 
     def _read(self, leaves: Sequence[str] | frozenset[str]) -> None:
