@@ -36,7 +36,7 @@ GRACE = 20.0
 
 
 @dataclass(frozen=True)
-class _SweptRun:
+class _Swept:
     """A run of a sweep.
 
     Attributes:
@@ -122,9 +122,7 @@ def sweep_command(
     return 1 if failed else 0
 
 
-def _run(
-    out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequence[str], own: Sequence[str]
-) -> _SweptRun:
+def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequence[str], own: Sequence[str]) -> _Swept:
     """One run, after `fxpipe run` has read its options, and looked whether the build can do what they ask.
 
     Raises:
@@ -151,10 +149,10 @@ def _run(
     parts = [plan.digest, sources, given, [*fixed], [*own]]
     name = " ".join(value.replace("/", "_") if flag != "--seed" else f"seed={value}" for flag, value in choice)
     of = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return _SweptRun(name, out / name.replace(" ", ","), (*given, *fixed), of)
+    return _Swept(name, out / name.replace(" ", ","), (*given, *fixed), of)
 
 
-def _play(build: str, runs: Sequence[_SweptRun], jobs: int, own: Sequence[str]) -> int:
+def _play(build: str, runs: Sequence[_Swept], jobs: int, own: Sequence[str]) -> int:
     """Play runs, so many at a time; returns how many failed. However this process ends, they end."""
     from fxpipe.runtime.process.guardian import Guardian
 
@@ -163,7 +161,7 @@ def _play(build: str, runs: Sequence[_SweptRun], jobs: int, own: Sequence[str]) 
         started: list[subprocess.Popen[str]] = []
         pool, lock, over = ThreadPoolExecutor(jobs), Lock(), Event()
 
-        def play(run: _SweptRun) -> tuple[int, str]:
+        def play(run: _Swept) -> tuple[int, str]:
             resume = ["--resume"] if run.note and any((run.folder / "checkpoints").glob("step-*")) else []
             if not resume:
                 _begin(run)
@@ -210,7 +208,7 @@ def _play(build: str, runs: Sequence[_SweptRun], jobs: int, own: Sequence[str]) 
     return failed
 
 
-def _begin(run: _SweptRun) -> None:
+def _begin(run: _Swept) -> None:
     """Make the folder of a run; what an earlier sweep has left there goes.
 
     Raises:
@@ -223,7 +221,7 @@ def _begin(run: _SweptRun) -> None:
     _write(run)
 
 
-def _write(run: _SweptRun, ended: bool = False) -> None:
+def _write(run: _Swept, ended: bool = False) -> None:
     (run.folder / NOTE).write_text(json.dumps({"of": run.of, "ended": ended}) + "\n")
 
 
