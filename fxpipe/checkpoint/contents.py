@@ -64,6 +64,7 @@ class UpdaterState(TypedDict):
     last_updates: NotRequired[dict[str, tuple[Tensor, float | None]]]
     last_steps: NotRequired[dict[str, tuple[Count, list[Tensor]]]]
     set_rates: NotRequired[list[tuple[Count, list[float]]]]
+    rates_known: NotRequired[Any]  # of earlier checkpoints, which nothing reads
 
 
 class OuterState(TypedDict):
@@ -83,3 +84,4 @@ class State(TypedDict):
     outer: NotRequired[OuterState]
     outer_momentum: NotRequired[Tensors]
     decided: NotRequired[list[tuple[Count, Count, str, bool]]]
+    staleness: NotRequired[Any]  # as `rates_known`
