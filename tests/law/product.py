@@ -198,7 +198,7 @@ def _cuts(case: Case) -> dict[str, Any]:
     if case.cuts == "three-way":
         return {"cuts": "three-way", "links": FAST}
     if case.cuts == "random":
-        program = units_of(case.model, case.precision, case.parts, case.batch)
+        program = units_of(case.model, case.precision, case.parts, case.batch, case.batches)
         return {"cuts": legal_cuts(program, case.workers, f"{case.model}/{case.workers}"), "split_backward": True}
     paths, (forward, backward) = MODELS[case.model].paths, places(case)
     return {"forward_at": tuple(paths[a] for a in forward), "backward_at": tuple(paths[a] for a in backward)}
@@ -213,9 +213,9 @@ def places(case: Case) -> tuple[list[int], list[int]]:
 
 
 @functools.cache
-def units_of(model: str, precision: str, parts: int, batch: int) -> Program:
+def units_of(model: str, precision: str, parts: int, size: int, batches: str) -> Program:
     """The step on one microbatch, with the units that cuts are numbers of."""
-    task = Task(Case(model=model, precision=precision))
+    task = Task(Case(model=model, precision=precision, batches=batches))
     made = task.model()
     batch, autocast = split(task.train_data()[0], parts)[0], precision if precision in ("bf16", "fp16") else None
     return with_units(fxpipe.capture(made, task.loss, batch, autocast=autocast), parts)
