@@ -35,7 +35,8 @@ def put(shelf: Shelf, step: int, weight: float = 1.0, moment: float = 1.0) -> Pa
         name: write_tensors(partial / name, {"weight": torch.tensor([0.0, value])})
         for name, value in ((MODEL, weight), (OPTIMIZER, moment))
     }
-    write_bytes(partial / MANIFEST, Manifest(step, 0, 1, "plan", {}, {}, files).to_json().encode())
+    run = {"schedule": "async", "policy": "latest"}
+    write_bytes(partial / MANIFEST, Manifest(step, 0, 1, "plan", run, {}, files).to_json().encode())
     shelf.commit(step)
     return shelf.path(step)
 

@@ -26,7 +26,8 @@ def put(shelf: Shelf, step: int, text: str = "") -> Path:
     partial.mkdir(parents=True)
     names = [INDEX, *(name for worker in range(WORKERS) for name in state_files(worker, WORKERS))]
     files = {name: write_bytes(partial / name, f"{text} {name} {step}".encode()) for name in names}
-    manifest = Manifest(step, 0, WORKERS, "plan", {"seed": 0, "schedule": "async", "policy": "latest"}, {"torch": "2"}, files)
+    run = {"seed": 0, "schedule": "async", "policy": "latest"}
+    manifest = Manifest(step, 0, WORKERS, "plan", run, {"torch": "2"}, files)
     write_bytes(partial / MANIFEST, manifest.to_json().encode())
     shelf.commit(step)
     return shelf.path(step)
