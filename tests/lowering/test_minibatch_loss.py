@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -345,18 +345,20 @@ def test_a_leaf_of_indices_into_the_batch() -> None:
         compiled(lambda m, b: m(b[0])[b[1]].square().mean(), batch, microbatch_dims=(0, 0))
 
 
-def test_a_step_that_eager_computes_otherwise() -> None:
+def test_a_step_that_eager_computes_otherwise(tmp_path: Path) -> None:
     """Counts where capture does not look; with one microbatch, too, its step is compared with eager PyTorch's."""
-    calls = ctypes.c_int(0)
+    calls = tmp_path / "calls"
+    calls.write_text("0")
     ends = 1000
 
     def unseen(model: nn.Module, x: Tensor) -> Tensor:
-        calls.value += 1
-        return model(x).square().mean() * (1 if calls.value <= ends else 2)
+        calls.write_text(str(count := int(calls.read_text()) + 1))
+        return model(x).square().mean() * (1 if count <= ends else 2)
 
     batch = torch.randn(6, 4, 6)
     fxpipe.capture(net(), unseen, batch)
-    ends, calls.value = calls.value, 0
+    ends = int(calls.read_text())
+    calls.write_text("0")
     with pytest.raises(CaptureError, match="computes something else than eager PyTorch on the same batch: its loss is"):
         compiled(unseen, batch, 1)
 
