@@ -193,7 +193,7 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
         if node:
             note(f"{node} through: training is over")
         return summary
-    plan = _checked_plan(options)
+    plan = checked_plan(options)
     held.enter_context(writing(options.out))
     options = resumed_options(replace(options, plan_digest=plan.digest), options.out)
     overlaps = options.schedule in (None, "async", plan.schedule)
@@ -228,7 +228,7 @@ def _other_node(build: str) -> str | None:
     return f"{noun} {rank} is" if last == rank else f"{noun}{'es' if noun == 'process' else 's'} {rank} to {last} are"
 
 
-def _checked_plan(options: RunOptions) -> Plan:
+def checked_plan(options: RunOptions) -> Plan:
     """The build's plan, after checking that it can do what is asked, is whole and current, and the output can be
     written."""
     from fxpipe.runtime.process.best_weights import Goal

@@ -129,7 +129,7 @@ def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequen
         click.UsageError: an option that `fxpipe run` does not have, or that a sweep gives itself.
         FxpipeError: as a run that is refused before it begins.
     """
-    from fxpipe.cli.run import _checked_plan
+    from fxpipe.cli.run import checked_plan
 
     from fxpipe.plan.build_folder import model_path
     from fxpipe.runtime.options import RunOptions
@@ -142,7 +142,7 @@ def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequen
         if str(read.params["seed"]) != dict(choice)["--seed"]:
             raise click.UsageError("--seeds counts the seeds: leave --seed out")
     options = RunOptions(**asked)
-    plan = _checked_plan(options)
+    plan = checked_plan(options)
     path = model_path(plan, build, options.model_file)
     files = {} if path is None else {name: path.resolve().parent / name for name in plan.sources}
     sources = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.is_file()}

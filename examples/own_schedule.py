@@ -64,7 +64,7 @@ def seconds(name, latency):
 
 
 def main():
-    """Print its grid, then what a minibatch takes beside 1F1B, over slower and slower links."""
+    """Print its grid, then what a minibatch takes next to 1F1B, over slower and slower links."""
     print(schedule.grid(schedule.make("eager-1f1b", WORKERS, MICROBATCHES), minibatches=1), end="\n\n")
     print(f"ms a minibatch on {WORKERS} workers, forwards of 1 ms and backwards of 2 ms\n")
     print(f"{'latency':<10}{'1f1b':>8}{'eager-1f1b':>12}")
