@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
-from fxpipe.cli.file_options import as_flags, file_options
+from fxpipe.cli.file_options import as_flags, compile_options_of, file_options
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import option_fields
@@ -202,13 +202,8 @@ def _given_by(task: Task) -> dict[str, Any]:
     """The options that the model file gives; says them, and what it gives runs."""
     from fxpipe.runtime.options import RunOptions
 
-    kinds, file = (CompileOptions, ModelOptions), str(task.file)
-    found = file_options("compile_options", task.compile_options, *kinds, file=file)
-    runs = file_options("run_options", task.run_options, RunOptions, file=file)
-    said = [text for text in (as_flags(found, *kinds), as_flags(runs, RunOptions)) if text]
-    if said:
-        note(f"{file} gives {'; runs get '.join(said) if found else f'runs {said[0]}'}")
-    return found
+    runs = as_flags(file_options("run_options", task.run_options, RunOptions, file=str(task.file)), RunOptions)
+    return compile_options_of(task, runs=runs)
 
 
 def _like(folder: str) -> dict[str, Any]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 from fxpipe.cli.option_fields import click_type
+from fxpipe.cli.output import note
 
 from fxpipe.errors import FxpipeError, TaskError, near
+from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import Flag, flags
+from fxpipe.task.model_options import ModelOptions
+
+if TYPE_CHECKING:
+    from fxpipe.task.model_file import Task
 
 
 def file_options(
@@ -50,6 +56,20 @@ def file_options(
         for name, value in found.items()
         if name not in left and source(name) in (None, ParameterSource.DEFAULT)
     }
+
+
+def compile_options_of(task: Task, left: tuple[str, ...] = (), runs: str = "") -> dict[str, Any]:
+    """The options that a model file gives to what compiles or plans it, as `file_options`; says them.
+
+    Args:
+        left: fields that something else decides here.
+        runs: what it gives runs, as a command line has it, to be said, too.
+    """
+    kinds, file = (CompileOptions, ModelOptions), str(task.file)
+    found = file_options("compile_options", task.compile_options, *kinds, file=file, left=left)
+    if said := [text for text in (as_flags(found, *kinds), runs) if text]:
+        note(f"{file} gives {'; runs get '.join(said) if found else f'runs {said[0]}'}")
+    return found
 
 
 def as_flags(options: Mapping[str, Any], *classes: type[Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options, typed_quantity
+from fxpipe.cli.file_options import compile_options_of
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, note, working
@@ -16,6 +17,7 @@ from fxpipe.cli.planned import of_model, of_profile, plan_replicas, planned
 from fxpipe.cli.schedule_comparison import Schedules, asked_schedule, compare_schedules
 
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.options import flags
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
 from fxpipe.planner import quantity
 from fxpipe.planner.links import NCCL_NODE, Links
@@ -24,6 +26,10 @@ from fxpipe.schedule import to_csv
 from fxpipe.task.model_options import ModelOptions
 
 MODES = ("same", "bidirectional", "three-way")
+_CHOSEN = ("workers", "virtual", "dp", "replicas")
+"""What --gpus chooses."""
+_UNPLANNED = tuple(name for name in flags(CompileOptions) if name.startswith(("outer", "shard")))
+"""What replicas do among themselves."""
 
 
 def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -158,17 +164,30 @@ def plan_command(
         raise click.UsageError("--meta is for models; a profile has no parameters")
     if weight_fraction and is_model:
         raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
-    compare = asked_schedule(asked, compare) or compare or len(counts) > 1
+    made, task, given = ModelOptions(settings=settings, arguments=arguments or ()), None, dict[str, Any]()
+    if is_model:
+        with working("reading the model"):
+            task = made.load(target)
+        left = (*_UNPLANNED, *(_CHOSEN if gpus else ()), *(("schedule", "policy") if compare else ()))
+        left += ("microbatches",) if counts else ()
+        given = compile_options_of(task, left)
+        counted = given.pop("microbatches", None)
+        counts = counts or ((counted,) if counted else ())
+        cuts = cuts or tuple(mode for mode in [given.pop("cuts", "auto")] if mode in MODES)
+        meta, dp, replicas = given.pop("meta", meta), given.pop("dp", dp), given.pop("replicas", replicas)
+        made = replace(made, **{name: given.pop(name) for name in flags(ModelOptions) if name in given}, meta=meta)
+        asked |= given
+    compare = asked_schedule(asked, compare, given="schedule" in given) or compare or len(counts) > 1
     replicas = _replicas(gpus, replicas, dp, asked["workers"])
     if processes := gpus or sum(replicas):
         if compare or save_schedule is not None:
             raise click.UsageError("replicas are planned for one schedule and one number of microbatches")
         asked["workers"] = gpus or len(replicas)
     options = CompileOptions(**asked, microbatches=dp * counts[0] if len(counts) == 1 else None)
-    if (given := options.from_file) is not None:
+    if (written := options.from_file) is not None:
         if compare:
             raise click.UsageError(f"--schedule {options.schedule} has one number of microbatches: name no others")
-        options = options.of_microbatches(dp * given.microbatches)
+        options = options.of_microbatches(dp * written.microbatches)
     if not is_model:
         _refuse_model_options(options, costs)
     machines = _machines(machine, inner_bandwidth, processes)
@@ -177,8 +196,7 @@ def plan_command(
         options = replace(options, links=Links())
     modes = tuple(mode for mode in MODES if mode in cuts)
     with working("planning") as say:
-        made = ModelOptions(meta=meta, settings=settings, arguments=arguments or ())
-        source = of_model(target, made, options) if is_model else of_profile(target, weight_fraction)
+        source = of_profile(target, weight_fraction) if task is None else of_model(task, made, options)
         found: PlannedCuts | Schedules
         if processes:
             found = plan_replicas(source, options, processes, replicas, machines, modes or MODES, is_model, say)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fxpipe.planner.setting import Setting
     from fxpipe.planner.workers import Machines
     from fxpipe.search import Counts
+    from fxpipe.task.model_file import Task
 
 Say = Callable[[str], None]
 
@@ -64,7 +65,7 @@ def of_profile(path: str, weight_fraction: float) -> Source:
     )
 
 
-def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
+def of_model(task: Task, made: ModelOptions, options: CompileOptions) -> Source:
     """A model file: its batch is cut into so many microbatches, and the step is captured and costed on one."""
     from fxpipe.costs.yardstick import Yardstick
     from fxpipe.lowering.choose_schedule import counts_of, for_count
@@ -73,7 +74,6 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
     from fxpipe.task.batch import Batch
 
     reuse_freed_memory()
-    task = made.load(path)
     model, batch = made.make(task)
     asked = options.for_task(task)
     whole = Batch.of(batch, asked.constant_batch)

@@ -228,7 +228,7 @@ RESUMED: dict[str, Any] = {"accept_optimizer_per_worker": True, "policy": "spect
 def test_a_checkpoint_that_was_signed_again(folder: Path, tmp_path: Path, name: str, rounds: int, worker: int) -> None:
     """What is not what a run writes is refused, or goes on: no traceback, no step with a type that is wrong."""
     build, batches = fxpipe.load(folder), CASES["function"].batches(8, 8)
-    with build.local(out=tmp_path / "out", checkpoint_every="2", ema=0.9, **HOOKS[name], **RESUMED) as pipeline:
+    with build.local(out=tmp_path / "out", checkpoint_every=2, ema=0.9, **HOOKS[name], **RESUMED) as pipeline:
         for batch in batches[:5]:
             pipeline.step(batch)
     whole = tmp_path / "out" / "checkpoints" / "step-4"

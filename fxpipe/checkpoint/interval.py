@@ -20,12 +20,13 @@ class Interval:
     seconds: float | None = None
 
     @staticmethod
-    def of(text: str) -> Interval:
-        """Read what a user gives.
+    def of(given: str | int) -> Interval:
+        """Read what a user gives; in Python, a number of steps may be one.
 
         Raises:
             FxpipeError: it is neither.
         """
+        text = str(given)
         if text.isdecimal() and int(text) > 0:
             return Interval(steps=int(text))
         if text == ASKED:
@@ -34,7 +35,7 @@ class Interval:
         if match and float(match[1]) > 0:
             return Interval(seconds=float(match[1]) * _UNITS[match[2]])
         raise FxpipeError(
-            f"{text!r} is no interval", hint="so many steps: 500; a time: 30s, 10min, 2h; or epoch, or asked"
+            f"{given!r} is no interval", hint="so many steps: 500; a time: 30s, 10min, 2h; or epoch, or asked"
         )
 
     def due(self, step: int) -> bool:

@@ -21,17 +21,18 @@ from fxpipe.settings import pair
 from fxpipe.task.paced_scheduler import EPOCH
 
 
-def steps_or_epoch(text: str) -> int | str:
+def steps_or_epoch(given: int | str) -> int | str:
     """Read a number of steps, or the word `epoch`.
 
     Raises:
         FxpipeError: it is neither.
     """
+    text = str(given)
     if text == EPOCH:
         return EPOCH
     if text.isdecimal() and int(text) > 0:
         return int(text)
-    raise FxpipeError(f"{text!r} is no number of steps", hint="a number above 0, or epoch")
+    raise FxpipeError(f"{given!r} is no number of steps", hint="a number above 0, or epoch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class PipelineOptions:
     steps_per_epoch: int | None = option(
         None, kept=True, minimum=1, metavar="N", help="The steps of an epoch. [default: the batches of train_data()]"
     )
-    checkpoint_every: str | None = option(
+    checkpoint_every: int | str | None = option(
         None,
         metavar="STEPS|TIME",
         help="Save the whole run in OUT/checkpoints every so many steps, every 30s, 10min, 2h, every epoch, or only "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,16 +90,17 @@ def test_an_empty_shelf_says_what_to_do(tmp_path: Path) -> None:
     ("text", "found"),
     [
         ("500", Interval(500)),
+        (500, Interval(500)),
         ("30s", Interval(seconds=30)),
         ("1.5h", Interval(seconds=5400)),
         ("10 min", Interval(seconds=600)),
     ],
 )
-def test_intervals(text: str, found: Interval) -> None:
+def test_intervals(text: str | int, found: Interval) -> None:
     assert Interval.of(text) == found
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "ten", "5 days", "0s", ""])
-def test_what_is_no_interval(text: str) -> None:
+@pytest.mark.parametrize("text", ["0", "-1", "ten", "5 days", "0s", "", 0, -1, True, 2.5])
+def test_what_is_no_interval(text: Any) -> None:
     with pytest.raises(FxpipeError, match="no interval"):
         Interval.of(text)

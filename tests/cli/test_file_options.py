@@ -71,6 +71,23 @@ def test_evaluations_are_left_out_where_there_are_none(tmp_path: Path) -> None:
     assert "--eval-every" not in made.err
 
 
+def test_a_plan_is_for_what_compile_would_do(tmp_path: Path) -> None:
+    """The command line is first here, too; what is chosen or compared is not the file's."""
+    model = written(tmp_path, "\n\ncompile_options |= {'cuts': 'same', 'workers': 3}")
+    found = fxpipe("plan", model, "--json", *QUICK)
+    assert "model.py gives --microbatches 2 --schedule 1f1b --seed 3 --cuts same --workers 3\n" in found.err
+    assert "bidirectional" not in found.json
+    assert len(found.json["same"]["memory_bytes"]) == 3
+    asked = ("--cuts", "bidirectional", "-n", 2, "--schedule", "1f1b", "--microbatches", 2)
+    more = fxpipe("plan", model, "--json", *asked, *QUICK)
+    assert "gives --seed 3\n" in more.err
+    assert len(more.json["bidirectional"]["memory_bytes"]) == 2
+    both = fxpipe("plan", model, "--json", "--compare", *QUICK)
+    assert {row["microbatches"] for row in both.json["schedules"]} == {2}
+    assert len({row["schedule"] for row in both.json["schedules"]}) > 1
+    assert fxpipe("plan", model, "--json", "--gpus", 2, *QUICK).code == 0
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fxpipe.errors import TaskError
+from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.worker import feed as feeding
-from fxpipe.runtime.worker.feed import Feed, counted
+from fxpipe.runtime.worker.feed import Feed, counted, in_steps
 
 
 @dataclass
@@ -111,6 +111,16 @@ def test_a_device_that_is_used_only_later(device: torch.Generator, monkeypatch: 
 def test_total(data: Callable[[], Any], steps: int | None, epochs: int | None, total: int) -> None:
     options = RunOptions(build="build", steps=steps, epochs=epochs)
     assert counted(options, Feed(Task(data), 0), epochs=False) == (total, None)
+
+
+@pytest.mark.parametrize("every", [2, "2"])
+def test_steps_are_a_number_or_its_text(every: int | str) -> None:
+    assert in_steps(RunOptions(build="build", eval_every=every, checkpoint_every=every)).eval_every == 2
+    epoch = in_steps(RunOptions(build="build", eval_every="epoch", checkpoint_every="epoch", steps_per_epoch=3))
+    assert (epoch.eval_every, epoch.checkpoint_every) == (3, 3)
+    for wrong in (0, -1, "0", "often", True):
+        with pytest.raises(FxpipeError, match="is no number of steps"):
+            in_steps(RunOptions(build="build", eval_every=wrong))
 
 
 def test_endless_data_need_a_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,8 +277,10 @@ def in_steps(options: Options) -> Options:
     """
     if options.steps_per_epoch is not None and options.steps_per_epoch < 1:
         raise TaskError(f"an epoch has {options.steps_per_epoch} steps", hint="steps_per_epoch=len(DATA)")
-    if isinstance(every := getattr(options, "eval_every", None), str):
-        steps_or_epoch(every)
+    changes: dict[str, Any] = {}
+    if (every := getattr(options, "eval_every", None)) is not None:
+        changes["eval_every"] = steps_or_epoch(every)
+        options = dataclasses.replace(options, **changes)
     named = [name for name in OF_EPOCHS if getattr(options, name, None) == EPOCH]
     if not named:
         return options
@@ -286,8 +288,8 @@ def in_steps(options: Options) -> Options:
         raise TaskError(
             f"{named[0]} is every epoch, and it is not known how many steps that is", hint="steps_per_epoch=len(DATA)"
         )
-    steps: dict[str, Any] = {"eval_every": options.steps_per_epoch, "checkpoint_every": str(options.steps_per_epoch)}
-    return dataclasses.replace(options, **{name: steps[name] for name in named})
+    changes = dict.fromkeys(named, options.steps_per_epoch)
+    return dataclasses.replace(options, **changes)
 
 
 def counted(options: RunOptions, feed: Feed, epochs: bool) -> tuple[int, int | None]:
