@@ -44,6 +44,7 @@ def rows_of_ranks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "took": {kind: sum(row["took"][kind] for row in own) for kind in own[0]["took"]},
                 "waits": [wait | {"from": place.get(wait["from"])} for row in own for wait in row["waits"]],
                 "fill": sum(row["fill"] for row in own),
+                "host": own[0].get("host"),  # the same, but for the moments when each began and ended
             }
         )
     return found

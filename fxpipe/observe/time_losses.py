@@ -95,9 +95,9 @@ def _beyond_plan(run: TimedRun) -> list[_Loss]:
         took, reason = run.took[worker.rank], run.reason(worker.rank)
         parts = [("forwards", took.forward, plan.forward), ("backwards", took.backward, plan.backward)]
         slow = _slower((reason or "compute", worker.rank), worker, parts)
-        if reason and slow:
-            why = f": it spends {worker.of_all(reason) / worker.seconds:.0%} {DOES[reason]}"
-            slow = [replace(loss, text=loss.text + why) for loss in slow]
+        why = f"it spends {worker.of_all(reason) / worker.seconds:.0%} {DOES[reason]}" if reason else worker.crowded
+        if why:
+            slow = [replace(loss, text=f"{loss.text}: {why}") for loss in slow]
         found += slow
         updates += _slower(("update", worker.rank), worker, [("updates", took.update, plan.update)])
     everywhere = _everywhere(run, found, updates)
@@ -138,6 +138,8 @@ def _everywhere(run: TimedRun, slow: list[_Loss], updates: list[_Loss]) -> list[
     elif updates and len(updates) == sum(plan.update > 0 for _, plan in run.both()):
         text += f", and updates {_times(_ratio(*sums['updates']))}"
         slow, updates = [*slow, *updates], []
+    if cause == "compute" and (why := [worker.crowded for worker, _ in run.both() if worker.crowded]):
+        text += f": {why[0]}"
     total = sum(loss.share for loss in slow)
     return [_Loss((cause, None), None, total / len(ratios), cause, text, total), *updates]
 

@@ -26,6 +26,10 @@ APART = ("up", "down", "loss", "sum")
 
 _SPENT = {"F": ("F",), "B": ("B", "W"), "update": ("update",)}
 
+_COMPUTES = ("F", "B", "W", "predict", "update")
+HAS_A_CORE = 0.8
+"""The least share of its own work in which a worker's thread runs on a core where nothing takes that from it."""
+
 DOES = {
     "data": "in train_data()",
     "predict": "predicting weights",
@@ -82,7 +86,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class TimedWorker:
-    """What a worker's run took, in seconds: a row of `run.json`."""
+    """What a worker's run took, in seconds: a row of `run.json`.
+
+    Attributes:
+        crowded: what takes its cores, and what to do, in words; empty where nothing does.
+    """
 
     rank: int
     seconds: float
@@ -90,6 +98,7 @@ class TimedWorker:
     fill: float
     waits: tuple[Wait, ...]
     took: Times
+    crowded: str = ""
 
     @staticmethod
     def of(row: Mapping[str, Any], seconds: float) -> TimedWorker:
@@ -97,7 +106,8 @@ class TimedWorker:
         fill = min(float(row.get("fill") or 0.0), spent.get("wait", 0.0))
         waits = _grouped(row.get("waits") or (), fill)
         took = Times(*(float((row.get("took") or {}).get(kind) or 0.0) for kind in WHOLES))
-        return TimedWorker(row["worker"], float(row.get("seconds") or seconds), spent, fill, waits, took)
+        crowded = _crowded(row.get("host") or {}, sum(spent.get(kind, 0.0) for kind in _COMPUTES))
+        return TimedWorker(row["worker"], float(row.get("seconds") or seconds), spent, fill, waits, took, crowded)
 
     def of_all(self, *kinds: str) -> float:
         return sum(self.spent.get(kind, 0.0) for kind in kinds)
@@ -236,3 +246,28 @@ def _grouped(rows: Iterable[Mapping[str, Any]], fill: float) -> tuple[Wait, ...]
 
 def _left(total: float, fill: float) -> float:
     return 1 - min(max(fill, 0.0) / total, 1.0) if total > 0 else 1.0
+
+
+def _crowded(host: Mapping[str, Any], computes: float) -> str:
+    """What takes a worker's cores, by the `host` of its row, and what to do; empty where nothing does.
+
+    Args:
+        computes: seconds in which it computes.
+    """
+    if host.get("cpu_seconds") is None:  # as on CUDA, where others compute than these cores
+        return ""
+    processes, threads, cores = (int(host[name]) for name in ("processes", "threads", "cores"))
+    if processes * threads > cores:
+        own = "process" if processes == 1 else "processes"
+        each = "thread" if threads == 1 else "threads"
+        less = f"--threads {cores // processes}, " if processes <= cores else ""
+        fewer = "" if processes == 1 else "fewer processes on this host, or --local"
+        advice = (less + fewer).removesuffix(", ")
+        return f"{processes} {own} × {threads} {each} share {cores} core{'s' if cores > 1 else ''} ({advice})"
+    if host["cpu_seconds"] < HAS_A_CORE * computes:
+        share = host["cpu_seconds"] / computes
+        return (
+            f"no more than {share:.0%} of that time a core was free for it: other programs take them (end these, or "
+            "take another host)"
+        )
+    return ""

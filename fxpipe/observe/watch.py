@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, MutableSequence
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,7 @@ class Watch:
         self._fill = 0
         self._refilling = False
         self.began = self.ended = perf_counter_ns()
+        self._cpu_began = self._cpu_ended = thread_time_ns()
         if self._spans is not None:
             self._spans = Spans()
 
@@ -101,7 +102,7 @@ class Watch:
             self._read()
             if self._spans is not None:
                 self._spans.stretch(self.began, *drift)
-        self.ended = perf_counter_ns()
+        self.ended, self._cpu_ended = perf_counter_ns(), thread_time_ns()
 
     def at(self, action: Action) -> None:
         """Spans that are opened from now on belong to this action."""
@@ -145,6 +146,11 @@ class Watch:
     def elapsed(self) -> float:
         """Seconds from `begin` to `end`."""
         return (self.ended - self.began) / 1e9
+
+    @property
+    def cpu(self) -> float:
+        """Seconds for which its thread ran on a core, from `begin` to `end`."""
+        return (self._cpu_ended - self._cpu_began) / 1e9
 
     @property
     def training(self) -> float:

@@ -85,6 +85,31 @@ def test_a_machine_that_is_twice_as_slow() -> None:
     assert first["text"] == "forwards and backwards take 2.1 times what was planned, on all workers"
 
 
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ((4, 2, 2), "4 processes × 2 threads share 2 cores (fewer processes on this host, or --local)"),
+        ((4, 2, 4), "4 processes × 2 threads share 4 cores (--threads 1, fewer processes on this host, or --local)"),
+        ((1, 8, 2), "1 process × 8 threads share 2 cores (--threads 2)"),
+        ((4, 1, 4, 0.4), "no more than 40% of that time a core was free for it: other programs take them (end these, "
+         "or take another host)"),
+        ((4, 1, 4), None),
+        ((4, 4, 2, None), None),
+    ],
+)  # fmt: skip
+def test_cores_that_others_take_are_the_cause(host: tuple[Any, ...], why: str | None) -> None:
+    """158 times what was planned says nothing: who shares which cores says what to do."""
+    slow = replace(FOUR, forward=(316.0,) * 4, backward=(632.0,) * 4, steps=1000)
+    found = losses(slow, FOUR, host=host)[0]["text"]
+    assert found == "forwards and backwards take 158.0 times what was planned, on all workers" + (
+        f": {why}" if why else ""
+    )
+    one = losses(replace(FOUR, forward=(2.0, 2.0, 4.0, 2.0), steps=1000), FOUR, host=host)
+    (text,) = (loss["text"] for loss in one if loss["worker"] == 2)
+    assert text.split(";")[0] == "worker 2's forwards take 2.0 times what was planned" + (f": {why}" if why else "")
+    assert not any(" share " in text or " core " in text for text in texts(losses(FOUR, FOUR, host=host)))
+
+
 def test_what_is_received_beyond_the_plan() -> None:
     plan = {"workers": [{"forward_ms": 4.0, "backward_ms": 4.0, "update_ms": 0.0, "copy_ms": 1.0}] * 2}
     rows = [row(k, F=4.0, B=4.0, receive=2.0) | {"took": {"F": 4.0, "B": 4.0, "update": 0.0}} for k in range(2)]

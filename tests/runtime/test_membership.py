@@ -147,7 +147,11 @@ def test_two_torchruns_on_one_host_share_its_cores(folder: Path, tmp_path: Path)
     options = [RunOptions(str(folder / str(k) / "build"), steps=2, out=str(tmp_path / "out")).to_json() for k in (0, 1)]
     started_alike(tmp_path, [(store.port, options)], 2, local=1)
     assert [json.loads((tmp_path / f"said_0_{rank}.json").read_text()) for rank in (0, 1)] == [None, None]
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["threads"] == max(1, cores() // 2)
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["threads"] == max(1, cores() // 2)
+    for row in run["workers"]:
+        assert 0 < row["host"].pop("cpu_seconds") < 60
+        assert row["host"] == {"processes": 2, "threads": run["threads"], "cores": cores()}
 
 
 @pytest.mark.slow

@@ -123,8 +123,20 @@ def planned(case: Played) -> dict[str, Any]:
     return {"bubble": bubble, "samples_per_second": 1e3 / step, "milliseconds": step, "workers": rows}
 
 
-def losses(case: Played, plan: Played | None = None, **options: Any) -> list[dict[str, Any]]:
+def losses(
+    case: Played, plan: Played | None = None, host: tuple[Any, ...] | None = None, **options: Any
+) -> list[dict[str, Any]]:
+    """What time_losses says.
+
+    Args:
+        host: processes, threads, cores, and the share of its computing in which a worker's thread runs on a core.
+    """
     rows, seconds = play(case)
+    for row in rows if host is not None else ():
+        *counts, share = host if len(host) == 4 else (*host, 1.0)
+        computes = sum(row["spent"].get(kind, 0.0) for kind in ("F", "B", "predict", "update"))
+        row["host"] = dict(zip(("processes", "threads", "cores"), counts, strict=True))
+        row["host"]["cpu_seconds"] = None if share is None else share * computes
     forecast = None if plan is None else planned(plan)
     return time_losses(rows, forecast, seconds, case.steps, case.microbatches, **options)
 

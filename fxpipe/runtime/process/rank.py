@@ -74,6 +74,7 @@ class TrainingRun(Observer):
 
     def __init__(self, agreed: Agreed, world: World, progress: Progress | None) -> None:
         options, plan, task = agreed.options, agreed.plan, agreed.task
+        self.neighbours = agreed.neighbours
         self.plan, self.world, self.progress, self.pulse = plan, world, progress, world.pulse
         self.process = process = world.here[0]
         if progress is not None:
@@ -228,7 +229,7 @@ class TrainingRun(Observer):
     def _rows(self, peak: dict[str, Any]) -> list[dict[str, Any]]:
         """What each worker did, and the most memory that its process took."""
         plan = self.plan
-        own = [worker_row(e, plan.rank_of(e.worker), e.replica) | peak for e in self.executors]
+        own = [worker_row(e, plan.rank_of(e.worker), e.replica, self.neighbours) | peak for e in self.executors]
         found = gathered(own, self.process, plan.processes)
         return sorted((row for rows in found for row in rows), key=lambda row: (row["replica"], row["worker"]))
 

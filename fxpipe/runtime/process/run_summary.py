@@ -37,6 +37,7 @@ from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.memory import peak_bytes
 from fxpipe.stages.loaded import LoadedStage
 from fxpipe.task.several_optimizers import parts_of
+from fxpipe.threads import cores
 from fxpipe.typed_json import dumps
 
 _OWN: tuple[Kind, ...] = tuple(kind for kind in OF_TRAINING if kind != "wait")
@@ -44,7 +45,7 @@ _COMPUTE: tuple[Kind, ...] = tuple(kind for kind in _OWN if kind != "receive")
 _PLANNED: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "W"), "update": ("update",)}
 
 
-def worker_row(executor: Executor, rank: int, replica: int = 0) -> dict[str, Any]:
+def worker_row(executor: Executor, rank: int, replica: int = 0, processes: int = 1) -> dict[str, Any]:
     """What a worker did, on its rank; of replicas, which one it is.
 
     `engines` are those of its forward and its backward. `forward_ms` and `backward_ms` (with weight gradients and
@@ -57,6 +58,8 @@ def worker_row(executor: Executor, rank: int, replica: int = 0) -> dict[str, Any
     that came before the first backward that no flush followed. `staleness` is there if it was logged (see
     `StalenessLog.summary`), `peak_bytes` if the worker had a process to itself on CUDA (`peak_row`), `sent` if it has
     replicas: the bytes that left its process for them, by what was exchanged.
+    `host` says what shares the cores of its host: the run's `processes` there, the `threads` of this one, the `cores`,
+    and for how many `cpu_seconds` the worker's thread ran on one during training; null on CUDA.
     """
     watch, log = executor.watch, executor.store.staleness
     forward = watch.seconds(*_OWN, within="F")
@@ -80,6 +83,12 @@ def worker_row(executor: Executor, rank: int, replica: int = 0) -> dict[str, Any
         "fill": watch.fill,
         "not_finite": asdict(NotFinite.of(executor)),
         "loss_scale": None if executor.scaler is None else asdict(executor.scaler.scale),
+        "host": {
+            "processes": processes,
+            "threads": torch.get_num_threads(),
+            "cores": cores(),
+            "cpu_seconds": watch.cpu if executor.device.type == "cpu" else None,
+        },
     }
     if executor.collective is not None:
         row["sent"] = executor.collective.sent
