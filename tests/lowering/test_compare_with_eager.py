@@ -118,6 +118,20 @@ def test_what_says_little_is_named() -> None:
     assert (both.not_finite, both.zero) == (found.not_finite, ())
 
 
+def test_a_microbatch_that_is_nan_for_eager_alone_makes_no_loss_nan() -> None:
+    """All targets of the second microbatch are ignored: eager's mean of none is NaN, that of the whole batch is not."""
+    torch.manual_seed(0)
+    model, batch = nn.Linear(3, 4), (torch.randn(4, 3), torch.tensor([0, 2, -100, -100]))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    build = fxpipe.compile(model, loss, batch, workers=1, microbatches=2, schedule="1f1b", cost="analytic")
+    found = compare_with_eager(build, model, loss, batch)
+    assert (found.not_finite, found.loss, set(found.gradients)) == ((), 0.0, {"weight", "bias"})
+    assert found.largest < 1e-6
+
+
 class Again(nn.Module):
     """A batch norm whose region eager computes again in backward, and then updates its statistics again."""
 
