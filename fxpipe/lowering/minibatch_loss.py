@@ -18,6 +18,7 @@ from fxpipe.lowering.own_rounding import Exact, in_float64, rounding_text, witho
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.lowering.step_costs import has_no_values
+from fxpipe.lowering.where_samples_meet import where_samples_meet
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Share
@@ -198,7 +199,9 @@ def checked_loss(
         raise _unseen(found.loss, eager, agreement)
     if options.accept_microbatch_loss:
         return program, replace(tried, accepted=True)
-    raise _differs(made, found.loss, eager, agreement, options)
+    with steady:
+        why = _where_samples_meet(program, made, model, loss, batch, parts, limit if limit > EXACT else SMALL, options)
+    raise _differs(why, found.loss, eager, agreement, options)
 
 
 def _is_rough(made: Program, tried: WholeLoss | None, limit: float) -> bool:
@@ -252,10 +255,7 @@ def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatc
 
 def _step(program: Program, parts: Sequence[Batch], options: CompileOptions) -> Step:
     """Loss and gradients of a minibatch, by the program that `WholeLoss` made."""
-    given = [(i, b.node) for i, b in enumerate(program.batch) if b.node and b.leaf.name.startswith("batch")]
-    batches: list[dict[str, Tensor]] = []
-    for part in parts:
-        batches.append({node: _copied(part.values[i], program.device) for i, node in given})
+    batches = [_fed(program, part) for part in parts]
     made: dict[str, list[Tensor]] = {}
     if program.totals is not None:
         made = {name: [t] * len(parts) for name, t in _added_up(program.totals, batches).items()}
@@ -294,6 +294,12 @@ def _added_up(totals: Program, batches: Sequence[Mapping[str, Tensor]]) -> dict[
         return adding.run(batch={**batch, **{node: known[name] for name, node in nodes.items()}})
 
     return totals_of(add, batches, names, {name: adding.example[node] for name, node in nodes.items()})
+
+
+def _fed(program: Program, batch: Batch) -> dict[str, Tensor]:
+    """What a program is fed of a batch, by placeholder."""
+    given = [(i, b.node) for i, b in enumerate(program.batch) if b.node and b.leaf.name.startswith("batch")]
+    return {node: _copied(batch.values[i], program.device) for i, node in given}
 
 
 def _copied(leaf: Any, device: str) -> Tensor:
@@ -352,17 +358,41 @@ def _apart(losses: str, found: Tensor, eager: Step, agreement: Agreement) -> str
     return f"{losses}, and the gradient of {name} differs by {error:.1e}" if _same(found, eager.loss) else losses
 
 
-def _differs(program: Program, found: Tensor, eager: Step, agreement: Agreement, options: CompileOptions) -> BatchError:
+def _where_samples_meet(
+    program: Program,
+    made: Program,
+    model: nn.Module,
+    loss: Loss,
+    batch: Batch,
+    parts: Sequence[Batch],
+    far: float,
+    options: CompileOptions,
+) -> list[str]:
+    """Why the microbatches' loss is not the whole batch's.
+
+    Args:
+        program, made: as captured, and as it can run.
+    """
+    if _is_weighed(made):
+        return ["each microbatch's loss is weighed by loss_weight(batch)"]
+    known = _unproved(made)
+    if not known or made.batch_norm or isinstance(whole := _captured_whole(model, loss, batch, options), str):
+        return known
+    found = where_samples_meet(program, whole, [_fed(program, part) for part in parts], _fed(whole, batch), far)
+    return known if found is None else [found]
+
+
+def _differs(
+    why: Sequence[str], found: Tensor, eager: Step, agreement: Agreement, options: CompileOptions
+) -> BatchError:
     """The error that says how far the microbatches' loss is from the whole batch's, why, and what cures it."""
     numbers = f"the loss of the whole batch is {eager.loss:.6g}, that of its {options.count} microbatches {found:.6g}"
     numbers = _apart(numbers, found, eager, agreement)
-    why = _unproved(program)
-    if _is_weighed(program):
-        why = ["each microbatch's loss is weighed by loss_weight(batch)"]
     return BatchError(
         "; ".join([numbers, *why]),
-        hint="use --microbatches 1; or, if the loss is a mean over what microbatches have different numbers of, weigh "
-        "them by a hook loss_weight(batch); or say where the samples are (microbatch_dims in the model file); or, if "
-        "the difference is meant, use --accept-microbatch-loss",
+        hint="use --microbatches 1; or compute of each sample, and take the mean of, what is computed of all samples "
+        "together, such as the balance of a router; or, if the loss is a mean over what microbatches have different "
+        "numbers of, weigh them by a hook loss_weight(batch); or say where the samples are (microbatch_dims in the "
+        "model file); or, if the difference is meant, use --accept-microbatch-loss",
         page="microbatches",
     )

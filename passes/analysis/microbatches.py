@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.metric_nodes import metric_nodes
-from fxpipe.passes.analysis.share import Lost, Microbatches, Rows, Share
+from fxpipe.passes.analysis.share import Known, Lost, Microbatches, Rows, Share
 from fxpipe.passes.analysis.share_rules import (
     OperatorCall,
     counts_samples,
@@ -29,9 +29,14 @@ from torch import fx
 from fxpipe.ir.aten import is_getitem, is_random
 from fxpipe.ir.program import Program, info
 
+NOTHING_SEEN: Mapping[str, Known] = {}
+
 
 def microbatches_of(
-    program: Program, dims: Mapping[str, int | None] | None = None, metrics: Collection[str] = ()
+    program: Program,
+    dims: Mapping[str, int | None] | None = None,
+    metrics: Collection[str] = (),
+    seen: Mapping[str, Known] = NOTHING_SEEN,
 ) -> Microbatches:
     """Derive what each forward value is; linear in the graph, for each value that must be known of the whole batch.
 
@@ -41,6 +46,7 @@ def microbatches_of(
         dims: by leaf of the batch, the dimension along which it is cut; None if every microbatch gets all of it. By
             default what the leaves themselves say.
         metrics: of the step, those that are derived, too; the calls that serve the others alone are passed over.
+        seen: what values were seen to be on one batch, by their nodes' names: taken where nothing can be derived.
     """
     placeholders = program.placeholders
     leaves = {placeholders[b.node]: b.leaf for b in program.batch if b.node}
@@ -80,6 +86,8 @@ def microbatches_of(
         for node in program:
             if info(node).phase == "F" and node not in found.passed_over:
                 _derive(found, node)
+                if isinstance(found.known[node], Lost):
+                    found.known[node] = seen.get(node.name, found.known[node])
                 if found.known[node] != found.totals.get(node, found.known[node]):
                     del found.totals[node]  # it is computed of what has become a total
                 if node in found.totals:

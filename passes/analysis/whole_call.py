@@ -133,6 +133,14 @@ def beside(program: Program, whole: Program | str) -> Program:
     return program
 
 
+def partners(program: Program, whole: Program) -> dict[str, str]:
+    """By the name of a forward value, that of the same one in the step on the whole batch; see `beside`."""
+    program = program.copy()
+    pairs = _inputs(program, whole)
+    _pair(_forward(program, metric_nodes(program)), _forward(whole, metric_nodes(whole)), pairs)
+    return {mine.name: theirs.name for mine, theirs in pairs.items()}
+
+
 def _forward(program: Program, besides: Collection[fx.Node]) -> list[fx.Node]:
     left_out = set(besides)
     return [n for n in _phase(program, "F") if n not in left_out]

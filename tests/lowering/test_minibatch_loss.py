@@ -218,6 +218,65 @@ def test_the_root_of_a_mean_is_refused_with_its_cause_and_cure() -> None:
     assert str(caught.value.hint).startswith("use --microbatches 1;")
 
 
+class Experts(nn.Module):
+    """Tokens, sorted by the expert that a router chooses of them, and put back; and what balances the experts."""
+
+    def __init__(self, balance: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 4), nn.Parameter(torch.randn(4, 6, 6))
+        self.balance = balance
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = x.flatten(0, 1)
+        odds = self.router(tokens).softmax(-1)
+        weights, chosen = odds.topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        rows = order // 2
+        made = torch.bmm(tokens[rows, None], self.experts[chosen.flatten()[order]])[:, 0]
+        made = made * weights.flatten()[order, None]
+        mixed = torch.zeros_like(tokens).index_add(0, rows, made)
+        used = F.one_hot(chosen, 4).float().sum(1)
+        shape = (*x.shape[:-1], 4)
+        return mixed.view(x.shape), self.balance(used.view(shape), odds.view(shape))
+
+
+def mixture(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, balance = model(batch[0])
+    return F.cross_entropy(x.flatten(0, 1), batch[1].flatten()) + 0.01 * balance
+
+
+def routed(balance: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    torch.manual_seed(0)
+    batch = torch.randn(12, 4, 6), torch.randint(0, 6, (12, 4))
+    return compiled(mixture, batch, model=Experts(balance), workers=1)
+
+
+BALANCES = {
+    "mul": lambda used, odds: 4 * (used.mean((0, 1)) * odds.mean((0, 1))).sum(),
+    "var": lambda used, odds: odds.sum((0, 1)).var() / odds.sum((0, 1)).mean().square(),
+}
+
+
+@pytest.mark.parametrize("operator", BALANCES)
+def test_a_router_is_refused_by_the_line_of_its_balance(operator: str) -> None:
+    """The sort was named, which moves tokens: what they become does not depend on others."""
+    with pytest.raises(BatchError) as caught:
+        routed(BALANCES[operator])
+    line = BALANCES[operator].__code__.co_firstlineno
+    assert re.search(rf"; {operator} \(.*test_minibatch_loss.py:{line}\) .* over the batch$", caught.value.what)
+    assert "the balance of a router" in str(caught.value.hint)
+
+
+def test_a_router_whose_balance_is_of_each_sample_trains() -> None:
+    build = routed(lambda used, odds: 4 * (used.mean(1) * odds.mean(1)).sum(-1).mean())
+    assert "not proved for others: sort" in "".join(build.warnings)
+
+
+def test_a_sort_that_puts_samples_together_is_named() -> None:
+    with pytest.raises(BatchError, match=r"; sort \(.*test_minibatch_loss.py:.*\) works along the batch\n"):
+        compiled(lambda m, b: F.mse_loss(m(b[0]).mean(-1).sort(0).values, b[0][..., 0]), padded())
+
+
 def test_what_is_equal_once_is_not_proved() -> None:
     """The labels of the first batch make all microbatches alike; nothing says so of the next."""
     step = lambda m, b: (m(b[0]).mean(-1) * (b[1] > 0)).sum() / (b[1] > 0).flatten().float().norm(p=1)  # noqa: E731

@@ -1,0 +1,102 @@
+"""Why the microbatches' losses are not the whole batch's: the call in which samples meet, and which reaches the loss.
+
+What is derived of a step ends at the first call that is not known to treat samples alike, and this need not be the
+cause: a sort by expert moves tokens, and what each becomes is as if nothing had been moved. So the values of both steps
+are compared, call by call. What is not derived, but is seen to be rows, a sum or a mean, is taken for that:
+
+    sort ✗   experts ✗   put back: rows ✓   cross_entropy: mean ✓   ┐
+    counts: mean ✓   odds: mean ✓   counts * odds: neither ✗ ── sum ┴ loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.ir.program import Program, info
+from fxpipe.lowering.agreement import relative_error
+from fxpipe.passes.analysis.microbatches import microbatches_of
+from fxpipe.passes.analysis.share import Known, Lost, Rows, Share
+from fxpipe.passes.analysis.whole_call import partners
+from fxpipe.passes.fold import Fold
+from fxpipe.stages.compare import wide_dtype
+
+Fed = Mapping[str, Tensor]
+
+
+def where_samples_meet(program: Program, whole: Program, parts: Sequence[Fed], batch: Fed, far: float) -> str | None:
+    """The reason, in words; None if no value is seen that is another one than the microbatches'.
+
+    Args:
+        program: captured on a microbatch; `beside` has put it next to `whole`, the step on the whole batch.
+        parts, batch: what the two are fed, by placeholder.
+        far: how far values may be apart, relative, to count as one.
+    """
+    folded = Fold()(program)
+    found = microbatches_of(folded)
+    named = partners(program, whole)
+    lost = {node.name for node, known in found.known.items() if isinstance(known, Lost) and node.name in named}
+    lost.discard(str(folded.loss_node))  # it is known to be another one, however near
+    mine = [_Forward(program, lost).values(part) for part in parts]
+    theirs = _Forward(whole, {named[name] for name in lost}).values(batch)
+    seen: dict[str, Known] = {}
+    for name in lost:
+        known = _seen(theirs.get(named[name]), [values.get(name) for values in mine], far)
+        if known is not None:
+            seen[name] = known
+    loss = microbatches_of(folded, seen=seen).loss
+    return loss.why if isinstance(loss, Lost) else None
+
+
+class _Forward(fx.Interpreter):
+    """Runs the forward calls of a captured step, and keeps the values of some."""
+
+    def __init__(self, program: Program, names: Collection[str]) -> None:
+        super().__init__(fx.GraphModule(nn.Module(), program.graph))
+        self._program, self._names = program, names
+        self._kept: dict[str, Any] = {}
+
+    def values(self, fed: Fed) -> dict[str, Any]:
+        """By name, of one batch."""
+        self._kept = {}
+        feed = {**self._program.values, **fed}
+        with torch.no_grad():
+            self.run(*(feed[name] for name in self._program.placeholders))
+        return self._kept
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and info(n).phase != "F":
+            return None
+        made = super().run_node(n)
+        if n.name in self._names:
+            self._kept[n.name] = made
+        return made
+
+
+def _seen(whole: Any, parts: Sequence[Any], far: float) -> Known | None:
+    """What the microbatches' values are of the whole batch's, as far as their numbers say; None if they say nothing."""
+    if not isinstance(whole, Tensor) or not all(
+        isinstance(part, Tensor) and part.dim() == whole.dim() for part in parts
+    ):
+        return None
+
+    def same(made: Tensor) -> bool:
+        return relative_error(made, whole, 0.0) <= far
+
+    first = parts[0]
+    for dim, (size, own) in enumerate(zip(whole.shape, first.shape, strict=True)):
+        if size != sum(part.shape[dim] for part in parts):
+            continue
+        for outer in (n for n in range(1, own + 1) if own % n == 0):
+            blocks = [part.unflatten(dim, (outer, -1)) for part in parts]
+            if same(torch.cat(blocks, dim + 1).flatten(dim, dim + 1)):
+                return Rows(dim, outer)
+    if first.shape != whole.shape:
+        return None
+    if all(same(part) for part in parts):
+        return Share.SAME
+    total = torch.stack([part.to(wide_dtype(part)) for part in parts]).sum(0)
+    return Share.MEAN if same(total / len(parts)) else Share.SUM if same(total) else None
