@@ -246,7 +246,10 @@ def _machines(size: int | None, inner_bandwidth: str | None, processes: int) -> 
 
 def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:
     if costs.device_spec or options.cost:
-        raise click.UsageError("--cost and --device-spec are for models; a profile has its own times")
+        raise click.UsageError(
+            "--cost and --device-spec are for models; a profile has its own times: compile with them, and plan that "
+            "build's profile.json"
+        )
     if options.autocast or options.threads:
         raise click.UsageError("--autocast and --threads are for models; a profile has its own times")
     if options.pad_to is not None:

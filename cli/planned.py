@@ -158,6 +158,8 @@ def plan_replicas(
     if is_model and asked is None:
         asked = _microbatches(source, options, processes)
     subject = source.read(asked or processes, "three-way" in modes, say)
+    if not given and (said := _of_no_gpu(subject.whole.device, is_model)):
+        warn(said)
     counted = replace(options, microbatches=subject.microbatches)
     encoding = PLAIN if options.encoding.auto else options.encoding
     setting = replace(
@@ -197,6 +199,19 @@ def plan_replicas(
         alike = partial(alone, mode=modes[0])
         timed = {m: best and _simplest(best, plain["data_parallel"], alike, processes) for m, best in timed.items()}
     return PlannedCuts(subject, setting, timed, processes, plain)
+
+
+def _of_no_gpu(device: str, is_model: bool) -> str:
+    """What is wrong with planning for GPUs with times of this device (see `Profile`); '' if nothing is."""
+    if device and not device.startswith("cpu"):
+        return ""
+    whose = f"the times are of {device}" if device else "the profile does not say what its times are of"
+    how = (
+        "--device-spec NAME computes"
+        if is_model
+        else "a compile on one, or with --device-spec NAME, gives a profile of"
+    )
+    return f"{whose}, and --gpus plans for GPUs: {how} {'those of one' if is_model else 'it'}"
 
 
 def _simplest(

@@ -17,7 +17,6 @@ from fxpipe.lowering.step_costs import StepCosts
 from fxpipe.passes import emitting_passes, wiring_passes
 from fxpipe.passes.analysis.edge_timings import edge_timings
 from fxpipe.passes.analysis.metric_nodes import without_metrics
-from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.analysis.summary import summarize
 from fxpipe.passes.encode import Encode
 from fxpipe.passes.recompute import Recompute
@@ -76,7 +75,7 @@ class Emitter:
     @cached_property
     def profile(self) -> Profile:
         """What its units cost."""
-        return profile_of(self.planned, self.costs.optimizer.seconds_per_byte, self.options.recomputes)
+        return self.costs.profile(self.planned, self.options.recomputes)
 
     def choose(self, setting: Setting) -> Choice:
         """The cuts, as asked for or as the planner finds best.

@@ -15,7 +15,6 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import StepCosts, step_costs
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.metric_nodes import without_metrics
-from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.planner.profile import PlanInput, Profile
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss
@@ -89,12 +88,11 @@ def profile_model(
     say("costing the step")
     yardstick = yardstick or Yardstick()
     costs = again = step_costs(program, options, yardstick=yardstick)
-    rate = costs.optimizer.seconds_per_byte
     levels = options.recomputes
     planned = without_metrics(run_passes(program, [costs.of_nodes]))
-    whole = apart = profile_of(planned, rate, levels)
+    whole = apart = costs.profile(planned, levels)
     if len(list(split_up)) != len(list(program)):
         say("costing the step with split backward operators")
         again = step_costs(split_up, options, costs.optimizer, yardstick)
-        apart = profile_of(without_metrics(run_passes(split_up, [again.of_nodes])), rate, levels)
+        apart = again.profile(without_metrics(run_passes(split_up, [again.of_nodes])), levels)
     return StepProfile(step, planned, whole, apart, costs, again)

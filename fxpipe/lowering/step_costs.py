@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from fxpipe.costs.node_costs import node_costs
-from fxpipe.costs.node_costs_file import MeasuredCosts
+from fxpipe.costs.node_costs_file import MeasuredCosts, device_name
 from fxpipe.costs.optimizer import optimizer_costs
 from fxpipe.costs.yardstick import Yardstick
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.cost import Cost
 from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.planner.device import CPU, Device
+from fxpipe.planner.profile import Profile
 from fxpipe.task.meta import are_on_meta
 from fxpipe.task.model_file import default_optimizer
 from fxpipe.threads import threads as worker_threads
@@ -38,6 +40,11 @@ class StepCosts:
     def of_nodes(self) -> Cost:
         """The pass that gives the nodes their costs."""
         return Cost(None if self.nodes is None else self.nodes.seconds, self.device)
+
+    def profile(self, program: Program, levels: bool) -> Profile:
+        """What the units of the program cost, whose nodes have these costs; with `levels` as of `profile_of`."""
+        device = f"{self.device.name}, computed" if self.nodes is None else device_name(program.device)
+        return replace(profile_of(program, self.optimizer.seconds_per_byte, levels), device=device)
 
     @property
     def warnings(self) -> tuple[str, ...]:

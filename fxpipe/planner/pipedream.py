@@ -83,7 +83,7 @@ def from_pipedream(text: str) -> Profile:
     order = in_order(units, outputs, {name: (len(name), name) for name in units})
     in_turn = tuple(units[n] for n in order)
     activations = tuple(located(outputs, order))
-    return Profile(in_turn, activations, backward_values(in_turn, activations))
+    return Profile(in_turn, activations, backward_values(in_turn, activations), device="cuda")  # its profiler needs one
 
 
 def _unit(node: str, name: str, text: str, place: str) -> tuple[Unit, list[float]]:

@@ -13,7 +13,8 @@ unit has several outputs with different readers, use `activations` and `gradient
     "activations": [{"unit": "blocks.0", "bytes": 4096, "readers": ["blocks.1", "head"]}, ...]
     "gradients":   [{"unit": "head", "bytes": 4096, "readers": ["blocks.1"]}, ...]
 
-`no_forward_cut` has units before which forward must not be cut, each with the reason (a buffer that is updated).
+`no_forward_cut` has units before which forward must not be cut, each with the reason (a buffer that is updated), and
+`device` says what the times are of.
 PipeDream's published profiles are read too: see `pipedream`.
 """
 
@@ -127,12 +128,14 @@ class Profile:
         activations: forward values; readers come after their producer.
         gradients: backward values; readers come before their producer.
         uncut: positions (before that unit) where forward must not be cut, each with the reason.
+        device: what the times are of, such as `cuda: NVIDIA H200`, or `h100, computed`; '' where that is not known.
     """
 
     units: tuple[Unit, ...]
     activations: tuple[Value, ...]
     gradients: tuple[Value, ...]
     uncut: Mapping[int, str] = field(default_factory=dict)
+    device: str = ""
 
     def total_ms(self, microbatches: int = 1) -> float:
         """All work of a microbatch: F + B + W, and its share of the update."""
@@ -164,6 +167,7 @@ class Profile:
             "activations": rows(self.activations),
             "gradients": rows(self.gradients),
             "no_forward_cut": {names[p]: self.uncut[p] for p in sorted(self.uncut)},
+            "device": self.device,
         }
         return json.dumps(body, indent=1) + "\n"
 
@@ -221,6 +225,7 @@ class _ProfileJson:
     activations: tuple[_ValueJson, ...] | None = None
     gradients: tuple[_ValueJson, ...] | None = None
     no_forward_cut: dict[str, str] = field(default_factory=dict)
+    device: str = ""
 
 
 _FORM = 'it is {"units": [{"name": "a", "forward_ms": 1, "backward_ms": 2}, ...], "edges": [["a", "b"], ...]}'
@@ -275,7 +280,7 @@ def _profile(file: _ProfileJson) -> Profile:
                 raise Malformed(f"a gradient runs forward, from {list(order)[v.producer]!r}", ", $.gradients")
     _check_known(file.no_forward_cut, units, ", $.no_forward_cut")
     uncut = {order[name]: reason for name, reason in file.no_forward_cut.items()}
-    return Profile(tuple(units[n] for n in order), activations, gradients, uncut)
+    return Profile(tuple(units[n] for n in order), activations, gradients, uncut, file.device)
 
 
 def _outputs(rows: Sequence[_ValueJson], units: Mapping[str, Unit], name: str) -> list[Output]:

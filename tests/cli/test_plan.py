@@ -184,6 +184,26 @@ def test_replicas_are_chosen(heavy_end: Path) -> None:
     assert "data parallelism" in shown
 
 
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cpu: AMD EPYC 9654, 2 cores", "the times are of cpu: AMD EPYC 9654, 2 cores, and --gpus plans for GPUs"),
+        ("cpu, computed", "the times are of cpu, computed, and --gpus plans for GPUs: a compile on one, or with"),
+        ("", "warning: the profile does not say what its times are of, and --gpus plans for GPUs"),
+        ("h100, computed", ""),
+        ("cuda: NVIDIA H200", ""),
+    ],
+)  # fmt: skip
+def test_times_of_another_kind_of_device_are_said_once(heavy_end: Path, device: str, said: str) -> None:
+    body = json.loads(heavy_end.read_text())
+    heavy_end.write_text(json.dumps(body | ({"device": device} if device else {})))
+    found = fxpipe("plan", heavy_end, "--gpus", 2, "--cuts", "same", "--json")
+    assert found.code == 0
+    assert found.err.count("are of") == bool(said)
+    assert said in found.err
+    assert "are of" not in fxpipe("plan", heavy_end, "-n", 2, "--cuts", "same", "--json").err, "for the same device"
+
+
 def test_what_is_simpler_is_preferred(tmp_path: Path) -> None:
     """The exchange of gradients takes data parallelism about 1% of its time here, and a pipeline nothing."""
     path = tmp_path / "even.json"
@@ -221,7 +241,9 @@ def test_machines_have_links_of_their_own(heavy_end: Path) -> None:
 
 
 def test_a_models_batch_is_cut_for_all_processes(digits: Path) -> None:
-    found = fxpipe("plan", digits, "--gpus", "4", "--cuts", "same", "--cost", "analytic", "--json").json
+    planned = fxpipe("plan", digits, "--gpus", "4", "--cuts", "same", "--cost", "analytic", "--json")
+    assert "cpu, computed, and --gpus plans for GPUs: --device-spec NAME computes those of one" in planned.err
+    found = planned.json
     assert found["microbatches"] >= 4
     assert not found["shared_out_evenly"]
     assert found["same"]["samples_per_second"] > 0
