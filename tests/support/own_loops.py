@@ -141,7 +141,10 @@ def worker_errors(command: Sequence[str], workers: int, timeout: float) -> list[
         for file in files:
             file.seek(0)
             found.append(file.read())
-    assert codes == [0] * workers, f"exit codes {codes}\n" + "\n".join(found)
+    assert codes == [0] * workers, "\n".join(
+        f"rank {rank} ended with {code}, and wrote to stderr:\n{text or 'nothing'}"
+        for rank, (code, text) in enumerate(zip(codes, found, strict=True))
+    )
     return found
 
 
