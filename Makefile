@@ -12,7 +12,7 @@ TREE := $(VENV)/check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-slow test-all seconds test-one test-tiny zoo ports compat check wheel bench clean
+.PHONY: help venv browser demo docs test test-slow test-all seconds test-one test-tiny zoo ports compat check wheel bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ demo: venv ## compile a GPT for two workers and train it, in minutes
 	@echo 'metrics   out-demo/metrics.jsonl'
 	@echo 'weights   out-demo/model.safetensors'
 
+docs: venv ## build the documentation into site/, which needs no network; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo 'open site/index.html, or: python -m http.server -d site 8000'
+
 # --dist worksteal: each of the two takes half of the files in order, and whoever ends first takes from the other.
 # An empty PYTHONDONTWRITEBYTECODE lets pytest keep the tests as it has rewritten them: else each of the two does so anew.
 TESTS = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -64,7 +68,7 @@ test-one: venv ## run T=tests/passes/test_defer.py, or with any arguments of pyt
 test-tiny: venv ## run the first test there is: capture to training, in 10 seconds
 	$(BIN)/python -m pytest tests/test_tiny.py
 
-zoo: venv ## check every model of the zoo, or ONLY='llama|t5', JOBS=2 at a time; writes docs/coverage.md
+zoo: venv ## check every model of the zoo, or ONLY='llama|t5', JOBS=2 at a time; writes docs/reference/coverage.md
 	$(if $(ONLY),,$(BIN)/python -m pytest zoo)
 	$(BIN)/python zoo/run.py --only '$(ONLY)' --jobs $(JOBS)
 

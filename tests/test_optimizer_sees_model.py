@@ -72,9 +72,9 @@ def by_depth(named: Any, model: Any) -> Optimizer:
 
 
 def of_the_guide() -> Hook:
-    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[1] / "docs" / "how-to" / "optimizers.md").read_text(encoding="utf-8")
     hooks: dict[str, Any] = {}
-    exec(guide.split("### An optimizer that looks at the model")[1].split("```python\n")[1].split("```")[0], hooks)
+    exec(guide.split("## An optimizer that looks at the model")[1].split("```python\n")[1].split("```")[0], hooks)
     found: Hook = hooks["optimizer"]
     return found
 

@@ -1,4 +1,4 @@
-"""Rows of the zoo as tables, and as docs/coverage.md."""
+"""Rows of the zoo as tables, and as docs/reference/coverage.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tables(rows: Sequence[Row], kinds: Mapping[str, str]) -> str:
 
 
 def page(rows: Sequence[Row], kinds: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    """docs/coverage.md: the summary, what is refused and why, how to run it, a table for each kind."""
+    """docs/reference/coverage.md: the summary, what is refused and why, how to run it, a table for each kind."""
     by_kind = Counter(kinds[row.name] for row in rows)
     good = Counter(kinds[row.name] for row in rows if row.status != "failed")
     used = ", ".join(f"{name} {version}" for name, version in versions.items())

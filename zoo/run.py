@@ -1,4 +1,4 @@
-"""`make zoo`: checks the zoo's models and recipes, each in a process of its own, and writes docs/coverage.md.
+"""`make zoo`: checks the zoo's models and recipes, each in a process of its own, and writes docs/reference/coverage.md.
 
 What is done is kept in .zoo/results.jsonl: a model is checked again only if its file, fxpipe, the check or a library it
 needs has changed. Interrupted, it goes on where it stopped.
@@ -31,7 +31,7 @@ from families import FILE_OF, FILES, FOLDER, RECIPES, ZOO, Recipe, ZooModel
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = ROOT / ".zoo" / "results.jsonl"
-PAGE = ROOT / "docs" / "coverage.md"
+PAGE = ROOT / "docs" / "reference" / "coverage.md"
 SECONDS = 600
 MEMORY = 16 * 2**30  # bytes of data of one check
 LIBRARIES = ("torchvision", "timm", "transformers", "diffusers", "peft", "pytorch_optimizer")

@@ -70,8 +70,9 @@ def main(page: Page) -> None:
     """)
     page.say("""
         A path cuts before the first unit of that module. Without `--fp-cut` and `--bp-cut` the planner chooses
-        ([planner.md](../planner.md)). `FXPIPE_DUMP=dump` writes programs like those of this page for your model. Read
-        on in the [guide](../guide.md), or in [concepts](../concepts/README.md) for the reasons.
+        ([the planner](../concepts/planner.md)). `FXPIPE_DUMP=dump` writes programs like those of this page for your
+        model. Read on in the [how-to pages](../how-to/README.md), or in
+        [concepts](../concepts/README.md) for the reasons.
     """)
 
 

@@ -16,7 +16,7 @@ from fxpipe.checkpoint.manifest import read_manifest
 from fxpipe.observe.trace.reader import read_trace
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "own-loop.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from fxpipe.task.model_file import load_task
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.task.several_optimizers import SeveralOptimizers
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "optimizers.md"
 FILE = """
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ def test_a_model_file_is_told_where(tmp_path: Path) -> None:
 
 
 def guides() -> Callable[[Any], Any]:
-    code = GUIDE.read_text().split("### Several optimizers")[1].split("```python\n")[1].split("```")[0]
+    code = GUIDE.read_text().split("## Several optimizers")[1].split("```python\n")[1].split("```")[0]
     space: dict[str, Any] = {}
     exec(code, space)
     made: Callable[[Any], Any] = space["optimizer"]

@@ -1,4 +1,4 @@
-"""docs/clusters.md: its scripts do what it says with stand-ins for Slurm and Ray; its manifests have their fields."""
+"""docs/how-to/machines.md: its scripts do what it says with stand-ins for Slurm and Ray; its manifests have their fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fxpipe.cli.run import run_command
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "machines.md").read_text(encoding="utf-8")
 
 STANDS_IN = {
     "scontrol": 'echo "node0"; echo "node1"',

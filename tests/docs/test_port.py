@@ -1,4 +1,4 @@
-"""docs/migrate.md: every model file in it compiles and trains, by the options that its section gives."""
+"""docs/start/port.md: every model file in it compiles and trains, by the options that its section gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from commands import QUICK, fxpipe
 from families.entry import define_torchvision_ops
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "start" / "port.md").read_text(encoding="utf-8")
 NEEDS = {"Lightning": ("lightning",), "Hugging Face Trainer": ("transformers", "accelerate")}
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
 
