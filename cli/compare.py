@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.command import Command
 from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout_console, warn
 
 from fxpipe.inspection.formats import NONE, digits, known, text
@@ -31,7 +32,7 @@ RARE = ("save",)
 """Those that are left out where all do not fit."""
 
 
-@click.command("compare")
+@click.command("compare", cls=Command)
 @click.argument("folders", metavar="RUN RUN [RUN…]", nargs=-1, type=click.Path())
 @click.option("--seeds", is_flag=True, help="One row for runs that differ in nothing but the seed: mean and deviation.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

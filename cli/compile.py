@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.cost_options import CostOptions, cost_options
+from fxpipe.cli.command import group
+from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.file_options import as_flags, compile_options_of, file_options
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.model_build import build_model
@@ -44,33 +45,58 @@ MOST_SHOWN = 4
 
 @click.command("compile", cls=WithArguments)
 @click.argument("model", type=click.Path(dir_okay=False))
-@option_fields(CompileOptions, "workers", "virtual", "dp", "replicas", "shard")
-@option_fields(CompileOptions, "outer", "outer_every", "outer_lr", "outer_momentum", "outer_delay")
-@click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
-@option_fields(
-    CompileOptions,
-    *("cuts", "forward_at", "backward_at"),
-    *("schedule", "synchronous", "policy", "microbatches", "autocast", "codec"),
+@group(
+    "Workers and cuts",
+    option_fields(CompileOptions, "workers", "virtual", "cuts", "forward_at", "backward_at"),
+    first="workers forward_at",
 )
-@click.option(
-    "--like",
-    type=click.Path(file_okay=False),
-    metavar="BUILD",
-    help="Take schedule, policy, microbatches and autocast of this build where they are not given.",
+@group(
+    "Replicas",
+    option_fields(CompileOptions, "dp", "replicas", "shard"),
+    option_fields(CompileOptions, "outer", "outer_every", "outer_lr", "outer_momentum", "outer_delay"),
+    first="dp",
 )
-@option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss", "constant_batch", "pad_to", "scan")
-@option_fields(ModelOptions, "device")
-@option_fields(CompileOptions, "threads")
-@option_fields(ModelOptions, "seed")
-@option_fields(CompileOptions, "backend", "accept_optimizer_per_worker")
-@option_fields(ModelOptions, "meta", "settings")
-@click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
-@click.option("-v", "--verbose", is_flag=True, help="Say what every pass made of the program.")
-@click.option("--after", metavar="PASS", help="Print the program after a pass, or after `capture`; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@option_fields(CompileOptions, "cost")
-@cost_options
-@option_fields(CompileOptions, "recompute")
+@group(
+    "Schedule and weights",
+    option_fields(CompileOptions, "schedule", "synchronous", "policy", "microbatches"),
+    click.option(
+        "--like",
+        type=click.Path(file_okay=False),
+        metavar="BUILD",
+        help="Take schedule, policy, microbatches and the like from this build where they are not given.",
+    ),
+    first="schedule synchronous microbatches",
+)
+@group(
+    "Model and data",
+    option_fields(ModelOptions, "device"),
+    option_fields(CompileOptions, "autocast"),
+    option_fields(ModelOptions, "settings", "seed", "meta"),
+    option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss", "constant_batch", "pad_to", "scan"),
+    option_fields(CompileOptions, "accept_optimizer_per_worker"),
+    first="device autocast settings",
+)
+@group(
+    "Memory and speed",
+    option_fields(CostOptions, "memory"),
+    option_fields(CompileOptions, "recompute", "backend", "threads", "cost"),
+    option_fields(CostOptions, "device_spec", "speed"),
+    first="memory",
+)
+@group(
+    "Links between workers",
+    option_fields(CompileOptions, "codec"),
+    option_fields(CostOptions, "bandwidth", "latency", "links"),
+)
+@group(
+    "Output",
+    click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="Folder for the build."),
+    click.option("--verify", is_flag=True, help="Compare one step of the stages with eager PyTorch."),
+    click.option("-v", "--verbose", is_flag=True, help="Say what every pass made of the program."),
+    click.option("--after", metavar="PASS", help="Print the program after a pass, or `capture`; write nothing."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    first="out verify",
+)
 def compile_command(
     model: str,
     out: str,
@@ -79,32 +105,36 @@ def compile_command(
     verbose: bool,
     after: str | None,
     as_json: bool,
-    costs: CostOptions,
     arguments: tuple[str, ...] | None,
     **asked: Any,
 ) -> int:
-    """Cut the training step of MODEL into stages and write them as Python.
-
-    Captures forward, loss and backward as one graph, chooses where to cut forward and backward, and writes stage_0.py,
-    stage_1.py, … with their sends and receives to the build directory. Cuts are planned for times that are measured
-    here, or computed for another device (--device-spec), and for the links between the workers (--bandwidth and
-    --latency, or --links with what `fxpipe doctor --links` measured).
-
-    --set gives the model file's fxpipe.setting(NAME, DEFAULT) a value, and what comes after -- is its own command line,
-    for argparse. Both are kept with the build; what capture did not read of them, a run may change.
-
-    --schedule auto also chooses the schedule and the number of microbatches, those that are fastest in the simulator,
-    and says what the next three lose and why. --synchronous asks for exactly ordinary training: the fastest such one.
+    """Cut the training step of MODEL into stages and write them as Python. MODEL is a file of plain PyTorch with
+    model(), loss(model, batch) and train_data(). `fxpipe run` trains what is written.
 
     \b
     fxpipe compile examples/gpt.py -n 2 -o build/ --verify
-    fxpipe compile examples/gpt.py -n 2 --fp-cut blocks.4 --bp-cut blocks.3 -o build/
     fxpipe compile examples/gpt.py -n 4 --schedule 1f1b --microbatches 8 -o build/
+    fxpipe compile examples/gpt.py -n 2 --fp-cut blocks.4 --bp-cut blocks.3 -o build/
     fxpipe compile examples/gpt.py -n 2 --synchronous --memory 200MB -o build/
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     fxpipe compile examples/gpt.py -n 3 --like build/ -o smaller/
     fxpipe compile examples/gpt.py -n 2 --after cut
+
+    Captures forward, loss and backward as one graph, chooses where to cut forward and backward, and writes stage_0.py,
+    stage_1.py, … with their sends and receives. Cuts are planned for times that are measured here, or computed for
+    another device (--device-spec), and for the links between the workers. --cuts auto cuts forward and backward at
+    separate places where that gains more than 2%.
+
+    --schedule is 1f1b, async, async-late, dualpipev, gpipe, interleaved, v-half, v-min, zb-h1, zb-h2, zb-v, one that
+    the model file registers, or a file in torch's format. auto also chooses the number of microbatches: what is fastest
+    in the simulator. It says what the next three lose and why.
+
+    --policy is for schedules whose forwards miss updates: 2bw, latest, lwp, pipeoptim, spectrain, stash, vertical,
+    xpipe, or the model file's own, with switches after it, as in pipeoptim+keep or spectrain+ef.
+
+    --codec auto sends int8 on just those links that workers wait for. --set, and what comes after -- (the model file's
+    own command line, for argparse), are kept with the build; what capture did not read of them, a run may change.
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
     from fxpipe.inspection.codecs import codec_facts
@@ -117,6 +147,7 @@ def compile_command(
     from fxpipe.policy.recipe import choose
     from fxpipe.simulator.forecast import forecast
 
+    costs = CostOptions.of(asked)
     _check(asked, verify, after)
     if after is None:
         check_target(Path(out))

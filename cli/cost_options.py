@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import click
-from fxpipe.cli.option_fields import option_fields
 
 from fxpipe.errors import FxpipeError, ProfileError
 from fxpipe.lowering.options import CompileOptions
@@ -23,17 +21,26 @@ class CostOptions:
     """The options as they were typed; `applied` reads them."""
 
     device_spec: str | None = option(
-        None, metavar="NAME|FILE", help=f"Compute the times for this device: {', '.join(BUILT_IN)}, or a TOML file."
+        None, metavar="NAME|FILE", help=f"Compute the times of this device: {', '.join(BUILT_IN)}, or a TOML file."
     )
-    bandwidth: str | None = option(None, metavar="RATE", help="Bandwidth of every link, such as 10Gbit or 20GB/s.")
+    bandwidth: str | None = option(None, metavar="RATE", help="Bandwidth of every link, such as 10Gbit.")
     latency: str | None = option(None, metavar="TIME", help="Latency of every link, such as 50us.")
     links: str | None = option(
-        None, metavar="FILE", help="File of the links, as `fxpipe doctor --links -o FILE` writes it."
+        None, metavar="FILE", help="File with the speed of every link, as `fxpipe doctor --links -o FILE` measures it."
     )
-    speed: str | None = option(None, metavar="LIST", help="Speed of each worker, such as 1,1,0.5,0.5. [default: all 1]")
+    speed: str | None = option(
+        None, metavar="LIST", help="Relative speed of each worker, such as 1,1,0.5. [default: all 1]"
+    )
     memory: str | None = option(
-        None, metavar="LIST", help="Memory of each worker, such as 80GiB,40GiB, or one value for all."
+        None,
+        metavar="LIST",
+        help="Memory that a worker may use, such as 80GiB; or for each worker: 80GiB,40GiB.",
     )
+
+    @staticmethod
+    def of(asked: dict[str, Any]) -> CostOptions:
+        """Those among the options of a command, which are taken out."""
+        return CostOptions(**{field.name: asked.pop(field.name) for field in fields(CostOptions)})
 
     def applied(
         self, options: CompileOptions, default_links: Links = GLOO_LOOPBACK, meta: bool = False
@@ -89,18 +96,6 @@ class CostOptions:
         if found is not None:
             found.check(workers)
         return found
-
-
-def cost_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a click command the options of costs; it gets them as one argument, `costs: CostOptions`."""
-    names = [field.name for field in fields(CostOptions)]
-
-    @functools.wraps(command)
-    def with_costs(*arguments: Any, **given: Any) -> Any:
-        costs = CostOptions(**{name: given.pop(name) for name in names})
-        return command(*arguments, costs=costs, **given)
-
-    return option_fields(CostOptions, *names)(with_costs)
 
 
 def _each(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.command import Command
 from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout_console
 from fxpipe.cli.partition_tables import described_links
 
@@ -26,7 +27,7 @@ NAMED = 12
 """The most names of one kind that are said."""
 
 
-@click.command("diff")
+@click.command("diff", cls=Command)
 @click.argument("first", metavar="BUILD1", type=click.Path())
 @click.argument("second", metavar="BUILD2", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all that is said, and all that is not.")

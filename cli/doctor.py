@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.command import Command
 from fxpipe.cli.output import echo, emit_json, note, print_table, working
 
 import fxpipe
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fxpipe.measure.links import LinkReport
 
 
-@click.command("doctor")
+@click.command("doctor", cls=Command)
 @click.option(
     "--links", is_flag=True, help="Measure messages between processes instead, those of this machine or torchrun's."
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from fxpipe.cli.command import Command
 from fxpipe.cli.output import echo
 
 from fxpipe.errors import FxpipeError, near
@@ -31,7 +32,7 @@ def text_of(name: str) -> str:
     return (FOLDER / f"{name}.md").read_text(encoding="utf-8")
 
 
-@click.command("explain")
+@click.command("explain", cls=Command)
 @click.argument("page", required=False)
 def explain_command(page: str | None) -> int:
     """Show the page on an error: what causes it, and code that works. Without PAGE, list the pages.

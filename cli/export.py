@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.command import Command, group
 from fxpipe.cli.output import echo, emit_json, print_table, warn, working
 
 from fxpipe.planner.quantity import size
@@ -17,30 +18,35 @@ if TYPE_CHECKING:
     from fxpipe.task.model_file import Task
 
 
-@click.command("export")
+@click.command("export", cls=Command)
 @click.argument("build", type=click.Path())
-@click.option("-o", "--out", type=click.Path(), default="onnx", show_default=True, help="The folder for the models.")
-@click.option(
-    "--weights",
-    type=click.Choice(["inputs", "initializers", "external"]),
-    help="As inputs of the models, inside the models (the initial weights), or in a file next to each model.  "
-    "[default: inputs, with --inference initializers]",
+@group(
+    "What to export",
+    click.option(
+        "--inference", is_flag=True, help="Export the forward in eval mode (for any batch size), not the training step."
+    ),
+    click.option(
+        "--trained",
+        type=click.Path(),
+        metavar="FILE",
+        help="Export these weights: the model.safetensors that a run left.",
+    ),
+    click.option("--untrained", is_flag=True, help="Export the weights that training begins with (with --inference)."),
+    click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile."),
+    first="inference trained untrained model",
 )
-@click.option(
-    "--trained",
-    type=click.Path(),
-    metavar="FILE",
-    help="Weights to export instead of the initial ones: the model.safetensors that a run left.",
+@group(
+    "Output",
+    click.option("-o", "--out", type=click.Path(), default="onnx", show_default=True, help="Folder for the models."),
+    click.option(
+        "--weights",
+        type=click.Choice(["inputs", "initializers", "external"]),
+        help="Weights are inputs of the models, in them, or in files next to them.",
+    ),
+    click.option("--opset", type=int, default=20, show_default=True, help="Version of ONNX's operators: 18 to 25."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    first="out as_json",
 )
-@click.option("--untrained", is_flag=True, help="With --inference: export the weights with which training begins.")
-@click.option("--opset", type=int, default=20, show_default=True, help="Version of ONNX's operators: 18 to 25.")
-@click.option(
-    "--inference",
-    is_flag=True,
-    help="Export for inference instead: forward in eval mode, without the loss, for any batch size.",
-)
-@click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export_command(
     build: str,
     out: str,
@@ -52,26 +58,24 @@ def export_command(
     model: str | None,
     as_json: bool,
 ) -> int:
-    """Write the stages of a BUILD directory as ONNX models.
-
-    Writes stage_0.forward.onnx, stage_0.backward.onnx and so on: what each worker computes for one microbatch, with
-    what it receives, sends and saves as inputs and outputs, named as in the build; and stage_0.weights.onnx, where the
-    schedule makes weight gradients apart (zb-v and others). pipeline.onnx is the whole training step, each part of a
-    stage a function in it: open it in Netron to see the stages and what passes between them. The property "fxpipe" of
-    each model says what every input and output is; dropout masks are inputs. An edited stage is exported as it was
-    edited.
-
-    With --inference: stage_0.inference.onnx and so on, the model file's forward in eval mode, cut where the build is.
-    Stage k takes what stage k-1 gives; the first takes the model's own inputs, the last gives its outputs. Say which
-    weights: --trained FILE, or --untrained.
-
-    Every model is run in onnxruntime on the first batch of train_data() and compared with the stage's own code. If one
-    of them is wrong, none is written.
+    """Write the stages of a BUILD directory as ONNX models. Each is run in onnxruntime on the first batch of
+    train_data() and compared with the stage's own code; if one of them is wrong, none is written.
 
     \b
     fxpipe export build/ -o onnx/
-    fxpipe export build/ -o onnx/ --weights external --json
     fxpipe export build/ -o serve/ --inference --trained out/model.safetensors
+    fxpipe export build/ -o onnx/ --weights external --json
+
+    Writes stage_0.forward.onnx, stage_0.backward.onnx and so on: what each worker computes for one microbatch, with
+    what it receives, sends and saves as inputs and outputs, named as in the build; and stage_0.weights.onnx, where the
+    schedule makes weight gradients in a step of their own (zb-v and others). pipeline.onnx is the whole training step,
+    each part of a stage a function in it: open it in Netron to see the stages and what passes between them. The
+    property "fxpipe" of each model says what every input and output is; dropout masks are inputs. An edited stage is
+    exported as it was edited. --weights is inputs where nothing is said.
+
+    With --inference: stage_0.inference.onnx and so on, the model file's forward in eval mode, cut where the build is.
+    Stage k takes what stage k-1 gives; the first takes the model's own inputs, the last gives its outputs. Say which
+    weights: --trained FILE, or --untrained. --weights is initializers where nothing is said.
     """
     from fxpipe.export.target import check_export_target, check_opset, check_packages
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.command import Command
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, echo_file, emit_json, note, stdout_console, warn, working
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from fxpipe.inspection.subject import Subject
 
 
-@click.command("inspect")
+@click.command("inspect", cls=Command)
 @click.argument("build", type=click.Path())
 @click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
 @click.option("--node", metavar="NAME", help="Say where a value, a parameter or a module comes from and goes to.")

@@ -40,7 +40,8 @@ def cli() -> None:
     fxpipe inspect build/                      see what runs where and what crosses
     fxpipe run build/ --steps 500              train it, one process a stage
 
-    model.py is plain PyTorch with three functions: model(), loss(model, batch) and train_data().
+    model.py is plain PyTorch with three functions: model(), loss(model, batch) and train_data(). `fxpipe COMMAND
+    --help` shows the options that you need first, `fxpipe COMMAND --help-all` shows all.
     """
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import click
+from fxpipe.cli.command import Command
 
 
-class WithArguments(click.Command):
+class WithArguments(Command):
     """A command that gets what comes after `--` as `arguments`, which is None where there is no `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from fxpipe.options import Flag, flags
 Command = Callable[..., Any]
 
 
-def option_fields(options: type[Any], *names: str, rest: bool = False, **texts: str) -> Callable[[Command], Command]:
+def option_fields(options: type[Any], *names: str, **texts: str) -> Callable[[Command], Command]:
     """Give a command the flags of some fields; it gets their values as keywords, by the fields' names.
 
         @option_fields(CompileOptions, "workers", threads="Of a model: CPU threads of one worker.")
@@ -23,10 +23,9 @@ def option_fields(options: type[Any], *names: str, rest: bool = False, **texts: 
     Args:
         options: a dataclass, whose fields were made by `fxpipe.options.option`.
         names: the fields, in the order of `--help`.
-        rest: all others after them.
         texts: more fields, each with another help text than its own.
     """
-    wanted = {**dict.fromkeys((*names, *(flags(options) if rest else ()))), **texts}
+    wanted = {**dict.fromkeys(names), **texts}
 
     def give(command: Command) -> Command:
         for name, text in reversed(wanted.items()):

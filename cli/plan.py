@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from fxpipe.cli.cost_options import CostOptions, cost_options, typed_quantity
+from fxpipe.cli.command import group
+from fxpipe.cli.cost_options import CostOptions, typed_quantity
 from fxpipe.cli.file_options import compile_options_of
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import option_fields
@@ -44,68 +45,79 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 
 @click.command("plan", cls=WithArguments)
 @click.argument("target", type=click.Path(dir_okay=False))
-@option_fields(CompileOptions, "workers", "virtual")
-@click.option(
-    "--gpus",
-    type=click.IntRange(1, MOST_WORKERS),
-    metavar="N",
-    help="Choose workers and replicas for N processes.",
+@group(
+    "Workers and cuts",
+    option_fields(CompileOptions, "workers", "virtual"),
+    click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all]"),
+    first="workers",
 )
-@option_fields(
-    CompileOptions,
-    replicas="Replicas of each worker, such as 2,1,1.",
-    dp="Replicas of every worker: data parallelism.",
+@group(
+    "Replicas",
+    click.option(
+        "--gpus", type=click.IntRange(1, MOST_WORKERS), metavar="N", help="Choose stages and replicas for N processes."
+    ),
+    option_fields(CompileOptions, "replicas", "dp"),
+    click.option(
+        "--machine",
+        type=click.IntRange(1, MOST_WORKERS),
+        metavar="N",
+        help="Number of processes on each machine; --bandwidth is then between machines.",
+    ),
+    click.option(
+        "--inner-bandwidth",
+        metavar="RATE",
+        help="Bandwidth between processes of a machine. [default: that of PCIe]",
+    ),
+    first="gpus",
 )
-@click.option(
-    "--machine",
-    type=click.IntRange(1, MOST_WORKERS),
-    metavar="N",
-    help="N processes share a machine; --bandwidth is between machines.",
+@group(
+    "Schedule and weights",
+    click.option("--compare", is_flag=True, help="Compare all schedules (each with its best cuts) by the simulator."),
+    option_fields(CompileOptions, "schedule", "synchronous", "policy"),
+    click.option(
+        "--microbatches",
+        "counts",
+        type=_counts,
+        default=(),
+        metavar="M[,M…]",
+        help="Cut a minibatch into so many pieces; of several numbers, 1,2,4,8, compare all. [default: like `compile`]",
+    ),
+    click.option(
+        "--save-schedule",
+        type=click.Path(dir_okay=False),
+        metavar="FILE.csv",
+        help="Write the schedule, the best of several, to a file that you can edit and give as --schedule.",
+    ),
+    first="compare schedule synchronous counts",
 )
-@click.option(
-    "--inner-bandwidth",
-    metavar="RATE",
-    help="Bandwidth between processes of a machine. [default: that of PCIe]",
+@group(
+    "Model and data",
+    option_fields(CompileOptions, "autocast"),
+    option_fields(ModelOptions, "settings"),
+    option_fields(CompileOptions, "pad_to"),
+    option_fields(ModelOptions, meta="Give parameters no values, for a model larger than memory."),
 )
-@click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all three]")
-@click.option("--compare", is_flag=True, help="Compare all schedules, each with its best cuts, by the simulator.")
-@option_fields(
-    CompileOptions,
-    "schedule",
-    "synchronous",
-    "policy",
-    autocast="Run a model's step under torch.autocast.",
-    pad_to="Make lengths of a model's batches multiples of N.",
-    codec="What packs values to cross links: none, auto, bf16, int8, int4, or one for each kind.",
+@group(
+    "Memory and speed",
+    option_fields(CostOptions, "memory", "device_spec", "speed"),
+    option_fields(CompileOptions, "recompute", "cost", "threads"),
+    click.option(
+        "--weight-fraction",
+        type=click.FloatRange(0, 1, max_open=True),
+        default=0.0,
+        show_default=True,
+        help="Of a profile with one time for backward: the share of it that weight gradients take.",
+    ),
+    first="memory device_spec",
 )
-@click.option(
-    "--microbatches",
-    "counts",
-    type=_counts,
-    default=(),
-    metavar="M[,M…]",
-    help="Pieces of a minibatch; several numbers, 1,2,4,8, are compared. [default: like `compile`]",
+@group(
+    "Links between workers",
+    option_fields(CostOptions, "bandwidth", "latency", "links"),
+    option_fields(CompileOptions, "codec"),
+    click.option("--no-communication", is_flag=True, help="Plan for messages that take no time."),
+    first="bandwidth latency",
 )
-@click.option(
-    "--save-schedule",
-    type=click.Path(dir_okay=False),
-    metavar="FILE.csv",
-    help="Write the order of actions in torch's format, for --schedule and to edit; of several, the best one's.",
-)
-@click.option("--no-communication", is_flag=True, help="Balance computation alone: messages cost nothing.")
-@click.option(
-    "--weight-fraction",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=0.0,
-    show_default=True,
-    help="For a profile with one time for backward: the share of it that is W.",
-)
-@option_fields(CompileOptions, "threads")
-@option_fields(ModelOptions, "settings", meta="For a model larger than memory: its parameters get no values.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@option_fields(CompileOptions, "cost")
-@cost_options
-@option_fields(CompileOptions, "recompute")
+@group("Output", click.option("--json", "as_json", is_flag=True, help="Print one JSON object."), first="as_json")
 def plan_command(
     target: str,
     gpus: int | None,
@@ -123,12 +135,24 @@ def plan_command(
     settings: tuple[str, ...],
     arguments: tuple[str, ...] | None,
     as_json: bool,
-    costs: CostOptions,
     **asked: Any,
 ) -> int:
-    """Compare the best cuts of three kinds, and simulate what they would do.
+    """Compare the best cuts of three kinds, and simulate what they would do. TARGET is a model file, an fxpipe profile
+    (a build's profile.json), or one of PipeDream's published graph files. Nothing is written.
 
-    TARGET is a model file, an fxpipe profile (a build's profile.json), or one of PipeDream's published graph files.
+    \b
+    fxpipe plan examples/gpt.py -n 8 --microbatches 1,4,8
+    fxpipe plan examples/gpt.py -n 8 --compare --memory 4GB --bandwidth 10Gbit
+    fxpipe plan examples/gpt.py -n 8 --bandwidth 10Gbit --latency 50us
+    fxpipe plan vgg16.txt -n 4 --no-communication --weight-fraction 0.5
+    fxpipe plan model.py -n 16 --device-spec h100 --bandwidth 400Gbit --memory 80GiB
+    fxpipe plan build/profile.json -n 4 --speed 1,1,0.5,0.5 --json
+    fxpipe plan examples/gpt.py -n 2 --schedule zb-v --microbatches 4 --save-schedule zb-v.csv
+    fxpipe plan vgg16.txt --gpus 16 --bandwidth 10Gbit
+    fxpipe plan vgg16.txt --gpus 16 --machine 4 --inner-bandwidth 10GB/s --bandwidth 10Gbit --microbatches 30
+    fxpipe plan examples/gpt.py --replicas 2,1,1 --bandwidth 10Gbit
+    fxpipe plan examples/gpt.py -n 2 --dp 4 --bandwidth 10Gbit --json
+
     Cuts are `same` for forward and backward (what PipeDream does), `bidirectional` (separate for forward and backward),
     or `three-way` (separate for input and weight gradients, too). Each is the best one for the cost model of
     fxpipe/planner/cost_model.py, or is shown with a bound on how good the best one could be. Efficiency is the ideal
@@ -140,23 +164,11 @@ def plan_command(
     --gpus N chooses the replicas of every worker, too: processes that have the same stage and do its microbatches in
     turn. The plan says how many each has, as PipeDream writes it (15-1: fifteen processes of the first stage, one of
     the last), what a minibatch takes, and what plain data parallelism and a plain pipeline of as many processes would
-    take. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. --machine says how many processes share a machine;
-    --bandwidth is then between machines, each of which has one link for all its processes. --microbatches is the number
-    in the whole minibatch; with --dp, that of one replica of the pipeline, as for `compile`.
-
-    \b
-    fxpipe plan examples/gpt.py -n 8 --microbatches 1,4,8
-    fxpipe plan examples/gpt.py -n 8 --bandwidth 10Gbit --latency 50us
-    fxpipe plan examples/gpt.py -n 8 --compare --memory 4GB --bandwidth 10Gbit
-    fxpipe plan vgg16.txt -n 4 --no-communication --weight-fraction 0.5
-    fxpipe plan model.py -n 16 --device-spec h100 --bandwidth 400Gbit --memory 80GiB
-    fxpipe plan build/profile.json -n 4 --speed 1,1,0.5,0.5 --json
-    fxpipe plan examples/gpt.py -n 2 --schedule zb-v --microbatches 4 --save-schedule zb-v.csv
-    fxpipe plan vgg16.txt --gpus 16 --bandwidth 10Gbit
-    fxpipe plan vgg16.txt --gpus 16 --machine 4 --inner-bandwidth 10GB/s --bandwidth 10Gbit --microbatches 30
-    fxpipe plan examples/gpt.py --replicas 2,1,1 --bandwidth 10Gbit
-    fxpipe plan examples/gpt.py -n 2 --dp 4 --bandwidth 10Gbit --json
+    take. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. With --machine, each machine has one link for all
+    its processes. --microbatches is the number in the whole minibatch; with --dp, that of one replica of the pipeline,
+    as for `compile`. --autocast, --pad-to, --set, --meta, --cost, --device-spec and --threads are for a model file.
     """
+    costs = CostOptions.of(asked)
     if no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
     is_model = target.endswith(".py")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.command import group
 from fxpipe.cli.file_options import as_flags, file_options
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import option_fields
@@ -31,75 +32,71 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Flags(RunOptions):
-    local: bool = option(False, help="All workers in this one process: the same numbers, easy to debug.")
+    local: bool = option(False, help="Run all workers in this one process: the same numbers, easy to debug.")
 
 
 @click.command("run", cls=WithArguments)
 @click.argument("build", type=click.Path())
-@option_fields(
-    _Flags,
-    *("steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience", "patience_metric", "min_delta"),
-    *("local", "schedule", "policy"),
-    *(
-        "settings",
-        "clip_norm",
-        "ema",
-        "loss_scale",
-        "loss_scale_interval",
-        "checkpoint_every",
-        "keep",
-        "resume",
-        "log_staleness",
-    ),
-    *("trace", "log", "peak", "backend", "weights", "seed", "out", "new_shapes", "model_file", "keep_going", "offload"),
-    *("threads", "throttle"),
-    rest=True,
+@group("Length", option_fields(_Flags, "steps", "epochs", "steps_per_epoch"), first="steps epochs")
+@group(
+    "Evaluation",
+    option_fields(_Flags, "eval_every", "save_best", "patience", "patience_metric", "min_delta"),
+    first="eval_every save_best",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@group(
+    "Training",
+    option_fields(_Flags, "settings", "seed", "clip_norm", "schedule", "policy", "ema", "weights"),
+    option_fields(_Flags, "loss_scale", "loss_scale_interval", "accept_optimizer_per_worker", "keep_going"),
+    first="settings seed clip_norm",
+)
+@group(
+    "Checkpoints",
+    option_fields(_Flags, "checkpoint_every", "keep", "resume", "max_restarts"),
+    first="checkpoint_every resume",
+)
+@group(
+    "Processes and memory",
+    option_fields(_Flags, "local", "backend", "offload", "threads", "new_shapes", "throttle", "stall_timeout"),
+    first="local",
+)
+@group(
+    "Output",
+    option_fields(_Flags, "out", "model_file", "trace", "log", "log_staleness", "peak"),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    first="out trace",
+)
 def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
-    """Train a BUILD directory.
-
-    Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line, the
-    final weights as OUT/model.safetensors, under the model's own names, and OUT/run.json: what the run was and where
-    its time went (`fxpipe compare`, `fxpipe inspect BUILD --run OUT`). If the model file defines eval_data() and
-    metrics(model, batch), the workers evaluate the weights at the end, and after every --eval-every steps, or every
-    epoch: in eval mode, through the pipeline, each with its own weights. This does not change training. Under torchrun,
-    the same command joins the processes that torchrun started, on one machine or many.
-
-    --save-best keeps the weights of the best of these evaluations as OUT/best.safetensors, and --patience ends the run,
-    some steps later, when there was none better in so many evaluations, by the same metric or by --patience-metric.
-
-    The model file's run_options = {"epochs": 3} holds where the command line does not say otherwise.
-
-    The model file's on_step(step, loss, run), on_eval(step, metrics, run) and on_epoch(epoch, run) are called while the
-    run trains, in every process with the same numbers: one that returns something true ends it, some steps later;
-    run.set_lr(RATE) sets the rates of the next updates; run.save() has a checkpoint made.
-
-    --ema keeps a moving average of the weights, which is written as OUT/ema.safetensors, and evaluated last.
-
-    --set gives the model file's fxpipe.setting(NAME, DEFAULT) another value, and what comes after -- is its own command
-    line, in place of the build's: what capture did not read, such as a learning rate, changes without a compile. So may
-    the code of optimizer, scheduler, data and callbacks.
-
-    With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the
-    other schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
-    A build with --autocast fp16 scales the loss, as torch's GradScaler does: --loss-scale is the first scale, halved
-    where gradients of any worker overflow, in a step that makes no update, and doubled after --loss-scale-interval
-    steps without that.
-    A batch of a shape that the build has no stages for is refused, or, with --new-shapes N, gets some during the run:
-    for at most N shapes, while all workers wait, as `fxpipe compile --scan` makes them beforehand. Where the build has
-    stages for several shapes, N is 8 if nothing is said.
-    --log-staleness compares the weights of forwards with those that their updates meet: means over the run.
+    """Train a BUILD directory: one process for each stage, until --steps or --epochs. Writes weights, under the model's
+    own names, and metrics to the folder OUT. Under torchrun, joins the processes that torchrun started.
 
     \b
     fxpipe run build/ --steps 500
+    fxpipe run build/ --steps 40 --eval-every 10 --save-best loss --patience 3
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
     fxpipe run build/ --steps 40 --eval-every 20 --json
-    fxpipe run build/ --steps 40 --eval-every 10 --save-best loss --patience 3
     fxpipe run build/ --steps 50 --local --json
     fxpipe run build/ --steps 40 --trace trace.json --out run/
     fxpipe run build/ --steps 500 --backend onnxruntime
     torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
+
+    Writes OUT/metrics.jsonl line by line, OUT/model.safetensors, and OUT/run.json: what the run was and where its time
+    went (`fxpipe compare`, `fxpipe inspect BUILD --run OUT`). The average of --ema is evaluated last.
+
+    If the model file has eval_data() and metrics(model, batch), the workers evaluate the weights at the end, and after
+    every --eval-every steps, through the pipeline, in eval mode. This does not change training. Of a metric whose name
+    ends in loss, error, perplexity, ppl, mse, mae, nll, bpc, wer, cer or fid, the least is best; +METRIC and -METRIC
+    say it for any name.
+
+    The model file's on_step(step, loss, run), on_eval(step, metrics, run) and on_epoch(epoch, run) are called in every
+    process with the same numbers: one that returns something true ends the run, some steps later; run.set_lr(RATE) sets
+    the rates of the next updates; run.save() makes a checkpoint.
+
+    --set, and what comes after -- (the model file's own command line), replace those of the build: what capture did not
+    read, such as a learning rate, changes without a compile. So may the code of optimizer, scheduler, data, callbacks.
+
+    With schedule async, --policy says which weights are used: 2bw, latest, lwp, pipeoptim, spectrain, stash, vertical,
+    xpipe, or the model file's own, with switches after it, as in pipeoptim+keep. --clip-norm is exact with the other
+    schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
     """
     from fxpipe.runtime.process.ends import Stopped, ended_by_exit
     from fxpipe.runtime.process.launch import running_under_torchrun

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from fxpipe.cli.command import Command
 from fxpipe.cli.main import cli
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -61,20 +62,14 @@ def design_notes() -> str:
 
 
 def _help(command: click.Command) -> Iterator[str]:
+    assert isinstance(command, Command)
     yield from _paragraphs(command.help or "")
-    for title, options in _groups(command):
+    for title, options in command.groups.items():
         yield from ("", f"**{title}**", "", "| option | |", "|---|---|")
         for option in options:
             names = ", ".join(f"`{one}`" for one in (*option.opts, *option.secondary_opts))
             kind = f" `{option.make_metavar(click.Context(command))}`" if not option.is_flag else ""
             yield f"| {names}{kind} | {_cell(option)} |"
-
-
-def _groups(command: click.Command) -> Iterator[tuple[str, list[click.Option]]]:
-    groups = getattr(command, "groups", None)
-    if groups is None:
-        groups = {"Options": [p for p in command.params if isinstance(p, click.Option)]}
-    yield from ((title, options) for title, options in groups.items() if options)
 
 
 def _cell(option: click.Option) -> str:

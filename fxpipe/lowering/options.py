@@ -23,7 +23,7 @@ from fxpipe.policy import default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
 from fxpipe.policy.recipe import check_shares
-from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text, schedule_text, with_replicas
+from fxpipe.schedule import Schedule, kind_of, of_text, schedule_text, with_replicas
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.csv_rows import NAME, RowsOfText
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
@@ -183,83 +183,98 @@ class CompileOptions:
         "--workers",
         minimum=1,
         maximum=MOST_WORKERS,
-        help="Number of processes, each with a device; each runs a worker, which has a stage.",
+        metavar="N",
+        help="Number of processes that share the model; each has a device and trains one stage.",
     )
     dp: int = option(
         1,
         minimum=1,
         maximum=MOST_WORKERS,
         metavar="R",
-        help="Replicas of every worker, which share its microbatches: a run has n times R processes.",
+        help="Number of replicas of every stage, for data parallelism; they share the microbatches of each minibatch.",
     )
     replicas: tuple[int, ...] = option(
         (),
         on_command_line=None,
         kind=_replicas,
         metavar="R,R,…",
-        help="Replicas of each worker, such as 2,1,1, which share all --microbatches; --schedule is then 1f1b by "
-        "default.",
+        help="Number of replicas of each stage, such as 2,1,1; the default of --schedule is then 1f1b.",
     )
     shard: ShardMode | None = option(
         None,
         choices=get_args(ShardMode),
-        help="What replicas share out instead of having all of it: the optimizer's state, with its updates.",
+        help="Let each replica hold the optimizer's state of its own share of the parameters only (ZeRO stage 1).",
     )
     outer: str | None = option(
         None,
         choices=(OUTER,),
-        help="Replicas train apart, and average their weight changes now and then: for slow links between them.",
+        help="Let replicas train independently and average their changes now and then, for slow links between them.",
     )
-    outer_every: int | None = option(None, minimum=1, metavar="H", help="Average after every H updates. [default: 64]")
-    outer_lr: float | None = option(None, kind=float, above=0, metavar="RATE", help="Of the outer step. [default: 0.7]")
+    outer_every: int | None = option(
+        None, minimum=1, metavar="H", help="With --outer: average after H updates. [default: 64]"
+    )
+    outer_lr: float | None = option(
+        None,
+        kind=float,
+        above=0,
+        metavar="RATE",
+        help="With --outer: learning rate of the step that applies an average. [default: 0.7]",
+    )
     outer_momentum: float | None = option(
-        None, kind=float, minimum=0, below=1, metavar="M", help="Nesterov's. [default: 0.9]"
+        None,
+        kind=float,
+        minimum=0,
+        below=1,
+        metavar="M",
+        help="With --outer: Nesterov momentum of the step that applies an average. [default: 0.9]",
     )
     outer_delay: int | None = option(
         None,
         minimum=0,
         maximum=1,
         metavar="D",
-        help="1: apply an average one outer step later, while which it travels. [default: 0]",
+        help="With --outer: 1 applies an average one such step later, so that nothing waits for it. [default: 0]",
     )
     cuts: Cuts | CutsMode = option(
         "auto",
         choices=get_args(CutsMode),
-        help="What the planner may choose; auto: bidirectional if that gains more than 2%.",
+        help="Cut forward and backward at the same places, or separately; three-way: cut weight gradients separately, "
+        "too.",
     )
     forward_at: Sequence[str] = option(
-        (), "--fp-cut", metavar="PATH", help="Cut forward before this module; once for each boundary."
+        (), "--fp-cut", metavar="PATH", help="Cut the forward before this module; give it once for each boundary."
     )
     backward_at: Sequence[str] = option(
-        (), "--bp-cut", metavar="PATH", help="Cut backward before this module; default: same as forward."
+        (), "--bp-cut", metavar="PATH", help="Cut the backward before this module. [default: where the forward is cut]"
     )
     virtual: int | None = option(
         None,
         minimum=1,
         maximum=MOST_WORKERS,
         metavar="V",
-        help="Stages that every process runs in turn. [default: 1; 2 for interleaved and schedules of a V]",
+        help="Number of stages that each process runs in turn. [default: 1; 2 for interleaved and V schedules]",
     )
     schedule: str = option(
         "async",
         metavar="NAME|FILE.csv",
         kind=compile_schedule,
-        help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format; auto: the fastest by "
-        "the simulator, with its cuts and microbatches.",
+        help="Order of forwards and backwards: gpipe, 1f1b, async, …; auto takes the fastest.",
     )
-    synchronous: bool = option(False, help="Train exactly as one worker would: the fastest schedule that does so.")
+    synchronous: bool = option(False, help="Train exactly as one process would: take the fastest schedule that does.")
     policy: str | None = policy_option("by schedule, microbatches and optimizer")
     microbatches: int | None = option(
         None,
         minimum=1,
         maximum=MOST_MICROBATCHES,
-        help="Pieces of a minibatch, or of a replica's share. [default: a divisor near -n; 1 for async with -n 2]",
+        metavar="M",
+        help="Cut a minibatch (or a replica's share) into M pieces. [default: near -n; 1 for async with -n 2]",
     )
     microbatch_dims: Any = option(
         None,
         kind=_dims,
         metavar="NAME=DIM,…",
-        help="Where leaves of the batch are cut: batch[0]=1, or batch['mask']=none. [default: found by their use]",
+        help="Dimension along which a tensor of the batch is cut: batch[0]=1, or batch['mask']=none. [default: found "
+        "by its use]",
     )
     constant_batch: Sequence[str] = option(
         (),
@@ -270,42 +285,50 @@ class CompileOptions:
         SCANNED,
         metavar="N",
         minimum=1,
-        help="Read the first N batches of train_data(), and make stages for every shape among them.",
+        help="Read the first N batches of train_data() and make stages for every shape of batch among them.",
     )
     pad: Pad | None = None
     pad_to: int | None = option(
         None,
         minimum=1,
         metavar="N",
-        help="Make lengths of batches multiples of N; `pad` in the model file says of which leaves, and with what.",
+        help="Pad the lengths of batches to multiples of N; `pad` in the model file says which tensors, and with what.",
     )
     loss_weight: Callable[[Any], Any] | None = None
     accept_microbatch_loss: bool = option(
-        False, help="Compile even if microbatches change the loss (contrastive losses do)."
+        False, help="Compile even if microbatches change the loss, as they do with a contrastive loss."
     )
     codec: str = option(
         "none",
         metavar="NAME",
-        help="What packs values to cross links: none, bf16, fp16, int8, int4, auto (int8, only where workers "
-        "wait for links), the model file's own, or one for each kind: activation=int4,gradient=int8,weights=int8.",
+        help="Compress what workers send: none, bf16, fp16, int8, int4, auto, or by kind: "
+        "activation=int4,gradient=int8,weights=int8.",
     )
     autocast: str | None = option(
-        None, choices=("bf16", "fp16"), help="Run the step under torch.autocast; fp16 scales the loss in a run."
+        None, choices=("bf16", "fp16"), help="Run the step under torch.autocast; with fp16, runs scale the loss."
     )
     threads: int | None = option(
-        None, minimum=1, maximum=MOST_THREADS, help="CPU threads of one worker. [default: cores / processes]"
+        None,
+        minimum=1,
+        maximum=MOST_THREADS,
+        metavar="N",
+        help="CPU threads of each worker. [default: cores / processes]",
     )
     backend: str = option(
-        "eager", choices=BACKENDS, help="Engine of the stages; auto measures and takes the fastest for every part."
+        "eager",
+        choices=BACKENDS,
+        help="What executes the stages; auto measures all and takes the fastest for each part.",
     )
     cost: CostMode | None = option(
-        None, choices=get_args(CostMode), help="Source of the times that the cuts balance. [default: measured, here]"
+        None,
+        choices=get_args(CostMode),
+        help="Measure the times of operators here, or compute them. [default: measured]",
     )
     split_backward: bool = False
     recompute: Recomputation = option(
         "auto",
         choices=get_args(Recomputation),
-        help="What backwards compute again instead of saving it; auto: what it takes to fit into --memory.",
+        help="What backwards compute again instead of keeping it; auto: as much as it takes to fit into --memory.",
     )
     device: Device | None = None
     links: Links | None = None
@@ -314,7 +337,7 @@ class CompileOptions:
     optimizer: OptimizerHook | None = None
     lr_scheduler: MakeScheduler | None = None
     accept_optimizer_per_worker: bool = option(
-        False, help="Allow an optimizer that looks at all parameters at once: each worker has its own."
+        False, help="Allow an optimizer that looks at all parameters at once, though each worker has its own."
     )
     known_costs: Path | None = None
     command: str = IN_PYTHON

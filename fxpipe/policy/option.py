@@ -17,11 +17,7 @@ def policy_option(default: str, **more: Any) -> Any:
 
 def policy_help(default: str) -> str:
     """Its text in `--help`."""
-    return (
-        f"Which weights a forward and a backward see: {', '.join(sorted(POLICIES))}, or the model file's own; with "
-        "switches after it: "
-        f"pipeoptim+keep, spectrain+ef. [default: {default}]"
-    )
+    return f"Which version of the weights forwards and backwards use: latest, stash, spectrain, … [default: {default}]"
 
 
 def check_policy(policy: str | Policy | None, schedule: Schedule) -> None:

@@ -16,7 +16,7 @@ from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.planner.quantity import rate
 from fxpipe.policy.base import Policy
 from fxpipe.policy.option import policy_option
-from fxpipe.schedule import SCHEDULES, schedule_text
+from fxpipe.schedule import schedule_text
 from fxpipe.settings import pair
 from fxpipe.task.paced_scheduler import EPOCH
 
@@ -75,17 +75,16 @@ class PipelineOptions:
         kept=True,
         metavar="NAME|FILE.csv",
         kind=schedule_text,
-        help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format. "
-        "[default: the build's]",
+        help="Order of forwards and backwards: gpipe, 1f1b, async, … [default: the build's]",
     )
     policy: str | Policy | None = policy_option("the build's", kept=True)  # noqa: RUF009 (it is a field)
-    seed: int = option(0, kept=True, shown=True, help="Seed of the data order and of dropout.")
+    seed: int = option(0, kept=True, shown=True, metavar="N", help="Seed for the data's order and for dropout.")
     weights: str | None = option(
         None,
         path="any",
         shown=True,
         metavar="CHECKPOINT",
-        help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
+        help="Start from these weights: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
     )
     clip_norm: float | None = option(
         None,
@@ -94,14 +93,14 @@ class PipelineOptions:
         kind=float,
         above=0,
         metavar="NORM",
-        help="Scale the gradients of all workers together to at most this norm.",
+        help="Clip gradients to this total norm (as torch's clip_grad_norm_ does).",
     )
     loss_scale: float = option(
         65536.0,
         kept=True,
         above=0,
         metavar="SCALE",
-        help="With --autocast fp16: what the loss is multiplied by at first; halved where gradients overflow.",
+        help="With --autocast fp16: factor on the loss at first; halved whenever gradients overflow.",
     )
     loss_scale_interval: int = option(
         2000,
@@ -118,56 +117,60 @@ class PipelineOptions:
         above=0,
         below=1,
         metavar="DECAY",
-        help="Keep a moving average of the weights, as OUT/ema.safetensors.",
+        help="Keep a moving average of the weights, with this decay, as OUT/ema.safetensors.",
     )
     log_staleness: bool = option(
-        False, help="Say how far the weights that forwards use are from those that their updates change."
+        False, help="Measure how far the weights that forwards use are from those that their updates change."
     )
     steps_per_epoch: int | None = option(
-        None, kept=True, minimum=1, metavar="N", help="The steps of an epoch. [default: the batches of train_data()]"
+        None,
+        kept=True,
+        minimum=1,
+        metavar="N",
+        help="Number of steps in an epoch. [default: the batches of train_data()]",
     )
     checkpoint_every: int | str | None = option(
         None,
         metavar="STEPS|TIME",
-        help="Save the whole run in OUT/checkpoints every so many steps, every 30s, 10min, 2h, every epoch, or only "
-        "when asked by a callback or a signal.",
+        help="Save a checkpoint every so many steps (500) or minutes (10min), every epoch, or when asked by a callback "
+        "or a signal.",
     )
-    keep: int = option(3, minimum=1, metavar="N", help="Checkpoints that stay: the newest N.")
+    keep: int = option(3, minimum=1, metavar="N", help="Keep the newest N checkpoints.")
     resume: str | None = option(
         None,
         path="any",
         flag_value="newest",
         metavar="CHECKPOINT",
-        help="Go on from a checkpoint; without a value, from the newest whole one in OUT.",
+        help="Go on from a checkpoint; without a value, from the newest in OUT.",
     )
     backend: str | None = option(
-        None, choices=BACKENDS, help="Engine of the stages; auto is the build's. [default: auto]"
+        None, choices=BACKENDS, help="What executes the stages; auto is the build's. [default: auto]"
     )
     offload: bool = option(
-        False, help="Keep what forwards save in the CPU's memory until their backwards (CUDA builds)."
+        False, help="Keep what forwards save for backwards in the CPU's memory, not the GPU's (CUDA builds)."
     )
     throttle: str | None = option(
         None,
         metavar="RATE[,TIME]|FILE",
-        help="Let messages take as long as over links such as 100Mbit,20ms, or as those in a file of `fxpipe doctor`.",
+        help="Slow messages down to links such as 100Mbit,20ms, or to those in a file of `fxpipe doctor --links`.",
     )
     trace: str | None = option(
         None,
         "--trace",
         path="file",
         metavar="FILE",
-        help="Write what every worker did when, for ui.perfetto.dev and `fxpipe inspect`.",
+        help="Write a timeline of all workers (for ui.perfetto.dev and `fxpipe inspect`).",
     )
     new_shapes: int | None = option(
         None,
         kept=True,
         minimum=0,
         metavar="N",
-        help="Make stages during the run for at most N shapes of batches that the build does not have; 0: refuse them. "
-        "[default: 8 for a build of several shapes, else 0]",
+        help="Make stages for at most N new shapes of batches during the run; 0 refuses them. [default: 8 for a build "
+        "of several shapes, else 0]",
     )
     accept_optimizer_per_worker: bool = option(
-        False, help="Allow an optimizer, changed since the compile, that looks at all parameters at once."
+        False, help="Allow an optimizer that looks at all parameters at once, if it is new since the compile."
     )
 
 
@@ -207,71 +210,80 @@ class RunOptions(PipelineOptions):
     model_file: str | None = option(
         None, "--model", path="file", help="The model file, if it has moved since the compile."
     )
-    steps: int | None = option(None, minimum=1, help="Number of minibatches to train. [default: one epoch]")
-    epochs: int | None = option(None, minimum=1, help="Number of passes through train_data(), if it has a length.")
+    steps: int | None = option(
+        None, minimum=1, metavar="N", help="Number of minibatches to train on. [default: one epoch]"
+    )
+    epochs: int | None = option(None, minimum=1, metavar="N", help="Number of passes over train_data().")
     eval_every: int | str | None = option(
         None,
         kind=steps_or_epoch,
         metavar="N|epoch",
-        help="Evaluate after every N steps, or every epoch, not only at the end.",
+        help="Evaluate every N steps or every epoch; else only at the end.",
     )
     save_best: str | None = option(
         None,
         metavar="METRIC",
-        help="Keep the weights with the best METRIC of all evaluations, as OUT/best.safetensors. Greater is better; "
-        "smaller for -METRIC, and for names that end in loss, error, perplexity, ppl, mse, mae, nll, bpc, wer, cer or "
-        "fid; +METRIC is greater whatever its name.",
+        help="Keep the weights with the best METRIC (as OUT/best.safetensors): the greatest of +METRIC, the least of "
+        "-METRIC.",
     )
     patience: int | None = option(
         None,
         minimum=1,
         metavar="N",
-        help="End the run when a metric has not improved in N evaluations.",
+        help="End the run when the metric has not improved in N evaluations.",
     )
     patience_metric: str | None = option(
         None,
         metavar="METRIC",
-        help="The metric of --patience, named as for --save-best. [default: that of --save-best]",
+        help="Metric that --patience watches. [default: that of --save-best]",
     )
     min_delta: float = option(
-        0.0, minimum=0, metavar="DELTA", help="With --patience: by how much a metric must be better to have improved."
+        0.0,
+        minimum=0,
+        metavar="DELTA",
+        help="With --patience: by how much a metric must be better to count as improved.",
     )
     log: tuple[str, ...] = option(
         (),
         metavar="NAME[=WHERE]",
-        help="Log to tensorboard[=DIR], wandb[=PROJECT], mlflow[=EXPERIMENT] or a logger of the model file; repeat it.",
+        help="Log to tensorboard[=DIR], wandb[=PROJECT], mlflow[=EXPERIMENT], or a logger of the model file; can be "
+        "repeated.",
     )
     peak: float | None = option(
         None,
         kind=rate,
         shown=True,
         metavar="FLOPS",
-        help="FLOP/s that one process's device can do at most, as 312T, for the model FLOPs utilisation (MFU). "
-        "[default: of a known GPU, its own]",
+        help="Peak FLOP/s of one device, such as 312T, to compute the model FLOPs utilisation (MFU). [default: that of "
+        "a known GPU]",
     )
-    out: str | None = option(None, on_command_line="out", path="any", help="Where metrics and weights go.")
-    keep_going: bool = option(False, help="Train on when a loss is not finite, instead of ending with an error.")
+    out: str | None = option(None, on_command_line="out", path="any", help="Folder for metrics and weights.")
+    keep_going: bool = option(False, help="Go on when a loss is infinite or NaN, instead of ending with an error.")
     threads: int | None = option(
-        None, minimum=1, maximum=MOST_THREADS, help="CPU threads of a worker. [default: cores / processes]"
+        None,
+        minimum=1,
+        maximum=MOST_THREADS,
+        metavar="N",
+        help="CPU threads of each worker. [default: cores / processes]",
     )
     stall_timeout: float = option(
         60.0,
         minimum=0,
         metavar="SECONDS",
-        help="Say who waits for whom after so long without progress, and end after 10 times that; 0 does neither.",
+        help="Say who waits for whom after so long without progress, and end after 10 times as long; 0 does neither.",
     )
     max_restarts: int = option(
         0,
         minimum=0,
         metavar="N",
-        help="Start all workers again, at most N times, when one dies without an error that explains it.",
+        help="Restart all workers, at most N times, when one dies without an error that explains it.",
     )
     settings: tuple[str, ...] = option(
         (),
         "--set",
         kind=pair,
         metavar="NAME=VALUE",
-        help="The value of fxpipe.setting(NAME, …) in the model file, if capture did not read it; can be repeated.",
+        help="Value of fxpipe.setting(NAME, …) in the model file; capture must not have read it; can be repeated.",
     )
     arguments: tuple[str, ...] | None = None
     progress: bool = False

@@ -28,17 +28,17 @@ class ModelOptions:
         arguments: the model file's own command line.
     """
 
-    device: str | None = option(None, choices=("cpu", "cuda"), help="Where the workers compute. [default: the model's]")
-    seed: int = option(0, help="Seed of the initial weights.")
+    device: str | None = option(None, choices=("cpu", "cuda"), help="Device of the workers. [default: the model's]")
+    seed: int = option(0, metavar="N", help="Seed for the initial weights.")
     meta: bool = option(
-        False, help="For models larger than memory: parameters get no values; `fxpipe run` reads or initialises them."
+        False, help="Give parameters no values, for a model larger than memory; `fxpipe run` makes or reads them."
     )
     settings: tuple[str, ...] = option(
         (),
         "--set",
         kind=pair,
         metavar="NAME=VALUE",
-        help="The value of fxpipe.setting(NAME, …) in the model file; can be repeated.",
+        help="Value of fxpipe.setting(NAME, …) in the model file; can be repeated.",
     )
     arguments: tuple[str, ...] = ()
 

@@ -10,11 +10,12 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from fxpipe.cli.cost_options import CostOptions, cost_options
+from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.option_fields import option_fields
 
 from fxpipe.errors import ProfileError
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.options import flags
 from fxpipe.planner.device import BUILT_IN
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 
@@ -44,9 +45,9 @@ def parsed(*arguments: str, workers: int = 2, **more: Any) -> CompileOptions:
 
     @click.command()
     @option_fields(CompileOptions, "cost")
-    @cost_options
-    def command(cost: Any, costs: CostOptions) -> None:
-        got.append(costs.applied(CompileOptions(workers=workers, cost=cost), **more))
+    @option_fields(CostOptions, *flags(CostOptions))
+    def command(cost: Any, **costs: Any) -> None:
+        got.append(CostOptions.of(costs).applied(CompileOptions(workers=workers, cost=cost), **more))
 
     result = CliRunner().invoke(command, arguments, standalone_mode=False)
     if result.exception is not None:

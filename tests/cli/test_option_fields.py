@@ -30,7 +30,7 @@ class Some:
 
 
 @click.command()
-@option_fields(Some, "workers", "steps", "at", "norm", "mode", "out", "dry", rest=True, policy="Other words.")
+@option_fields(Some, "workers", "steps", "at", "norm", "mode", "out", "dry", "pad_to", policy="Other words.")
 def command(**asked: Any) -> Some:
     return Some(**asked)
 
@@ -68,8 +68,8 @@ def test_help() -> None:
         "--mode [a|b] Which. [default: a]",
         "--out PATH Where to. [default: out]",
         "--dry Only say it.",
-        "--policy NAME[+OPTION] Other words.",
         "--pad-to INTEGER Multiples of this. [default: 1]",
+        "--policy NAME[+OPTION] Other words.",
     ]
 
 
