@@ -26,6 +26,7 @@ from fxpipe.task.model_file import load_task
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONCEPTS, PICTURES = DOCS / "concepts", DOCS / "pictures"
+PRINTED = {DOCS / "reference" / "commands.md", DOCS / "design" / "README.md"}  # by docs/site_pages.py, for the site
 PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "design")
 
 
@@ -194,6 +195,8 @@ def test_links_lead_somewhere(path: Path) -> None:
         if ":" in target:
             continue
         found = path if not target else (path.parent / target).resolve()
+        if found in PRINTED:  # `make docs` checks these links
+            continue
         assert found.exists(), f"{path.name} links to {target}"
         if section:
             titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.M)
