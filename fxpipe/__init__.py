@@ -4,6 +4,7 @@
     build = fxpipe.compile(model, loss, batch, workers=4)
     build.save("build/");  build = fxpipe.load("build/")
     pipeline = build.local(optimizer=..., schedule="async", policy="spectrain")
+    model, summary = fxpipe.fit(model, loss, batches, workers=2, steps=500)  # all of it in one call
 
 Importing fxpipe imports no torch: each name is loaded when it is first used.
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fxpipe.build.build import join as join
     from fxpipe.build.build import load as load
     from fxpipe.errors import FxpipeError as FxpipeError
+    from fxpipe.lowering.fit import fit as fit
     from fxpipe.lowering.lower import compile as compile
     from fxpipe.lowering.lower import lower as lower
     from fxpipe.planner.cuts import Cuts as Cuts
@@ -35,6 +37,7 @@ _HOME = {
     "Links": "fxpipe.planner.links",
     "capture": "fxpipe.tracing.capture",
     "compile": "fxpipe.lowering.lower",
+    "fit": "fxpipe.lowering.fit",
     "join": "fxpipe.build.build",
     "load": "fxpipe.build.build",
     "lower": "fxpipe.lowering.lower",
@@ -49,6 +52,7 @@ __all__ = [
     "__version__",
     "capture",
     "compile",
+    "fit",
     "join",
     "load",
     "lower",

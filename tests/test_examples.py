@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +133,15 @@ def test_a_script_ends_in_its_report(name: str, said: tuple[str, ...], tmp_path:
     assert done.returncode == 0, done.stderr
     for text in said:
         assert text in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("started", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+def test_fit_trains_a_model_in_one_call(started: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *started, str(EXAMPLES / "fit.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (accuracy,) = re.findall(r"accuracy (0\.\d+)", done.stdout)
+    assert float(accuracy) > 0.9

@@ -1,4 +1,4 @@
-"""docs/how-to/machines.md: its scripts do what it says with stand-ins for Slurm and Ray; its manifests have their fields."""
+"""docs/how-to/machines.md: its scripts do what it says, with stand-ins for Slurm and Ray; its manifests are valid."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ def test_the_peak_of_the_allocator_is_the_forecast(tmp_path: Path, monkeypatch: 
     """Of workers that fill a device: torch's allocator rounds each tensor up, which is much of small ones.
 
     Over gloo, messages wait in the CPU's memory, where the forecast has them on the device: they are small here. It has
-    no workspace of cuBLAS, which takes 32 MiB of a Hopper. An H200 took 13% and 8% more than it says (docs/reference/gpu.md).
+    no workspace of cuBLAS, which takes 32 MiB of a Hopper. An H200 took 13% and 8% more than it says
+    (docs/reference/gpu.md).
     """
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     (tmp_path / "model.py").write_text(WIDE)

@@ -236,7 +236,9 @@ def test_the_evaluation_is_eagers_of_the_file(home: Path, tmp_path: Path) -> Non
 
 def test_the_guides_hooks_average() -> None:
     """The average of ASGD, and one that starts after 100 updates."""
-    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "optimizers.md").read_text().split("## Averaged weights")[1]
+    guide = (
+        (Path(__file__).parents[2] / "docs" / "how-to" / "optimizers.md").read_text().split("## Averaged weights")[1]
+    )
     codes = [part.split("```")[0] for part in guide.split("```python\n")[1:3]]
     made = build(2, schedule="1f1b")
     for code in codes:

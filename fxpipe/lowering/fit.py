@@ -1,0 +1,193 @@
+"""Compile and train in one call: `fxpipe.fit`.
+
+It is `fxpipe.compile` and a run of the build, as `fxpipe run` makes it. Its worker processes get the caller's objects
+as a model file that unpickles them, `OUT/fit/model.py`; so every command takes what `fit` has left.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+from safetensors.torch import load_file
+from torch import nn
+
+from fxpipe.build.build import Build
+from fxpipe.errors import FxpipeError, TaskError, first_line, near
+from fxpipe.lowering.lower import compile
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.messages import say, warn
+from fxpipe.observe.record import FINAL_WEIGHTS
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.start import join, run_local
+from fxpipe.runtime.wires.group import place_of_process
+from fxpipe.task.first_batches import first_batches
+from fxpipe.task.hooks import NO_HOOKS, OF_RUNS, Hooks, Loss, taken_apart
+from fxpipe.task.model_file import Task
+from fxpipe.task.uncompiled import uncompiled
+
+HOOKS = (*OF_RUNS, "metrics", "microbatch_dims", "pad", "pad_to", "constant_batch")
+FOLDER = "fit"
+MODEL_FILE = '''\
+"""What fxpipe.fit() was given, as a model file."""
+
+import sys
+from pathlib import Path
+
+import cloudpickle
+
+sys.path += [folder for folder in {path!r} if folder not in sys.path]
+
+
+def _read(name):
+    with Path(__file__).with_name(f"{{name}}.pickle").open("rb") as file:
+        return cloudpickle.load(file)
+
+
+def model():
+    return _read("model")
+
+
+globals().update({{name: _read(name) for name in {hooks!r}}})
+'''
+
+
+class Fitted(NamedTuple):
+    """A model and how it was trained.
+
+    Attributes:
+        model: the caller's own, with the trained weights and buffers.
+        summary: what `OUT/run.json` has: `losses`, one a step; `evaluation`, the metrics at the end, where there are
+            any; `samples_per_second`, and where the time went.
+    """
+
+    model: nn.Module
+    summary: dict[str, Any]
+
+
+def fit(
+    model: nn.Module,
+    loss: Loss,
+    data: Iterable[Any] | Callable[[], Iterable[Any]],
+    *,
+    workers: int = 2,
+    eval_data: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+    out: str | Path = "out",
+    local: bool = False,
+    **changes: Any,
+) -> Fitted | None:
+    """Train a model as a pipeline: `model, summary = fxpipe.fit(model, loss, batches, workers=2, steps=500)`.
+
+    The workers are processes of this machine. Under torchrun, where every process makes the same call, they are those
+    processes; `out` is then a folder that all of them see.
+
+    Args:
+        model, loss: `loss(model, batch)` is the training step: a scalar, or that and a dictionary of metrics.
+        data: the batches of an epoch (a list, a DataLoader), or a function that makes them. The first is captured.
+        eval_data: likewise, what `metrics=` is computed on, at the end and every `eval_every` steps.
+        out: the folder for metrics, weights and the build.
+        local: all workers in this process.
+        changes: hooks (`optimizer=`, `lr_scheduler=`, `metrics=`, `on_step=`, …: `fxpipe.task.hooks.Hooks`), options of
+            the compile (`schedule=`, `microbatches=`, …: `fxpipe.lowering.options.CompileOptions`) and options of the
+            run (`steps=`, `epochs=`, `clip_norm=`, …: `fxpipe.runtime.options.RunOptions`).
+
+    Returns:
+        The model and the summary; under torchrun, None in all processes but the first.
+
+    Raises:
+        FxpipeError: as `fxpipe.compile` and `Build.join`; or an option is unknown, or what the processes need cannot be
+            pickled.
+    """
+    model = uncompiled(model)
+    if (eval_data is None) != (changes.get("metrics") is None):
+        raise TaskError("only one of eval_data and metrics is given", hint="give both, or none")
+    held_out = None if eval_data is None else _function("eval_data", eval_data)
+    hooks = Hooks(loss=loss, train_data=_function("data", data), eval_data=held_out)
+    hooks, rest = taken_apart(hooks, HOOKS, changes)
+    task = Task(replace(hooks, model=lambda: model))
+    of_compile, of_run = _options({"workers": workers, **rest})
+    options = CompileOptions(**of_compile).for_task(task)
+    run = RunOptions(str(Path(out) / "build"), out=str(out), **{"progress": True, **of_run})
+    place = place_of_process()
+    if place is None or place[0] == 0:
+        plan = _compiled(model, task, options).save(run.build, model_file=Path(out) / FOLDER / "model.py").plan
+    if place is not None:
+        summary = join(run, task)
+    elif local:
+        summary = run_local(run, task)
+    else:
+        _write_model_file(Path(out) / FOLDER, model, hooks)
+        summary = launch(run, plan.processes, plan.mesh)
+    if summary is None:
+        return None
+    model.load_state_dict(load_file(Path(out) / FINAL_WEIGHTS))
+    return Fitted(model, summary)
+
+
+def _function(name: str, data: Any) -> Callable[[], Iterable[Any]]:
+    if isinstance(data, Iterator):
+        raise TaskError(
+            f"{name} is a {type(data).__name__}, which gives its batches only once",
+            hint="give a list, a DataLoader, or a function that makes one",
+        )
+    return data if callable(data) else lambda: data
+
+
+def _options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of the compile, and those of the run; what both have is the compile's, and the build's run takes it over.
+
+    Raises:
+        FxpipeError: an option is neither's.
+    """
+    of_compile, of_run = ({field.name for field in fields(kind)} for kind in (CompileOptions, RunOptions))
+    for name in given:
+        if name not in of_compile | of_run:
+            known = sorted({*of_compile, *of_run, *HOOKS})
+            raise FxpipeError(f"fit() has no option {name!r}{near(name, known)}", hint=f"one of {', '.join(known)}")
+    both = {"threads", "accept_optimizer_per_worker"}
+    return (
+        {name: value for name, value in given.items() if name in of_compile},
+        {name: value for name, value in given.items() if name in of_run - of_compile | both},
+    )
+
+
+def _compiled(model: nn.Module, task: Task, options: CompileOptions) -> Build:
+    """The build of the model, for the shapes of its first batches."""
+    first = first_batches(task.train_data(), options.scan)
+    if not first.batches:
+        raise TaskError("data has no batch", hint="give a list of batches, or a DataLoader that has some")
+    shapes, last = first.apart()
+    evaluation = None
+    if task.validates:
+        evaluation = task.metrics, task.eval_data(), task.hooks.metrics_of_all
+    say(f"compiling for {options.workers} workers")
+    build = compile(model, task.loss, first.batches[0], options, shapes=shapes, last=last, evaluation=evaluation)
+    for warning in build.warnings:
+        warn(warning)
+    return build
+
+
+def _write_model_file(folder: Path, model: nn.Module, hooks: Hooks) -> None:
+    """What the worker processes load.
+
+    Raises:
+        FxpipeError: a hook, or what it holds, cannot be pickled; says which.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {name: value for name, value in vars(hooks).items() if value != getattr(NO_HOOKS, name)}
+    for name, value in {"model": model, **found}.items():
+        try:
+            pickled = cloudpickle.dumps(value)
+        except Exception as error:  # whatever an object raises that does not travel
+            raise FxpipeError(
+                f"{name} cannot be sent to the worker processes: {type(error).__name__}: {first_line(error)}",
+                hint="give a function that makes it there, such as data=lambda: DataLoader(…); or start the script "
+                "with torchrun; or train in this process, with local=True",
+            ) from error
+        (folder / f"{name}.pickle").write_bytes(pickled)
+    (folder / "model.py").write_text(MODEL_FILE.format(hooks=sorted(found), path=sys.path), encoding="utf-8")
