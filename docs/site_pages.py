@@ -23,7 +23,7 @@ FENCE = re.compile(r"(```.*?```)", re.S)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages, and whatever is linked to outside docs/."""
-    texts = {"reference/commands.md": commands(), "design/README.md": design_notes()}
+    texts = {"reference/commands.md": commands()}
     for file in files.documentation_pages():
         texts[file.src_uri] = file.content_string
     linked = {Path("README.md")}
@@ -49,15 +49,6 @@ def commands() -> str:
     lines = ["# Commands", "", "Printed from the code: `fxpipe COMMAND --help-all` says the same in a terminal.", ""]
     for name, command in cli.commands.items():
         lines += [f"## fxpipe {name}", "", *_help(command), ""]
-    return "\n".join(lines)
-
-
-def design_notes() -> str:
-    """The list of the notes on decisions, by their titles."""
-    lines = ["# Design notes", "", "Why things are as they are: a note for each decision.", ""]
-    for path in sorted((ROOT / "docs" / "design").glob("[0-9]*.md")):
-        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        lines.append(f"- [{title}]({path.name})")
     return "\n".join(lines)
 
 

@@ -26,8 +26,8 @@ from fxpipe.task.model_file import load_task
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONCEPTS, PICTURES = DOCS / "concepts", DOCS / "pictures"
-PRINTED = {DOCS / "reference" / "commands.md", DOCS / "design" / "README.md"}  # by docs/site_pages.py, for the site
-PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "design")
+PRINTED = {DOCS / "reference" / "commands.md"}  # by docs/site_pages.py, for the site
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def page(name: str) -> str:
@@ -202,6 +202,12 @@ def test_links_lead_somewhere(path: Path) -> None:
             titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.M)
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert section in anchors, f"{path.name} links to {target}#{section}"
+
+
+def test_every_design_note_is_listed() -> None:
+    folder = DOCS / "design"
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(path.name for path in folder.glob("*.md") if path.name != "README.md")
 
 
 # Pictures

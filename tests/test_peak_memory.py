@@ -1,7 +1,7 @@
 """Every worker's peak memory is within 5% of the forecast: tracked allocations, of workers that exchange messages.
 
 Most are nearer than a tenth of a percent; a few with checkpoint regions are 2 to 4% off.
-What an operator allocates for itself alone is in neither number (docs/design/0044-peak-memory.md).
+What an operator allocates for itself alone is in neither number (docs/design/peak-memory.md).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ its own processes are on one, and the neighbour's nearest process, too. If the n
 send and receive occupies the link of that machine (`fans`), and the neighbour is charged for it. So a worker's cost
 depends on where its own processes are, and not on the replicas of its neighbours.
 
-The sums of gradients are exchanged as a run does it (docs/design/0048): each of r replicas owns a part, gets that part
-from the others and hands the result out, which sends 2(r − 1)/r of the bytes from each. Where c of them share a
-machine, c(r − c)/r of the bytes leave it, twice: a ring would send less between machines, but adds in another order.
+The sums of gradients are exchanged as a run does it (docs/design/replicas.md): each of r replicas owns a part, gets
+that part from the others and hands the result out, which sends 2(r − 1)/r of the bytes from each. Where c of them share
+a machine, c(r − c)/r of the bytes leave it, twice: a ring would send less between machines, but adds in another order.
 """
 
 from __future__ import annotations
