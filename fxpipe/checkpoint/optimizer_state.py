@@ -39,11 +39,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State], names: Mapping[int, str]) -> None:
     """Put back what `optimizer_state` gave, on one worker or on several.
 
+    A parameter that was not trained there begins without a state; what it has in common with its group is that of the
+    others in the group, or, where none of them was trained, of the group in its place.
+
     Args:
         found: of the same worker if the cuts are the same, else of all of them.
 
     Raises:
-        RunError: a parameter, or a group with options in common, is not there; or parts cannot be moved to other cuts.
+        RunError: parts cannot be moved to other cuts, or to other parameters.
     """
     found = list(found)
     groups = {name: group["options"] for each in found for group in each["groups"] for name in group["params"]}
@@ -51,23 +54,18 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State
     alike = {len(each["groups"]) for each in found} == {len(optimizer.param_groups)}
     for number, group in enumerate(optimizer.param_groups):
         of_group = [names[id(p)] for p in group["params"]]
-        missing = [name for name in of_group if name not in groups]
-        if missing:
-            raise RunError(
-                f"the checkpoint has no state of the optimizer for {', '.join(missing[:8])}",
-                hint="go on with the model file that the checkpoint was made with",
-            )
-        for name in of_group[:1]:
-            _set(group, groups[name])
-        if alike and not of_group:  # a scheduler has come as far with it as on every worker
-            _set(group, found[0]["groups"][number]["options"])
+        there = next((groups[name] for name in of_group if name in groups), None)
+        if there is None and alike:  # a scheduler has come as far with it as on every worker
+            there = found[0]["groups"][number]["options"]
+        _set(group, there or {})
     for number, part in enumerate(parts_of(optimizer)):
         own = [each["parts"][number] for each in found if number < len(each["parts"])]
         if any("own" in each for each in own):
-            if len(own) != 1:
+            if len(own) != 1 or groups.keys() != {names[id(p)] for g in optimizer.param_groups for p in g["params"]}:
                 raise RunError(
-                    f"{type(part).__name__} keeps its state in a form of its own, which does not fit other cuts",
-                    hint="go on with the build that the checkpoint was made with",
+                    f"{type(part).__name__} keeps its state in a form of its own, which does not fit other cuts or "
+                    "other parameters",
+                    hint="go on with the build and the model file that the checkpoint was made with",
                 )
             part.load_state_dict(own[0]["own"])
             continue
@@ -92,6 +90,11 @@ def _placed(held: Any, device: torch.device, group: Mapping[str, Any]) -> Any:
         return value.to(device) if isinstance(value, Tensor) and (value.dim() or numbers) else value
 
     return pytree.tree_map(place, held)
+
+
+def updated_in(state: State) -> set[str]:
+    """The parameters of which an optimizer was, in what `optimizer_state` gave."""
+    return {name for group in state["groups"] for name in group["params"]}
 
 
 def scheduler_state(scheduler: Any) -> State | None:

@@ -155,3 +155,24 @@ def test_the_group_that_is_refused_is_named() -> None:
     groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "momentum": 0.0}]
     with pytest.raises(PolicyError, match="SGD in parameter group 1 has none"):
         ErrorFeedback(SGD(groups, lr=0.1, momentum=0.9), {})
+
+
+def test_what_was_not_trained_before_has_made_no_steps() -> None:
+    """The steps of what was trained are kept, and not taken back because another parameter has none."""
+    old, new = weights()[:2]
+    before = ErrorFeedback(SGD([old], lr=0.1, momentum=0.9), {old: 2})
+    optimizer = SGD([old, new], lr=0.1, momentum=0.9)
+    after = ErrorFeedback(optimizer, {old: 2, new: 2})
+    old.grad = torch.ones_like(old)
+    for _ in range(3):
+        before.before_step()
+        optimizer.step()
+        before.after_step()
+    value = old.detach().clone()
+    after.load(before.state())
+    assert torch.equal(old, value)
+    (found, _, steps), (other, _, none) = after.state()
+    assert found is old
+    assert other is new
+    assert (len(steps), [float(step.abs().max()) for step in none]) == (2, [0.0, 0.0])
+    assert all(map(torch.equal, steps, before.state()[0][2]))

@@ -97,10 +97,15 @@ class ErrorFeedback:
         """Remember what another's `state` gave.
 
         Where parameters are late by other numbers of updates here, the weights become X, and the feedback begins anew.
+        What was not trained before has made no steps.
         """
         known = {id(weight): (delay, steps) for weight, delay, steps in remembered}
         for late in self._late:
-            found = [known.get(id(weight), (late.delay, [])) for weight in late.weights]
+            most = max((len(known[id(weight)][1]) for weight in late.weights if id(weight) in known), default=0)
+            found = [
+                known.get(id(weight), (late.delay, [torch.zeros_like(weight, requires_grad=False)] * most))
+                for weight in late.weights
+            ]
             if {delay for delay, _ in found} == {late.delay} and len({len(steps) for _, steps in found}) == 1:
                 for made in zip(*(steps for _, steps in found), strict=True):
                     copies = [torch.empty_like(w, requires_grad=False) for w in late.weights]

@@ -86,8 +86,9 @@ class Predictor:
     def before_step(self) -> None:
         """Call right before every `optimizer.step()`: the last-update rule keeps a copy of the weights."""
         if self._observed:
-            if not self._update:
-                self._update = {id(p): torch.empty_like(p, requires_grad=False) for p in self._observed}
+            if len(self._update) < len(self._observed):
+                new = [p for p in self._observed if id(p) not in self._update]
+                self._update |= {id(p): torch.empty_like(p, requires_grad=False) for p in new}
             foreach_copy_(self._last_updates(self._observed), self._observed)
             self._used = [rate_of(group) for group in self.optimizer.param_groups]
 
@@ -104,7 +105,9 @@ class Predictor:
 
     def state(self) -> list[tuple[Tensor, Tensor, float | None]]:
         """What it remembers of the last update: a parameter, its update and the rate of that. For `load`."""
-        return [(p, self._update[id(p)], self._used[self._group[id(p)]]) for p in self._observed if self._update]
+        return [
+            (p, self._update[id(p)], self._used[self._group[id(p)]]) for p in self._observed if id(p) in self._update
+        ]
 
     def load(self, remembered: Sequence[tuple[Tensor, Tensor, float | None]]) -> None:
         """Remember what another predictor's `state` gave, of some of the parameters."""

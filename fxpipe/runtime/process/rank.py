@@ -102,7 +102,7 @@ class TrainingRun(Observer):
                 executor.store.updater.compare_replicas(executor.collective, world.device)
         self.first = first = first_replicas(self.rows)
         self.epoch = agree_epoch(executors, self.feed, process, plan.processes)
-        self._shards = [] if resumed is None else restore(executors, resumed)
+        self._shards = [] if resumed is None else restore(plan, executors, resumed)
         self.evaluation: DistributedEvaluation | None = None
         self.record: Record | None = None
         if evaluating:

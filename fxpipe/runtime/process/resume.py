@@ -283,7 +283,7 @@ def _placed(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tenso
 
 
 def restore(
-    executors: Sequence[Executor], resumed: Resumed, read: list[list[Shard]] | None = None
+    plan: Plan, executors: Sequence[Executor], resumed: Resumed, read: list[list[Shard]] | None = None
 ) -> list[list[Shard]]:
     """Put each worker into the state of the checkpoint, but for what is in flight; returns its shards.
 
@@ -295,7 +295,29 @@ def restore(
     for executor, shards in zip(executors, read, strict=True):
         with _fitting(resumed):
             executor.load(shards, resumed.exact)
+    _say_what_trains(plan, executors, read)
     return read
+
+
+def _say_what_trains(plan: Plan, executors: Sequence[Executor], read: Sequence[list[Shard]]) -> None:
+    """Tell the user of parameters that are trained and were not before, or the other way round."""
+    from fxpipe.checkpoint.optimizer_state import updated_in
+    from fxpipe.runtime.wires.exchange import gathered
+
+    process = plan.process_of(executors[0].worker, executors[0].replica)
+    states = [shard.state["updater"].get("optimizer") for shards in read for shard in shards]
+    before = {name for state in states if state is not None for name in updated_in(state)}
+    now = {name for executor in executors for name in executor.store.updater.updated}
+    every = gathered((before, now), process, plan.processes)
+    before, now = (set().union(*sets) for sets in zip(*every, strict=True))
+    names = [p.name for p in plan.parameters]
+    told = []
+    if new := [name for name in names if name in now - before]:
+        told.append(f"trained from here on, with a fresh state of the optimizer: {listed(new, 6)}")
+    if old := [name for name in names if name in before - now]:
+        told.append(f"trained no more, and their state is dropped: {listed(old, 6)}")
+    if told and process == 0:
+        say("; ".join(told))
 
 
 @contextmanager

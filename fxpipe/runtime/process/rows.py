@@ -224,7 +224,7 @@ class FedRows:
         self.resumed = self._going_on = resumed
         self._shards: list[list[Shard]] = []
         if resumed is not None:
-            self._shards = restore(every, resumed, shards)
+            self._shards = restore(plan, every, resumed, shards)
         self._shapes: dict[int, int] = {}
         for executor in self.every:
             executor.shape_of = self._shapes.__getitem__

@@ -41,11 +41,12 @@ class MovingAverage:
             self._averaged.update_parameters(self._live)
 
     def load(self, averages: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from what `read` gave after so many updates."""
+        """Go on from what `read` gave after so many updates; what it lacks had this value until now."""
         if not self._names:
             return
         for name, average in zip(self._names, self._averaged.module.parameters(), strict=True):
-            average.data.copy_(averages[name])
+            if name in averages:
+                average.data.copy_(averages[name])
         self._averaged.n_averaged.fill_(updates)
 
     def read(self) -> dict[str, Tensor]:

@@ -122,6 +122,12 @@ class Updater:
             check_optimizers_alike(self.worker, self.optimizer, self.scheduler, self._names, collective, device)
 
     @property
+    def updated(self) -> set[str]:
+        """The names of the parameters that the optimizer updates here."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return {self._names[id(parameter)] for group in groups for parameter in group["params"]}
+
+    @property
     def lr(self) -> float | None:
         """The learning rate of the optimizer's first group in the last update, or else the first; None where there is
         none."""
@@ -262,7 +268,7 @@ class Updater:
             self._repeat_scheduler(updates)
         load_optimizer_state(self.optimizer, [each["optimizer"] for each in known], self._names)
         if self.scheduler is not None and known[0]["scheduler"] is not None:
-            self.scheduler.load_state_dict(known[0]["scheduler"])
+            self.scheduler.load_state_dict(self._of_as_many_groups(known)["scheduler"])
             self._evaluated = int(known[0].get("evaluated", 0))
             self._heard = known[0].get("heard")
         self._set = list(known[0].get("set_rates", []))
@@ -277,6 +283,22 @@ class Updater:
             self.predictor.give_back(self.predictor.predict(1, every), every)  # what cannot be read shows here
         if self.feedback is not None:
             self.feedback.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
+
+    def _of_as_many_groups(self, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Of what workers knew, that of one whose scheduler had as many rates as this one has.
+
+        Raises:
+            RunError: there is none.
+        """
+        groups = len(self.optimizer.param_groups) if self.optimizer is not None else 0
+        numbers = [len(each["optimizer"]["groups"]) for each in known]
+        if groups not in numbers:
+            raise RunError(
+                f"the checkpoint has the state of a scheduler for {' or '.join(map(str, sorted(set(numbers))))} groups "
+                f"of parameters, and here the optimizer has {groups}",
+                hint="keep the groups that were there, whatever parameters they have: put new parameters into them",
+            )
+        return known[numbers.index(groups)]
 
     def _repeat_scheduler(self, updates: int) -> None:
         """For a scheduler whose state cannot be written: the steps it has made, at the optimizer's first rates.
