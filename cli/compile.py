@@ -270,6 +270,7 @@ def _print(
     from fxpipe.inspection.subject import subject_of
     from fxpipe.inspection.tables import workers
     from fxpipe.inspection.workers import again_text, worker_rows
+    from fxpipe.lowering.choose_cuts import lost_in_noise
     from fxpipe.lowering.own_rounding import rounding_text
     from fxpipe.observe.rates import samples_of
     from fxpipe.schedule import of_plan
@@ -294,7 +295,11 @@ def _print(
     if build.costs.partitions:
         *others, chosen = build.costs.partitions
         text = ", ".join(f"{p.mode} {p.efficiency:.3f}" for p in others)
-        echo(f"cuts: {chosen.mode}, {chosen.efficiency:.3f} of ideal{f' ({text})' if text else ''}")
+        lost = build.profile and lost_in_noise(build.costs.partitions, build.profile)
+        echo(
+            f"cuts: {chosen.mode}, {chosen.efficiency:.3f} of ideal{f' ({text})' if text else ''}"
+            + (f"; {lost}" if lost else "")
+        )
     if again := again_text(build.costs):
         echo(again)
     if not build.costs.times:

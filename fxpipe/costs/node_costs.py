@@ -7,13 +7,10 @@ from pathlib import Path
 
 import torch
 
-from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, fingerprint, read
+from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, doubt, fingerprint, read
 from fxpipe.costs.node_times import measure
 from fxpipe.errors import BuildError
 from fxpipe.ir.program import Program
-
-TRUSTED = 0.25
-"""How far the sum of the nodes' times may be from the whole's before a warning says so."""
 
 
 def node_costs(
@@ -41,8 +38,8 @@ def node_costs(
                 return found
         except BuildError as error:
             warnings = (f"{error.what} ({error.where}); they are measured again",)
-    seconds, ratios = measure(program, threads, repeats)
-    return MeasuredCosts(mark, seconds, ratios, (*warnings, *_doubts(ratios)))
+    seconds, ratios, spread = measure(program, threads, repeats)
+    return MeasuredCosts(mark, seconds, ratios, spread, (*warnings, *_doubts(ratios)))
 
 
 def _doubts(ratios: Mapping[str, float]) -> tuple[str, ...]:
@@ -51,5 +48,5 @@ def _doubts(ratios: Mapping[str, float]) -> tuple[str, ...]:
         f"the times of {names[phase]}'s nodes add up to {1 / ratio:.2f} times what it takes as a whole; they were "
         "scaled to fit, but the machine may have been busy: compile again when it is not"
         for phase, ratio in ratios.items()
-        if abs(1 / ratio - 1) > TRUSTED
+        if doubt(ratio)
     )

@@ -27,6 +27,15 @@ NODE_COSTS = "node_costs.json"
 _FORMAT = 1
 _HINT = "it may be deleted: costs are then measured"
 
+TRUSTED = 0.25
+"""How far the sum of the nodes' times may be from the whole's before they are in doubt."""
+
+
+def doubt(ratio: float) -> float:
+    """How far off nodes' times are, by the whole's time over their sum; 0 where that is near enough to 1."""
+    off = abs(1 / ratio - 1) if ratio else 1.0
+    return off if off > TRUSTED else 0.0
+
 
 @dataclass(frozen=True)
 class MeasuredCosts:
@@ -36,12 +45,14 @@ class MeasuredCosts:
         fingerprint: of what was measured, and on what.
         seconds: by node name; they add up to the whole forward and the whole backward.
         ratios: by phase, the whole's time over the sum of its nodes' times before they were scaled by it.
+        spread: the share of the step's time that two halves of the measurements have on different sides of some cut.
         warnings: why they are in doubt; not kept, since what is in doubt is measured again.
     """
 
     fingerprint: str
     seconds: Mapping[str, float]
     ratios: Mapping[str, float]
+    spread: float = 0.0
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -50,6 +61,7 @@ class MeasuredCosts:
             "format": _FORMAT,
             "fingerprint": self.fingerprint,
             "ratios": dict(self.ratios),
+            "spread": self.spread,
             "seconds": dict(self.seconds),
         }
         return json.dumps(body, indent=1) + "\n"

@@ -93,9 +93,23 @@ def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tup
     found = advised_partitions(profile, setting, options.stages, ("same", widest))
     chosen = found[widest]
     if options.cuts == "auto" and "same" in found:
-        gains = chosen.bottleneck < found["same"].bottleneck * (1 - WORTH)
-        chosen = chosen if gains else found["same"]
+        least = max(WORTH, profile.noise(options.stages))
+        chosen = chosen if _gain(chosen, found["same"]) > least else found["same"]
     return (*(p for p in found.values() if p is not chosen), chosen)
+
+
+def _gain(separate: Partition, same: Partition) -> float:
+    return 1 - separate.bottleneck / same.bottleneck if same.bottleneck else 0.0
+
+
+def lost_in_noise(compared: Sequence[Partition], profile: Profile) -> str:
+    """Why forward and backward have the same cuts although others are faster, by the partitions that `choose_cuts`
+    compared; '' where that is not so."""
+    *others, chosen = compared
+    noise, gain = profile.noise(len(chosen.loads)), max((_gain(other, chosen) for other in others), default=0.0)
+    if chosen.mode != "same" or not WORTH < gain <= noise:
+        return ""
+    return f"separate ones would gain {gain:.1%}, within the noise of the measured times ({noise:.0%})"
 
 
 def _pinned(units: Sequence[str], options: CompileOptions) -> Cuts:

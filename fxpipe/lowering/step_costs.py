@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from fxpipe.costs.node_costs import node_costs
-from fxpipe.costs.node_costs_file import MeasuredCosts, device_name
+from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, doubt
 from fxpipe.costs.optimizer import optimizer_costs
 from fxpipe.costs.yardstick import Yardstick
 from fxpipe.ir.program import Program
@@ -43,8 +43,11 @@ class StepCosts:
 
     def profile(self, program: Program, levels: bool) -> Profile:
         """What the units of the program cost, whose nodes have these costs; with `levels` as of `profile_of`."""
-        device = f"{self.device.name}, computed" if self.nodes is None else device_name(program.device)
-        return replace(profile_of(program, self.optimizer.seconds_per_byte, levels), device=device)
+        found = profile_of(program, self.optimizer.seconds_per_byte, levels)
+        if self.nodes is None:
+            return replace(found, device=f"{self.device.name}, computed")
+        doubts = max(map(doubt, self.nodes.ratios.values()))
+        return replace(found, device=device_name(program.device), spread=self.nodes.spread, doubt=doubts)
 
     @property
     def warnings(self) -> tuple[str, ...]:

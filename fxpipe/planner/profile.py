@@ -129,6 +129,8 @@ class Profile:
         gradients: backward values; readers come before their producer.
         uncut: positions (before that unit) where forward must not be cut, each with the reason.
         device: what the times are of, such as `cuda: NVIDIA H200`, or `h100, computed`; '' where that is not known.
+        spread: the share of all work that two halves of the measurements have on different sides of some cut.
+        doubt: how far the parts' times are from the whole's, where that is too far.
     """
 
     units: tuple[Unit, ...]
@@ -136,6 +138,12 @@ class Profile:
     gradients: tuple[Value, ...]
     uncut: Mapping[int, str] = field(default_factory=dict)
     device: str = ""
+    spread: float = 0.0
+    doubt: float = 0.0
+
+    def noise(self, workers: int) -> float:
+        """How far a worker's time may be off, as a share of it, where so many share the work."""
+        return min(1.0, max(self.doubt, workers * self.spread))
 
     def total_ms(self, microbatches: int = 1) -> float:
         """All work of a microbatch: F + B + W, and its share of the update."""
@@ -168,6 +176,8 @@ class Profile:
             "gradients": rows(self.gradients),
             "no_forward_cut": {names[p]: self.uncut[p] for p in sorted(self.uncut)},
             "device": self.device,
+            "spread": self.spread,
+            "doubt": self.doubt,
         }
         return json.dumps(body, indent=1) + "\n"
 
@@ -226,6 +236,8 @@ class _ProfileJson:
     gradients: tuple[_ValueJson, ...] | None = None
     no_forward_cut: dict[str, str] = field(default_factory=dict)
     device: str = ""
+    spread: float = 0.0
+    doubt: float = 0.0
 
 
 _FORM = 'it is {"units": [{"name": "a", "forward_ms": 1, "backward_ms": 2}, ...], "edges": [["a", "b"], ...]}'
@@ -280,7 +292,7 @@ def _profile(file: _ProfileJson) -> Profile:
                 raise Malformed(f"a gradient runs forward, from {list(order)[v.producer]!r}", ", $.gradients")
     _check_known(file.no_forward_cut, units, ", $.no_forward_cut")
     uncut = {order[name]: reason for name, reason in file.no_forward_cut.items()}
-    return Profile(tuple(units[n] for n in order), activations, gradients, uncut, file.device)
+    return Profile(tuple(units[n] for n in order), activations, gradients, uncut, file.device, file.spread, file.doubt)
 
 
 def _outputs(rows: Sequence[_ValueJson], units: Mapping[str, Unit], name: str) -> list[Output]:

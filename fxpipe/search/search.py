@@ -62,7 +62,9 @@ def search(
     of one schedule are tried under the others, too. Those with a flush, which are not far behind and could be faster,
     are improved further (`climb`).
     Of all within 1% of the fastest, the simplest is taken: without stale weights, without weight gradients apart, with
-    fewer kinds of cuts, with less memory. So nothing that any schedule's own plan promises is more than 1% faster.
+    fewer kinds of cuts, with less memory; and of its schedule's, fewer kinds of cuts where more are faster by no more
+    than the noise of the measured times. So, but for that noise, nothing that any schedule's own plan promises is more
+    than 1% faster.
 
     More microbatches than those of `sizes` are tried as long as they may gain (`_more_may_gain`): bubbles are shorter
     then, and a microbatch saves less.
@@ -98,7 +100,7 @@ def search(
         if near and min(trial.least for trial in own) < fastest:
             say(f"{schedule}, {counted(microbatches)}: moving cuts")
             trials += _improved(own, question)
-    best = simplest(trials)
+    best = _beyond_noise(simplest(trials), trials)
     return Ranking(best, (*_rows(trials, best), *refused))
 
 
@@ -246,6 +248,15 @@ def simplest(trials: Sequence[SimulatedPlan]) -> SimulatedPlan:
     """Of all that are as fast as the fastest, within `TIE`, that which asks for least."""
     fastest = min(trial.pace for trial in trials)
     return min((t for t in trials if t.pace <= fastest * (1 + TIE)), key=_simplicity)
+
+
+def _beyond_noise(best: SimulatedPlan, trials: Sequence[SimulatedPlan]) -> SimulatedPlan:
+    """The same schedule with fewer kinds of cuts, where more gain no more than the noise of the measured times."""
+    profile = best.sized.profile(best.candidate.schedule, best.candidate.mode)
+    least = best.pace / max(1 - profile.noise(len(best.partition.loads)), 1e-9)
+    own = _by_pair(trials)[best.candidate.schedule, best.candidate.microbatches]
+    alike = [t for t in own if t.pace <= least and t.candidate.mode in MODES]
+    return min(alike, key=lambda t: (MODES.index(t.candidate.mode), t.pace)) if profile.noise(1) and alike else best
 
 
 def _simplicity(trial: SimulatedPlan) -> tuple[int, int, int, float, float]:

@@ -22,6 +22,7 @@ from fxpipe.costs import node_costs
 from fxpipe.costs import node_times as clock
 from fxpipe.costs.node_costs import node_costs as found
 from fxpipe.costs.node_times import measure
+from fxpipe.costs.timer import Rounds
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
@@ -81,7 +82,7 @@ def test_nodes_are_scaled_to_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch
     """Between two looks at this clock lies a second: a plain phase takes one, and so does each node between ticks."""
     monkeypatch.setattr(clock, "perf_counter", TickTock())
     program = folded("gpt")
-    seconds, ratios = measure(program, repeats=3)
+    seconds, ratios, _ = measure(program, repeats=3)
     counts = {p: sum(info(n).phase == p for n in program) for p in ("F", "B")}
     assert min(counts.values()) > 50
     assert ratios == pytest.approx({p: 1 / n for p, n in counts.items()})
@@ -105,7 +106,7 @@ def test_disturbed_runs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_node_of_every_program_is_measured(name: str) -> None:
     program = folded(name)
-    seconds, ratios = measure(program, repeats=1)
+    seconds, ratios, _ = measure(program, repeats=1)
     assert seconds.keys() == {n.name for n in program}
     assert min(seconds.values()) > 0
     assert set(ratios) == {"F", "B"}
@@ -115,7 +116,7 @@ def test_a_slow_node_is_found() -> None:
     program = two_layers()
     (node,) = (n for n in program if n.target is aten.tanh.default)
     node.target = slow_tanh
-    seconds, _ = measure(program, repeats=3)
+    seconds, *_ = measure(program, repeats=3)
     assert max(seconds, key=seconds.__getitem__) == node.name
     assert 0.04 < seconds[node.name] < 2.0
 
@@ -145,10 +146,68 @@ def test_backward_lets_go_of_what_it_has_used() -> None:
     assert [reference for kind, reference in SEEN if kind == "alive"] == [0] * 4
 
 
+class Planted:
+    """Runs of phases that take what they are given, with the rounds of one measurement after those of another.
+
+    A round is a plain forward and backward, then the sum of what their nodes take.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: list[Any], again: list[Any]) -> None:
+        self.rounds, self.ran = [first[0], *first, *again], list[tuple[str, ...]]()
+        monkeypatch.setattr(clock, "_run", self.run)
+        monkeypatch.setattr(clock, "ROUNDS", Rounds.exactly(len(first)))
+        monkeypatch.setattr(clock, "AGAIN", Rounds.exactly(max(len(again), 1)))
+
+    def run(self, codes: list[Any], feed: Any) -> list[list[float]]:
+        place, ticks = divmod(len(self.ran), 2)
+        if place == 0:
+            ticks = not ticks  # the first of all has ticks
+        self.ran.append(tuple(code.phase for code in codes))
+        found = []
+        for code in codes:
+            whole, of_nodes = self.rounds[place][code.phase]
+            found.append([of_nodes / len(code.nodes)] * len(code.nodes) if ticks else [whole])
+        return found
+
+
+def planted(forward: float, backward: float) -> dict[str, tuple[float, float]]:
+    """A round whose phases take 0.1 s each, and their nodes so many times that."""
+    return {"F": (0.1, 0.1 * forward), "B": (0.1, 0.1 * backward)}
+
+
+def test_what_contradicts_itself_is_measured_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = two_layers()
+    good, bad, other = planted(1.0, 1.0), planted(1.0, 0.16), planted(3.0, 1.0)
+    runs = Planted(monkeypatch, [good] * 3, [bad] * 3)
+    assert measure(program)[1:] == (pytest.approx({"F": 1.0, "B": 1.0}), pytest.approx(0.0))
+    assert len(runs.ran) == 2 + 2 * 3, "nothing contradicts anything"
+    runs = Planted(monkeypatch, [bad] * 3, [other] * 2)
+    assert measure(program)[1] == pytest.approx({"F": 1.0, "B": 1.0}), "the first forward, the second backward"
+    assert len(runs.ran) == 2 + 2 * (3 + 2)
+    runs = Planted(monkeypatch, [other] * 3, [good] * 2)
+    assert measure(program)[1] == pytest.approx({"F": 1.0, "B": 1.0})
+    assert runs.ran[-4:] == [("F",)] * 4, "a forward needs no backward"
+    runs = Planted(monkeypatch, [bad] * 3, [bad] * 2)
+    (warning,) = found(program).warnings
+    assert warning.startswith("the times of backward's nodes add up to 0.16 times what it takes as a whole")
+    monkeypatch.setattr(clock, "SHORT", 0.5)
+    runs = Planted(monkeypatch, [bad] * 3, [good])
+    assert measure(program)[1]["B"] == pytest.approx(1 / 0.16)
+    assert len(runs.ran) == 2 + 2 * 3, "that would take too long"
+
+
+def test_two_halves_of_the_rounds_say_how_far_times_spread() -> None:
+    even, early = [1.0, 1.0, 1.0, 1.0], [3.0, 1.0, 0.0, 0.0]
+    assert clock._phase_times([4.0] * 4, [even] * 4).spread == 0.0
+    assert clock._phase_times([4.0] * 4, [even, [2 * t for t in even]] * 2).spread == 0.0, "all slower alike"
+    assert clock._phase_times([4.0] * 4, [even, early] * 2).spread == pytest.approx(0.5)
+    assert clock._phase_times([4.0], [early]).spread == 0.0
+
+
 def test_a_ratio_far_from_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     program = folded("function")
     even = dict.fromkeys([n.name for n in program], 1e-3)
-    monkeypatch.setattr(node_costs, "measure", lambda *_: (even, {"F": 1.2, "B": 2.0}))
+    monkeypatch.setattr(node_costs, "measure", lambda *_: (even, {"F": 1.2, "B": 2.0}, 0.0))
     (warning,) = found(program).warnings
     assert warning.startswith("the times of backward's nodes add up to 0.50 times what it takes as a whole")
 

@@ -19,7 +19,7 @@ from fxpipe.errors import BuildError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
 
-COSTS = MeasuredCosts("mark", {"mm": 0.1 + 0.2, "add": 1 / 3, "nothing": 0.0}, {"F": 1.01, "B": 0.99})
+COSTS = MeasuredCosts("mark", {"mm": 0.1 + 0.2, "add": 1 / 3, "nothing": 0.0}, {"F": 1.01, "B": 0.99}, 0.03)
 
 
 def folded(name: str, **options: int) -> Program:

@@ -88,7 +88,7 @@ def test_json_comes_back_as_it_was() -> None:
         Unit(name, 1.0 + i, 2.0, 0.5, 0.1, 8.0, 4.0, 16.0, 8.0, 2.0, 64.0, 1.0, 32.0) for i, name in enumerate("abc")
     )
     values = (Value(0, 5.0, (1, 2)), Value(0, 3.0, (2,)))
-    profile = Profile(units, values, (Value(2, 5.0, (0, 1)),), {1: "running_mean"}, "cuda: NVIDIA H200")
+    profile = Profile(units, values, (Value(2, 5.0, (0, 1)),), {1: "running_mean"}, "cuda: NVIDIA H200", 0.03, 0.3)
     assert read_profile_json(profile.to_json(), "here", error=ProfileError) == profile
 
 
