@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ def lr_scheduler(optimizer):
 """
 
 
-def built(folder: Path, more: str = "", workers: int = 2) -> Path:
+def built(folder: Path, hooks: str = "", workers: int = 2, more: Sequence[object] = ()) -> Path:
     model = write_model(folder)
-    model.write_text(model.read_text() + HOOKS + more)
-    result = fxpipe("compile", model, "-n", workers, "-o", folder / "build", *QUICK)
+    model.write_text(model.read_text() + HOOKS + hooks)
+    result = fxpipe("compile", model, "-n", workers, "-o", folder / "build", *QUICK, *more)
     assert result.code == 0, result.err
     return folder / "build"
 
@@ -128,6 +129,60 @@ def test_patience_ends_a_run(build: Path, tmp_path: Path) -> None:
     assert found["evaluations"][-1]["step"] == found["steps"] == len(found["losses"])
     assert f"loss has not improved in 2 evaluations: the run ends after step {found['steps']}" in result.err
     assert [row["step"] for row in lines(tmp_path / "out") if "loss" in row] == list(range(1, found["steps"] + 1))
+
+
+CROSSED = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.0", "--microbatches", 2)
+
+
+@pytest.fixture(scope="module")
+def crossed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build whose worker 0 reads weights of worker 1."""
+    return built(tmp_path_factory.mktemp("crossed"), more=CROSSED)
+
+
+def ends_where_it_is_decided(build: Path, tmp_path: Path, *how: object) -> None:
+    """The evaluation that decides ends it, with the bits of a run with so many steps; and again where it goes on."""
+    run = ("run", build, *how, "--ema", 0.9, "--checkpoint-every", 4, "--keep", 100)
+    asked = ("--eval-every", 4, "--save-best", "loss", "--patience", 2)
+    made = fxpipe(*run, *asked, "--out", tmp_path / "out", "--json")
+    assert made.code == 0, made.err
+    found = made.json
+    assert (found["stopped"], found["steps"]) == ("patience", found["best"]["step"] + 8)
+    assert found["steps"] == len(found["losses"]) < 40
+    evaluated = [row["step"] for row in found["evaluations"]]
+    assert evaluated == list(range(4, found["steps"] + 1, 4))
+    assert [row["step"] for row in lines(tmp_path / "out") if "eval" in row] == evaluated
+    short = fxpipe(*run, "--eval-every", 4, "--steps", found["steps"], "--out", tmp_path / "short", "--json").json
+    assert found["losses"] == short["losses"]
+    assert found["evaluations"] == short["evaluations"]
+    both = ("model.safetensors", "ema.safetensors")
+    assert weights(tmp_path / "out", *both) == weights(tmp_path / "short", *both)
+    for step in (found["steps"] - 4, found["steps"]):
+        saved = tmp_path / "out" / "checkpoints" / f"step-{step}"
+        more = fxpipe(*run, *asked, "--resume", saved, "--out", tmp_path / f"more-{step}", "--json").json
+        assert (more["stopped"], more["steps"]) == ("patience", found["steps"])
+        assert weights(tmp_path / f"more-{step}", *both) == weights(tmp_path / "out", *both)
+
+
+def test_with_a_flush_patience_ends_a_run_at_the_evaluation(build: Path, tmp_path: Path) -> None:
+    ends_where_it_is_decided(build, tmp_path, "--local", "--schedule", "1f1b")
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_so_do_processes(crossed: Path, tmp_path: Path, schedule: str) -> None:
+    ends_where_it_is_decided(crossed, tmp_path, "--schedule", schedule)
+    ends_where_it_is_decided(crossed, tmp_path / "local", "--schedule", schedule, "--local")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [("--schedule", "zb-h1"), ("--dp", 2, "--microbatches", 1), ("--schedule", "interleaved", "--virtual", 2)]
+)
+def test_so_do_other_rows(tmp_path: Path, how: tuple[object, ...]) -> None:
+    build = built(tmp_path, more=("--schedule", "1f1b", "--microbatches", 2, *how))
+    ends_where_it_is_decided(build, tmp_path, "--local")
 
 
 @pytest.mark.parametrize("delta", [0.0, 0.2])

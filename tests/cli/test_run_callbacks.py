@@ -148,6 +148,36 @@ def test_a_resumed_run_decides_and_does_the_same(build: Path, tmp_path: Path, ca
         assert made == [f"step-{saved}"] * (cut < saved)
 
 
+@pytest.mark.parametrize(("hook", "calls_it"), [("eval", 12), pytest.param("epoch", 2, marks=pytest.mark.slow)])
+def test_with_a_flush_an_evaluation_or_its_epoch_ends_a_run_at_once(
+    tmp_path: Path, called: Path, hook: str, calls_it: int
+) -> None:
+    """Also where it goes on from a checkpoint of that step, which is cut before."""
+    callback = f"def on_{hook}(number, *more):\n    note(more[-1], '{hook}', number)\n    return number == {calls_it}\n"
+    run = ("run", built(tmp_path, COUNTING + callback, 2), "--local", "--schedule", "1f1b", "--steps", 50, "--json")
+    run, end = (*run, "--eval-every", 4, "--checkpoint-every", 4), 12 if hook == "eval" else 20
+    found = fxpipe(*run, "--out", tmp_path / "out").json
+    assert (found["stopped"], found["steps"], len(found["losses"])) == (f"on_{hook}", end, end)
+    expected = [[hook, number] for number in (range(4, end + 1, 4) if hook == "eval" else (1, 2))]
+    assert calls(called) == expected
+    short = fxpipe(*run, "--steps", end, "--out", tmp_path / "short").json
+    called.with_name("called.0").unlink()
+    assert (short["losses"], short["evaluations"]) == (found["losses"], found["evaluations"])
+    saved = tmp_path / "out" / "checkpoints" / f"step-{end}"
+    more = fxpipe(*run, "--out", tmp_path / "more", "--resume", saved).json
+    assert (more["stopped"], more["steps"]) == (f"on_{hook}", end)
+    files = [tmp_path / name / "model.safetensors" for name in ("out", "short", "more")]
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_what_saves_and_ends_a_run_has_it_saved_at_its_end(tmp_path: Path) -> None:
+    callback = "def on_eval(step, metrics, run):\n    if step == 8:\n        run.save()\n    return step == 8\n"
+    run = ("run", built(tmp_path, COUNTING + callback, 2), "--local", "--schedule", "1f1b", "--steps", 50, "--json")
+    found = fxpipe(*run, "--eval-every", 4, "--checkpoint-every", "asked", "--out", tmp_path / "out").json
+    assert found["stopped"] == "on_eval"
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == [f"step-{found['steps']}"]
+
+
 def test_a_longer_run_is_the_whole_one(build: Path, tmp_path: Path, called: Path) -> None:
     """What is decided after the last step of a run counts where a longer one goes on."""
     run = ("run", build, "--local", "--json", "--checkpoint-every")

@@ -74,6 +74,8 @@ class Consequences:
         self._observers = observers
         self._options, self._step, self._executors, self._speaks = options, step, executors, speaks
         self._lead = lead(recipe, several_shapes(plan, options))
+        self._flushes = recipe.schedule.synchronous
+        self._newest = -1  # the version that was evaluated last
         self._replayed: Mapping[str, Any] | None = None
         self._improved: float | None = None  # the value that a better one must exceed
         self._since = 0  # evaluations since that one
@@ -144,12 +146,31 @@ class Consequences:
             observer.evaluated(version, metrics)
         return best
 
+    def waits(self, minibatch: int, evaluated: int) -> bool:
+        """Whether a minibatch may begin only when a version that is due is evaluated: what follows may end the run.
+
+        So it is with a flush, where none of its actions could begin earlier.
+
+        Args:
+            evaluated: the newest version that was.
+        """
+        every = self._options.eval_every
+        if every is None or not self._flushes:
+            return False
+        assert isinstance(every, int)
+        version = (evaluated // every + 1) * every
+        return minibatch >= version and self.due(version)
+
     def earliest(self, version: int) -> int:
-        """After which step the run can end, or be saved, if all its workers hear of that at a version."""
+        """After which step the run can be saved, if all its workers hear of that at a version."""
         return max(self._step, version + self._lead)
 
+    def earliest_end(self, version: int) -> int:
+        """After which step it can end: at once where no minibatch has begun since the version was evaluated."""
+        return max(self._step, version) if self._flushes and version == self._newest else self.earliest(version)
+
     def ends(self, end: int, why: str, reason: str) -> None:
-        """All workers decide, at the same version, that the run ends after a step, the `earliest`."""
+        """All workers decide, at the same version, that the run ends after a step, the `earliest_end`."""
         if self.shorten(end, why, reason):
             self._tell_end()
 
@@ -169,7 +190,7 @@ class Consequences:
 
     def _tell_end(self) -> None:
         for executor in self._executors:
-            executor.store.versions.end(self.end)
+            executor.store.versions.end(self.end, told=self.end > executor.store.version)
         for observer in self._observers:
             observer.ends(self.end)
 
@@ -203,6 +224,7 @@ class Consequences:
             summary["best"] = {"metric": self.goal.metric, "step": step, "value": value, "kept": held == step}
 
     def _judge(self, version: int, metrics: Mapping[str, float]) -> bool:
+        self._newest = version
         self._wait(version, metrics)
         if self.goal is None:
             return False
@@ -226,7 +248,7 @@ class Consequences:
         patience = self._options.patience
         if patience is not None and self._since >= patience and self.stopped is None:
             reason = f"{self.wanted.metric} has not improved in {patience} evaluations"
-            self.shorten(self.earliest(version), PATIENCE, reason)
+            self.shorten(self.earliest_end(version), PATIENCE, reason)
 
     def _tell_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:
         for executor in self._executors:
@@ -262,6 +284,8 @@ def lead(recipe: Recipe, shapes: bool) -> int:
 
         evaluated at version 20 ─→ the run ends after step 20 + `lead`
 
+    With a flush, what an evaluation decides ends the run at its version: nothing later begins before it (`waits`).
+
     Args:
         shapes: batches have several shapes: worker 0 reads some ahead.
     """
@@ -277,16 +301,33 @@ def furthest(schedule: Schedule) -> int:
     return begun + expected + 1
 
 
-def ending(row: Iterator[Event], end: Callable[[], int], recipe: Recipe) -> Iterator[Event]:
+class EndingRow:
     """What a row has of minibatches before `end()`, which may become smaller meanwhile.
 
     As `Schedule.until` has it, all of them come before so many later ones.
+
+    Args:
+        waits: whether a minibatch may not begin yet.
     """
-    patience = 4 * recipe.schedule.workers * recipe.schedule.microbatches
-    for event in row:
-        if event[1].minibatch < end():
-            yield event
-        else:
-            patience -= 1
-            if patience < 0:
-                return
+
+    def __init__(
+        self, row: Iterator[Event], end: Callable[[], int], waits: Callable[[int], bool], recipe: Recipe
+    ) -> None:
+        self._row, self._end, self._waits = row, end, waits
+        self._patience = 4 * recipe.schedule.workers * recipe.schedule.microbatches
+        self._upcoming = next(row, None)
+
+    def next(self) -> Event | None:
+        """What comes next; None at its end, or where it waits."""
+        while (event := self._upcoming) is not None and not self._waits(event[1].minibatch):
+            self._upcoming = next(self._row, None)
+            if event[1].minibatch < self._end():
+                return event
+            self._patience -= 1
+            if self._patience < 0:
+                self._upcoming = None
+        return None
+
+    def more(self) -> bool:
+        """Whether it is not at its end."""
+        return self._upcoming is not None

@@ -64,6 +64,7 @@ class WorkerEvaluations:
         self._rank, self._pulse, self._turns = world.here[0], world.pulse, world.turns
         self._evaluated = self._step = step
         self._record: Record | None = None
+        self._newest: tuple[int, dict[str, float]] = -1, {}  # the version that was evaluated last, its metrics
         if evaluation is not None:
             for executor in executors:
                 executor.observers.append(BuffersKept(executor, consequences.due))
@@ -96,6 +97,10 @@ class WorkerEvaluations:
         files.write(name, states)
         return files.problem
 
+    def waits(self, minibatch: int) -> bool:
+        """Whether a minibatch may begin only after an evaluation."""
+        return self.evaluation is not None and self.consequences.waits(minibatch, self._evaluated)
+
     def if_due(self, version: int) -> None:
         """Evaluate, between two actions of a row, if its workers have just reached a version that is due.
 
@@ -127,6 +132,7 @@ class WorkerEvaluations:
         states = [executor.state(version) for executor in self._executors]
         self.evaluation.run(states)
         metrics, best = self.evaluation.heard, self._heard(version, states)
+        self._newest = version, metrics
         if self._record is not None:
             self._record.evaluated(version, metrics, perf_counter() - begin, best)
         if self._options.ema is not None:
@@ -161,10 +167,12 @@ class WorkerEvaluations:
             return
         begin = perf_counter()
         self._pulse.phase = "evaluating"
-        states = [executor.state(total) for executor in self._executors]
-        with weights_are_safe(out):
-            self.evaluation.run(states)
-        metrics, best = self.evaluation.heard, self._heard(total, states)
+        (version, metrics), best = self._newest, False
+        if version < total:  # else it has ended the run
+            states = [executor.state(total) for executor in self._executors]
+            with weights_are_safe(out):
+                self.evaluation.run(states)
+            metrics, best = self.evaluation.heard, self._heard(total, states)
         if record is not None and summary is not None:
             self.consequences.tell(summary)
             evaluated_last(record, summary, metrics, perf_counter() - begin, best)

@@ -22,7 +22,7 @@ from fxpipe.random_state import seed_everything
 from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks, recorded
-from fxpipe.runtime.process.consequences import Consequences, ending
+from fxpipe.runtime.process.consequences import Consequences, EndingRow
 from fxpipe.runtime.process.device import devices_of
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.ends import PoliteStop, say_stopped
@@ -273,17 +273,17 @@ class TrainingRun(Observer):
     def _walk(self, row: WalkedRow) -> None:
         """Walk one row to the end of the run."""
         events = row.events(self.recipe, self.step, self.resumed, self.total)
+        ending = EndingRow(events, lambda: self.total, self.evaluations.waits, self.recipe)
         train(
             self.plan,
             row.executors,
             row.transports,
-            partial(next, ending(events, lambda: self.total, self.recipe), None),
+            ending.next,
             None if row.rank or self.batches is None else partial(self._share, row),
             None if row.process or self.record is None else self._report,
             self.observers,
+            ending.more,
         )
-        for transport in row.transports:
-            transport.finish()
 
     def _saved_at(self, step: int) -> bool:
         return self.checkpoints is not None and self.checkpoints.due(step)

@@ -307,11 +307,6 @@ class FedRows:
             observers=[each for each in (self.losses if tells else None, self.checkpoints) if each is not None],
             more=fed.more,
         )
-        for executor, transport in zip(row.executors, row.transports, strict=True):
-            executor.store.versions.expect_all()
-            transport.drop_weights()
-        for transport in row.transports:
-            transport.finish()
 
     def _go(self) -> None:
         device = self.world.device

@@ -7,7 +7,8 @@ Every process calls them, with the same numbers, when its worker has made the up
 
 The loss of a step is known before any backward of it, so no worker waits for one that it would not wait for anyway.
 Learning rates are set from the next update on. A checkpoint, or the end of the run, must be known some steps ahead
-(`consequences.lead`): what is decided after step s is done after step s + lead.
+(`consequences.lead`): what is decided after step s is done after step s + lead; an end after an evaluation, with a
+flush, at once.
 """
 
 from __future__ import annotations
@@ -212,7 +213,8 @@ class RunCallbacks(Observer):
     def over(self) -> None:
         """The run has trained to its end, and was evaluated: that of the last epoch, which can decide nothing."""
         end = self._consequences.end
-        if self._per_epoch is not None and end and end % self._per_epoch == 0:
+        called = end in self._seen[ON_EPOCH].values()  # and has ended the run
+        if self._per_epoch is not None and end and end % self._per_epoch == 0 and not called:
             self._call_on_epoch(end)
 
     def cut(self, worker: int, shard: Shard) -> None:
@@ -248,8 +250,9 @@ class RunCallbacks(Observer):
         at = self._consequences.earliest(version)
         if decision.saves:
             self._note(version, at, hook, ends=False)
-        if decision.ends:
-            self._note(version, at, hook, ends=True)
+        if decision.ends:  # where it is saved, if it is
+            end = at if decision.saves else self._consequences.earliest_end(version)
+            self._note(version, end, hook, ends=True)
         return decision
 
     def _note(self, made: int, at: int, hook: str, ends: bool) -> None:

@@ -47,7 +47,7 @@ def train(
     observers: Sequence[Observer] = (),
     more: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run all actions of the row of one process.
+    """Run all actions of the row of one process, and wait until all that was sent has been received.
 
     Args:
         coming: gives what comes next of the row; None where nothing does, for now.
@@ -63,7 +63,7 @@ def train(
     losses: dict[int, Tensor] = {}
     reached = ended = -1
     unreported: int | None = None
-    version = -1
+    version = first.store.version
 
     def report_of(minibatch: int) -> None:
         updater = first.store.updater
@@ -89,6 +89,8 @@ def train(
         if worker == 0 and remote_loss and (updated := executor.store.updated_by(action)) is not None:
             transport.expect_loss(updated)
 
+    for observer in observers:  # before receives are posted: they may end the run here
+        observer.between(executors)
     for event in posted(coming, expect, LOOKAHEAD * len(executors)):
         if not several or event is None or event[1].minibatch != ended:
             for executor in reversed(executors):
@@ -110,7 +112,7 @@ def train(
                 continue
             owed = first.store.owed
             if owed is None:
-                return
+                break
             if first.worker == 0 and remote_loss:
                 transports[0].expect_loss(owed)
             first.store.catch_up()
@@ -134,3 +136,8 @@ def train(
         ended = action.minibatch
         if worker == 0 and executor.store.due is not None:
             unreported = executor.store.due
+    for executor, transport in zip(executors, transports, strict=True):
+        executor.store.versions.expect_all()
+        transport.drop_weights()
+    for transport in transports:
+        transport.finish()
