@@ -17,8 +17,8 @@ from onnxscript import optimizer
 from torch import fx
 from torch.export import ExportedProgram
 
-from fxpipe.errors import ExportError, first_line
-from fxpipe.onnx.decompose import OTHER_OPERATORS, check_operators, decompose, decomposition_table
+from fxpipe.errors import ExportError
+from fxpipe.onnx.decompose import check_operators, decompose, decomposition_table, refused
 from fxpipe.onnx.exported_program import exported_program
 from fxpipe.onnx.graph_values import name_values, strip_notes
 from fxpipe.torch_private import composite_operators
@@ -42,7 +42,7 @@ def convert(
         opset: the version of ONNX's operators.
 
     Raises:
-        ExportError: operators that ONNX cannot express, each with its places.
+        ExportError: operators that ONNX cannot express, each with its places; or the first that PyTorch cannot convert.
     """
     with quiet():
         decomposed = decompose(module, examples, decomposition_table())
@@ -70,7 +70,8 @@ def convert_exported(
     with quiet():
         _look_for_operators_again()
         # Only ATen's own backward kernels and the like; the user's composite calls go to torch.onnx as they are.
-        program = program.run_decompositions(dict(decomposition_table()))
+        with refused(program.graph):
+            program = program.run_decompositions(dict(decomposition_table()))
         check_operators(program.graph_module)
         return _to_onnx(program, input_names, output_names, opset=opset, dynamic=dynamic)
 
@@ -84,13 +85,10 @@ def _to_onnx(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
 ) -> onnx.ModelProto:
     _look_for_operators_again()
-    try:
+    with refused(program.graph):
         made = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
         if made is not None:
             optimizer.optimize(made.model, num_iterations=1)  # torch's own two find next to nothing more
-    except Exception as error:
-        text = f"PyTorch's ONNX exporter failed: {first_line(_root(error))}"
-        raise ExportError(text, hint=OTHER_OPERATORS) from error
     assert made is not None
     model = made.model
     name_values(model.graph, input_names, output_names, dynamic or {})
@@ -106,13 +104,6 @@ def _to_onnx(
 def _look_for_operators_again() -> None:
     """Torch remembers from its first export which operators are composite; those that became so since make it fail."""
     composite_operators.cache_clear()
-
-
-def _root(error: BaseException) -> BaseException:
-    """The first error of a chain of causes."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 @contextlib.contextmanager

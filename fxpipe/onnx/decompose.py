@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -191,6 +193,39 @@ def check_operators(module: fx.GraphModule) -> None:
             "ONNX has nothing for these operators:\n  " + "\n  ".join(lines),
             hint=OTHER_OPERATORS,
         )
+
+
+_NODE = re.compile(r"%(\w+) : .*\btarget=torch\.ops\.([\w.]+)\]")
+"""How torch writes the call that it was at."""
+
+
+@contextlib.contextmanager
+def refused(graph: fx.Graph) -> Iterator[None]:
+    """Inside, torch works on a graph: what it refuses names the operator and its place.
+
+    Raises:
+        ExportError: it has failed.
+    """
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:
+        root, named = error, _NODE.search(str(error))
+        while isinstance(root.__cause__, Exception):
+            root = root.__cause__
+            named = _NODE.search(str(root)) or named
+        what, where = "a call", None
+        if named is not None:
+            what = named[2]
+            same = [n for n in graph.nodes if str(n.target) == what]
+            metas = [n.meta for n in same if n.name == named[1]] or [n.meta for n in same]
+            where = "; ".join(dict.fromkeys(meta[PLACE] for meta in metas if meta.get(PLACE))) or None
+            origin = next((meta[_ORIGIN] for meta in metas if meta.get(_ORIGIN, what) != what), None)
+            what = what if origin is None else f"{origin} (as {what})"
+        raise ExportError(
+            f"PyTorch cannot convert {what} to ONNX: {first_line(root)}", where=where, hint=OTHER_OPERATORS
+        ) from error
 
 
 def _tensors(node: fx.Node) -> bool:

@@ -264,6 +264,13 @@ class Rare(Deciding):
         return torch.special.airy_ai(self.a(x)) + 1
 
 
+class Masked(Rare):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(12).reshape(2, 6) < 2
+        made = torch.index_put(x.new_zeros(2, 6, 3), (mask, torch.arange(2)), self.a.bias.sum())
+        return self.a(x) + made.sum()
+
+
 class RarePart(Deciding):
     def forward(self, x: Tensor) -> Tensor:
         return torch.special.bessel_j0(self.a(x)) + 1
@@ -287,6 +294,7 @@ def beside(model: Any, batch: Any) -> Tensor:
         (Deciding(), regression, ["depends on the values of a tensor", "if x.sum() > 0:"]),
         (Noisy(), regression, ["draws random numbers in eval mode", "F.dropout(x, 0.5)"]),
         (Rare(), regression, ["aten.special_airy_ai.default", "airy_ai(self.a(x)) + 1"]),
+        (Masked(), regression, ["aten.index_put.default", "made = torch.index_put(x.new_zeros"]),
         (RarePart(), regression, ["prims.bessel_j0.default", "bessel_j0(self.a(x)) + 1"]),
         (Split(), twice, ["calls the model 2 times", "in twice"]),
         (Split(), around, ["does not call the model, and calls 'a' on its own", "in around"]),

@@ -100,6 +100,23 @@ def test_a_decomposition_that_refuses_says_where() -> None:
     assert caught.value.where == "model.py:7"
 
 
+def test_what_torch_cannot_convert_is_named_with_its_place() -> None:
+    given = torch.randn(4, 5, 6), torch.ones(4, 5, dtype=torch.bool), torch.tensor([1, 2])
+
+    def both(x: Tensor, mask: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        first = torch.index_put(x, (at,), x.sum())
+        return (torch.ops.aten.index_put.default(first, [mask, at], x.sum()),)
+
+    module = traced(both, *given)
+    for i, node in enumerate(module.graph.nodes):
+        node.meta[PLACE] = f"model.py:{i}"
+    last = module.graph.output_node().prev
+    with pytest.raises(ExportError, match=r"aten\.index_put\.default") as caught:
+        convert(module, given, ["x", "mask", "at"], ["y"])
+    assert caught.value.where == last.meta[PLACE]
+    assert caught.value.hint
+
+
 def test_a_name_given_twice_is_refused() -> None:
     x = torch.ones(2)
     with pytest.raises(ExportError, match="twice"):

@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from fxpipe.errors import ExportError, FxpipeError
 from fxpipe.export.inference.chain import ChainStage, Port
-from fxpipe.export.inference.eval_graph import EvalGraph, in_a_line
+from fxpipe.export.inference.eval_graph import EvalGraph
 from fxpipe.export.inference.nodes import place_of
 from fxpipe.onnx import model_file
 from fxpipe.onnx.convert import convert_exported
@@ -86,8 +86,6 @@ class Writer:
         except FxpipeError as error:
             where = error.where or _places(stage, error.what)
             raise ExportError(f"{name}: {error.what}", where=where, hint=error.hint) from error
-        except Exception as error:
-            raise ExportError(f"{name} cannot be converted: {in_a_line(error)}") from error
         for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
             for dimension in value.type.tensor_type.shape.dim:
                 if dimension.HasField("dim_param"):
