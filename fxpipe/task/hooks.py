@@ -31,40 +31,55 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the user defines; None of what is not there.
+    """What a model file defines, by name: `model`, `loss` and `train_data` are required, all others optional.
+
+    `fxpipe.compile`, `build.local`, `build.join` and `fxpipe.join` take the same as keyword arguments. A hook that is
+    not defined is None.
 
     Attributes:
-        model: `model()` makes the model. A build in memory, and one whose parameters have values, trains without it,
-            unless the optimizer or `reset` asks for a model and the build was loaded.
-        loss: `loss(model, batch)`: a scalar tensor; or that and metrics by name. With `model`, worker 0 makes stages
-            for batches of new shapes during a run (`new_shapes`).
-        train_data: `train_data()`: an iterable of an epoch's batches; called on worker 0 alone. The first batch is the
-            example for capture.
-        optimizer: `optimizer(named_parameters)`, called once for each worker, with its own parameters; by default
-            SGD(lr=0.01, momentum=0.9). `optimizer(named_parameters, model)` gets a view of the model, too
-            (`fxpipe.task.model_view`).
-        configure_optimizers: `configure_optimizers(model)`, in place of `optimizer`.
-        lr_scheduler: `lr_scheduler(optimizer)`: a scheduler that makes a step after every update; `(scheduler,
-            "epoch")` one after every `steps_per_epoch`, a ReduceLROnPlateau as `(scheduler, METRIC)` one after every
+        model: `model()` returns the `nn.Module`. A run calls it only if it needs it: to give values to parameters of
+            a build without any, for the view of the model that `optimizer` or `reset` takes, and for `new_shapes`.
+        loss: `loss(model, batch)` returns a scalar tensor, or `(tensor, {"accuracy": ...})` with metrics of training.
+        train_data: `train_data()` returns an iterable of the batches of one epoch. Its first batch is the example
+            that is captured. A run calls it on worker 0 only, for each epoch; it may also be called to count batches,
+            so keep no counter of epochs in it.
+        optimizer: `optimizer(named_parameters)` returns an optimizer, or a list of them. It is called once on every
+            worker that owns parameters, with that worker's `(name, parameter)` pairs, and may leave some out: these
+            are not trained. Default: `SGD(lr=0.01, momentum=0.9)`. `optimizer(named_parameters, model)` also gets a
+            view of the whole model.
+        configure_optimizers: `configure_optimizers(model)` returns the same; define it in place of `optimizer`.
+        lr_scheduler: `lr_scheduler(optimizer)` returns a scheduler, which is stepped after every update.
+            `(scheduler, "epoch")` is stepped after every epoch, `(ReduceLROnPlateau(...), METRIC)` after every
             evaluation.
-        averaged: `averaged(optimizer, named_parameters)`: the averaged weights that the optimizer keeps, by name.
-        eval_data: `eval_data()`: an iterable of the batches that metrics are computed on, the same at every call;
-            called on worker 0 alone.
-        metrics: `metrics(model, batch)`: numbers and tensors of one element, by name; a build has those it was compiled
-            with.
-        metrics_of_all: `metrics_of_all(gathered)`: numbers by name, of the tensors with dimensions that `metrics` has
-            returned for all batches of an evaluation: a list by name, in the order of the batches, on the CPU.
-        loss_weight: `loss_weight(batch)`: how much a microbatch or a batch of `eval_data` counts, 0 or more; a build
-            that was compiled with it needs it.
-        reset: `reset(model)` sets the buffers that begin anew with an epoch and an evaluation
-            (`fxpipe.task.reset_buffers`).
-        on_step, on_eval, on_epoch: called in every process while it trains, with the same numbers, and the run; see
-            `fxpipe.task.callbacks`.
-        microbatch_dims: `(0, None)`: along which dimension each leaf of a batch is cut, in the structure of the batch.
-        pad, pad_to: `{"ids": 0}` and 64: what is appended to which leaves of a batch, to multiples of what.
-        constant_batch: `["grid"]`: the tensors of a batch whose values the step reads.
-        compile_options, run_options: `{"microbatches": 4}`, `{"epochs": 3}`: options of `fxpipe compile` and `fxpipe
-            run`, by their names in Python, where the command line does not give them. A build keeps those of its runs.
+        averaged: `averaged(optimizer, named_parameters)` returns the averaged weights that the optimizer keeps, by
+            name.
+        eval_data: `eval_data()` returns an iterable of the batches that are evaluated, the same at every call. A run
+            calls it on worker 0 only. It needs `metrics`.
+        metrics: `metrics(model, batch)` returns tensors of one element and numbers, by name. An evaluation averages
+            each over `eval_data()`, weighted by samples or by `loss_weight`. Tensors with dimensions go to
+            `metrics_of_all`.
+        metrics_of_all: `metrics_of_all(gathered)` returns numbers by name. `gathered` has, by name, the tensors with
+            dimensions that `metrics` returned: a list with one tensor per batch, in the order of `eval_data()`, on
+            the CPU. Worker 0 calls it after each evaluation.
+        loss_weight: `loss_weight(batch)` returns a number, 0 or more: how much a microbatch counts in the loss of its
+            minibatch, if the graph does not show it, and how much a batch counts in an evaluation. A build that was
+            compiled with it needs it.
+        reset: `reset(model)` sets the buffers that start afresh with an epoch and with an evaluation, in place or by
+            assignment. Their shapes and dtypes stay, and nothing else may change.
+        on_step: `on_step(step, loss, run)` is called in every process after every step. If it returns something true,
+            the run ends. `run` has `rank`, `metrics` (those that came with the loss), `save()` and `set_lr(rate)`.
+        on_eval: `on_eval(step, metrics, run)`: the same, after every evaluation.
+        on_epoch: `on_epoch(epoch, run)`: the same, after every epoch and its evaluation, counted from 1.
+        microbatch_dims: along which dimension each leaf of a batch is cut into microbatches, in the structure of the
+            batch: `(0, None)`. With None, every microbatch gets the whole leaf.
+        pad: the value that fills up each leaf of a batch, by the leaf's name: `{"ids": 0}`. `{"ids": (0, 1)}` names
+            the dimension, too. Or a function that returns this for the first batch.
+        pad_to: lengths are padded to multiples of this number.
+        constant_batch: names of the small tensors of a batch whose values the step reads: `["grid"]`, `["batch[2]"]`.
+        compile_options: options of `fxpipe compile` and `fxpipe plan`, by their Python names: `{"microbatches": 4}`.
+            The command line overrides them.
+        run_options: options of `fxpipe run`: `{"epochs": 3, "clip_norm": 1.0}`. The command line overrides them. The
+            build keeps them, so compile again to change them.
     """
 
     model: Callable[[], nn.Module] | None = None
