@@ -27,6 +27,7 @@ from fxpipe.cli.run import run_command
 
 from fxpipe.errors import RunError
 from fxpipe.settings import pair
+from fxpipe.threads import threads_for
 
 NOTE = "sweep.json"
 """In the folder of each run: what it is of, and whether it has ended."""
@@ -166,7 +167,7 @@ def _play(build: str, runs: Sequence[_Swept], jobs: int, own: Sequence[str]) -> 
             if not resume:
                 _begin(run)
             command = [sys.executable, "-m", "fxpipe", "run", build, *run.options, *resume]
-            threads = [] if "--threads" in run.options or jobs == 1 else ["--threads", str(_threads(jobs))]
+            threads = [] if "--threads" in run.options or jobs == 1 else ["--threads", str(threads_for(None, jobs))]
             with lock:
                 if over.is_set():
                     return 1, ""
@@ -223,10 +224,6 @@ def _begin(run: _Swept) -> None:
 
 def _write(run: _Swept, ended: bool = False) -> None:
     (run.folder / NOTE).write_text(json.dumps({"of": run.of, "ended": ended}) + "\n")
-
-
-def _threads(jobs: int) -> int:
-    return max((os.cpu_count() or 1) // jobs, 1)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

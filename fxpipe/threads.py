@@ -1,12 +1,13 @@
-"""CPU threads: how many a worker has, and computing with as many: another number gives other bits."""
+"""CPU threads: how many a worker has, and computing with as many: another number gives other bits.
+
+Imports no torch until it computes.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
 
 
 def cores() -> int:
@@ -22,6 +23,8 @@ def threads_for(asked: int | None, local_workers: int) -> int:
 @contextmanager
 def threads(asked: int | None, local_workers: int) -> Iterator[None]:
     """Compute with as many threads as one worker of a distributed run has."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads_for(asked, local_workers))
     try:
