@@ -1,7 +1,8 @@
-"""docs/start/model-file.md: its file trains, and a misspelt function is reported as the page shows."""
+"""docs/start/model-file.md: its file trains and is evaluated; a misspelt function is reported as the page shows."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -35,3 +36,21 @@ def test_a_misspelt_function_is_an_error(file: str) -> None:
     assert result.code == 1
     (shown,) = re.findall(r"(?:^    .*(?:bad\.py|modle).*\n)+", PAGE, re.M)
     assert result.err == "".join(line[4:] + "\n" for line in shown.splitlines())
+
+
+@pytest.mark.slow
+def test_the_hooks_of_evaluations_evaluate_it(file: str) -> None:
+    """docs/how-to/evaluate.md: a mean, F1 and metrics of training, and the commands."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "evaluate.md").read_text(encoding="utf-8")
+    means, of_all, trained = re.findall(r"```python\n(.*?)```", page, re.S)
+    held_out = "\nheld_out = torch.utils.data.TensorDataset(images, labels)\n"
+    for hooks, name in ((means, "accuracy"), (means.split("\n\n\n")[0] + "\n\n" + of_all, "f1")):
+        Path("model.py").write_text("\n".join((file, held_out, hooks, trained)))
+        made = fxpipe("compile", "model.py", "-n", "2", "-o", "build", *QUICK)
+        assert made.code == 0, made.err
+        for command in re.findall(r"^    fxpipe (run .*)$", page, re.M):
+            run = fxpipe(*command.replace("accuracy", name).split(), "--local", "--json")
+            assert run.json["evaluation"][name] > 0.7
+    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert all("accuracy" in line["metrics"] for line in lines if "loss" in line)
+    assert Path("out/best.safetensors").is_file()
