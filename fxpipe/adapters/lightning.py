@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.adapters.epochs import Epochs, epochs
+from fxpipe.adapters.freezing import freezing
 from fxpipe.adapters.lightning_steps import Validated, loss_of, metrics_of, metrics_of_all, validated
 from fxpipe.adapters.lightning_trainer import TrainerSettings
 from fxpipe.adapters.said_once import is_first_process
@@ -25,6 +26,7 @@ from fxpipe.errors import TaskError
 from fxpipe.messages import warn
 from fxpipe.task.first_batches import at_most
 from fxpipe.task.meta import on_meta
+from fxpipe.task.what_trains import freezes_or_thaws
 from fxpipe.torch_private import PARAMETERS, FakeTensorMode
 
 NEVER_CALLED = (
@@ -257,6 +259,8 @@ def _validates(model: Any, data: Callable[[], Any] | None) -> bool:
     unheard = NEVER_CALLED if data is None else ("setup", *NEVER_CALLED)
     called = ("on_validation_epoch_end",) if metrics_in(model) else ()  # with the metrics of all batches
     defined = [name for name in unheard if name not in called and _overrides(model, name)]
+    if found := freezing(type(model), defined):
+        raise freezes_or_thaws(f"{type(model).__name__}.{found[0]}", "parameters")
     if defined and is_first_process():
         warn(f"{type(model).__name__}.{', '.join(defined)}: a pipeline does not call it")
     return _overrides(model, "validation_step") and _overrides(source, "val_dataloader")

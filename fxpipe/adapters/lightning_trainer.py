@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fxpipe.adapters.freezing import freezing
 from fxpipe.errors import TaskError, near
+from fxpipe.task.what_trains import AGAIN
 
 REFUSED = {
     "fast_dev_run": "fxpipe run --steps N",
@@ -38,7 +40,7 @@ CHANGES_TRAINING = {
     "StochasticWeightAveraging": "fxpipe run --ema DECAY, or averaged() in the model file",
     "WeightAveraging": "fxpipe run --ema DECAY, or averaged() in the model file",
     "GradientAccumulationScheduler": "accumulate_grad_batches=N",
-    "BaseFinetuning": "choose what trains by requires_grad, in the module",
+    "BaseFinetuning": f"choose what trains by requires_grad, in the module; to change it, {AGAIN}",
     "ModelPruning": "prune in the module",
     "LearningRateFinder": "give the rate",
     "BatchSizeFinder": "give the batch size",
@@ -101,6 +103,7 @@ class TrainerSettings:
             found += [
                 f"{type(each).__name__}: {cure}" for kind, cure in CHANGES_TRAINING.items() if kind in _kinds(each)
             ]
+            found += [f"{type(each).__name__}.{name} changes requires_grad: {AGAIN}" for name in freezing(type(each))]
         if found:
             raise TaskError(
                 "Trainer is given what a pipeline does not do", hint="take it out:\n    " + "\n    ".join(found)

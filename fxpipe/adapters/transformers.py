@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxpipe.adapters.epochs import Epochs, epochs
+from fxpipe.adapters.freezing import freezing
 from fxpipe.adapters.said_once import is_first_process
 from fxpipe.adapters.trainer import best_metric, compile_options, in_order, refuse, run_options, unheard
 from fxpipe.errors import TaskError
 from fxpipe.messages import warn
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import load_task
+from fxpipe.task.what_trains import freezes_or_thaws
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """The names of parameters without weight decay, besides those of LayerNorm: those of `Trainer`."""
@@ -75,6 +77,9 @@ def trainer_hooks(
     from transformers.trainer_pt_utils import get_parameter_names
 
     args = _arguments(args)
+    for kind in (each if isinstance(each, type) else type(each) for each in callbacks):
+        if found := freezing(kind):
+            raise freezes_or_thaws(f"{kind.__name__}.{found[0]}", "parameters")
     collator = data_collator or default_data_collator
     if data_collator is None and hasattr(processing_class, "pad"):
         collator = DataCollatorWithPadding(processing_class)

@@ -196,6 +196,12 @@ class Task:
     def _views(self) -> ModelViews:
         return ModelViews(self.seen if self.hooks.model is None and self.seen else self.model)
 
+    @property
+    def view(self) -> nn.Module | None:
+        """The model that the optimizer and `reset` have had views of; None if they have had none."""
+        views = vars(self).get("_views")
+        return None if views is None else vars(views).get("model")
+
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
         """What the user's hook returns: see `fxpipe.task.paced_scheduler`; None if none is defined."""
         return None if self.hooks.lr_scheduler is None else self._call("lr_scheduler", optimizer)

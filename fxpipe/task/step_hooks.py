@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -22,12 +22,16 @@ class StepHooks:
         loss: `loss(model, batch)`.
         loss_weight: that of the build, if it has one.
         same: the model is the one that was compiled: its constants are those of the build.
+        kept: then, it, in whatever mode it is; None where it is gone.
+        trained: whether each parameter of it required gradients.
     """
 
     model: Callable[[], nn.Module]
     loss: Loss
     loss_weight: LossWeight | None = None
     same: bool = False
+    kept: Callable[[], nn.Module | None] = lambda: None
+    trained: Mapping[str, bool] = field(default_factory=dict)
 
     @staticmethod
     def of_compiled(model: nn.Module, loss: Loss, loss_weight: LossWeight | None) -> StepHooks:
@@ -51,4 +55,5 @@ class StepHooks:
                 )
             return found
 
-        return StepHooks(again, loss, loss_weight, same=True)
+        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        return StepHooks(again, loss, loss_weight, same=True, kept=kept, trained=trained)

@@ -364,8 +364,19 @@ def test_averaging_callbacks_are_refused_and_others_named(tmp_path: Path, capsys
     with pytest.raises(TaskError, match="StochasticWeightAveraging: fxpipe run --ema"):
         options(callbacks=[StochasticWeightAveraging(0.1)])
 
+    class Thaws(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            for parameter in pl_module.parameters():
+                parameter.requires_grad = trainer.current_epoch > 1
+
+    with pytest.raises(
+        TaskError, match=r"Thaws.on_train_epoch_start changes requires_grad: save a checkpoint, compile"
+    ):
+        options(callbacks=[Thaws()])
+
     class Own(Callback):
-        pass
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.count = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
 
     module = runpy.run_path(str(written(tmp_path, SGD)))
     capsys.readouterr()
@@ -466,6 +477,12 @@ def test_what_a_pipeline_does_not_do_is_refused(configure: str, said: str, tmp_p
     module = runpy.run_path(str(written(tmp_path, configure)))
     with pytest.raises(TaskError, match=said):
         module["optimizer"]([], module["model"]())
+
+
+def test_a_module_that_thaws_is_refused(tmp_path: Path) -> None:
+    thaws = "\n\n    def on_train_epoch_start(self):\n        self.requires_grad_(self.current_epoch > 1)"
+    with pytest.raises(TaskError, match=r"Classifier\.on_train_epoch_start changes requires_grad of parameters, and"):
+        runpy.run_path(str(written(tmp_path, "return torch.optim.SGD(self.parameters(), lr=0.1)" + thaws)))
 
 
 def test_methods_that_are_not_called_are_named_once(

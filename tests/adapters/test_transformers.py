@@ -246,7 +246,7 @@ def given(tmp_path: Path, more: str, callbacks: str = "[]") -> tuple[dict[str, A
     path.write_text(
         path.read_text()
         .replace("eval_dataset=held_out)", f"eval_dataset=held_out, callbacks={callbacks})")
-        .replace("import BertConfig", "import EarlyStoppingCallback, PrinterCallback, BertConfig")
+        .replace("import BertConfig", "import EarlyStoppingCallback, PrinterCallback, TrainerCallback, BertConfig")
     )
     module = runpy.run_path(str(path))
     found = ({n: v for n, v in module[name].items() if v is not None} for name in ("compile_options", "run_options"))
@@ -303,6 +303,14 @@ def test_arguments_are_options(
 ) -> None:
     expected = ({"seed": 42, "microbatches": 2} | compiled, {n: v for n, v in (RUNS | runs).items() if v is not None})
     assert given(tmp_path, more, callbacks) == expected
+
+
+def test_a_callback_that_thaws_is_refused(tmp_path: Path) -> None:
+    thaws = (
+        "[type('Thaws', (TrainerCallback,), {'on_epoch_begin': lambda *_, model, **__: model.requires_grad_(True)})]"
+    )
+    with pytest.raises(TaskError, match=r"Thaws\.on_epoch_begin changes requires_grad of parameters, and which"):
+        given(tmp_path, "", thaws)
 
 
 def test_what_is_not_followed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

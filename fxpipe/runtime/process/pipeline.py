@@ -24,6 +24,7 @@ from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.readings import Readings, open_checkpoint, write_together
 from fxpipe.runtime.process.resume import Resumed, opened, recipe_of
 from fxpipe.runtime.process.rows import FedRows, open_evaluation, open_rows
+from fxpipe.runtime.process.what_trains import WhatTrains
 from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.exchange import agree_on, barrier, gathered
@@ -31,6 +32,8 @@ from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.feed import in_steps
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.model_file import Task
+
+LOOP = "code between the steps"
 
 
 class Pipeline(Readings):
@@ -114,6 +117,7 @@ class Pipeline(Readings):
         for executor in self.every if options.trace is not None else ():
             executor.watch.record()
             executor.watch.begin()
+        self._trains = WhatTrains(plan, self._task, self.every)
         self._watched()
 
     @property
@@ -147,7 +151,9 @@ class Pipeline(Readings):
             BatchError: the batch does not fit the build; on all workers, and all may go on with another.
             RunError: a stage failed; or the processes do not make the same calls.
             PeerLost: another process is gone.
+            TaskError: parameters were frozen or thawed.
         """
+        self._trains.check(LOOP)
         with self._call():
             shape: int | None = None
             parts: list[tuple[Any, ...]] = []
@@ -240,6 +246,7 @@ class Pipeline(Readings):
             BuildError, CheckpointError: it is none, or does not fit the build.
         """
         self._settled("load")
+        self._trains.check(LOOP)
         with self._call("load"):
             self._flush()
             error: FxpipeError | None = None

@@ -53,6 +53,7 @@ from fxpipe.runtime.process.run_summary import (
     write_run,
 )
 from fxpipe.runtime.process.training_loop import train
+from fxpipe.runtime.process.what_trains import WhatTrains
 from fxpipe.runtime.process.world import NotFiniteAnswers, World
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.exchange import barrier, gathered
@@ -151,6 +152,7 @@ class TrainingRun(Observer):
             self.callbacks = RunCallbacks(
                 *(hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, world.line),
                 *(self.checkpoints, self._shards[0][0].state if self._shards else None),
+                WhatTrains(plan, task, executors),
             )
             self.observers.append(self.callbacks)
         self._shares: dict[int, dict[int, list[tuple[Any, ...]]]] = {}  # read, by minibatch and replica

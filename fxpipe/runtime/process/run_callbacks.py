@@ -26,6 +26,7 @@ from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.minibatch_notes import Decision, Decisions, Losses, StepLoss
+from fxpipe.runtime.process.what_trains import WhatTrains
 from fxpipe.runtime.wires.addresses import ProcessLine
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
@@ -91,6 +92,7 @@ class RunCallbacks(Observer):
         line: of the processes.
         checkpoints: those that the run makes.
         state: that of a shard of the checkpoint that it goes on from.
+        trains: what no callback may change.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class RunCallbacks(Observer):
         line: ProcessLine,
         checkpoints: Checkpoints | None,
         state: Any,
+        trains: WhatTrains,
     ) -> None:
+        self._trains = trains
         self._checkpoints = checkpoints
         self._hooks, self._consequences, self._seed = hooks, consequences, seed
         self._executors, self._evaluates = executors, evaluates
@@ -241,6 +245,7 @@ class RunCallbacks(Observer):
                 raise
             except Exception as error:
                 raise hook_raised(hook, error, self._hooks.path) from error
+        self._trains.check(f"{hook}()")
         decision = self._run._taken(ends)
         if hook != ON_STEP and version >= self._consequences.end:
             return decision  # after the last update

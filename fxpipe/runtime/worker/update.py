@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe.checkpoint.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
 from fxpipe.checkpoint.unsaved import UnsavedState
-from fxpipe.errors import RunError, TaskError, near
+from fxpipe.errors import RunError, TaskError, listed, near
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.policy.base import Policy
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
@@ -29,6 +29,7 @@ from fxpipe.task.callbacks import CALLBACKS
 from fxpipe.task.model_file import Task
 from fxpipe.task.paced_scheduler import paced, without_order_warning
 from fxpipe.task.several_optimizers import may_draw
+from fxpipe.task.what_trains import freezes_or_thaws
 
 
 class Updater:
@@ -101,6 +102,8 @@ class Updater:
             self.optimizer = make_optimizer(task.optimizer, list(updated.items())) if updated else None
             if self.optimizer is None:
                 return
+            if frozen := [name for name in updated if name in self.updated and not updated[name].requires_grad]:
+                raise freezes_or_thaws("optimizer()", listed(frozen, 6), task.file)
             self._reseed("lr_scheduler")
             made = paced(task.lr_scheduler(self.optimizer))
             if made is not None:
