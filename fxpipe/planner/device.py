@@ -186,7 +186,7 @@ class _DeviceToml:
     links: _LinksTable | None = None
 
 
-_HINT = "it has tables [device] and [links], each of which may be left out; docs/concepts/planner.md shows one"
+_HINT = "it has tables [device] and [links], each of which may be left out; docs/how-to/plan.md shows one"
 
 
 def _read(path: Path) -> DeviceSpec:
