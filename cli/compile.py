@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.command import group
 from fxpipe.cli.cost_options import CostOptions
-from fxpipe.cli.file_options import as_flags, compile_options_of, file_options
+from fxpipe.cli.file_options import (
+    Written,
+    compile_options_of,
+    is_given,
+    options_of,
+    read_options,
+    say_given,
+    take,
+    values,
+)
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, print_table, stdout_console, warn, working
 from fxpipe.cli.program_after_pass import print_after
 from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
+from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 
 from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.messages import plain
@@ -95,16 +105,16 @@ MOST_SHOWN = 4
     click.option("-v", "--verbose", is_flag=True, help="Say what every pass made of the program."),
     click.option("--after", metavar="PASS", help="Print the program after a pass, or `capture`; write nothing."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    config,
+    print_config,
     first="out verify",
 )
 def compile_command(
     model: str,
-    out: str,
-    like: str | None,
-    verify: bool,
-    verbose: bool,
     after: str | None,
     as_json: bool,
+    config: str | None,
+    print_config: bool,
     arguments: tuple[str, ...] | None,
     **asked: Any,
 ) -> int:
@@ -135,6 +145,9 @@ def compile_command(
 
     --codec auto sends int8 on just those links that workers wait for. --set, and what comes after -- (the model file's
     own command line, for argparse), are kept with the build; what capture did not read of them, a run may change.
+
+    Options that the command line does not give are those of the table [compile] in fxpipe.toml, in the model file's
+    folder; then those of --like; then those of the model file's compile_options.
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
     from fxpipe.inspection.codecs import codec_facts
@@ -147,18 +160,22 @@ def compile_command(
     from fxpipe.policy.recipe import choose
     from fxpipe.simulator.forecast import forecast
 
+    asked |= SettingsFile.of(config, Path(model)).options("compile")
+    like, out, verify, verbose = (asked.pop(name) for name in ("like", "out", "verify", "verbose"))
     costs = CostOptions.of(asked)
     _check(asked, verify, after)
-    if after is None:
+    if after is None and not print_config:
         check_target(Path(out))
     with working("reading the model"):
         task = ModelOptions(settings=asked["settings"], arguments=arguments or ()).load(model)
-    named = "schedule" in (given := _given_by(task))
-    asked |= given
     if like is not None:
         asked |= _like(like)
+    asked |= _given_by(task)
+    if print_config:
+        echo(config_text(), nl=False)
+        return 0
     _check(asked, verify, after)
-    asked_schedule(asked, given=named or like is not None)
+    asked_schedule(asked)
     made_as = ModelOptions(**{name: asked.pop(name) for name in flags(ModelOptions)}, arguments=arguments or ())
     options = CompileOptions(**asked, known_costs=Path(out) / NODE_COSTS)
     if after is not None:
@@ -233,24 +250,26 @@ def _given_by(task: Task) -> dict[str, Any]:
     """The options that the model file gives; says them, and what it gives runs."""
     from fxpipe.runtime.options import RunOptions
 
-    runs = as_flags(file_options("run_options", task.run_options, RunOptions, file=str(task.file)), RunOptions)
-    return compile_options_of(task, runs=runs)
+    runs = read_options("run_options", task.run_options, options_of("run", RunOptions), str(task.file))
+    found = compile_options_of(task)
+    say_given(str(task.file), runs, "runs")
+    return found
 
 
 def _like(folder: str) -> dict[str, Any]:
-    """The options of another build, where the command line does not give them: so that its checkpoints go on alike."""
-    from click.core import ParameterSource
-
+    """The options of another build, where nothing gives them: so that its checkpoints go on alike."""
     from fxpipe.plan.build_folder import read_plan
 
     plan, context = read_plan(folder), click.get_current_context()
     found = options_like(plan)
-    given = {name for name in found if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    given = {name for name in found if is_given(name)}
     if "schedule" in given and context.params["schedule"] != plan.schedule:
         given.add("policy")  # it belongs to the schedule
     if given & {"dp", "replicas"}:
         given |= {"dp", "replicas"}
-    return {name: value for name, value in found.items() if name not in given}
+    texts = {name: (",".join(map(str, one)) or None) if isinstance(one, tuple) else one for name, one in found.items()}
+    flags = {name: option.opts[-1] for name, option in options_of("compile").items()}
+    return values(take({name: Written(flags[name], texts[name], found[name]) for name in found}, folder, given))
 
 
 def _print(

@@ -1,98 +1,161 @@
-"""The options that a model file gives, `compile_options` and `run_options`, where the command line has none."""
+"""The options that files give where the command line has none: a settings file, another build, a model file.
+
+Each file gives what those before it have left: see `take`.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from fxpipe.cli.option_fields import click_type
+from fxpipe.cli.command import Command
 from fxpipe.cli.output import note
 
 from fxpipe.errors import FxpipeError, TaskError, near
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.options import Flag, flags
+from fxpipe.options import flags
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.task.model_file import Task
 
+TAKEN = "fxpipe.taken"
+"""In the meta of a command's context: by option what a file gave, and the file's name."""
 
-def file_options(
-    hook: str, given: Mapping[str, Any], *classes: type[Any], file: str, left: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """Those of the file's options that the command line does not give, read as it would read them.
+_EXCLUSIVE = (("steps", "epochs"), ("dp", "replicas"), ("cuts", "forward_at"), ("cuts", "backward_at"))
+"""Where one of these is given, a later file does not give the other."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file gives for an option: the option's flag, what is written there, and the value for the command."""
+
+    flag: str
+    text: Any
+    value: Any
+
+
+def options_of(command: str, *classes: type[Any]) -> dict[str, click.Option]:
+    """The options of a command of fxpipe: those that are fields of these classes; all, where none is named."""
+    from fxpipe.cli.main import cli
+
+    found = cli.commands[command]
+    assert isinstance(found, Command)
+    options = {str(option.name): option for group in found.groups.values() for option in group}
+    names = {name for kind in classes for name in flags(kind)} or options
+    return {name: option for name, option in options.items() if name in names and name != "settings"}
+
+
+def read_options(
+    where: str, given: Mapping[str, Any], known: Mapping[str, click.Option], file: str
+) -> dict[str, Written]:
+    """The options of a file, by the names that they have in a command.
 
     Args:
-        hook: what the file calls them.
-        classes: whose fields they are.
-        left: fields that something else decides here.
+        where: what the file calls them.
+        known: what may be given, by the file's names.
 
     Raises:
         TaskError: one is no option, or has a value that it cannot have.
     """
-    known = {name: flag for kind in classes for name, flag in flags(kind).items()}
-    known.pop("settings", None)  # the file has read them by now
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+    found = {}
+    for name, text in given.items():
         if name not in known:
-            raise TaskError(
-                f"{hook} has {name!r}, which is no option{near(name, list(known))}",
-                where=file,
-                hint=f"one of {', '.join(known)}",
-            )
-        if value is None:
+            what = f"{where} has {name!r}, which is no option{near(name, list(known))}"
+            raise TaskError(what, where=file, hint=f"one of {', '.join(known)}")
+        option = known[name]
+        if text is None:
             continue
         try:
-            found[name] = _read(known[name], value)
+            found[str(option.name)] = Written(option.opts[-1], text, _read(option, text))
         except (FxpipeError, click.UsageError) as error:
             what = error.what if isinstance(error, FxpipeError) else error.message
-            raise TaskError(f"{hook} has {name}={value!r}: {what}", where=file) from error
-    source = click.get_current_context().get_parameter_source
-    return {
-        name: value
-        for name, value in found.items()
-        if name not in left and source(name) in (None, ParameterSource.DEFAULT)
-    }
-
-
-def compile_options_of(task: Task, left: tuple[str, ...] = (), runs: str = "") -> dict[str, Any]:
-    """The options that a model file gives to what compiles or plans it, as `file_options`; says them.
-
-    Args:
-        left: fields that something else decides here.
-        runs: what it gives runs, as a command line has it, to be said, too.
-    """
-    kinds, file = (CompileOptions, ModelOptions), str(task.file)
-    found = file_options("compile_options", task.compile_options, *kinds, file=file, left=left)
-    if said := [text for text in (as_flags(found, *kinds), runs) if text]:
-        note(f"{file} gives {'; runs get '.join(said) if found else f'runs {said[0]}'}")
+            raise TaskError(f"{where} has {name}={text!r}: {what}", where=file) from error
     return found
 
 
-def as_flags(options: Mapping[str, Any], *classes: type[Any]) -> str:
-    """The options as a command line has them."""
-    known = {name: flag for kind in classes for name, flag in flags(kind).items()}
-    said = []
-    for name, value in options.items():
-        flag = known[name].names[-1]
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            text = shlex.quote(str(one))
-            said += [flag] if one is True else [] if one is False else [f"{flag}{'=' if text[0] == '-' else ' '}{text}"]
-    return " ".join(said)
+def is_given(name: str) -> bool:
+    """Whether the command line, or a file, has given an option of the command that runs."""
+    return click.get_current_context().get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
-def _read(flag: Flag, value: Any) -> Any:
-    """A value as the flag's own text gives it.
+def take(found: Mapping[str, Written], file: str, left: Collection[str] = ()) -> dict[str, Written]:
+    """Those that nothing has given before; from now on, they are given.
+
+    Args:
+        file: what gives them.
+        left: options that something else decides here.
+    """
+    context = click.get_current_context()
+    before = {name for name in {*context.params, *found} if is_given(name)}
+    left = {*left, *before, *(b for pair in _EXCLUSIVE for a, b in (pair, pair[::-1]) if a in before)}
+    taken = {name: one for name, one in found.items() if name not in left}
+    for name, one in taken.items():
+        context.params[name] = one.value
+        context.set_parameter_source(name, ParameterSource.DEFAULT_MAP)
+        context.meta.setdefault(TAKEN, {})[name] = one.text, Path(file).name
+    return taken
+
+
+def values(taken: Mapping[str, Written]) -> dict[str, Any]:
+    """For the command."""
+    return {name: one.value for name, one in taken.items()}
+
+
+def say_given(file: str, taken: Mapping[str, Written], whom: str = "") -> None:
+    """Say what a file gives, as a command line has it; once in a run of several processes."""
+    said = [whom] if whom else []
+    for one in taken.values():
+        for value in one.text if isinstance(one.text, (tuple, list)) else (one.text,) if one.text is not False else ():
+            text = shlex.quote(str(value))
+            said.append(one.flag if value is True else f"{one.flag}{'=' if text[0] == '-' else ' '}{text}")
+    if len(said) > bool(whom) and os.environ.get("RANK", "0") == "0":
+        note(f"{file} gives {' '.join(said)}")
+
+
+def compile_options_of(task: Task, left: Collection[str] = ()) -> dict[str, Any]:
+    """The options that a model file gives to what compiles or plans it; says them.
+
+    Args:
+        left: fields that something else decides here.
+    """
+    known, file = options_of("compile", CompileOptions, ModelOptions), str(task.file)
+    taken = take(read_options("compile_options", task.compile_options, known, file), file, left)
+    say_given(file, taken)
+    return values(taken)
+
+
+def is_number(option: click.Option) -> bool:
+    """Whether values of the option are numbers, not texts that it reads."""
+    return isinstance(option.type, (click.types.IntParamType, click.types.FloatParamType))
+
+
+def _read(option: click.Option, given: Any) -> Any:
+    """A value as the option's own text gives it.
 
     Raises:
         FxpipeError, click.UsageError: the option cannot have it.
     """
-    if isinstance(flag.default, bool):
-        return click.BOOL.convert(str(value), None, None)
-    kind = click.types.convert_type(click_type(flag))
-    if isinstance(flag.default, tuple):
-        return tuple(kind.convert(str(one), None, None) for one in value)
-    return kind.convert(str(value), None, None)
+    if option.multiple:
+        if not isinstance(given, (list, tuple)):
+            raise click.UsageError("this is no list")
+        return tuple(_read_one(option, one) for one in given)
+    return _read_one(option, given)
+
+
+def _read_one(option: click.Option, given: Any) -> Any:
+    kinds: tuple[type[Any], ...] = (str, int, float)
+    wanted = "text"
+    if option.is_flag:
+        kinds, wanted = (bool,), "true or false"
+    elif is_number(option):
+        kinds, wanted = (int, float), "a number"
+    if not isinstance(given, kinds) or (isinstance(given, bool) and not option.is_flag):
+        raise click.UsageError(f"this is not {wanted}")
+    return option.type.convert(str(given), None, None)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import click
 from fxpipe.cli.command import Command
 
+TYPED = "fxpipe.typed"
+"""In the meta of the command's context: its own command line."""
+
 
 class WithArguments(Command):
     """A command that gets what comes after `--` as `arguments`, which is None where there is no `--`."""
@@ -12,6 +15,7 @@ class WithArguments(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take them from the end."""
         at = args.index("--") if "--" in args else None
+        ctx.meta[TYPED] = args[:at]
         rest = super().parse_args(ctx, args[:at])
         ctx.params["arguments"] = None if at is None else tuple(args[at + 1 :])
         return rest

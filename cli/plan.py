@@ -16,6 +16,7 @@ from fxpipe.cli.output import emit_json, note, working
 from fxpipe.cli.partition_tables import PlannedCuts
 from fxpipe.cli.planned import of_model, of_profile, plan_replicas, planned
 from fxpipe.cli.schedule_comparison import Schedules, asked_schedule, compare_schedules
+from fxpipe.cli.settings_file import SettingsFile, config
 
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import flags
@@ -29,8 +30,11 @@ from fxpipe.task.model_options import ModelOptions
 MODES = ("same", "bidirectional", "three-way")
 _CHOSEN = ("workers", "virtual", "dp", "replicas")
 """What --gpus chooses."""
-_UNPLANNED = tuple(name for name in flags(CompileOptions) if name.startswith(("outer", "shard")))
-"""What replicas do among themselves."""
+_UNPLANNED = (
+    *("out", "like", "verify", "verbose"),
+    *(name for name in flags(CompileOptions) if name.startswith(("outer", "shard"))),
+)
+"""What is of compiles alone, or what replicas do among themselves."""
 
 
 def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -117,7 +121,9 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     click.option("--no-communication", is_flag=True, help="Plan for messages that take no time."),
     first="bandwidth latency",
 )
-@group("Output", click.option("--json", "as_json", is_flag=True, help="Print one JSON object."), first="as_json")
+@group(
+    "Output", click.option("--json", "as_json", is_flag=True, help="Print one JSON object."), config, first="as_json"
+)
 def plan_command(
     target: str,
     gpus: int | None,
@@ -132,6 +138,7 @@ def plan_command(
     no_communication: bool,
     weight_fraction: float,
     meta: bool,
+    config: str | None,
     settings: tuple[str, ...],
     arguments: tuple[str, ...] | None,
     as_json: bool,
@@ -167,29 +174,35 @@ def plan_command(
     take. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. With --machine, each machine has one link for all
     its processes. --microbatches is the number in the whole minibatch; with --dp, that of one replica of the pipeline,
     as for `compile`. --autocast, --pad-to, --set, --meta, --cost, --device-spec and --threads are for a model file.
+
+    Options that the command line does not give are those of the table [compile] in fxpipe.toml, in the model file's
+    folder; then those of the model file's compile_options.
     """
+    is_model = target.endswith(".py")
+    left = (*_UNPLANNED, *(_CHOSEN if gpus else ()), *(("schedule", "policy") if compare else ()))
+    left += ("microbatches",) if counts else ()
+    given = SettingsFile.of(config, Path(target) if is_model else None).options("compile", left)
+    settings = given.pop("settings", settings)
+    asked |= {name: given.pop(name) for name in flags(CostOptions) if name in given}
     costs = CostOptions.of(asked)
     if no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
-    is_model = target.endswith(".py")
     if meta and not is_model:
         raise click.UsageError("--meta is for models; a profile has no parameters")
     if weight_fraction and is_model:
         raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
-    made, task, given = ModelOptions(settings=settings, arguments=arguments or ()), None, dict[str, Any]()
+    made, task = ModelOptions(settings=settings, arguments=arguments or ()), None
     if is_model:
         with working("reading the model"):
             task = made.load(target)
-        left = (*_UNPLANNED, *(_CHOSEN if gpus else ()), *(("schedule", "policy") if compare else ()))
-        left += ("microbatches",) if counts else ()
-        given = compile_options_of(task, left)
-        counted = given.pop("microbatches", None)
-        counts = counts or ((counted,) if counted else ())
-        cuts = cuts or tuple(mode for mode in [given.pop("cuts", "auto")] if mode in MODES)
-        meta, dp, replicas = given.pop("meta", meta), given.pop("dp", dp), given.pop("replicas", replicas)
-        made = replace(made, **{name: given.pop(name) for name in flags(ModelOptions) if name in given}, meta=meta)
-        asked |= given
-    compare = asked_schedule(asked, compare, given="schedule" in given) or compare or len(counts) > 1
+        given |= compile_options_of(task, left)
+    counted = given.pop("microbatches", None)
+    counts = counts or ((counted,) if counted else ())
+    cuts = cuts or tuple(mode for mode in [given.pop("cuts", "auto")] if mode in MODES)
+    meta, dp, replicas = given.pop("meta", meta), given.pop("dp", dp), given.pop("replicas", replicas)
+    made = replace(made, **{name: given.pop(name) for name in flags(ModelOptions) if name in given}, meta=meta)
+    asked |= given
+    compare = asked_schedule(asked, compare) or compare or len(counts) > 1
     replicas = _replicas(gpus, replicas, dp, asked["workers"])
     if processes := gpus or sum(replicas):
         if compare or save_schedule is not None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.command import group
-from fxpipe.cli.file_options import as_flags, file_options
+from fxpipe.cli.file_options import options_of, read_options, say_given, take, values
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, stdout_console, warn, working
+from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 from fxpipe.cli.signals import end_at_once
 
 from fxpipe.checkpoint.interval import Interval
@@ -63,9 +64,11 @@ class _Flags(RunOptions):
     "Output",
     option_fields(_Flags, "out", "model_file", "trace", "log", "log_staleness", "peak"),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    config,
+    print_config,
     first="out trace",
 )
-def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
+def run_command(build: str, as_json: bool, config: str | None, print_config: bool, **asked: Any) -> int:
     """Train a BUILD directory: one process for each stage, until --steps or --epochs. Writes weights, under the model's
     own names, and metrics to the folder OUT. Under torchrun, joins the processes that torchrun started.
 
@@ -97,13 +100,20 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
     With schedule async, --policy says which weights are used: 2bw, latest, lwp, pipeoptim, spectrain, stash, vertical,
     xpipe, or the model file's own, with switches after it, as in pipeoptim+keep. --clip-norm is exact with the other
     schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
+
+    Options that the command line does not give are those of the table [run] in fxpipe.toml, in the model file's folder;
+    then those of the model file's run_options. With --resume, the checkpoint's are kept.
     """
     from fxpipe.runtime.process.ends import Stopped, ended_by_exit
     from fxpipe.runtime.process.launch import running_under_torchrun
 
-    if asked["steps"] is not None and asked["epochs"] is not None:
-        raise click.UsageError("--steps and --epochs exclude each other")
-    asked |= _given_by(build, asked)
+    _check(asked)
+    asked |= given_to_run(build, asked, config)
+    _check(asked)
+    if print_config:
+        echo(config_text(), nl=False)
+        return 0
+    local = asked.pop("local")
     options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())
     if options.checkpoint_every not in (None, EPOCH):
         Interval.of(options.checkpoint_every)
@@ -125,24 +135,32 @@ def run_command(build: str, local: bool, as_json: bool, **asked: Any) -> int:
     return 0
 
 
-def _given_by(build: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that the build's model file gives where the command line does not; says them.
+def _check(asked: Mapping[str, Any]) -> None:
+    if asked["steps"] is not None and asked["epochs"] is not None:
+        raise click.UsageError("--steps and --epochs exclude each other")
+
+
+def given_to_run(build: str, asked: Mapping[str, Any], config: str | None, say: bool = True) -> dict[str, Any]:
+    """The options that fxpipe.toml and the build's model file give where the command line does not.
 
     A run that goes on has those of its checkpoint, as far as its numbers depend on them.
+
+    Args:
+        say: print them.
     """
-    from fxpipe.plan.build_folder import load_plan
+    from fxpipe.plan.build_folder import load_plan, model_path
 
     plan = load_plan(build)
-    left = KEPT if asked["resume"] is not None else ()
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        left += (other,) if asked[one] is not None else ()
+    left = (*KEPT, "settings", "weights") if asked["resume"] is not None else ()
+    found = SettingsFile.of(config, model_path(plan, build, asked["model_file"])).options("run", left, say=say)
     if not plan.evaluations:
         left += OF_EVALUATIONS
     file = Path(plan.model_file or "").name
-    found = file_options("run_options", plan.run_options, RunOptions, file=file, left=left)
-    if found and os.environ.get("RANK", "0") == "0":
-        note(f"{file} gives {as_flags(found, RunOptions)}")
-    return found
+    given = read_options("run_options", plan.run_options, options_of("run", RunOptions), file)
+    taken = take(given, file, left)
+    if say:
+        say_given(file, taken)
+    return found | values(taken)
 
 
 def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
+from fxpipe.cli.file_options import is_given
 from fxpipe.cli.output import echo, print_columns, stdout_console
 from fxpipe.cli.planned import Say, Source
 
@@ -18,21 +18,19 @@ if TYPE_CHECKING:
     from fxpipe.plan.cost_records import ScheduleForecast
 
 
-def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool = False) -> bool:
+def asked_schedule(asked: dict[str, Any], compare: bool = False) -> bool:
     """Decide what the options --schedule and --synchronous mean together; returns whether schedules are compared.
 
     Args:
         asked: the options by their fields; `schedule` becomes 'auto' where only `synchronous` was asked, and '1f1b'
             where workers have different numbers of replicas and none was asked.
         compare: with --compare, which compares all of them.
-        given: the schedule comes from elsewhere, if not from the command line.
 
     Raises:
         ScheduleError: the schedule is not synchronous, as it should be.
         click.UsageError: one schedule is asked, and all are compared.
     """
-    source = click.get_current_context().get_parameter_source("schedule")
-    named = asked["schedule"] != AUTO and (given or source is not ParameterSource.DEFAULT)
+    named = asked["schedule"] != AUTO and is_given("schedule")
     if named and compare:
         raise click.UsageError(f"--compare compares all schedules: leave --schedule {asked['schedule']} out")
     if named and asked["synchronous"] and asked["schedule"] in SCHEDULES and not kind_of(asked["schedule"]).synchronous:

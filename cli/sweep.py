@@ -32,6 +32,8 @@ from fxpipe.threads import threads_for
 NOTE = "sweep.json"
 """In the folder of each run: what it is of, and whether it has ended."""
 
+_OF_ONE_RUN = ("local", "as_json", "out", "config", "print_config")
+
 GRACE = 20.0
 """Seconds that a run has to end when it is asked to."""
 
@@ -94,10 +96,10 @@ def sweep_command(
 ) -> int:
     """Run a BUILD once for each combination of values, and compare.
 
-    All other options are those of `fxpipe run`, and the same for all runs. A run that has ended is not played again,
-    unless the build, the model file or an option has changed: so a sweep that was interrupted goes on where it was, and
-    one with more values plays the new ones. One that fails does not end the others. A setting that capture has read
-    takes a compile for each value.
+    All other options are those of `fxpipe run`, typed or in fxpipe.toml, and the same for all runs. A run that has
+    ended is not played again, unless the build, the model file or an option has changed: so a sweep that was
+    interrupted goes on where it was, and one with more values plays the new ones. One that fails does not end the
+    others. A setting that capture has read takes a compile for each value.
 
     \b
     fxpipe sweep build/ --steps 20 --policy spectrain,latest,stash
@@ -130,14 +132,17 @@ def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequen
         click.UsageError: an option that `fxpipe run` does not have, or that a sweep gives itself.
         FxpipeError: as a run that is refused before it begins.
     """
-    from fxpipe.cli.run import checked_plan
+    from fxpipe.cli.run import checked_plan, given_to_run
 
     from fxpipe.plan.build_folder import model_path
     from fxpipe.runtime.options import RunOptions
 
     given = [text for pair in choice for text in pair]
     with run_command.make_context("run", [build, *given, *fixed, *own]) as read:
-        asked = {name: value for name, value in read.params.items() if name not in ("local", "as_json", "out")}
+        taken = given_to_run(build, read.params, read.params["config"], say=False)
+        asked = {name: one for name, one in read.params.items() if name not in _OF_ONE_RUN}
+        if read.params["print_config"]:
+            raise click.UsageError("--print-config is of a run: fxpipe run BUILD --print-config")
         if read.params["resume"] is not None:
             raise click.UsageError("a sweep that was interrupted goes on by itself: leave --resume out")
         if str(read.params["seed"]) != dict(choice)["--seed"]:
@@ -147,7 +152,7 @@ def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequen
     path = model_path(plan, build, options.model_file)
     files = {} if path is None else {name: path.resolve().parent / name for name in plan.sources}
     sources = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.is_file()}
-    parts = [plan.digest, sources, given, [*fixed], [*own]]
+    parts = [plan.digest, sources, given, [*fixed], [*own], *([taken] if taken else ())]
     name = " ".join(value.replace("/", "_") if flag != "--seed" else f"seed={value}" for flag, value in choice)
     of = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return _Swept(name, out / name.replace(" ", ","), (*given, *fixed), of)

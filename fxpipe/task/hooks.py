@@ -77,9 +77,9 @@ class Hooks:
         pad_to: lengths are padded to multiples of this number.
         constant_batch: names of the small tensors of a batch whose values the step reads: `["grid"]`, `["batch[2]"]`.
         compile_options: options of `fxpipe compile` and `fxpipe plan`, by their Python names: `{"microbatches": 4}`.
-            The command line overrides them.
-        run_options: options of `fxpipe run`: `{"epochs": 3, "clip_norm": 1.0}`. The command line overrides them. The
-            build keeps them, so compile again to change them.
+            The command line and fxpipe.toml override them.
+        run_options: options of `fxpipe run`: `{"epochs": 3, "clip_norm": 1.0}`. The command line and fxpipe.toml
+            override them. The build keeps them, so compile again to change them.
     """
 
     model: Callable[[], nn.Module] | None = None

@@ -39,8 +39,8 @@ def written(folder: Path, more: str = EVALUATES) -> Path:
 def compiled(model: Path, *more: object) -> dict[str, object]:
     made = fxpipe("compile", model, "-n", 2, "-o", model.parent / "build", *QUICK, *more)
     assert made.code == 0, made.err
-    asked = "model.py gives --microbatches 2 --schedule 1f1b --seed 3; runs get --epochs 2 --clip-norm 0.5 --seed 7"
-    assert more or f"{asked} --eval-every epoch --keep-going" in made.err
+    asked = "model.py gives --microbatches 2 --schedule 1f1b --seed 3\nmodel.py gives runs --epochs 2 --clip-norm 0.5"
+    assert more or f"{asked} --seed 7 --eval-every epoch --keep-going" in made.err
     return json.loads((model.parent / "build" / "plan.json").read_text())
 
 

@@ -1,0 +1,171 @@
+"""`fxpipe.toml` next to a model file: options of compiles and of runs, and values of its settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from fxpipe.cli.command import Command
+from fxpipe.cli.file_options import TAKEN, Written, is_number, options_of, read_options, say_given, take, values
+from fxpipe.cli.model_arguments import TYPED
+
+from fxpipe.errors import TaskError, near
+from fxpipe.settings import pairs, texts
+from fxpipe.typed_json import explained, parse_toml
+
+NAME = "fxpipe.toml"
+TABLES = ("compile", "run", "set")
+_HINT = "it has the tables [compile] and [run], with options as `clip-norm = 1.0`, and [set], with values of settings"
+_TYPED_ONLY = ("after", "as_json", "config", "print_config", "resume")
+"""Options of one call of a command."""
+_SETTINGS = "fxpipe.settings"
+"""In the meta of a command's context: the settings that the file gave."""
+
+config = click.option(
+    "--config",
+    type=click.Path(dir_okay=False),
+    metavar="FILE|none",
+    help="Take options from this TOML file; none: from no file. [default: fxpipe.toml next to the model file]",
+)
+print_config = click.option(
+    "--print-config", is_flag=True, help="Print all options as such a file, with where each is from, and do nothing."
+)
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """What the file says; nothing, where there is none.
+
+    Attributes:
+        tables: the options by table, and by their names in the commands.
+        settings: the values of settings, as texts.
+    """
+
+    path: Path | None = None
+    tables: Mapping[str, Mapping[str, Written]] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(config: str | None, model: Path | None) -> SettingsFile:
+        """The file that --config names; else the one next to the model file, if it is there.
+
+        Raises:
+            TaskError: it cannot be read; or it has a table, an option or a value that there is not.
+        """
+        path = Path(config) if config is not None else None if model is None else model.parent / NAME
+        if config == "none" or path is None or (config is None and not path.is_file()):
+            return SettingsFile()
+        with explained(path, error=TaskError, hint=_HINT):
+            found = parse_toml(path)
+        for name, table in found.items():
+            if name not in TABLES or not isinstance(table, dict):
+                what = f"{path.name} has {name!r}, which is no table of options{near(name, TABLES)}"
+                raise TaskError(what, where=str(path), hint=_HINT)
+        known = {table: _keys(options_of(table)) for table in TABLES[:2]}
+        tables = {
+            table: read_options(f"[{table}]", _dashed(found.get(table, {}), path), keys, str(path))
+            for table, keys in known.items()
+        }
+        return SettingsFile(path, tables, {name: _text(name, one, path) for name, one in found.get("set", {}).items()})
+
+    def options(self, table: str, left: Collection[str] = (), *, say: bool = True) -> dict[str, Any]:
+        """The options that nothing has given before, with `settings` where there are more; from now on they are given.
+
+        Args:
+            left: those that something else decides here.
+            say: print them.
+        """
+        context = click.get_current_context()
+        taken = take(self.tables.get(table, {}), str(self.path), left)
+        typed = context.params["settings"]
+        more = {} if "settings" in left else {k: v for k, v in self.settings.items() if k not in pairs(typed)}
+        if more:
+            context.params["settings"] = (*texts(more), *typed)
+            context.meta[_SETTINGS] = more, self.path
+            taken |= {"settings": Written("--set", texts(more), context.params["settings"])}
+        if say and self.path is not None:
+            say_given(self.path.name, taken)
+        return values(taken)
+
+
+def config_text() -> str:
+    """All options of the command that runs, as a settings file; those that nothing gives are comments."""
+    context = click.get_current_context()
+    command = context.command
+    assert isinstance(command, Command)
+    lines = [f"[{command.name}]"]
+    for title, options in command.groups.items():
+        rows = [_row(key, option, context) for key, option in _keys({str(one.name): one for one in options}).items()]
+        lines += ["", f"# {title}", *rows] if rows else []
+    more, path = context.meta.get(_SETTINGS, ({}, None))
+    settings = pairs(context.params["settings"])
+    lines += ["", "[set]"] if settings else []
+    for name, text in settings.items():
+        key = name if re.fullmatch(r"[\w-]+", name, re.A) else _toml(name)
+        lines.append(f"{key} = {_toml(text)}  # {path.name if name in more else 'command line'}")
+    return "\n".join(lines) + "\n"
+
+
+def _row(key: str, option: click.Option, context: click.Context) -> str:
+    name = str(option.name)
+    text, whence = context.params[name], "default"
+    if name in context.meta.get(TAKEN, {}):
+        text, whence = context.meta[TAKEN][name]
+    elif context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        whence = "command line"
+        if not option.is_flag and not is_number(option):
+            text = context.command.make_parser(context).parse_args(list(context.meta[TYPED]))[0][name]
+    mark = "# " if whence == "default" or text is None else ""
+    if text in (None, ()):
+        said = re.search(r"\[default: (.*)\]", option.help or "")
+        return f"# {key} =  # {whence}{f': {said[1]}' if said and whence == 'default' else ''}"
+    return f"{mark}{key} = {_toml(text)}  # {whence}"
+
+
+def _keys(options: Mapping[str, click.Option]) -> dict[str, click.Option]:
+    """Those that a file may have, by their keys there."""
+    return {
+        option.opts[-1].removeprefix("--"): option
+        for name, option in options.items()
+        if name not in (*_TYPED_ONLY, "settings")
+    }
+
+
+def _dashed(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """With dashes in the keys, where the file may have underscores.
+
+    Raises:
+        TaskError: it has a key in both forms.
+    """
+    found: dict[str, Any] = {}
+    for name, one in table.items():
+        if (key := name.replace("_", "-")) in found:
+            raise TaskError(f"{path.name} has {key!r} twice, with a dash and with an underscore", where=str(path))
+        found[key] = one
+    return found
+
+
+def _text(name: str, value: Any, path: Path) -> str:
+    """The value of a setting as --set gives it.
+
+    Raises:
+        TaskError: it is a list, a table or a date.
+    """
+    if not isinstance(value, (bool, int, float, str)):
+        what = f"[set] has {name}={value!r}, which is no number, text, true or false"
+        raise TaskError(what, where=str(path), hint='a name with a dot takes quotes: "model.width" = 64')
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
