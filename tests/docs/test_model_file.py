@@ -44,13 +44,14 @@ def test_the_hooks_of_evaluations_evaluate_it(file: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "evaluate.md").read_text(encoding="utf-8")
     means, of_all, trained = re.findall(r"```python\n(.*?)```", page, re.S)
     held_out = "\nheld_out = torch.utils.data.TensorDataset(images, labels)\n"
-    for hooks, name in ((means, "accuracy"), (means.split("\n\n\n")[0] + "\n\n" + of_all, "f1")):
+    trains, keeps_best = re.findall(r"^    fxpipe (run .*)$", page, re.M)
+    f1 = means.split("\n\n\n")[0] + "\n\n" + of_all
+    for hooks, name, command in ((means, "accuracy", keeps_best), (f1, "f1", trains)):
         Path("model.py").write_text("\n".join((file, held_out, hooks, trained)))
         made = fxpipe("compile", "model.py", "-n", "2", "-o", "build", *QUICK)
         assert made.code == 0, made.err
-        for command in re.findall(r"^    fxpipe (run .*)$", page, re.M):
-            run = fxpipe(*command.replace("accuracy", name).split(), "--local", "--json")
-            assert run.json["evaluation"][name] > 0.7
+        run = fxpipe(*command.split(), "--local", "--json")
+        assert run.json["evaluation"][name] > 0.7
+        assert Path("out/best.safetensors").is_file() == (command == keeps_best)
     lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert all("accuracy" in line["metrics"] for line in lines if "loss" in line)
-    assert Path("out/best.safetensors").is_file()

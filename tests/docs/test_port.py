@@ -16,6 +16,7 @@ from families.entry import define_torchvision_ops
 PAGE = (Path(__file__).parents[2] / "docs" / "start" / "port.md").read_text(encoding="utf-8")
 NEEDS = {"Lightning": ("lightning",), "Hugging Face Trainer": ("transformers", "accelerate")}
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
+del SECTIONS["Compare with your script"]  # which is for all of them
 
 
 def file(section: str, name: str) -> str:
