@@ -12,6 +12,7 @@ import ast
 import hashlib
 import symtable
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,17 @@ _REFLECTION = {"globals", "exec", "eval", "__import__"}, {"import_module", "getm
 
 _REACHES_OUT = {"setattr", "delattr", "__setattr__"}, {"environ", "putenv", "backends", "__class__", "__dict__"}
 """Functions, and attributes, by which a function changes what is not its own."""
+
+_ADAPTERS = "fxpipe.adapters"
+_OF_HOOKS = {"data", "train_dataset", "eval_dataset", "callbacks"}
+"""What they take for hooks that are not captured."""
+
+_ARGUMENTS = "TrainingArguments"
+_OF_OPTIMIZER = {
+    *("learning_rate", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+}
+"""What transformers' `TrainingArguments` have for the optimizer and its scheduler alone."""
 
 _OTHERS = "top level"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -143,14 +155,11 @@ def read_by_capture(path: Path, imported: Iterable[str] = (), called: str = "") 
         SyntaxError, ValueError, OSError: a file is no Python, or cannot be read.
     """
     root, own = path.resolve().parent, path.name
-    files: dict[str, list[_Statement]] = {}
-    waiting = [own]
-    while waiting:
-        file = waiting.pop()
-        if file not in files:
-            files[file] = list(_parts(root, file))
-            waiting += [target for part in files[file] for target, _, _ in part.imports]
+    files = _files(root, own, whole=False)
     every = [part for found in files.values() for part in found]
+    if any(part.attributes & _OF_OPTIMIZER or part.names & {"train_data", "eval_data"} for part in every):
+        files = _files(root, own, whole=True)  # something reads what was left out
+        every = [part for found in files.values() for part in found]
     makers = _find_arguments(files)
     counted = _counted(files, own)
     texts = {f"{called or own}: eval_data": [str(any("eval_data" in part.binds for part in files[own]))]}
@@ -176,6 +185,22 @@ def read_by_capture(path: Path, imported: Iterable[str] = (), called: str = "") 
         lines={file: tuple(part.lines for part in found if part in counted) for file, found in files.items()},
         unnamed=bool(whole) or any(part.any_setting for part in every),
     )
+
+
+def _files(root: Path, own: str, whole: bool) -> dict[str, list[_Statement]]:
+    """The parts of a file and of all that it imports of the user's.
+
+    Args:
+        whole: with what the adapters take for hooks that are not captured.
+    """
+    files: dict[str, list[_Statement]] = {}
+    waiting = [own]
+    while waiting:
+        file = waiting.pop()
+        if file not in files:
+            files[file] = list(_parts(root, file, whole))
+            waiting += [target for part in files[file] for target, _, _ in part.imports]
+    return files
 
 
 def _digest(text: bytes) -> str:
@@ -231,8 +256,39 @@ def _arguments(files: dict[str, list[_Statement]], part: _Statement) -> Iterator
         yield from (f"{found.label}.{attribute}" for attribute in attributes)
 
 
-def _parts(root: Path, file: str) -> Iterator[_Statement]:
+class _WithoutUncaptured(ast.NodeTransformer):
+    """Leaves out what calls of the adapters are given for hooks that are not captured; then their hooks, at the top of
+    the model file, are no names that code computes.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        bound = Counter(name for statement in tree.body for name in _bound_in(statement))
+        froms = [n for n in tree.body if isinstance(n, ast.ImportFrom) and (n.module or "").startswith(_ADAPTERS)]
+        self._adapters = {name for n in froms for name in _bound_in(n) if name.endswith("_hooks") and bound[name] == 1}
+        calls = [n for n in tree.body if isinstance(n, ast.Assign) and self._makes_hooks(n.value)]
+        self._hooks = {name for n in calls for name in _bound_in(n) if bound[name] == 1}
+
+    def _makes_hooks(self, value: ast.expr) -> bool:
+        return isinstance(value, ast.Call) and ast.unparse(value.func) in self._adapters
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        found = node.value
+        if isinstance(found, ast.Call) and ast.unparse(found.func) == "globals().update" and len(found.args) == 1:
+            given = found.args[0]
+            if not found.keywords and (self._makes_hooks(given) or ast.unparse(given) in self._hooks):
+                node.value = given
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        left_out = _OF_HOOKS if self._makes_hooks(node) else _OF_OPTIMIZER if _called(node) == _ARGUMENTS else set()
+        node.keywords = [each for each in node.keywords if each.arg not in left_out]
+        return self.generic_visit(node)
+
+
+def _parts(root: Path, file: str, whole: bool) -> Iterator[_Statement]:
     tree = ast.parse((root / file).read_bytes(), filename=file)
+    if not whole:
+        _WithoutUncaptured(tree).visit(tree)
     fixed: dict[str, bool] = {}
     for statement in tree.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):

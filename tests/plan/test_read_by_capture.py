@@ -105,6 +105,52 @@ NOT_READ = {
     "numbers that the data share": ({"data": "torch.ones(WIDTH)"}, "torch.ones(WIDTH)", "torch.zeros(WIDTH)"),
 }
 
+ADAPTED = """
+from layers import scale
+from transformers import TrainingArguments
+from fxpipe.adapters.transformers import trainer_hooks
+
+def make():
+    return Net(8)
+
+def make_args():
+    return TrainingArguments(learning_rate=0.1, bf16=False)
+
+def samples(count):
+    return [scale(2)] * count
+
+TOP
+hooks = trainer_hooks(model=make, args=make_args, train_dataset=samples(3), metrics=None)
+globals().update(hooks)
+"""
+
+
+@pytest.mark.parametrize(
+    ("top", "old", "new", "stale"),
+    [
+        ("", "samples(3)", "samples(4)", False),
+        ("", "* 5", "* 6", False),
+        ("", "learning_rate=0.1", "learning_rate=fxpipe.setting('lr', 0.1)", False),
+        ("", "Net(8)", "Net(9)", True),
+        ("", "bf16=False", "bf16=True", True),
+        ("", "metrics=None", "metrics=print", True),
+        ("", "model=make", "model=lambda: make()", True),
+        ("", "globals().update(hooks)", "globals().update(hooks, model=1)", True),
+        ("def loss(model, batch): return make_args().learning_rate", "=0.1", "=0.2", True),
+        ("def loss(model, batch): return train_data()", "samples(3)", "samples(4)", True),
+        ("def loss(model, batch): return globals()['samples'](2)", "* 5", "* 6", True),
+        ("def trainer_hooks(**given): return given", "* 5", "* 6", True),
+        ("hooks = {}", "* 5", "* 6", True),
+    ],
+)
+def test_of_the_adapters_what_is_captured_counts(top: str, old: str, new: str, stale: bool, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    path.write_text(ADAPTED.replace("TOP", top))
+    before = read_by_capture(path).parts
+    for file in tmp_path.rglob("*.py"):
+        file.write_text(file.read_text().replace(old, new))
+    assert (read_by_capture(path).parts != before) == stale
+
 
 def write(folder: Path, **lines: str) -> Path:
     texts = dict.fromkeys(("top", "loss", "data", "optimizer"), "pass") | lines
