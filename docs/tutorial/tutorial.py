@@ -41,19 +41,19 @@ def main(page: Page) -> None:
     net = letters.model()
     data = letters.train_data()
 
-    page.heading("Tutorial", level=1)
+    page.heading("One model through every pass", level=1)
     page.say("""
-        One small model on its way through fxpipe: what every pass does to it, what the workers finally execute, and
-        which weights they see. A program printed this page, and it checks what it says. Run it, change it:
+        This page follows one small model through fxpipe: what every pass does to it, what the workers execute, and
+        which weights they see. A program prints the page and checks its claims. Run it, and change it:
     """)
     page.code("python docs/tutorial/tutorial.py")
     page.say("""
-        [Concepts](../concepts/README.md) explains the words.
+        The [glossary](../concepts/README.md) explains the words.
     """)
     page.heading("The model")
     page.say("""
-        It guesses the next letter. A skip connection goes around the convolution, and `embed` and `head` share one
-        weight. Both make a model hard to cut.
+        The model guesses the next letter. A skip connection goes around the convolution, and `embed` and `head` share
+        one weight. Both make a model hard to cut.
     """)
     page.code(Path(letters.__file__).read_text(), "python")
 
@@ -69,10 +69,9 @@ def main(page: Page) -> None:
         fxpipe run build/ --steps 40 --out out/
     """)
     page.say("""
-        A path cuts before the first unit of that module. Without `--fp-cut` and `--bp-cut` the planner chooses
-        ([the planner](../concepts/planner.md)). `FXPIPE_DUMP=dump` writes programs like those of this page for your
-        model. Read on in the [how-to pages](../how-to/README.md), or in
-        [concepts](../concepts/README.md) for the reasons.
+        `--fp-cut head` cuts the forward before the first unit of the module `head`. Without `--fp-cut` and `--bp-cut`
+        the [planner](../concepts/planner.md) chooses. `FXPIPE_DUMP=dump` writes such programs for your model. Read on
+        in the [how-to pages](../how-to/README.md), or in [concepts](../concepts/README.md).
     """)
 
 
@@ -81,13 +80,13 @@ def captured(page: Page, net: nn.Module, data: Sequence[Any]) -> Program:
     program = fxpipe.capture(net, letters.loss, split(data[0], 2)[0])
     page.say("""
         `fxpipe.capture(model, loss, microbatch)` runs the training step once on fake tensors, which have shapes but no
-        numbers, and records every ATen call: forward, loss and backward in one graph. A comment above each group of
-        lines gives F or B, the module and your line; a comment after each line gives the type. Names that begin with
-        `d_` are in backward.
+        numbers. It records every ATen call of forward, loss and backward in one graph. The comment above a group of
+        lines gives the phase (F or B), the module and your line. The comment after a line gives the type. Names in
+        backward begin with `d_`.
 
-        The table at the top has one row for the tied weight, with both of its names. The skip is easy to see: the
-        convolution and `add` both read `transpose`. In the last lines, autograd adds the gradients of the two uses,
-        first those of the skip, then those of the tied weight.
+        The table at the top has one row for the tied weight, with both of its names. The skip is visible: the
+        convolution and `add` both read `transpose`. Near the end, autograd adds gradients where a value is used twice:
+        first for the skip, then for the tied weight.
     """)
     page.code(kept(print_program(program), lambda line: True), "python")
     return program
@@ -109,32 +108,32 @@ class Walk:
 
     def fold(self, program: Program) -> None:
         self.page.say("""
-            `fold` drops nodes that compute nothing. Autograd detaches what it saves: those nodes are gone. It also
-            transposes the forward's transposed weight back: now `d_head_mm_1` reads the weight itself. This is more
-            than tidiness. Backward may see another version of the weights than forward did, so it must compute
-            everything from the weights that it is given.
+            `fold` drops nodes that compute nothing. Autograd detaches the values that it saves; these nodes are gone.
+            It also transposes the forward's transposed weight back; now `d_head_mm_1` reads the weight itself. This is
+            necessary: backward may see another version of the weights than forward, so it must compute everything from
+            the weights that it is given.
         """)
         self.differences(program)
         assert all(torch.equal(a, b) for a, b in zip(self.expected, program.run(), strict=True))
         self.page.say("""
-            A program can run after any pass, and that is how passes are tested: loss and gradients are still the same,
+            A program can run after any pass, and passes are tested in this way. Loss and gradients are still the same,
             to the last bit.
         """)
 
     def keep_layouts(self, program: Program) -> None:
         self.page.say("""
-            The program was traced without values, so how each value lies in memory is foretold. `view`, for one, relies
-            on it. Where a kernel may lay its result out otherwise, this pass puts a `contiguous` behind it, which is
-            free if the layout is the foretold one. Here all layouts are certain, as in most models: nothing changes.
+            The program was traced without values, so the memory layout of each value is a prediction. Some calls, such
+            as `view`, depend on it. If a kernel might give another layout, this pass adds a `contiguous`, which costs
+            nothing if the prediction is right. Here all layouts are certain, as in most models: nothing changes.
         """)
         assert print_program(program) == print_program(self.program)
 
     def split_backward(self, program: Program) -> None:
         self.page.say("""
-            The backward of a convolution makes three gradients in one call. After the split, the gradient of the input,
-            for which other workers wait, no longer has to wait for that of the weight, which only the optimizer needs.
-            Each call gets an empty stand-in for the tensor of which it reads only the layout. Normally this pass runs
-            only with `--cuts three-way`; here it runs so that you can see it.
+            The backward of a convolution makes three gradients in one call. Other workers wait for the gradient of the
+            input, but only the optimizer needs that of the weight. After the split, the first does not wait for the
+            second. Each call gets an empty tensor instead of the one of which it reads only the layout. This pass
+            usually runs only with `--cuts three-way`; here it runs so that you can see it.
         """)
         self.differences(program)
 
@@ -143,7 +142,7 @@ class Walk:
             `units` numbers the units: the smallest runs of nodes that a cut can separate. A forward node that computes
             something opens a unit. Views stay with the node before them, and the transposed weight (`head_t`) stays
             with its reader. A backward node has the unit of its forward node. A sum has the earliest unit of its
-            inputs, so that a gradient never goes to a later unit. **W** are the nodes that only make weight gradients.
+            inputs, so a gradient never goes to a later unit. **W** are the nodes that make only weight gradients.
         """)
         self.page.code("\n".join(line for unit in range(len(program.units)) for line in unit_lines(program, unit)))
         self.page.say("The same in the program, for one unit:")
@@ -151,65 +150,65 @@ class Walk:
 
     def cost(self, program: Program) -> None:
         self.page.say("""
-            `cost` gives every node its bytes and its time. `compile` measures them. Here they are computed from shapes
-            (`--cost analytic`), because this page must be the same everywhere. Microseconds per unit:
+            `cost` gives every node its bytes and its time. Usually `compile` measures times. Here they are computed
+            from shapes (`--cost analytic`), so that this page is the same everywhere. Microseconds per unit:
         """)
         self.page.table(("unit", "", "F", "B", "W"), cost_rows(program))
 
     def cut(self, program: Program) -> None:
         self.page.say("""
-            `cut` gives every node its worker. Usually a planner chooses. Here the cuts are given: forward before u4,
-            backward before u1. So u1 to u3 run forward on worker 0 and backward on worker 1. Units cannot be halved;
-            two sets of cuts offer more ways to distribute them.
+            `cut` gives every node its worker. Usually the planner chooses the cuts. Here they are given: forward before
+            u4, backward before u1. So u1 to u3 run forward on worker 0 and backward on worker 1. Units cannot be
+            halved, but two sets of cuts offer more ways to distribute them.
         """)
         self.page.code(
             "Cuts(forward=(0, 4, 7), backward=(0, 1, 7), recompute=((1, 1, 4),))\n\n" + lanes(program), "python"
         )
         self.page.say(
-            "In the program, `w0` and `w1` name the worker. This is the sum of the skip, forward and backward:"
+            "In the program, `w0` and `w1` name the worker. The sum of the skip, in forward and in backward:"
         )
         self.page.code(kept(print_program(program), lambda line: line.startswith(("add =", "d_add ="))), "python")
 
     def rematerialize(self, program: Program) -> None:
         self.page.say("""
-            Backward on worker 1 needs `tanh`, which forward computed on worker 0. Worker 0 could send it. But it must
-            send `transpose`, from which `tanh` is computed, in any case. So `recompute=((1, 1, 4),)` asks worker 1 to
-            compute the needed nodes of u1 to u3 again: one message less for one convolution more. The planner weighs
-            this up for every boundary.
+            Backward on worker 1 needs `tanh`, which forward computed on worker 0. Worker 0 could send it. But it sends
+            `transpose` in any case, and `tanh` can be computed from that. So `recompute=((1, 1, 4),)` asks worker 1 to
+            compute the needed nodes of u1 to u3 again. That saves a message and costs a convolution. The planner
+            decides this for every boundary.
         """)
         self.differences(program)
 
     def comm(self, program: Program) -> None:
         self.page.say("""
-            Now every value that crosses gets a Send as soon as it exists and a Recv where it is first needed. `batch_1`
-            holds the targets: only worker 0 reads data. `head_view` is the activation at the forward cut; `transpose`
-            is the saved value. Two gradients go back: `d_add` is that of the backward cut and already includes the
-            gradient of the skip; `d_head_mm` is what `head` contributes to the tied weight, which worker 0 owns.
+            Every value that crosses gets a Send when it exists and a Recv where it is first needed. `batch_1` holds the
+            targets, because only worker 0 reads data. `head_view` is the activation at the forward cut, `transpose` the
+            saved value. Two gradients go back. `d_add` is the gradient at the backward cut and includes that of the
+            skip. `d_head_mm` is the part of `head` in the gradient of the tied weight, which worker 0 owns.
         """)
         self.page.code(kept(print_program(program), lambda line: "send(" in line or "recv(" in line), "python")
 
     def send_early(self, program: Program) -> None:
         self.page.say("""
-            While a backward makes weight gradients, the worker before it waits. `send_early` moves what nothing sent is
-            made of behind the last Send: as many of the last such nodes as leave the memory that the function needs as
-            it was. Here the sum and its Send move up, before the gradients of the convolution's weights:
+            While a backward makes weight gradients, the worker before it waits. `send_early` moves nodes that no sent
+            value needs behind the last Send, as long as the function needs no more memory. Here the sum and its Send
+            move up, before the gradients of the convolution's weights:
         """)
         self.differences(program)
 
     def split(self, program: Program) -> None:
         self.page.say("""
-            `split` divides the graph into a forward and a backward part for each worker, with everything that goes in
-            and out. The saved values of one microbatch link the two.
+            `split` divides the graph into a forward and a backward part for each worker, and lists what goes in and
+            out. The forward passes its saved values to the backward of the same microbatch.
         """)
         self.page.code("\n".join(interface(program)))
 
     def codegen(self, program: Program) -> None:
         self.page.say("""
-            `codegen` writes each stage as a Python file: straight ATen code, `comm` where values cross, `del` after the
-            last use. This is what a worker executes. All of stage 0:
+            `codegen` writes each stage as a Python file: plain ATen calls, `comm` where values cross, and `del` after
+            the last use. A worker executes this file. All of stage 0:
         """)
         self.page.code(kept(program.files["stage_0.py"], lambda line: True), "python")
-        self.page.say("Of stage 1, only the backward, with the forward that it computes again:")
+        self.page.say("The backward of stage 1, with the forward that it computes again:")
         text = program.files["stage_1.py"]
         self.page.code(kept(text[text.index("def backward") :], lambda line: True), "python")
 
@@ -275,7 +274,7 @@ def planned(page: Page, program: Program) -> Build:
     )
     page.say("""
         `fxpipe.lower` runs these passes and makes the build: the stages, the initial weights and the plan. The plan is
-        all that a worker needs to know about the others. Who owns what:
+        all that a worker needs to know about the others. The owners of the parameters:
     """)
     page.table(
         ("parameter", "owner", "read by"),
@@ -285,9 +284,10 @@ def planned(page: Page, program: Program) -> Build:
         ),
     )
     page.say("""
-        The owner of a parameter is the worker that makes its gradient; for a tied one, the worker that adds the
-        gradients up. Other workers that read it have a copy, which the owner sends after every update. What crosses
-        for every microbatch (`total_0` is how many labels the whole minibatch has: its loss is their mean):
+        The owner of a parameter is the worker that makes its gradient. The owner of a tied parameter is the worker that
+        adds its gradients. It sends a copy after every update to the other workers that read the parameter. For every
+        microbatch these values cross (`total_0` is the number of labels in the whole minibatch, over which the loss is
+        a mean):
     """)
     page.table(
         ("value", "kind", "from", "to", "bytes"),
@@ -315,9 +315,9 @@ def worker_row(worker: WorkerSummary) -> tuple[str, ...]:
 def ordinary(page: Page, build: Build, net: nn.Module, data: Sequence[Any]) -> None:
     page.heading("Training, with a flush")
     page.say("""
-        A schedule says in which order each worker acts: `F1.1` is the forward of minibatch 1, microbatch 1; `..` waits.
-        `1f1b` empties the pipeline before every update, so every minibatch sees the weights after all earlier updates.
-        That is ordinary training. Here all workers run in this process:
+        A schedule is the order of actions on every worker. `F1.1` is the forward of minibatch 1, microbatch 1; at `..`
+        the worker waits. `1f1b` empties the pipeline before every update (a flush), so every minibatch sees the weights
+        after all earlier updates. That is ordinary training. Here all workers run in this process:
     """)
     page.code(grid(make_schedule("1f1b", workers=2, microbatches=2), minibatches=2))
     pipeline = build.local(optimizer=letters.optimizer)
@@ -332,8 +332,8 @@ def ordinary(page: Page, build: Build, net: nn.Module, data: Sequence[Any]) -> N
     worst = max((value - trained[name]).abs().max().item() for name, value in pipeline.state_dict().items())
     assert worst < 1e-5
     page.say(f"""
-        After {STEPS} steps, no weight differs by more than 10⁻⁵ from the one that eager PyTorch has trained. The small
-        differences are there because two halves of a batch are summed in another order than the whole batch.
+        After {STEPS} steps, no weight differs by more than 10⁻⁵ from that of eager PyTorch. The small differences come
+        from rounding: two half batches are summed in another order than the whole batch.
     """)
 
 
@@ -354,28 +354,28 @@ def asynchronous(page: Page, net: nn.Module, data: Sequence[Any]) -> None:
     page.heading("Training without a flush")
     build = fxpipe.compile(net, letters.loss, data[0], workers=2, cuts=CUTS, cost="analytic", schedule="async")
     page.say("""
-        At a flush, workers wait. `async` has no flush: after the start no worker waits. The price: when worker 0 runs
-        `F2`, it has not made the update of minibatch 1 yet. `F2@1` is the forward of minibatch 2 with the weights after
-        one update. The policy `latest` takes the newest weights, so forward and backward of one minibatch see different
-        ones:
+        At a flush, workers wait. `async` has no flush, and after the start no worker waits. The price is stale weights:
+        when worker 0 runs `F2`, it has not made the update of minibatch 1 yet. `F2@1` is the forward of minibatch 2
+        with the weights after one update. The policy `latest` takes the newest weights, so forward and backward of one
+        minibatch see different ones:
     """)
     schedule = make_schedule("async", workers=2)
     page.code(sees(make_policy("latest"), schedule, minibatches=4))
     page.say("""
-        `spectrain`, the default, predicts: `F2@1+1` sees the weights after one update, moved by one more update along
-        the optimizer's momentum.
+        `spectrain`, the default, predicts weights. `F2@1+1` sees the weights after one update, moved one update further
+        along the optimizer's momentum.
     """)
     page.code(sees(make_policy("spectrain"), schedule, minibatches=4))
     page.say("""
-        Those were each worker's own weights. Weight copies follow the same rule with their own versions. Under
-        `spectrain`, the forward and the backward of a later minibatch m see these weights:
+        These grids show each worker's own weights. Weight copies follow the same rule with their own versions. Under
+        `spectrain`, forward and backward of a later minibatch m see these weights:
     """)
     page.table(("action", "weights", "owner", "sees"), seen(build, minibatch=9))
     rows = {policy: trained(build, data, policy) for policy in ("stash", "spectrain")}
     page.say("""
-        The owner predicts before it sends, so a reader needs no optimizer state. And it trains. The gain of prediction
-        can be measured: how far the weights that a forward used are from those to which its update was applied (root
-        mean square of the difference; `stash` uses the old weights as they are).
+        The owner predicts before it sends, so a reader needs no optimizer state. To measure the gain of prediction,
+        compare the weights that a forward used with those to which its update was applied. The distance is the root
+        mean square of the difference. `stash` uses the old weights as they are.
     """)
     page.table(
         ("policy", "loss of the first 5 steps", "of the last 5", "distance of worker 0's weights"),
