@@ -164,9 +164,7 @@ class Walk:
         self.page.code(
             "Cuts(forward=(0, 4, 7), backward=(0, 1, 7), recompute=((1, 1, 4),))\n\n" + lanes(program), "python"
         )
-        self.page.say(
-            "In the program, `w0` and `w1` name the worker. The sum of the skip, in forward and in backward:"
-        )
+        self.page.say("In the program, `w0` and `w1` name the worker. The sum of the skip, in forward and in backward:")
         self.page.code(kept(print_program(program), lambda line: line.startswith(("add =", "d_add ="))), "python")
 
     def rematerialize(self, program: Program) -> None:
