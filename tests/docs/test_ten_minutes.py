@@ -56,6 +56,8 @@ def test_the_commands_do_what_the_page_shows(tmp_path: Path, monkeypatch: pytest
         assert part in printed["diff build by-hand"]
     assert "going on after step 100, from out/checkpoints/step-100" in printed[" ".join(COMMANDS[-1])]
 
+    assert fxpipe("run", "build", "--epochs", 2, "--out", "whole", *RUN).code == 0
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
     (waited,) = re.findall(r"mean of last 20 +\S+ +(\S+)", shown("Wait for each update"))
     for out, first, mean in (
         ("out", *re.findall(r"loss (\S+) → (\S+)", shown("Stop and resume"))[0]),
