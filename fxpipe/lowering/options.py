@@ -25,7 +25,7 @@ from fxpipe.policy.option import policy_option
 from fxpipe.policy.recipe import check_shares
 from fxpipe.schedule import Schedule, kind_of, of_text, schedule_text, with_replicas
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.csv_rows import NAME, RowsOfText
+from fxpipe.schedule.csv_rows import NAME, EndlessRows, RowsOfText
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
 
 if TYPE_CHECKING:
@@ -463,7 +463,7 @@ class CompileOptions:
         return self.kind.weights_apart
 
     @property
-    def from_file(self) -> RowsOfText | None:
+    def from_file(self) -> RowsOfText | EndlessRows | None:
         """The schedule, if it is that of a file.
 
         Raises:
@@ -663,7 +663,7 @@ class CompileOptions:
             outer_bytes=0.0 if (outer := self.outer_spec) is None else outer.kept,
             policy_times=optimizer.policy,
             placement=schedule.placement if schedule.several else (),
-            rows=schedule.lines if isinstance(schedule, RowsOfText) else (),
+            rows=() if (written := self.from_file) is None else written.lines,
             recompute=self.recompute,
             dp=self.joint,
             replicas=self.replicas,

@@ -15,7 +15,7 @@ from fxpipe.schedule.action import Action, parse_row
 from fxpipe.schedule.asynchronous import Async, AsyncLate
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import check, grid
-from fxpipe.schedule.csv_rows import ENDING, NAME, RowsOfText, from_csv, read_csv, to_csv
+from fxpipe.schedule.csv_rows import ENDING, NAME, EndlessRows, RowsOfText, endless, from_csv, read_csv, to_csv
 from fxpipe.schedule.gpipe import GPipe
 from fxpipe.schedule.interleaved import Interleaved
 from fxpipe.schedule.one_f_one_b import OneFOneB
@@ -38,22 +38,22 @@ _Kind = TypeVar("_Kind", bound=type[Schedule])
 def register(kind: _Kind) -> _Kind:
     """A class decorator: from now on, `--schedule` knows this schedule by its name, and a search tries it.
 
-    In a model file, a compile knows it. Its order of actions is written into the plan, so that whatever reads the build
-    knows it, too, without importing the file.
+    In a model file, a compile knows it, with a flush or without. Its order of actions is written into the plan, so that
+    whatever reads the build knows it, too, without importing the file.
 
     Raises:
-        ScheduleError: it has no name, or one that means something to fxpipe; or it has no flush: then no minibatch
-            stands alone that a plan could hold.
+        ScheduleError: it has no name, or one that means something to fxpipe; or its updates are late.
     """
     name = getattr(kind, "name", "")
     if not isinstance(name, str) or not _is_name(name):
         raise ScheduleError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", of letters, digits and -')
     if name in _WORDS or (name in SCHEDULES and _is_own(SCHEDULES[name])):
         raise ScheduleError(f"there is a schedule '{name}' already", hint=f"another name for {kind.__name__}")
-    if not getattr(kind, "synchronous", False) or kind.late:
+    if kind.late or not isinstance(getattr(kind, "synchronous", None), bool):
         raise ScheduleError(
-            f"schedule '{name}' has no flush, and a plan holds the actions of one minibatch",
-            hint="synchronous: ClassVar[bool] = True, with all updates before the next minibatch's first forward",
+            f"schedule '{name}' {'makes updates late' if kind.late else 'does not say whether it has a flush'}",
+            hint="synchronous: ClassVar[bool] = True, with all updates before the next minibatch's first forward; or "
+            "False; and late = 0",
         )
     SCHEDULES[name] = kind
     return kind
@@ -74,16 +74,16 @@ def lines_of(schedule: Schedule) -> tuple[str, ...]:
     Raises:
         ScheduleError: the rows of a registered one are wrong, or its code raises an error.
     """
-    if isinstance(schedule, RowsOfText):
+    if isinstance(schedule, RowsOfText | EndlessRows):
         return schedule.lines
     return () if _is_own(type(schedule)) else _checked(schedule).lines
 
 
-def _checked(schedule: Schedule) -> RowsOfText:
+def _checked(schedule: Schedule) -> RowsOfText | EndlessRows:
     """A registered schedule as its text, which obeys the laws."""
     named = f"schedule '{schedule.name}' of {schedule.workers} workers and {schedule.microbatches} microbatches"
     try:
-        made = from_csv(to_csv(schedule), named, schedule.name)
+        made = from_csv(to_csv(schedule), named, schedule.name) if schedule.synchronous else endless(schedule)
     except ScheduleError:
         raise
     except Exception as error:
@@ -124,11 +124,12 @@ def make(name: str, workers: int, microbatches: int = 1, placement: tuple[int, .
     """
     made = kind_of(name)(workers, microbatches, placement)
     if not _is_own(type(made)):
-        _checked(made)
+        checked = _checked(made)
+        return made if made.synchronous else checked  # which knows how far it runs ahead
     return made
 
 
-def of_text(text: str) -> RowsOfText | None:
+def of_text(text: str) -> RowsOfText | EndlessRows | None:
     """The schedule in a file (`….csv`), or the text of one; None for the name of a schedule.
 
     Raises:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, islice, repeat
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
@@ -66,7 +67,101 @@ class RowsOfTextApart(RowsOfText):
     weights_apart: ClassVar[bool] = True
 
 
-def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsOfText:
+AGAIN = "|"
+"""What parts the beginning of an endless row from what it repeats."""
+
+
+@dataclass(frozen=True)
+class EndlessRows(Schedule):
+    """A schedule without a flush: what each worker does at first, then what it repeats with each minibatch.
+
+    A line is `0F0,0F1|0F2,0B0`: after it come F3 and B1, with one microbatch a minibatch. Microbatches are counted from
+    the beginning.
+
+    Attributes:
+        lines: one for each worker.
+        title: its name.
+    """
+
+    name: ClassVar[str] = NAME
+    synchronous: ClassVar[bool] = False
+    lines: tuple[str, ...] = ()
+    title: str = NAME
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.title)
+        super().__post_init__()
+
+    def ahead(self, worker: int) -> int:
+        """Its forwards before its first backward, but for one."""
+        phases = [action.phase for action in islice(self.actions(worker), 1 + len(self.lines[worker]))]
+        return max(phases.index("B") - 1, 0) if "B" in phases else 0
+
+    @property
+    def filled_by(self) -> int:
+        return 1 + max(map(self.ahead, range(self.workers)))
+
+    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
+        first, again = ([*_cells(part, "")] for part in self.lines[worker].split(AGAIN))
+        for shift, part in chain([(0, first)], zip(count(0, self.microbatches), repeat(again), strict=False)):
+            for _, kind, place in part:
+                minibatch, microbatch = divmod(place + shift, self.microbatches)
+                yield Action("B" if kind == "I" else cast(Phase, kind), start + minibatch, microbatch)
+
+
+@dataclass(frozen=True)
+class EndlessRowsApart(EndlessRows):
+    """The same with weight gradients apart."""
+
+    weights_apart: ClassVar[bool] = True
+
+
+def endless(schedule: Schedule) -> EndlessRows:
+    """A schedule without a flush as its rows, which obey the laws.
+
+    Raises:
+        ScheduleError: a worker does not begin to repeat itself soon, or the rows break a law.
+    """
+    period = len(schedule.phases) * schedule.microbatches
+    lines = []
+    for worker in range(schedule.workers):
+        row = [
+            (action.phase, action.minibatch * schedule.microbatches + action.microbatch)
+            for action in islice(schedule.actions(worker), 2 * (3 * schedule.filling + 4) * period)
+        ]
+        again = {
+            i for i in range(len(row) - period) if row[i + period] == (row[i][0], row[i][1] + schedule.microbatches)
+        }
+        begin = next((i for i in range(len(row) // 2) if again.issuperset(range(i, len(row) - period))), None)
+        if begin is None:
+            raise ScheduleError(
+                f"schedule '{schedule.name}' has no flush, and worker {worker} does not repeat itself after "
+                f"{3 * schedule.filling + 4} minibatches",
+                hint="one that begins with some forwards, and then does the same for each minibatch",
+            )
+        backward = "I" if schedule.weights_apart else "B"
+        cells = [f"{worker}{backward if phase == 'B' else phase}{place}" for phase, place in row[: begin + period]]
+        lines.append(f"{','.join(cells[:begin])}{AGAIN}{','.join(cells[begin:])}")
+    return _endless("\n".join(lines), f"schedule '{schedule.name}'", schedule.name)
+
+
+def _endless(text: str, where: str, title: str) -> EndlessRows:
+    """Raises ScheduleError."""
+    lines = text.split()
+    again = [[*_cells(line.partition(AGAIN)[2], where)] if line.count(AGAIN) == 1 else [] for line in lines]
+    owners = [{of for of, _, _ in _cells(line.replace(AGAIN, ","), where)} for line in lines]
+    microbatches = sum(kind == "F" for _, kind, _ in again[0])
+    if not all(again) or not microbatches or owners != [{worker} for worker in range(len(lines))]:
+        raise ScheduleError(
+            f"{where}: a row is to say what its stage does at first, and repeats", hint="0F0,0F1|0F2,0B0"
+        )
+    kind = EndlessRowsApart if any(kind == "W" for _, kind, _ in again[0]) else EndlessRows
+    made = kind(len(lines), microbatches, lines=tuple(lines), title=title)
+    play(made, read(made, 2 * made.filling + 2))
+    return made
+
+
+def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsOfText | EndlessRows:
     """The schedule that a text describes: how many workers, microbatches and ranks there are, it says itself.
 
     Where it has weight gradients apart anywhere, a B that has no W of its own stands for both, one after the other; a B
@@ -80,6 +175,8 @@ def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsO
         ScheduleError: a cell means nothing, a stage is on two ranks, an action is missing or there twice, actions are
             out of order, or the rows deadlock; the message has the grid with the place marked.
     """
+    if AGAIN in text:
+        return _endless(text, where, title)
     lines = [line for line in text.splitlines() if line.strip(" ,\t")]
     cells = [list(_cells(line, f"{where}, row {place + 1}")) for place, line in enumerate(lines)]
     if not any(cells):
@@ -105,7 +202,7 @@ def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsO
     return schedule
 
 
-def read_csv(path: str | Path) -> RowsOfText:
+def read_csv(path: str | Path) -> RowsOfText | EndlessRows:
     """The schedule in a file, as `from_csv`.
 
     Raises:
