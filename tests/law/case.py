@@ -33,6 +33,7 @@ class Case:
         schedule: '*2' is with `virtual=2`; 'csv' a file, zb-v in which actions have changed places.
         replicas: 'two' of each worker, '2,1' (more of the first worker), '1,2' (more of the last one), 'shard' (two
             that share out the optimizer), 'outer' (two that train apart), 'delayed' (with an outer step one later).
+        rate: 'set' is constant, and a setting of the model file that the run gives (`--set`).
         precision: 'bf16' and 'fp16' under autocast, others of weights and batches.
         shapes: 'last' (an epoch's last batch is smaller), 'new' (its stages are made during the run), 'padded'.
         batches: 'plain' ones hold numbers that the loss is multiplied with, others in each batch, and what no step
@@ -53,7 +54,7 @@ class Case:
     policy: str = axis("default", "latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim+keep", "xpipe",
                        "latest+ef", slow=("xpipe", "2bw+predict", "pipeoptim", "lwp", "spectrain+ef"))  # fmt: skip
     optimizer: str = axis("momentum", "nesterov", "sgd", "adamw", "own", "two")
-    rate: str = axis("constant", "falling", "epoch")
+    rate: str = axis("constant", "falling", "epoch", "set")
     clip: bool = axis(False, True)
     average: bool = axis(False, True)
     codec: str = axis("none", "bf16", "int8", "gradient=topk:0.2", "gradient=lowrank:2")

@@ -31,7 +31,7 @@ class Trained:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in named]
         self.optimizers = as_list(self.task.optimizer(named))
-        made = [RATES[case.rate](optimizer) for optimizer in self.optimizers] if case.rate != "constant" else []
+        made = [RATES[case.rate](optimizer) for optimizer in self.optimizers] if case.rate in RATES else []
         self.schedulers = [each[0] if isinstance(each, tuple) else each for each in made]
         self.epoch = len(self.task.train_data())
         self.scale, self.good = SCALE if case.precision == "fp16" else 1.0, 0

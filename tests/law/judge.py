@@ -17,7 +17,7 @@ import eager
 import papers
 from case import STEPS, Case
 from product import DECAY, Outcome, compiled, places, run_here, run_in_processes, run_own, runs_of
-from task import EPOCH, LAYERS, Task, cycled, falling
+from task import EPOCH, FACTOR, LAYERS, Task, cycled, falling
 
 RELATIVE = {"float64": 1e-9, "float32": 2e-4, "bf16": 2e-2, "bfloat16": 2e-2, "fp16": 2e-3}
 LOSSES = 2e-6
@@ -143,6 +143,7 @@ def _rule(case: Case, part: str) -> papers.Rule:
     def rate(first: float) -> papers.Rate:
         if case.rate == "falling":
             return lambda update: first * falling(update)
+        first *= FACTOR if case.rate == "set" else 1
         return (lambda update: first * 0.5 ** (update // EPOCH)) if case.rate == "epoch" else (lambda update: first)
 
     made: dict[str, Any] = {

@@ -25,7 +25,7 @@ from fxpipe.cli.model_build import build_model
 from own_loops import worker_errors
 from random_cuts import legal_cuts, with_units
 from safetensors.torch import load_file
-from task import MODELS, Task
+from task import FACTOR, MODELS, Task
 from torch import Tensor
 from torch.distributed import TCPStore
 from torch.utils import _pytree as pytree
@@ -56,7 +56,14 @@ import sys
 sys.path[:0] = [path for path in {paths} if path not in sys.path]
 from case import of_text
 from task import Task
-globals().update(Task(of_text({case!r})).hooks())
+from fxpipe import setting
+CASE = {case!r}
+HOOKS = Task(of_text(CASE)).hooks()
+{hooks}
+"""
+SET = """
+def optimizer(named):
+    return Task(of_text(CASE)).optimizer(named, setting("factor", 1.0))
 """
 
 
@@ -135,7 +142,11 @@ def compiled(case: Case, folder: Path) -> None:
     here = Path(__file__).parent
     path = folder / "model.py"
     (folder / "case.txt").write_text(str(case))
-    path.write_text(MODEL_FILE.format(paths=[str(here), str(here.parent / "support")], case=str(case)))
+    hooks = {name: f"{name} = HOOKS[{name!r}]" for name in Task(case).hooks()}
+    if case.rate == "set":
+        hooks["optimizer"] = SET
+    paths = [str(here), str(here.parent / "support")]
+    path.write_text(MODEL_FILE.format(paths=paths, case=str(case), hooks="\n".join(hooks.values())))
     asked = compile_options(case)
     with redirect_stderr(StringIO()), captured_once():
         build_model(load_task(path), ModelOptions(), asked, CostOptions()).build.save(folder / "build", model_file=path)
@@ -234,6 +245,7 @@ def run_options(case: Case, folder: Path, out: str, **more: Any) -> RunOptions:
             "ema": DECAY if case.average else None,
             "eval_every": 2 if case.evaluation == "often" else None,
             "new_shapes": 8 if case.shapes == "new" else None,
+            "settings": (f"factor={FACTOR}",) if case.rate == "set" else (),
             "loss_scale": SCALE,
             "loss_scale_interval": INTERVAL,
             **more,

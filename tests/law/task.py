@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 EPOCH = 3
 """Batches of an epoch."""
 
+FACTOR = 0.5
+"""Of learning rates, where runs set it; the model file has 1."""
+
 LAYERS = 6
 WIDTHS = (4, 5)
 
@@ -274,8 +277,14 @@ class Task:
         """A number that depends on the order of the batches."""
         return {"in order": sum(n * float(each[0] - each[1]) for n, each in enumerate(gathered["each"], start=1))}
 
-    def optimizer(self, named: list[Any]) -> Any:
-        return OPTIMIZERS[self.case.optimizer](named)
+    def optimizer(self, named: list[Any], factor: float | None = None) -> Any:
+        """With its rates times a factor; None: what the case's runs set."""
+        made = OPTIMIZERS[self.case.optimizer](named)
+        if factor is None:
+            factor = FACTOR if self.case.rate == "set" else 1.0
+        for group in (group for each in as_list(made) for group in each.param_groups):
+            group["lr"] *= factor
+        return made
 
     def _with_plain(self, batches: list[Any]) -> list[Any]:
         if self.case.batches == "tensors":
@@ -302,7 +311,7 @@ class Task:
     def hooks(self) -> dict[str, Any]:
         """What a model file of this case defines."""
         found: dict[str, Any] = {name: getattr(self, name) for name in ("model", "loss", "train_data", "optimizer")}
-        if self.case.rate != "constant":
+        if self.case.rate in RATES:
             found["lr_scheduler"] = RATES[self.case.rate]
         if self.case.evaluation != "none":
             found |= {"eval_data": self.eval_data, "metrics": self.metrics}
