@@ -118,7 +118,7 @@ def test_epochs_that_differ_are_told(tmp_path: Path) -> None:
     built(tmp_path, shrinking)
     result = fxpipe("run", tmp_path / "build", "--steps", 14, "--local", "--out", tmp_path / "out")
     assert result.code == 0, result.err
-    assert "train_data() gave 6 batches for an epoch, not 7: what is done every epoch" in " ".join(result.err.split())
+    assert "train_data() gave 6 batches this epoch, not 7: what runs every epoch" in " ".join(result.err.split())
 
 
 def test_a_scheduler_for_epochs_that_goes_with_steps_is_warned_of(

@@ -141,7 +141,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing(build: Path, out: Path, m
     _Disk(monkeypatch, out, 2)
     result = fxpipe("run", build, "--local", "--steps", 6, "--out", out, "--ema", 0.9)
     assert result.code == 0, result.err
-    assert result.err.count("No space left on device; the trained weights are kept, and tried again in") == 2
+    assert result.err.count("No space left on device; the weights stay in memory; next attempt in") == 2
     assert not list(out.glob(".*"))
 
 
@@ -169,14 +169,14 @@ def test_weights_that_can_be_written_nowhere_are_named(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = fxpipe("run", build, "--local", "--steps", 6, "--out", out)
     assert result.code == 1
-    assert "model.safetensors could be written nowhere" in result.err
+    assert "model.safetensors could not be written anywhere" in result.err
 
 
 def test_too_little_room_is_said_before_training(build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 700})())
     result = fxpipe("run", build, "--local", "--steps", 1, "--out", tmp_path / "out")
     assert result.code == 0
-    assert "has room for 700 B, and the trained weights need 1.6 KiB: make room before the end" in result.err
+    assert "has 700 B free, and the trained weights need 1.6 KiB: free space before the run ends" in result.err
 
 
 def test_an_output_folder_that_is_deleted_is_made_again(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_batch_that_is_not_finite(tmp_path: Path, local: bool, schedule: str, 
     folder = build(tmp_path, BAD_BATCH.replace("VALUE", value))
     result = run(folder, local, "--schedule", schedule)
     assert result.code == 1
-    assert "the loss of step 6 is nan, on worker 1: all weights and their gradients were finite" in result.err
+    assert "the loss of step 6 is nan, on worker 1: all weights and gradients were finite" in result.err
     assert "--keep-going trains on" in result.err
     assert result.err.count("error:") == 1
     assert "Traceback" not in result.err
@@ -111,7 +111,7 @@ def test_the_last_step_too(tmp_path: Path, local: bool) -> None:
     folder = spoiling(tmp_path, "head", at=8)
     result = run(folder, local)
     assert result.code == 1
-    assert "after step 9, the last, weights are not finite: the gradients of these weights were not" in result.err
+    assert "after the last step, 9, weights are not finite: the gradients of these weights were not" in result.err
     assert "late" in result.err
     assert not (tmp_path / "out" / "model.safetensors").exists()
 

@@ -72,10 +72,10 @@ def test_what_is_next_comes_back_during_the_action_before() -> None:
     """And what its own backward follows never leaves."""
     offload, saved = Offload("cpu", least=1), [torch.ones(4)]
     first, second, third = Action("F", 0, 0), Action("F", 0, 1), Action("F", 0, 2)
-    offload.coming.extend([Action("B", 0, 0), second])
+    offload.next_actions.extend([Action("B", 0, 0), second])
     assert offload.set_aside(saved, first) is saved, "its backward is next"
-    offload.coming.clear()
-    offload.coming.extend([second, third, Action("B", 0, 0)])
+    offload.next_actions.clear()
+    offload.next_actions.extend([second, third, Action("B", 0, 0)])
     away = offload.set_aside(saved, first)
     assert isinstance(away, Away)
     offload.begins(second)

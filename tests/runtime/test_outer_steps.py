@@ -197,7 +197,7 @@ def test_in_one_process_nothing_else_is_exchanged(tmp_path: Path, monkeypatch: p
 @pytest.mark.multiproc
 def test_replicas_that_read_other_batches_are_told_in_the_outer_step(tmp_path: Path) -> None:
     compiled_file(tmp_path, "1f1b", 1, 2, 1, "OWN_DATA = True\n", outer_every=2)
-    with pytest.raises(RunError, match="worker 0 read different batches in steps 1 to 2: replica 1 not those"):
+    with pytest.raises(RunError, match="worker 0 read different batches in steps 1 to 2: replica 1 unlike"):
         launched(RunOptions(str(tmp_path / "build"), steps=3, out=str(tmp_path / "out"), progress=False))
 
 

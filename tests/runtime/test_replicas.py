@@ -81,7 +81,7 @@ def on_eval(step, measured, run):
 def test_replicas_that_read_other_batches_are_told(tmp_path: Path) -> None:
     """A data set that follows the process, and not the run's seed, would train on other minibatches without a word."""
     _compiled(tmp_path / "build", "1f1b", 1, 2, 1, "OWN_DATA = True\n")
-    with pytest.raises(RunError, match="replicas of worker 0 read different batches in step 1: replica 1 not those"):
+    with pytest.raises(RunError, match="replicas of worker 0 read different batches in step 1: replica 1 unlike"):
         _launched(RunOptions(str(tmp_path / "build"), steps=3, out=str(tmp_path / "out"), progress=False))
 
 

@@ -60,5 +60,5 @@ def test_what_would_train_otherwise_is_told_otherwise() -> None:
 
 def test_a_replica_with_another_one_is_named() -> None:
     """The others' numbers are zero here: no replica's is."""
-    with pytest.raises(RunError, match="worker 3 do not have the same optimizer: replica 1, replica 2 another"):
+    with pytest.raises(RunError, match="worker 3 have different optimizers: replica 1, replica 2 unlike"):
         check_optimizers_alike(3, sgd(), None, NAMES, LoneCollective(3), torch.device("cpu"))

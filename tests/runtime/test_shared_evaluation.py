@@ -35,5 +35,5 @@ def test_other_batches_are_told(tmp_path: Path) -> None:
     batches = "[(torch.randn(12, 8), torch.arange(12) % 4)]"
     own = f"def eval_data():\n    torch.manual_seed(os.getpid())\n    return {batches}\n"
     compiled_file(tmp_path, "1f1b", 1, 2, 1, own, outer=None)
-    with pytest.raises(RunError, match="read different batches in an evaluation: replica 1 not those of replica 0"):
+    with pytest.raises(RunError, match="read different batches in an evaluation: replica 1 unlike replica 0"):
         launched(RunOptions(str(tmp_path / "build"), steps=2, eval_every=1, out=str(tmp_path / "out"), progress=False))

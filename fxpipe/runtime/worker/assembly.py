@@ -50,15 +50,15 @@ def open_worker(
         folder: of the build.
         recipe: of the run, or of this worker (`Recipe.of_worker`).
         keep_gradients: keep the gradients of the last update.
-        continue_after: the step after which an interrupted run goes on; None begins anew.
+        continue_after: the step after which an interrupted run continues; None starts a new run.
         checkpoint: the weights to start from; None takes the build's, or the model's own.
-        collective: this replica's end of what the worker's replicas exchange; None where it has no others.
+        collective: what this replica exchanges with the worker's other replicas; None if there are none.
 
     Raises:
         BuildError: the stage or the weights do not fit the plan.
         TaskError: the build has no values of the parameters, and the model does not initialise them.
         BackendError: the engine is not available, or cannot run the stage.
-        RunError: saved values are to be offloaded, and the device is none of CUDA's.
+        RunError: saved values are to be offloaded, and the device is not a CUDA device.
     """
     if plan.sharded:
         _check_shares(options, task)
@@ -94,7 +94,7 @@ def open_worker(
         store.outer = OuterStep(plan.outer, store.trained, collective, device)
     store.updater.steps_per_epoch = options.steps_per_epoch
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
-    if options.log_staleness and (collective is None or collective.replica == 0):  # one tells enough
+    if options.log_staleness and (collective is None or collective.replica == 0):  # one log is enough
         store.staleness = StalenessLog(recipe.demand, worker, store.trained)
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device, collective)
     executor.offload = Offload(device) if options.offload else None
@@ -110,7 +110,7 @@ def on_engines(
     options: PipelineOptions,
     device: torch.device | str,
 ) -> LoadedStage:
-    """A stage for one shape of batch on the engines that the options, or the plan, say.
+    """A stage for one shape of batch on the engines that the options or the plan name.
 
     Raises:
         BackendError: an engine is not available, or cannot run the stage.
@@ -120,7 +120,7 @@ def on_engines(
 
 
 def _check_shares(options: PipelineOptions, task: Task) -> None:
-    """Refuse what needs the optimizer of all parameters of a worker, of which each replica has its share."""
+    """Refuse what needs one optimizer of all parameters of a worker: here each replica has one of its share."""
     if task.averages and options.ema is None:
         what = "the hook averaged() reads the averages of all of a worker's weights from its optimizer"
         hint = "--ema keeps averages without the optimizer"
@@ -130,6 +130,6 @@ def _check_shares(options: PipelineOptions, task: Task) -> None:
     else:
         return
     raise RunError(
-        f"{what}, and of a build with --shard optimizer each replica has its own share of it",
+        f"{what}, and in a build with --shard optimizer each replica has only a share of it",
         hint=f"{hint}; or compile without --shard",
     )

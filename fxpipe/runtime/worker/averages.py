@@ -15,20 +15,20 @@ from fxpipe.task.model_file import Task
 
 
 class Averages(Protocol):
-    """The averages of the parameters that a worker trains."""
+    """Averages of the parameters that a worker trains."""
 
     def update(self) -> None:
         """The optimizer has made a step."""
 
     def read(self) -> dict[str, Tensor]:
-        """The averages as they are now, by name; a parameter without one is its own."""
+        """The present averages by name; a parameter without one is its own average."""
 
 
 class MovingAverage:
-    """`torch.optim.swa_utils.AveragedModel` over the worker's own parameters, as eager has it over all of them.
+    """`torch.optim.swa_utils.AveragedModel` over the worker's own parameters.
 
     Args:
-        decay: what remains of the average at each update; the first update copies.
+        decay: the share of the old average that each update keeps; the first update copies the weights.
     """
 
     def __init__(self, trained: Mapping[str, nn.Parameter], decay: float) -> None:
@@ -41,7 +41,7 @@ class MovingAverage:
             self._averaged.update_parameters(self._live)
 
     def load(self, averages: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from what `read` gave after so many updates; what it lacks had this value until now."""
+        """Continue from what `read` gave after this many updates; an average that is missing keeps its value."""
         if not self._names:
             return
         for name, average in zip(self._names, self._averaged.module.parameters(), strict=True):
@@ -54,7 +54,7 @@ class MovingAverage:
 
 
 class KeptByOptimizer:
-    """What the model file's `averaged(optimizer, named_parameters)` says, whenever it is asked."""
+    """What the model file's `averaged(optimizer, named_parameters)` returns at each call."""
 
     def __init__(
         self, task: Task, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, nn.Parameter]
@@ -65,7 +65,7 @@ class KeptByOptimizer:
         """The optimizer keeps them itself."""
 
     def read(self) -> dict[str, Tensor]:
-        """Copies of the averages; each is checked to be like its parameter, and lies in memory as that does.
+        """Copies of the averages, each with the shape and memory layout of its parameter.
 
         Raises:
             TaskError: the hook failed, or returned something else.
@@ -84,7 +84,7 @@ class KeptByOptimizer:
         except Exception as error:
             raise TaskError(
                 f"averaged() raised {type(error).__name__}: {error}",
-                hint="an optimizer has no state of a parameter that it was not given, or before its first step",
+                hint="an optimizer has no state before its first step, and none of a parameter that it was not given",
             ) from error
         if not isinstance(found, Mapping):
             raise TaskError(
@@ -94,15 +94,15 @@ class KeptByOptimizer:
         wrong = [str(name) for name, value in found.items() if not _fits(value, self._trained.get(name))]
         if wrong:
             raise TaskError(
-                f"averaged() returned tensors that are not like the parameters of these names: {', '.join(wrong[:8])}",
-                hint="the names are those of named_parameters, the shapes those of the parameters",
+                f"averaged() returned tensors that do not match a parameter by name and shape: {', '.join(wrong[:8])}",
+                hint="return tensors under names from named_parameters, each with the shape of its parameter",
             )
         return found
 
 
 @contextmanager
 def _put_back(parameters: Collection[nn.Parameter]) -> Iterator[None]:
-    """Afterwards the parameters are as before: some optimizers put their averages in place of the weights."""
+    """Restore the parameters afterwards: some optimizers put their averages in place of the weights."""
     before = [(parameter, parameter.data, parameter.detach().clone()) for parameter in parameters]
     try:
         yield
@@ -115,27 +115,27 @@ def _put_back(parameters: Collection[nn.Parameter]) -> Iterator[None]:
 def make_averages(
     ema: float | None, task: Task, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, nn.Parameter]
 ) -> Averages | None:
-    """The averages that a run asks for; None if it asks for none. All workers of a run get the same answer.
+    """The averages that a run asks for; None if it asks for none. All workers of a run get the same kind.
 
     Raises:
-        FxpipeError: the decay is no share, or there are two averages.
+        FxpipeError: the decay is not between 0 and 1, or the run asks for two averages.
     """
     if ema is None:
         return KeptByOptimizer(task, optimizer, trained) if task.averages else None
     if not 0 < ema < 1:
         raise FxpipeError(
-            f"a moving average cannot decay by {ema}", hint="--ema 0.999 keeps 0.999 of it at each update"
+            f"--ema {ema} is not between 0 and 1", hint="--ema 0.999 keeps 0.999 of the average at each update"
         )
     if task.averages:
         raise FxpipeError(
-            "there are two averages of the weights: that of --ema, and what averaged() returns",
+            "two averages of the weights are asked for: by --ema and by averaged()",
             hint="leave out --ema, or the hook averaged()",
         )
     return MovingAverage(trained, ema)
 
 
 def averages_of(workers: Sequence[Averages | None]) -> list[dict[str, Tensor]] | None:
-    """What each worker's averages are now; None if there are none."""
+    """The present averages of each worker; None if there are none."""
     return [averages.read() for averages in workers if averages is not None] or None
 
 

@@ -1,6 +1,6 @@
-"""What replicas of a worker tell each other of minibatches besides gradients: losses, buffers, what was read.
+"""What replicas of a worker exchange in addition to gradients: losses, buffers, numbers of the batches they read.
 
-And what they must have alike: the data that they read, and the optimizers that all make their updates.
+And the checks that they read the same data and have the same optimizer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fxpipe.runtime.worker.observer import Observer
 
 
 class BetweenReplicas:
-    """One replica's end of that, for one worker.
+    """What one replica of one worker sends to and receives from the others.
 
     Args:
-        collective: its end of what the worker's replicas exchange.
-        buffers: the worker's, by name; what comes from the others replaces them.
-        observers: hear of losses over all replicas.
+        collective: does the exchange.
+        buffers: the worker's, by name; those received from other replicas replace them.
+        observers: receive losses over all replicas.
         device: of the buffers.
 
     Attributes:
-        losses: of minibatches, over all replicas, that nobody has taken yet.
-        handed_at: the minibatch after which buffers were last handed out.
+        losses: over all replicas, by minibatch; those not yet taken.
+        handed_at: the minibatch after which buffers were last sent.
     """
 
     def __init__(
@@ -41,30 +41,30 @@ class BetweenReplicas:
         device: torch.device,
     ) -> None:
         self._collective, self._buffers, self._observers, self._device = collective, buffers, observers, device
-        self._apart, self._divisor = plan.outer, plan.loss_divisor
+        self._outer, self._divisor = plan.outer, plan.loss_divisor
         self.losses: dict[int, Tensor] = {}
         self.handed_at = -1
-        self._own_losses: dict[int, Tensor] = {}  # of minibatches whose sum over the replicas is under way
+        self._own_losses: dict[int, Tensor] = {}  # by minibatch, while their sum over the replicas is in flight
         self._batches: set[int] = set()  # the minibatches whose numbers are being compared
-        self._handed: dict[int, dict[str, list[str]]] = {}  # the buffers that minibatches begin with, by type
+        self._handed: dict[int, dict[str, list[str]]] = {}  # by minibatch and dtype, the buffers that it begins with
 
     def reset(self) -> None:
-        """Forget whatever an interrupted segment left."""
+        """Forget what an interrupted segment left."""
         for left in (self.losses, self._own_losses, self._batches, self._handed):
             left.clear()
 
     def compare_batch(self, minibatch: int, number: int) -> None:
-        """On worker 0: all replicas must have read the same minibatch, of which this is a number."""
+        """On worker 0: begin to check that all replicas read the same minibatch; the number is its checksum."""
         self._batches.add(minibatch)
         start_comparison(("batch", minibatch), number, self._collective, self._device)
 
     def add_loss(self, minibatch: int, total: Tensor) -> None:
-        """Begin to add up the replicas' sums of the losses of their microbatches, with metrics after them."""
+        """Begin to add up the replicas' loss sums, each over its own microbatches and followed by metrics."""
         self._own_losses[minibatch] = total
         self._collective.start_sum(("loss", minibatch), total.reshape(-1).clone())
 
     def gathered(self, minibatch: int) -> None:
-        """The gradients of a minibatch have come from all replicas: so have its loss, and the numbers of its batch.
+        """The gradients of a minibatch have arrived from all replicas; so have its loss and its checksums.
 
         Raises:
             RunError: the replicas have read different batches.
@@ -77,7 +77,7 @@ class BetweenReplicas:
             self._take_loss(minibatch)
 
     def take_losses(self) -> dict[int, Tensor]:
-        """Wait for all losses that are under way; those that nobody has taken."""
+        """Wait for all losses in flight; returns those not yet taken."""
         for minibatch in list(self._own_losses):
             self._take_loss(minibatch)
         found, self.losses = self.losses, {}
@@ -85,14 +85,14 @@ class BetweenReplicas:
 
     def meets(self, minibatch: int) -> bool:
         """Whether replicas have the same buffers after a minibatch."""
-        apart = self._apart
-        return apart is None or (not apart.delay and (minibatch + 1) % apart.every == 0)
+        outer = self._outer
+        return outer is None or (not outer.delay and (minibatch + 1) % outer.every == 0)
 
     def hand_out_buffers(self, names: Sequence[str], minibatch: int) -> None:
-        """Begin to give all replicas the buffers, as a minibatch's forwards have left them, that the next begins with.
+        """After a minibatch's forwards, begin to give all replicas the buffers that the next minibatch begins with.
 
-        They are replica 0's. Of replicas that train apart they are the mean, which has no sense for whole numbers, such
-        as how many batches were seen: these are replica 0's there, too.
+        They are those of replica 0. Replicas that train separately take the mean, except of whole numbers, such as a
+        count of batches: these are replica 0's there, too.
         """
         if not names or self.handed_at == minibatch:
             return
@@ -100,7 +100,7 @@ class BetweenReplicas:
         of_dtypes: dict[str, list[str]] = {}
         for name in dict.fromkeys(names):
             value = self._buffers[name]
-            averaged = self._apart is not None and (value.is_floating_point() or value.is_complex())
+            averaged = self._outer is not None and (value.is_floating_point() or value.is_complex())
             of_dtypes.setdefault(f"{'mean of ' if averaged else ''}buffers {value.dtype}", []).append(name)
         for kind, of_dtype in of_dtypes.items():
             flat = torch.cat([self._buffers[name].reshape(-1) for name in of_dtype])
@@ -111,7 +111,7 @@ class BetweenReplicas:
             self._handed[minibatch + 1] = taken
 
     def take_buffers(self, minibatch: int) -> None:
-        """Begin a minibatch with replica 0's buffers, or the replicas' mean, if they were changed in the one before."""
+        """Before a minibatch: receive replica 0's buffers, or the mean of all, if the last minibatch changed them."""
         for kind, names in self._handed.pop(minibatch, {}).items():
             flat, place = self._collective.take((kind, minibatch - 1)), 0
             if kind.startswith("mean"):
@@ -129,40 +129,40 @@ class BetweenReplicas:
 
 
 def unlike_first(numbers: Sequence[object]) -> str:
-    """The replicas whose number is not that of replica 0, for a message; empty if there are none."""
+    """The replicas whose number differs from replica 0's, for a message; empty if there are none."""
     others = [f"replica {j}" for j, number in enumerate(numbers) if number != numbers[0]]
     return listed(others) if others else ""
 
 
 def start_comparison(key: Key, number: int, collective: Collective, device: torch.device | str) -> None:
-    """Begin to compare a number with those of the worker's other replicas, which are what is then taken of this key."""
+    """Begin to gather a number from each replica of the worker, to be taken by this key and compared."""
     found = torch.zeros(collective.replicas, dtype=torch.int64)
     found[collective.replica] = number
     collective.start_sum(key, found.to(device))
 
 
 def check_read_alike(numbers: Sequence[object], what: str, hook: str) -> None:
-    """Compare what each replica of worker 0 has read.
+    """Compare what the replicas of worker 0 have read.
 
     Args:
-        numbers: of each replica, what stands for the data that it has read.
-        what: it is, such as `step 3`.
-        hook: that gives the data.
+        numbers: a checksum of the data, for each replica.
+        what: names the data, such as `step 3`.
+        hook: gives the data.
 
     Raises:
-        RunError: a replica has read other data than replica 0; names all that have.
+        RunError: replicas read different data from replica 0; names them all.
     """
     if others := unlike_first(numbers):
         raise RunError(
-            f"the replicas of worker 0 read different batches in {what}: {others} not those of replica 0",
+            f"the replicas of worker 0 read different batches in {what}: {others} unlike replica 0",
             where=hook,
-            hint="every replica reads all data and takes its share: they must come in the same order in every "
-            "process, as with random numbers of the process's own generators, which are seeded alike",
+            hint="every replica reads all data and takes its share, so every process must read the same batches in the "
+            "same order; fxpipe seeds the default generators of Python, numpy and torch alike in all processes",
         )
 
 
 _KEY = ("optimizer", -1)
-"""What the comparison of optimizers is called among replicas."""
+"""The key of the comparison of optimizers."""
 
 
 def check_optimizers_alike(
@@ -170,24 +170,24 @@ def check_optimizers_alike(
 ) -> None:
     """Compare a replica's optimizer with those of the worker's other replicas; waits for them.
 
-    Classes count, and options that are numbers, texts or None: of each parameter, and of the scheduler of the rate.
+    It compares classes, and options that are numbers, texts or None: of each parameter, and of the scheduler.
 
     Args:
         optimizer, scheduler: None where there is none.
-        names: of parameters, by their id.
+        names: of parameters, by `id(parameter)`.
 
     Raises:
-        RunError: a replica has another one than replica 0.
+        RunError: a replica has a different one from replica 0.
     """
     described = zlib.crc32(repr(_description(optimizer, scheduler, names)).encode())
     start_comparison(_KEY, described, collective, device)
     numbers = collective.take(_KEY).tolist()
     if others := unlike_first(numbers):
         raise RunError(
-            f"the replicas of worker {worker} do not have the same optimizer: {others} another than replica 0",
+            f"the replicas of worker {worker} have different optimizers: {others} unlike replica 0",
             where="optimizer()",
-            hint="all processes must be given the same classes, learning rates and other options: replicas with the "
-            "same sums of gradients would make different updates",
+            hint="use the same classes, learning rates and other options in all processes: otherwise replicas make "
+            "different updates from the same gradients",
         )
 
 
@@ -206,7 +206,7 @@ def _description(optimizer: Any, scheduler: Any, names: Mapping[int, str]) -> li
 
 
 def _plain(value: Any) -> Any:
-    """What of a value is the same in two processes if they mean the same."""
+    """The part of a value that can be compared between processes."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else tuple(value.shape)
     if isinstance(value, Mapping):

@@ -1,20 +1,20 @@
-"""What one worker must have to go on from a step as if it had never stopped, taken while it trains on, and when.
+"""Takes one worker's part of a checkpoint while training runs on, and decides when.
 
-A checkpoint at step S is a cut by minibatches: all actions of those before S are over, none of those from S on has
-begun. No worker is ever in that state, for with `async` the forwards of S and of later minibatches run before the
-update that makes version S. Whoever goes on from the checkpoint runs them again, on what they have met:
+A checkpoint at step S cuts between minibatches: all actions of those before S are over, none of S or later has begun.
+No worker is ever in that state: with `async` the forwards of S and of later minibatches run before the update that
+makes version S. A run that resumes repeats these forwards, on the values that they read the first time:
 
     worker 0:  …  F7  B4  F8  B5  F9  B6  F10  B7 │ F11 …       S = 8: │ is where version 8 is live
                           ▲                       ▲
                    buffers as the                 weights, state of the optimizer
-                   forward of 8 meets them
+                   forward of 8 reads them
 
-and, in each of the updates before S, what F8 … F10 read of the version that the update replaces, predicted as they
-read it, here or on other workers. These weights depend on nothing but the version, so it does not matter whether those
-forwards have run: a run that ends at S can be made longer.
+and, at each of the updates before S, what F8 … F10 read of the version that the update replaces, predicted as they
+read it, here or on other workers. These weights depend only on the version, so it does not matter whether those
+forwards have run: a run that ends at S can be continued.
 
-Where weight copies travel as encoded differences, other workers read what they made of these. It is kept by reader,
-that of version S too: the messages of later versions build on it.
+Where weight copies are sent as encoded differences, other workers read decoded weights. They are kept for each reader,
+of version S too: the messages of later versions build on them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.weights import WeightStore
 
 Due = Callable[[int], bool]
-"""Whether there is to be a checkpoint at a step; known `Captures.reach` steps before, and from then on the same."""
+"""Whether a checkpoint is due at a step; known `Captures.reach` steps before, and fixed from then on."""
 
 
 class Captures(Observer):
     """Follows a worker, and takes its shards of the checkpoints that are due.
 
     Args:
-        past, sent: of the shard that the run goes on from: the next checkpoints may need some of it again.
+        past, sent: of the shard that the run resumes from; the next checkpoints may need some of it again.
 
     Attributes:
         reach: how many updates back the minibatches in flight read this worker's weights.
@@ -62,7 +62,7 @@ class Captures(Observer):
         executor.observers.append(self)
 
     def take(self) -> Shard | None:
-        """Call between two actions: this worker's shard at the step that was just reached, if a checkpoint is due."""
+        """Called between two actions: this worker's shard if a checkpoint is due at the step just reached."""
         store = self.executor.store
         step = store.version
         if step == self._taken:
@@ -88,12 +88,12 @@ class Captures(Observer):
         return shard
 
     def begins(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run; forwards put new values in the place of buffers."""
+        """The first forward of a minibatch is about to run; forwards replace buffers."""
         if self._whole and minibatch > self._taken and self.due(minibatch):
             self._of(minibatch).buffers = dict(self.executor.buffers)
 
     def ended(self, minibatch: int) -> None:
-        """All gradients of a minibatch were sent; codecs put new values in the place of what they remember."""
+        """All gradients of a minibatch were sent; codecs replace what they remember."""
         self._memories[minibatch + 1] = self.executor.codec_memories()
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class Captures(Observer):
             watch.close()
 
     def _take_earlier(self, shard: Shard) -> None:
-        """Of the versions before this run went on; they are forgotten as soon as no step needs them."""
+        """Take versions from before this run resumed; they are forgotten once no step needs them."""
         oldest = shard.step - self.reach
         self._earlier = {key: of for key, of in self._earlier.items() if key[0] >= oldest}
         self._earlier_sent = {key: of for key, of in self._earlier_sent.items() if key[0] >= oldest}
@@ -137,7 +137,7 @@ class Captures(Observer):
 
 
 def shard_at_rest(executor: Executor) -> Shard:
-    """A worker's shard after a flush: what it holds, and nothing in flight."""
+    """A worker's shard after a flush, with nothing in flight."""
     store = executor.store
     for field in store.updater.notes.fields:
         field.begin()  # as the next segment will
@@ -147,15 +147,15 @@ def shard_at_rest(executor: Executor) -> Shard:
 
 
 def _is_whole(executor: Executor) -> bool:
-    """Whether a replica's shard is whole: the first one's, and that of each where they train apart."""
+    """Whether a replica's shard is whole: the first replica's is, and that of each where they train separately."""
     return executor.replica == 0 or executor.store.outer is not None
 
 
 def _copy_into(
     shard: Shard, executor: Executor, buffers: Mapping[str, Tensor], memories: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Copy what a worker holds between two minibatches; of a replica whose shard is not whole, what the first one has
-    not."""
+    """Copy what a worker holds between two minibatches; if its shard is not whole, only what replica 0 does not
+    have."""
     store = executor.store
     _warn_of_unsaved(executor)
     shard.codecs = _copy(memories, {})
@@ -168,7 +168,7 @@ def _copy_into(
 
 
 def _warn_of_unsaved(executor: Executor) -> None:
-    """Say once what checkpoints do not have, where the first worker that trains something is."""
+    """Warn once of what checkpoints leave out, in the process of the first worker that trains something."""
     first = min((p.owner for p in executor.store.demand.plan.parameters if p.trained), default=0)
     unsaved = executor.store.updater.unsaved
     if (executor.worker, executor.replica) == (first, 0) and unsaved and (found := unsaved.warning()):
@@ -176,7 +176,7 @@ def _warn_of_unsaved(executor: Executor) -> None:
 
 
 def _needed(store: WeightStore, version: int, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """What actions of minibatches from a step on read of a version: where, how far ahead, and which parameters."""
+    """What actions from a step on read of a version: the reader, how far ahead it predicts, and which parameters."""
     for reader in range(store.demand.plan.workers):
         for message in store.demand.messages(store.worker, reader, version, store.versions.start, None, step):
             yield reader, message.ahead, message.names
@@ -194,7 +194,7 @@ def _sent(store: WeightStore, step: int) -> dict[tuple[int, int, int], dict[str,
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, in the same layout: operators choose that of their results by it."""
+    """A copy on the CPU with the same memory layout, from which operators choose the layout of their results."""
     return torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor.detach())
 
 
@@ -203,7 +203,7 @@ def _all_copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _copy(value: Any, done: dict[int, Tensor]) -> Any:
-    """The same with copies of all tensors."""
+    """The value with copies of all tensors in it."""
     if isinstance(value, Tensor):
         if id(value) not in done:
             done[id(value)] = copied(value)
@@ -216,14 +216,14 @@ def _copy(value: Any, done: dict[int, Tensor]) -> Any:
 
 
 PERIOD = 1.0
-"""Seconds between two entries, where steps are shorter than that."""
+"""Seconds between two entries, if steps are shorter."""
 
 GLANCE = 0.002
-"""Seconds between two looks for an entry."""
+"""Seconds between two attempts to read an entry."""
 
 
 class _AgendaEntry(NamedTuple):
-    """The step of a checkpoint, if there is to be one; whether the run stops after it; the steps to the next entry."""
+    """The step of a checkpoint, if one is due; whether the run stops after it; how many steps to the next entry."""
 
     save: int | None
     stop: bool
@@ -231,21 +231,21 @@ class _AgendaEntry(NamedTuple):
 
 
 class Agenda:
-    """Checkpoints that nobody knew of when the run began: every so many minutes, and before a run stops.
+    """Checkpoints that were not known when the run began: every N minutes, and before a run stops.
 
-    All workers must know of a checkpoint some steps before it (see `Captures`). Worker 0 decides, about once a second,
-    and tells the others with the pipeline's own order: it writes an entry before its forward of a minibatch, and every
-    other worker reads that entry before its forward of the same minibatch, which comes later. So nobody waits.
+    All workers must know of a checkpoint some steps before it (see `Captures`). Worker 0 decides about once a second.
+    It writes an entry before its forward of a minibatch; every other worker reads it before its own forward of that
+    minibatch, which runs later. So no worker waits.
 
         worker 0, before F120: no checkpoint, the next entry 40 steps on
                   before F160: a checkpoint at step 164, the next entry 40 steps on
 
     Args:
         step: the first minibatch of this run.
-        ahead: how many steps before a checkpoint it must be known.
-        seconds: between two checkpoints; None makes none by the clock.
+        ahead: how many steps in advance a checkpoint must be known.
+        seconds: between two checkpoints; None makes none by time.
         writes: this process has worker 0.
-        asked: whether the run is to stop; looked at where `writes`.
+        asked: whether the run is to stop; only used if `writes`.
 
     Attributes:
         stop: the last checkpoint, after which the run stops; None while it goes on.
@@ -270,22 +270,22 @@ class Agenda:
         self._steps: set[int] = set()
         self._unforgotten: list[int] = []
         self._saved = monotonic()
-        self._entered = (step, self._saved)  # the minibatch and the time of the entry before
+        self._entered = (step, self._saved)  # the minibatch and the time of the last entry
 
     def __contains__(self, step: int) -> bool:
-        """Whether there is a checkpoint at a step, by what is known."""
+        """Whether a checkpoint is known to be due at a step."""
         return step in self._steps
 
     def add(self, step: int) -> None:
-        """All workers decide by themselves that there is a checkpoint at a step."""
+        """Add a checkpoint that every worker decides on by itself."""
         self._steps.add(step)
 
     def begin(self, minibatch: int, over: int) -> None:
         """The first forward of a minibatch is about to run on a worker of this process.
 
         Args:
-            over: how many minibatches have their loss, in all replicas. Every forward of those has begun, on every
-                worker: no entry of theirs will be read again.
+            over: how many minibatches have their loss in all replicas. All their forwards have begun on every worker,
+                so their entries will not be read again.
         """
         if minibatch != self._next or self.stop is not None:
             return

@@ -1,4 +1,4 @@
-"""Clips by the norm of all workers' gradients; what norms they tell each other travels in `update_notes`."""
+"""Clips by the norm of all workers' gradients; workers exchange their norms by `update_notes`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxpipe.runtime.worker.update_notes import NoteField
 from fxpipe.torch_private import foreach_norm
 
 Norms = Callable[[int, Sequence[nn.Parameter]], list[float]]
-"""Gives the norms of a minibatch's gradients, as `norms_of`."""
+"""Returns the norms of a minibatch's gradients, as `norms_of` does."""
 
 
 class Clip(NoteField):
@@ -26,8 +26,8 @@ class Clip(NoteField):
 
     Attributes:
         norm: of all gradients, as this worker knew it at its last update; exact on worker 0.
-        not_finite: the first minibatch of which gradients of this worker were not finite, and their places among its
-            parameters; None so far.
+        not_finite: the first minibatch in which gradients of this worker were not finite, and the indices of their
+            parameters; None if all were finite so far.
     """
 
     def __init__(self, limit: float, plan: Plan, worker: int) -> None:
@@ -36,16 +36,16 @@ class Clip(NoteField):
         self.limit = limit
         self.worker = worker
         self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
-        # The norm's dtype: torch's own norm of tensors of these dtypes has it.
+        # The dtype that torch's own norm of tensors of these dtypes has.
         self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
         self._measured: Norms = lambda minibatch, parameters: norms_of(parameters)
 
     def measure_by(self, norms: Norms) -> None:
-        """Have the norms of this worker's gradients told by someone who knows those that are not here."""
+        """Take the norms from a function that also knows gradients that other replicas hold."""
         self._measured = norms
 
     def _norms(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> list[float]:
-        """As `norms_of`, of the gradients that other replicas have, too."""
+        """As `norms_of`, including gradients that other replicas hold."""
         norms = self._measured(minibatch, parameters)
         if self.not_finite is None and not isfinite(sum(norms)):
             grads = [p.grad for p in parameters]
@@ -61,9 +61,9 @@ class Clip(NoteField):
 class ExactClip(Clip):
     """`torch.nn.utils.clip_grad_norm_` over all workers, for schedules with a flush.
 
-    The norm of every gradient travels up to worker 0, which knows the total norm when its last backward is over; the
-    total travels down before the next minibatch's forwards. Worker k holds one number for each parameter of the workers
-    from k on.
+    The norm of every gradient is passed up to worker 0, which knows the total norm when its last backward is over; the
+    total is passed down before the next minibatch's forwards. Worker k holds one number for each parameter of worker k
+    and of the workers after it.
     """
 
     down = 1
@@ -85,7 +85,7 @@ class ExactClip(Clip):
         self._total = before
         if self.worker == 0:
             found = torch.empty_like(self._known)
-            found[self._order] = self._known  # in the model's own order and types, as clip_grad_norm_ adds them up
+            found[self._order] = self._known  # in the model's order and dtypes, as clip_grad_norm_ adds them up
             norms = [norm.to(dtype) for norm, dtype in zip(found, self._dtypes, strict=True) if not norm < 0]
             self._total = torch.nn.utils.get_total_norm(norms).reshape(1).double()
         return self._total
@@ -95,20 +95,20 @@ class ExactClip(Clip):
 
 
 class PipelinedClip(Clip):
-    """Clipping without a flush: no worker waits; norms of the workers before it are some minibatches old.
+    """Clipping without a flush: no worker waits; it uses norms of the workers before it that are some minibatches old.
 
     The update of minibatch m on worker k uses the norm over
 
-        workers from k on: their gradients of m itself, whose norms came up with the backwards of m;
-        worker j < k: the newest of its gradients whose norm came down with the forwards, those of minibatch
-        m − (k−j) − 1 if minibatches are not split.
+        workers k and later: their gradients of m itself, whose norms came up with the backwards of m;
+        each worker j < k: its newest gradients whose norm came down with the forwards; without microbatches these are
+        of minibatch m − (k−j) − 1.
 
-    So worker 0 clips exactly as `clip_grad_norm_` would with these gradients, and the others use norms of a few
-    minibatches ago for the workers before them. As long as no norm has come down from a worker, the mean square of its
-    gradients is taken to be that of the others.
+    So worker 0 clips exactly as `clip_grad_norm_` would with these gradients; the others use norms from a few
+    minibatches ago for the workers before them. Until the first norm of a worker arrives, the mean square of its
+    gradients is assumed to equal that of the known gradients.
 
     Args:
-        lag: how many updates of its own weights a forward of this worker misses.
+        lag: how many updates a forward of this worker misses of its own weights.
     """
 
     up = down = 2
@@ -117,11 +117,11 @@ class PipelinedClip(Clip):
     def __init__(self, limit: float, plan: Plan, worker: int, lag: int) -> None:
         super().__init__(limit, plan, worker)
         self._elements = sum(prod(p.tensor.shape) for p in plan.parameters if p.trained)
-        self._before = torch.zeros(2, dtype=torch.float64)  # the norm's square, and the number of elements in it
+        self._before = torch.zeros(2, dtype=torch.float64)  # the square of the norm, and the number of elements
         self._own = torch.zeros(2, dtype=torch.float64)
         self._lag = lag
-        self._past: deque[Tensor] = deque()  # what `_own` was after each of the last `lag` updates, and is
-        self._again: deque[Tensor] = deque()  # what `_own` was when the next forwards ran for the first time
+        self._past: deque[Tensor] = deque()  # `_own` after each of the last `lag` updates, and now
+        self._again: deque[Tensor] = deque()  # `_own` when the next forwards ran first, before an interruption
         self.begin()
 
     def begin(self) -> None:
@@ -159,7 +159,7 @@ class PipelinedClip(Clip):
 
 
 def norms_of(parameters: Sequence[nn.Parameter]) -> list[float]:
-    """The norm of each parameter's gradient; −1, which no norm is, where there is none."""
+    """The norm of each parameter's gradient; −1 where there is no gradient."""
     present = [p.grad for p in parameters if p.grad is not None]
     norms = torch.stack([norm.double() for norm in foreach_norm(present)]).tolist() if present else []
     known = iter(norms)

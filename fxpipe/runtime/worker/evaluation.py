@@ -1,4 +1,4 @@
-"""An evaluation on one worker: the batches that worker 0 reads, the code for each shape, the means of all metrics."""
+"""An evaluation on one worker: the batches that worker 0 reads, the code for each shape, the means of the metrics."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Batches = Callable[[], Iterable[Any]]
 
 
 class Placed(NamedTuple):
-    """A batch as the stages take it: the number of its shape among `Plan.evaluations`, its leaves, what it counts.
+    """A batch as the stages take it: the index of its shape in `Plan.evaluations`, its leaves, its weight.
 
     Attributes:
-        leaves: None where another replica evaluates it.
-        checksum: of the batch as the user gave it, where there are other replicas; else 0.
+        leaves: None if another replica evaluates it.
+        checksum: of the batch as the user gave it, if there are other replicas; else 0.
     """
 
     shape: int
@@ -45,12 +45,12 @@ class Placed(NamedTuple):
 
 
 class EvaluationData:
-    """The batches of each evaluation: the same every time, without any effect on other random numbers.
+    """The batches of each evaluation: the same every time, with no effect on other random numbers.
 
     Args:
-        batches: gives a fresh iterable of batches, such as `eval_data`.
+        batches: returns a new iterable of batches, such as `eval_data`.
         seed: of the run: torch, `random` and numpy are seeded with it before `batches` is called.
-        task: gives the hooks that weigh batches, and make numbers of what they are evaluated to.
+        task: gives the hooks that weigh batches and compute numbers from the results of all batches.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class EvaluationData:
         self._task = task
 
     def __call__(self, replica: int = 0, replicas: int = 1) -> Iterator[Placed]:
-        """The batches of one evaluation, each read when it is asked for; of several replicas, one takes every so many.
+        """The batches of one evaluation, each read when it is needed; of N replicas, each evaluates every Nth.
 
         Raises:
-            TaskError: producing or weighing them failed, or there was none.
+            TaskError: reading or weighing them failed, or there was none.
             BatchError: one has a shape that was not captured.
         """
         state: RandomState | None = None
@@ -101,26 +101,26 @@ class EvaluationData:
         if not count:
             raise TaskError(
                 "eval_data() gave no batch",
-                hint="return a new iterable at every call: it is called once for each evaluation",
+                hint="return a new iterable at every call: fxpipe calls it once for each evaluation",
             )
 
 
 class Shapes:
-    """Finds which captured shape a batch has once it is padded, and lays it out as it was captured."""
+    """Finds which captured shape a batch has after padding, and flattens it into the captured leaves."""
 
     def __init__(self, plan: Plan) -> None:
         self._padding = plan.padding
         self._known = [Splitter(step.batch, step.batch_spec, 1, plan.device) for step in plan.evaluations]
 
     def __call__(self, batch: Batch, number: int, wanted: bool = True) -> tuple[int, tuple[Any, ...] | None]:
-        """The number of the batch's shape, and copies of its leaves, since an iterable may fill the same memory again.
+        """The index of the batch's shape, and copies of its leaves, since an iterable may reuse their memory.
 
         Args:
             number: which batch of `eval_data()` it is, from 1.
-            wanted: whether to copy the leaves; else there are none.
+            wanted: whether to copy the leaves; if not, they are None.
 
         Raises:
-            BatchError: no batch of this shape was captured; says what it is and what the build knows.
+            BatchError: no batch of this shape was captured; names the shape and the nearest known one.
         """
         batch = batch.padded(self._padding)
         distances = [known.distance(batch) for known in self._known]
@@ -136,27 +136,27 @@ class Shapes:
             what += f"{batch.tree}, not {tree_text(known.spec)}"
         else:
             what += " has a shape that the build was not compiled for: " + "; ".join(known.differences(batch))
-            what += f" (of {alike} shapes that were captured, the nearest)" if alike > 1 else ""
+            what += f" (the nearest of {alike} captured shapes)" if alike > 1 else ""
         return BatchError(
             what,
-            hint="compile again, so that all shapes of eval_data() are known; or drop the last, smaller batch "
-            "(drop_last=True) or pad it",
+            hint="compile again, so that all shapes of eval_data() are known; or drop a smaller last batch "
+            "(drop_last=True), or pad it",
             page="batch-shapes",
         )
 
 
 class Evaluator:
-    """Does the forwards of one worker's row of an evaluation: those of a batch, by the code for its shape.
+    """Does one worker's forwards of an evaluation, each with the code for the batch's shape.
 
     Args:
         folder: of the build.
         seed: of the run: code that draws random numbers even in eval mode is seeded from it, by worker and batch.
-        transport: for the messages of evaluation. Its watch is its own: what it waits for is part of the evaluation,
-            not of a step.
+        transport: for the messages of evaluation. It has its own watch: its waits are part of the evaluation, not of a
+            step.
 
     Attributes:
-        values: the metrics that this worker has computed, as rows of float64, batch after batch in the plan's order.
-            Those of several numbers are on the CPU.
+        values: the metrics that this worker has computed, as rows of float64, batch after batch in the plan's order;
+            metrics of several numbers are on the CPU.
 
     Raises:
         BuildError: a file is missing, or does not fit the plan.
@@ -190,9 +190,10 @@ class Evaluator:
         """An evaluation begins.
 
         Args:
-            state: parameters and buffers by their first names, of this evaluation alone: buffers that a batch changes
-                are replaced in it, so that the next batch meets what that one has left.
-            shapes: of the batches, by their number in the evaluation, from 0; known before their forward is expected.
+            state: parameters and buffers by their first names, for this evaluation alone: a batch replaces the buffers
+                that it changes, and the next batch reads these.
+            shapes: the index of each batch's shape, by its number in the evaluation, from 0; known before its forward
+                is expected.
         """
         self._state, self._shapes, self.values = state, shapes, []
 
@@ -205,7 +206,7 @@ class Evaluator:
         """Evaluate one batch.
 
         Args:
-            action: its forward, with the batch's number in the evaluation.
+            action: the batch's forward, with its number in the evaluation.
             leaves: of the batch, on worker 0.
 
         Raises:
@@ -246,11 +247,11 @@ def _numbers(value: Tensor) -> Tensor:
 
 
 def of_batches(plan: Plan, worker: int, shapes: Sequence[int], values: Tensor) -> Iterator[dict[str, Tensor]]:
-    """What a worker computed of each batch, by name: flat, as it is sent.
+    """What a worker computed for each batch, by name.
 
     Args:
-        shapes: of the batches.
-        values: all of it.
+        shapes: the shape index of each batch.
+        values: of all batches, flat, as they are sent.
     """
     parts = iter(values.split([size for shape in shapes for size in plan.evaluations[shape].sizes(worker)]))
     for shape in shapes:
@@ -260,15 +261,15 @@ def of_batches(plan: Plan, worker: int, shapes: Sequence[int], values: Tensor) -
 def whole_metrics(
     plan: Plan, shapes: Sequence[int], weights: Sequence[float], values: Sequence[Tensor], of_all: OfAll
 ) -> dict[str, float]:
-    """The metrics of an evaluation: means over its batches, summed in their order, and what the user's hook makes.
+    """The metrics of an evaluation: means over its batches, summed in order, and what the user's hook returns.
 
     Args:
         shapes, weights: of every batch.
         values: what each worker computed, batch after batch.
-        of_all: makes numbers of the tensors of all batches.
+        of_all: computes numbers from the tensors of all batches.
 
     Raises:
-        TaskError: the batches weigh nothing; or the hook failed.
+        TaskError: the batches' weights sum to 0, or the hook failed.
     """
     rows: list[tuple[float, dict[str, float]]] = []
     gathered: dict[str, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Walks one worker's actions: reads weights, runs the stage's code, keeps what it leaves, makes the update."""
+"""Runs one worker's actions: reads weights, calls the stage's code, keeps saved values, makes the update."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fxpipe.task.reset_buffers import BuffersReset
 
 
 class _Left(NamedTuple):
-    """What a part has left for the next one of the same microbatch.
+    """What a part of a stage leaves for the next part of the same microbatch.
 
     Attributes:
-        values: saved or deferred; the code that takes them empties the list. Or where they are meanwhile.
-        taken: the memory (storage addresses) that gradients among them must not be written into: weights, sent values.
+        values: saved or deferred; the code that takes them empties the list. Or their offloaded form.
+        taken: the memory (storage addresses) of weights and sent values, which gradients must not overwrite.
     """
 
     values: list[Any] | Away
@@ -38,7 +38,7 @@ class _Left(NamedTuple):
 
 
 class MinibatchLoss(NamedTuple):
-    """A minibatch, and its loss with its metrics after it."""
+    """A minibatch, and its loss followed by its metrics."""
 
     minibatch: int
     value: Tensor
@@ -50,21 +50,22 @@ class Executor:
     Args:
         stages: the worker's, one for each shape of batch.
         buffers: the worker's buffers by their first name; forwards replace their values, never in place.
-        seed: of the run; random parts seed torch from it and the action, so that no action's numbers depend
-            on what ran before.
+        seed: of the run; random parts seed torch from it and the action, so that random numbers do not depend on what
+            ran before.
 
     Attributes:
         schedule: of the run.
         watch: where the worker's time goes.
-        shape_of: tells which shape the batch of a minibatch has.
+        shape_of: gives the index of the shape of a minibatch.
         draws: whether a stage draws random numbers.
-        observers: what follows this worker; its store's.
-        kept: by version, buffers that `state` will give, as its minibatch met them (see `BuffersKept`).
+        observers: what follows this worker; the list is its store's.
+        kept: buffers that `state` will return, by version, as the minibatch of that number read them (see
+            `BuffersKept`).
         scaler: gives the scale of the loss; None where it is not scaled.
         resets: the hook `reset(model)`; None without it.
-        offload: moves saved values away until their backward; None leaves them.
+        offload: moves saved values to the CPU until their backward; None leaves them on the device.
         replica: which replica of the worker this is.
-        between: what its replicas tell each other besides gradients; None where there are no others.
+        between: what its replicas exchange in addition to gradients; None if there is only one.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Executor:
         self.scaler = store.updater.scaler
         self._plan = plan
         self._stages: list[StageOfShape] = []
-        self._phases: list[dict[Phase, tuple[Phase, ...]]] = []  # the parts that an action of a phase runs, by shape
+        self._phases: list[dict[Phase, tuple[Phase, ...]]] = []  # by shape and phase: the parts that an action runs
         for of_shape, stage in zip(plan.of_shapes, stages, strict=True):
             self.add(of_shape, stage)
         self._left: dict[tuple[int, int], _Left] = {}
@@ -119,11 +120,11 @@ class Executor:
         return self.stages[0]
 
     def scaled_step(self) -> ScaledStep | None:
-        """How the last step's loss was scaled; None if it was not."""
+        """How the last step's loss was scaled; None if losses are not scaled."""
         return None if self.scaler is None else self.scaler.last
 
     def add(self, of_shape: Plan, stage: LoadedStage) -> None:
-        """From now on there is one more shape of batch, whose messages the transport carries."""
+        """Add a shape of batch, for which the transport already has messages."""
         added = StageOfShape(of_shape, self.worker, stage, self.transport, self._plan, self.seed, self.replica)
         if self.collective is not None:
             added.comm.reduce = self._reduce
@@ -139,14 +140,14 @@ class Executor:
         """Announce what an action will receive, some actions before it."""
         stage = self._stage(action)
         if self.offload is not None:
-            self.offload.coming.append(action)
+            self.offload.next_actions.append(action)
         for part in self._parts(action):
             for edge in stage.incoming[part.phase]:
                 self.transport.expect(edge, action.minibatch, action.microbatch)
             self.store.expect(part)
 
     def leave_out(self, action: Action) -> None:
-        """The action will not run: forget what only it would have read."""
+        """The action will not run: forget what only this action would have read."""
         if self.offload is not None:
             self.offload.leave(action)
         for part in self._parts(action):
@@ -159,8 +160,8 @@ class Executor:
             leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
 
         Returns:
-            A minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says;
-            with its metrics after it (`Plan.metrics`), if it has some. Where replicas sum theirs, `settle` does.
+            On the loss worker, after the last F of a minibatch: its loss (float32, see `Plan.loss_of_microbatches`),
+            followed by its metrics (`Plan.metrics`). Where replicas sum their losses, `settle` returns it instead.
 
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
@@ -195,9 +196,9 @@ class Executor:
         return result
 
     def compare_batch(self, minibatch: int, number: int) -> None:
-        """On worker 0: all replicas must have read the same minibatch, of which this is a number.
+        """On worker 0: begin to check that all replicas read the same minibatch; the number is its checksum.
 
-        The update of the minibatch finds out, or the next outer step, and raises RunError.
+        If they did not, the update of the minibatch or the next outer step raises RunError.
         """
         if self.store.outer is not None:
             self.store.outer.read(minibatch, number)
@@ -205,7 +206,7 @@ class Executor:
             self.between.compare_batch(minibatch, number)
 
     def begin_meeting(self) -> None:
-        """The pipeline is empty: begin what makes the weights and buffers of replicas that train apart the same."""
+        """The pipeline is empty: begin to make the weights and buffers of separately trained replicas the same."""
         version, outer = self.store.version, self.store.outer
         if outer is None or self.between is None:
             return
@@ -215,7 +216,7 @@ class Executor:
             self.between.hand_out_buffers([name for stage in self._stages for name in stage.updates], version - 1)
 
     def end_meeting(self) -> None:
-        """Once all replicas here have begun it: now they have the same weights and buffers."""
+        """Called once all replicas here have begun: afterwards they have the same weights and buffers."""
         if self.store.outer is None:
             return
         with torch.no_grad():
@@ -223,7 +224,7 @@ class Executor:
             self.take_buffers(self.store.version)
 
     def announce(self) -> None:
-        """Take the gradients of the update that is due, and tell of them, as `UpdateNotes.announce`."""
+        """Take the gradients of the update that is due, and send notes of them (`UpdateNotes.announce`)."""
         if (minibatch := self.store.due) is None:
             return
         self.watch.open("update")
@@ -235,7 +236,7 @@ class Executor:
         self.watch.close()
 
     def settle(self) -> MinibatchLoss | None:
-        """As `WeightStore.settle`; the loss of the minibatch over all replicas, if there are some."""
+        """Make the update (`WeightStore.settle`); returns the minibatch's loss over all replicas, if they sum it."""
         if self.store.due is None:
             return None
         self.watch.open("update")
@@ -246,28 +247,28 @@ class Executor:
         return None if loss is None else MinibatchLoss(minibatch, loss)
 
     def hear(self) -> list[MinibatchLoss]:
-        """Wait for the losses over all replicas of minibatches whose updates are yet to come."""
+        """Wait for the losses, summed over replicas, of minibatches whose updates are still to come."""
         return [] if self.between is None else [MinibatchLoss(*each) for each in self.between.take_losses().items()]
 
     def state(self, version: int) -> dict[str, Tensor]:
         """The parameters it owns, live, and its buffers as the forwards of minibatch `version` − 1 left them.
 
-        An evaluation after `version` updates reads them. Buffers kept for it are given once, then forgotten.
+        An evaluation after `version` updates reads them. Kept buffers are returned once, then forgotten.
         """
         self.take_buffers(version)
         own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
         return {**own, **self.buffers, **self.kept.pop(version, {})}
 
     def codec_memories(self) -> dict[str, dict[str, Tensor]]:
-        """By edge, what codecs remember of the gradients that were sent; codecs put others in the place of these
-        tensors."""
+        """By edge, what codecs remember of the gradients that were sent; codecs replace these tensors, never write to
+        them."""
         return {edge: dict(memory) for stage in self._stages for edge, memory in stage.comm.memories.items() if memory}
 
     def load(self, shards: Sequence[Shard], same: bool) -> None:
-        """Go on from a checkpoint; the parameters and the model's own buffers have been loaded.
+        """Resume from a checkpoint; the parameters and the model's own buffers have been loaded.
 
         Args:
-            shards: this worker's if the cuts are the `same`, else those of all workers.
+            shards: this worker's if the cuts are the `same`, else all workers'.
         """
         for shard in shards:
             for name, value in shard.buffers.items():
@@ -280,14 +281,14 @@ class Executor:
                 for edge in stage.comm.edges & memories.keys()
             }
         self.store.load([shard.state for shard in shards], shards[0].step, same)
-        if self.between is not None and self.store.outer is not None and self.store.outer.together(shards[0].step):
+        if self.between is not None and self.store.outer is not None and self.store.outer.all_same(shards[0].step):
             self.between.handed_at = shards[0].step - 1
 
     def reset(self) -> None:
-        """Forget whatever an interrupted segment left."""
+        """Forget what an interrupted segment left."""
         self._left.clear()
         if self.offload is not None:
-            self.offload.coming.clear()
+            self.offload.next_actions.clear()
         self.kept.clear()
         self._loss = None
         if self.between is not None:
@@ -297,7 +298,7 @@ class Executor:
         return self._stages[self.shape_of(action.minibatch)]
 
     def _parts(self, action: Action) -> list[Action]:
-        """What an action runs, one action for each part: B weight gradients, too, if the schedule has no W."""
+        """One action for each part that an action runs: if the schedule has no W, B runs weight gradients too."""
         phases = self._phases[self.shape_of(action.minibatch)][action.phase]
         return [action] if phases == (action.phase,) else [replace(action, phase=phase) for phase in phases]
 
@@ -363,18 +364,18 @@ class Executor:
         if action.microbatch < self._last:
             return None
         total, self._loss = self._loss, None
-        if self.between is not None and self.store.outer is None:  # replicas that train apart have losses of their own
+        if self.between is not None and self.store.outer is None:  # with outer steps each has its own loss
             self.between.add_loss(action.minibatch, total)
             return None
         return total / self._divisor if self._divisor > 1 else total
 
     def _reduce(self, bucket: str, gradients: Sequence[Tensor | None]) -> None:
-        """The code has made a bucket's gradients: those of the last microbatch complete the sums of this replica."""
+        """The code has made a bucket's gradients: if of the last microbatch, the sums of this replica are complete."""
         if self._now.microbatch == self._last:
             self.store.reduce(bucket, self._now.minibatch, gradients)
 
     def take_buffers(self, minibatch: int) -> None:
-        """Begin a minibatch with the buffers that the replicas have in common, if the one before changed them."""
+        """Before a minibatch, receive the replicas' common buffers, if the minibatch before changed them."""
         if self.between is not None:
             self.between.take_buffers(minibatch)
 

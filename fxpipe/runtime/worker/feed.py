@@ -1,6 +1,6 @@
-"""Worker 0's data: epochs of the user's iterable, with random numbers separate from those of the stages.
+"""Worker 0's data: epochs of the user's iterable, with random numbers separate from the stages'.
 
-And how many steps an epoch has, which all workers must know for what they do every epoch.
+And the length of an epoch in steps, which all workers must know for what they do every epoch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SAY_SECONDS = 5.0
 class Feed(Observer):
     """The user's batches, epoch after epoch.
 
-    The process's random state is seeded once, before the first `train_data()`. Torch's is kept apart from
-    the stages, which reseed it, so that the data are the same whatever the pipeline does between two batches.
+    The process's random state is seeded once, before the first `train_data()`. Torch's random state is kept separate
+    from the stages', which reseed it: the data do not depend on what the pipeline does between two batches.
 
     Attributes:
-        length: what `epoch` gives, once something has asked for it.
-        steps_per_epoch: if it is set, what is done once an epoch counts on it: an epoch of another length is told.
+        length: what `epoch` returned; None before the first call.
+        steps_per_epoch: what work done once an epoch relies on; if set, an epoch of another length causes a warning.
     """
 
     def __init__(self, task: Task, seed: int) -> None:
@@ -58,14 +58,14 @@ class Feed(Observer):
         self._batches: Iterator[Any] | None = None
         self._given = 0
         self._marks: dict[int, dict[str, Any]] = {}
-        self._handed = -1  # the latest that was asked for
+        self._handed = -1  # the latest step that `mark` was called for
         self.length: int | None = None
         self._order = _Order()
-        self._since_begin: int | None = 0  # the batches of the present epoch; None if it began before a checkpoint
+        self._since_begin: int | None = 0  # batches so far in this epoch; None if it began before a checkpoint
         self.steps_per_epoch: int | None = None
 
     def epoch(self) -> int:
-        """How many batches an epoch has: the data's length, or, where they have none, counted once.
+        """How many batches an epoch has: the length of the data, or, if they have no length, counted once.
 
         Raises:
             TaskError: the data are empty; or have no length, and counting them takes too long.
@@ -83,13 +83,13 @@ class Feed(Observer):
         return self.length
 
     def next_batch(self, marked: bool = False) -> Any:
-        """The next batch, of a new epoch after the last one.
+        """The next batch; after the last one, the first of a new epoch.
 
         Args:
-            marked: `mark` will be asked after the batches before it.
+            marked: `mark` will be called for the batches before this one.
 
         Raises:
-            TaskError: the data are empty, or producing them failed.
+            TaskError: the data are empty, or reading them failed.
         """
         with self._own_random():
             if marked and self._given > self._handed:
@@ -97,14 +97,14 @@ class Feed(Observer):
             return self._read()
 
     def go_on(self, batches: int, mark: Mapping[str, Any] | None) -> None:
-        """Go to where so many batches have been given.
+        """Continue after this many batches.
 
         Args:
-            mark: what `mark` gave there. Without one, the batches are made again, and forgotten; after some seconds
-                that is said.
+            mark: what `mark` returned there. Without it, the batches are read again and dropped; after some seconds a
+                message says so.
 
         Raises:
-            TaskError: the data are empty, or producing them failed.
+            TaskError: the data are empty, or reading them failed.
         """
         if mark is not None:
             self._load(batches, mark)
@@ -119,8 +119,8 @@ class Feed(Observer):
                     say(f"skipping the data of the first {batches} steps: {number + 1} so far, {left:.0f} s left")
 
     def mark(self, batches: int) -> dict[str, Any] | None:
-        """Where the data stood after so many batches; None if `train_data()` gives no object with a `state_dict`."""
-        if batches == self._given:  # no later batch was read: the run ends here, or a flush is between
+        """The state of the data after this many batches; None if what `train_data()` returns has no `state_dict`."""
+        if batches == self._given:  # no later batch was read: the run ends here, or a flush follows
             self._mark()
         self._handed = batches
         found = self._marks.get(batches)
@@ -128,7 +128,7 @@ class Feed(Observer):
         return found
 
     def cut(self, worker: int, shard: Shard) -> None:
-        """Worker 0's shard has where the data stand."""
+        """Put the state of the data into worker 0's shard."""
         if worker == 0:
             shard.data = self.mark(shard.step)
 
@@ -194,8 +194,8 @@ class Feed(Observer):
         found, expected, self._since_begin = self._since_begin, self.steps_per_epoch, 0
         if found is not None and expected is not None and found != expected:
             warn(
-                f"train_data() gave {found} batches for an epoch, not {expected}: what is done every epoch is done "
-                f"every {expected} steps all the same (--steps-per-epoch says how many)"
+                f"train_data() gave {found} batches this epoch, not {expected}: what runs every epoch still runs "
+                f"every {expected} steps (--steps-per-epoch sets the number)"
             )
             self.steps_per_epoch = None  # once is enough
 
@@ -213,7 +213,7 @@ class Feed(Observer):
 
 
 class _Order:
-    """Warns, once, where epochs cannot but have the same order: `train_data()` makes the loader's generator anew."""
+    """Warns once if all epochs have the same order, because `train_data()` makes a new generator each time."""
 
     def __init__(self) -> None:
         self._last: tuple[torch.Generator, torch.Tensor] | None = None
@@ -227,18 +227,18 @@ class _Order:
         state = generator.get_state()
         if self._last is not None and self._last[0] is not generator and torch.equal(self._last[1], state):
             warn(
-                "train_data() makes its loader's generator anew, with the same seed: every epoch has the same order, "
-                "unlike a script's whose loader is made once. Make the generator once, outside train_data()"
+                "train_data() makes a new generator with the same seed at every call, so every epoch has the same "
+                "order. A script that makes its loader once does not: make the generator once, outside train_data()"
             )
             self._said = True
         self._last = generator, state
 
 
 def _generator(data: Any) -> torch.Generator | None:
-    """The generator that a loader of torch's or torchdata's draws from.
+    """The generator that a loader of torch or torchdata draws from.
 
-    Without a process of its own for the data, torchdata 0.11 draws once more from it where a loader goes on than where
-    it did not stop: later epochs of the same loader would have another order.
+    Without worker processes, a loader of torchdata 0.11 draws one number more when it resumes: later epochs of the same
+    loader would have another order.
     """
     found = getattr(data, "generator", None)
     return found if isinstance(found, torch.Generator) else None
@@ -250,7 +250,7 @@ def _count(data: Iterable[Any]) -> int:
         if perf_counter() - begin > COUNTING_SECONDS:
             raise TaskError(
                 f"train_data() has no length, and counting its batches took more than {COUNTING_SECONDS:.0f} s",
-                hint="say how many steps to train, --steps N, or how many an epoch has, --steps-per-epoch N",
+                hint="give the number of steps to train, --steps N, or of an epoch, --steps-per-epoch N",
             )
     return count
 
@@ -258,7 +258,7 @@ def _count(data: Iterable[Any]) -> int:
 def _empty() -> TaskError:
     return TaskError(
         "train_data() gave no batch",
-        hint="return a new iterable at every call: it is called once for each epoch",
+        hint="return a new iterable at every call: fxpipe calls it once for each epoch",
     )
 
 
@@ -269,11 +269,11 @@ OF_EPOCHS = ("eval_every", "checkpoint_every")
 
 
 def in_steps(options: Options) -> Options:
-    """The options with a number of steps where they say `epoch`.
+    """The options with `epoch` replaced by a number of steps.
 
     Raises:
-        TaskError: it is not known how many that is, or none.
-        FxpipeError: they say something else.
+        TaskError: the length of an epoch is unknown or below 1.
+        FxpipeError: an option is neither a number nor `epoch`.
     """
     if options.steps_per_epoch is not None and options.steps_per_epoch < 1:
         raise TaskError(f"an epoch has {options.steps_per_epoch} steps", hint="steps_per_epoch=len(DATA)")
@@ -286,17 +286,17 @@ def in_steps(options: Options) -> Options:
         return options
     if options.steps_per_epoch is None:
         raise TaskError(
-            f"{named[0]} is every epoch, and it is not known how many steps that is", hint="steps_per_epoch=len(DATA)"
+            f"{named[0]} is every epoch, and the length of an epoch is unknown", hint="steps_per_epoch=len(DATA)"
         )
     changes = dict.fromkeys(named, options.steps_per_epoch)
     return dataclasses.replace(options, **changes)
 
 
 def counted(options: RunOptions, feed: Feed, epochs: bool) -> tuple[int, int | None]:
-    """How many minibatches a run has, and how many an epoch, if an option names epochs: by the data.
+    """How many minibatches a run has, and how many an epoch has, if an option says `epoch`; counted in the data.
 
     Args:
-        epochs: something else must know.
+        epochs: the length of an epoch is needed for something else, too.
 
     Raises:
         TaskError: the data are empty; or have no length, and counting them takes too long.
@@ -313,18 +313,18 @@ def agree_length(options: RunOptions, feed: Feed | None, rank: int, epochs: bool
 
     Args:
         feed: on worker 0.
-        epochs: as of `counted`.
+        epochs: as in `counted`.
     """
     total, epoch = of_worker_0((0, None) if feed is None else counted(options, feed, epochs), rank)
     return total, in_steps(dataclasses.replace(options, steps_per_epoch=epoch))
 
 
 def agree_epoch(executors: Sequence[Executor], feed: Feed | None, rank: int, ranks: int) -> int | None:
-    """Tell the schedulers and the hook `reset` of the workers here how long an epoch is, if any worker's must know;
-    called by all processes.
+    """Give schedulers and the hook `reset` of the workers here the length of an epoch, if any worker needs it; called
+    by all processes.
 
     Returns:
-        How long one is, as far as this process knows.
+        That length, if this process knows it.
     """
     if any(gathered(any(map(_must_know, executors)), rank, ranks)):
         epoch = of_worker_0(None if feed is None else epoch_of(feed), rank)
@@ -343,6 +343,6 @@ def _must_know(executor: Executor) -> bool:
 
 
 def epoch_of(feed: Feed) -> int:
-    """How many steps an epoch of the data is; from now on, one of another length is told."""
+    """How many steps an epoch of the data has; from now on, an epoch of another length causes a warning."""
     feed.steps_per_epoch = feed.epoch()
     return feed.steps_per_epoch

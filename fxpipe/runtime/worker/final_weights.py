@@ -1,4 +1,4 @@
-"""The trained model as one file under the model's own names, whichever worker holds each tensor."""
+"""The trained model as one file, with the tensors of all workers under the model's own names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds between two attempts to write a file."""
 
 SHORT_PAUSES = (1.0,)
-"""The same for a file that training waits for."""
+"""The same, for a file that training waits for."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def held(executor: Executor, tensor: FinalTensor, averages: Mapping[str, Tensor]
 
 
 def copies(plan: Plan, executors: Sequence[Executor], parameters: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies of all final tensors, under all their names, of workers that are all in this process.
+    """Copies of all final tensors under all their names; all workers must be in this process.
 
     Args:
-        parameters: those of each worker, or what is taken in their place.
+        parameters: each worker's, or the values to use instead.
     """
     found: dict[str, Tensor] = {}
     for tensor in final_tensors(plan):
@@ -91,10 +91,10 @@ def weights_are_safe(out: str | None) -> Iterator[None]:
 
 
 def warn_of_little_room(out: str | None, plan: Plan, averages: bool) -> None:
-    """Warn, before training, where the file system of `out` has less room than the trained weights need.
+    """Warn, before training, if the disk of `out` has less space than the trained weights need.
 
     Args:
-        averages: their averages are written, too.
+        averages: averages of the weights are written, too.
     """
     if out is None:
         return
@@ -106,22 +106,24 @@ def warn_of_little_room(out: str | None, plan: Plan, averages: bool) -> None:
     except OSError:
         return
     if free < needed:
-        warn(f"{out} has room for {size(free)}, and the trained weights need {size(needed)}: make room before the end")
+        warn(
+            f"{out} has {size(free)} free, and the trained weights need {size(needed)}: free space before the run ends"
+        )
 
 
 class FinalFiles:
-    """Writes `model.safetensors` and `ema.safetensors`, and loses neither because a disk says no.
+    """Writes `model.safetensors` and `ema.safetensors`, even if the disk is full or fails.
 
-    All processes of a run call the same at the same time: that of rank 0 writes, and the others send it what their
-    workers hold. Replicas of a worker have the same weights: the first gives them.
+    All processes of a run call each method together: rank 0 writes, and the others send it what their workers hold.
+    Replicas of a worker have the same weights: replica 0 sends them.
 
-    The tensors stay where they are until their file is written. While that fails, it is tried again for a minute; then
-    the file goes to a temporary folder, and `check` raises an error that names it.
+    The workers keep the tensors until their file is written. A write that fails is repeated for a minute; then the file
+    is written to a temporary folder, and `check` raises an error that names the folder.
 
     Args:
         executors: of the workers of this rank.
-        pulse: this process's; every tensor is progress.
-        pauses: seconds between two attempts, if they are not `PAUSES`.
+        pulse: of this process; every tensor counts as progress.
+        pauses: seconds between two attempts; None for `PAUSES`.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class FinalFiles:
         self._lost: list[str] = []
 
     def write(self, name: str, averages: Sequence[Mapping[str, Tensor]] | None = None) -> None:
-        """Write a file of the trained weights, or of the `averages` of them that each worker here has."""
+        """Write a file of the trained weights, or of their `averages`, which are given for each worker here."""
         instead: dict[int, Mapping[str, Tensor]] = {}
         if averages is not None and self._executors:
             instead = dict(zip(self._executors, averages, strict=True))
@@ -160,11 +162,11 @@ class FinalFiles:
             again = self._agree(False)
 
     def check(self) -> None:
-        """Go on only if all files are in the run's folder.
+        """Return only if all files are in the run's folder.
 
         Raises:
-            RunError: on rank 0, which names the folder that has one instead, and what is lost; the others wait for it,
-                and lose it.
+            RunError: on rank 0; names the temporary folder, or the files that are lost. The other ranks wait for rank
+                0, and raise PeerLost.
         """
         if (problem := self.problem) is not None:
             raise problem
@@ -172,11 +174,11 @@ class FinalFiles:
 
     @property
     def problem(self) -> RunError | None:
-        """The error that `check` raises here; None if all is there."""
+        """The error that `check` raises here; None if all files are written."""
         if not self._problems:
             return None
         if self._lost:
-            hint = f"{listed(self._lost)} could be written nowhere: make room, and train again"
+            hint = f"{listed(self._lost)} could not be written anywhere: free space, and train again"
         else:
             hint = f"the trained weights are in {self._elsewhere}: move them before that folder is cleared"
         return RunError("; ".join(self._problems), hint=hint)
@@ -194,7 +196,7 @@ class FinalFiles:
                 if pause is None:
                     self._problems.append(f"{path} cannot be written: {why}")
                     break
-                warn(f"{path} cannot be written: {why}; the trained weights are kept, and tried again in {pause:g} s")
+                warn(f"{path} cannot be written: {why}; the weights stay in memory; next attempt in {pause:g} s")
                 sleep(pause)
         try:
             if self._elsewhere is None:
@@ -206,11 +208,11 @@ class FinalFiles:
             error = refused
         if error is not None:
             self._lost.append(name)
-            self._problems.append(f"nor can {name} be written elsewhere: {error.strerror or error}")
+            self._problems.append(f"{name} cannot be written to a temporary folder: {error.strerror or error}")
         self._agree(False)
 
     def _attempt(self, path: Path, fetch: Fetch) -> OSError | None:
-        """Fetch all tensors, whatever becomes of the file; returns why it could not be written."""
+        """Write the file, and fetch all tensors even if that fails; returns the error."""
         values = ((tensor, fetch(tensor)) for tensor in self._tensors)
         try:
             with SafetensorsWriter(path, [(name, t.spec) for t in self._tensors for name in t.names]) as file:
@@ -225,7 +227,7 @@ class FinalFiles:
         return None
 
     def _fetch(self, instead: Mapping[int, Mapping[str, Tensor]], tensor: FinalTensor) -> Tensor | None:
-        """A tensor of a worker here, or on rank 0 of any, from its process; None where it is not for this one."""
+        """A tensor of a worker here; on rank 0 of any worker, received from its process. Else None."""
         self._pulse.move()
         if tensor.worker in self._executors:
             return held(self._executors[tensor.worker], tensor, instead.get(tensor.worker))
@@ -237,7 +239,7 @@ class FinalFiles:
         return value
 
     def _agree(self, again: bool) -> bool:
-        """Rank 0 tells the others whether it wants the tensors of a file once more."""
+        """Rank 0 sends the others whether it needs the tensors of a file again."""
         self._pulse.move()
         if alone():
             return again

@@ -1,4 +1,4 @@
-"""Sums the gradients of a minibatch's microbatches: of one worker, or over all its replicas."""
+"""Sums the gradients of a minibatch's microbatches, of one worker or over all its replicas."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fxpipe.torch_private import foreach_add_, foreach_div_, is_non_overlapping_
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """In which type gradients are added up: float32 for types of 16 bits, in which every sum would be rounded."""
+    """The dtype in which gradients are added up: float32 for 16-bit dtypes, which would round every sum."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class GradientSum:
     """The gradients of one worker's trained parameters, added over microbatches in their order.
 
-    Sums of bfloat16 and float16 are float32, and are rounded once, when they are taken.
+    Sums of bfloat16 and float16 gradients are float32, and are rounded once, by `take`.
 
     Args:
-        parameters: the parameters that the gradients are of.
+        parameters: those of the gradients.
         order: for each gradient that a backward returns, the index of its parameter.
-        divisor: of what is taken.
+        divisor: `take` divides the sums by it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int], divisor: int) -> None:
@@ -34,7 +34,7 @@ class GradientSum:
         self._order = order
         self._divisor = divisor
         self._sums: list[Tensor | None] = [None] * len(parameters)
-        self._closed: deque[list[Tensor | None]] = deque()  # of earlier minibatches, whose updates are to come
+        self._closed: deque[list[Tensor | None]] = deque()  # of earlier minibatches that are not updated yet
 
     def add(self, gradients: Sequence[Tensor | None], taken: set[int]) -> None:
         """Add one microbatch's gradients.
@@ -65,12 +65,12 @@ class GradientSum:
             foreach_add_(old, new)
 
     def close(self, minibatch: int) -> None:
-        """All gradients of the minibatch are there: the next sum starts empty."""
+        """The minibatch's sum is complete: the next sum starts empty."""
         self._closed.append(self._sums)
         self._sums = [None] * len(self._parameters)
 
     def take(self) -> list[Tensor | None]:
-        """The oldest sum over a minibatch's microbatches that was closed, divided, by parameter."""
+        """The oldest closed sum, divided, by parameter."""
         sums = self._closed.popleft()
         present = [gradient for gradient in sums if gradient is not None]
         if self._divisor > 1 and present:
@@ -80,12 +80,12 @@ class GradientSum:
 
 
 class VectorPart:
-    """How a parameter, or its gradient, is stored in a vector, in which replicas add up and hand out several of them.
+    """How a parameter or its gradient is stored in a vector of several, which replicas add up or send.
 
-    Made once, since looking at a layout takes microseconds.
+    Made once, since reading a layout takes microseconds.
 
     Attributes:
-        size: elements.
+        size: number of elements.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -96,17 +96,17 @@ class VectorPart:
         self._stride = parameter.stride() if self._as_it_is else torch.empty(self._shape, device="meta").stride()
 
     def of(self, vector: Tensor, begin: int) -> Tensor:
-        """The very memory that begins at an element of the vector, in the parameter's shape; to write there."""
+        """A view that begins at an element of the vector, in the parameter's shape; for writing."""
         return vector.as_strided(self._shape, self._stride, vector.storage_offset() + begin)
 
     def laid_out(self, vector: Tensor, begin: int) -> Tensor:
-        """What begins there, laid out as the parameter is: the very memory if it can be."""
+        """The value that begins there, in the parameter's layout: a view if possible, else a copy."""
         found = self.of(vector, begin)
         return found if self._as_it_is else torch.empty_like(self._parameter, requires_grad=False).copy_(found)
 
 
 def in_one(values: Sequence[Tensor], parts: Sequence[VectorPart], kind: Tensor) -> Tensor:
-    """Values of these parts in one vector, of the type and device of another tensor."""
+    """Values of these parts in one vector, with the dtype and device of `kind`."""
     vector, begin = kind.new_empty(sum(part.size for part in parts)), 0
     for value, part in zip(values, parts, strict=True):
         part.of(vector, begin).copy_(value)
@@ -117,13 +117,13 @@ def in_one(values: Sequence[Tensor], parts: Sequence[VectorPart], kind: Tensor) 
 class ReplicatedSum(GradientSum):
     """As `GradientSum`, over all replicas.
 
-    A replica adds up its own microbatches' in their order. With its last one, each bucket's sum is sent off as soon as
-    the emitted code has made the last of its gradients (`comm.all_reduce`), and the rest of the backward hides that.
-    What no bucket of the code has taken is sent off at the backward's end.
+    A replica adds up the gradients of its own microbatches in order. In its last microbatch it sends each bucket's sum
+    once the emitted code has made the bucket's last gradient (`comm.all_reduce`), while the rest of the backward runs.
+    It sends gradients that are in no bucket at the end of the backward.
 
     Args:
         buckets: by name, the indices of their parameters.
-        updaters: by index, the replica that updates a parameter and alone gets its sum; empty where all get all.
+        updaters: by index, the replica that updates a parameter and alone receives its sum; empty if all receive all.
     """
 
     def __init__(
@@ -140,12 +140,12 @@ class ReplicatedSum(GradientSum):
         self._updaters = updaters
         self._collective = collective
         self._buckets = buckets
-        self._sent: dict[Key, list[int]] = {}  # the present minibatch's vectors under way, the parameters of each
-        self._under_way: deque[dict[Key, list[int]]] = deque()  # those of the minibatches before
-        self._taken: set[int] = set()  # those that a bucket of the present microbatch has
+        self._sent: dict[Key, list[int]] = {}  # of this minibatch: the vectors in flight, with their parameters
+        self._under_way: deque[dict[Key, list[int]]] = deque()  # the same, of earlier minibatches
+        self._taken: set[int] = set()  # indices that are in a bucket of this microbatch
 
     def start(self, bucket: str, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
-        """The last microbatch's gradients of a bucket are there: send off the sums."""
+        """The last microbatch's gradients of a bucket are made: send its sums."""
         indices = self._buckets[bucket]
         self._start((bucket, minibatch), indices, gradients)
         self._taken |= set(indices)
@@ -159,7 +159,7 @@ class ReplicatedSum(GradientSum):
         super().add(gradients, taken)
 
     def close(self, minibatch: int) -> None:
-        """All gradients of the minibatch are there: send off what is not under way."""
+        """The minibatch's sums are complete: send those that are not in flight."""
         rest: dict[torch.dtype, list[int]] = {}
         for index, value in enumerate(self._sums):
             if value is not None and index not in self._taken:
@@ -172,7 +172,7 @@ class ReplicatedSum(GradientSum):
         self._sent = {}
 
     def take(self) -> list[Tensor | None]:
-        """The oldest minibatch's sum over the replicas, divided, by parameter; waits for it."""
+        """Wait for the oldest minibatch's sum over the replicas; returns it divided, by parameter."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
         for key, indices in self._under_way.popleft().items():
             flat, place = self._collective.take(key), 0
@@ -182,7 +182,7 @@ class ReplicatedSum(GradientSum):
         return sums
 
     def _start(self, key: Key, indices: Sequence[int], last: Sequence[Tensor | None]) -> None:
-        """Send off the sums so far, with the last microbatch's gradients added: straight into one vector."""
+        """Add the last microbatch's gradients to the sums, directly in one vector, and send it."""
         addends = [
             (index, [value for value in (self._sums[index], gradient) if value is not None])
             for index, gradient in zip(indices, last, strict=True)
@@ -214,17 +214,17 @@ class ReplicatedSum(GradientSum):
 
 
 class SharedUpdate:
-    """An update that the replicas of a worker share out: each updates its own parameters, and hands out their weights.
+    """An update that the replicas of a worker share: each updates its own parameters, and sends the others the result.
 
         sums of gradients, each to the replica that updates its parameter     `ReplicatedSum`
-        → norms of gradients, of each parameter by who has its sum            if they are clipped
+        → norms of gradients, each from the replica that has the sum          if they are clipped
         → each replica: a step of its own optimizer, over its own parameters
         → new weights, to all replicas                                        by bucket
 
     Args:
         trained: the worker's trained parameters by name.
         updaters: by the same names, the replica that updates each.
-        buckets: by name, the indices of their parameters; those of one have one dtype.
+        buckets: by name, the indices of their parameters; a bucket has one dtype.
     """
 
     def __init__(
@@ -242,14 +242,14 @@ class SharedUpdate:
         groups = {f"weights of {name}": indices for name, indices in buckets.items()}
         known = {index for indices in buckets.values() for index in indices}
         for index, parameter in enumerate(self._parameters):
-            if index not in known:  # it never gets a gradient, and some optimizers write into it all the same
+            if index not in known:  # it never gets a gradient, but some optimizers write to it
                 rest = f"weights of rest {parameter.dtype}"
                 groups[rest] = [*groups.get(rest, ()), index]
         self._groups = {name: sorted(indices, key=self._updaters.__getitem__) for name, indices in groups.items()}
         self._norms: tuple[int, list[float]] = (-1, [])
 
     def start_norms(self, minibatch: int) -> None:
-        """Tell the others the norms of the gradients of this replica's parameters."""
+        """Send the other replicas the norms of the gradients of this replica's parameters."""
         own = torch.tensor(norms_of(self._parameters), dtype=torch.float64, device=self._device)
         self._collective.start_gather(("norms", minibatch), own, [len(own)] * self._collective.replicas)
 
@@ -262,7 +262,7 @@ class SharedUpdate:
         return self._norms[1]
 
     def start_weights(self, minibatch: int) -> None:
-        """Hand out the weights that this replica has updated."""
+        """Send the weights that this replica has updated."""
         for name, members in self._groups.items():
             own = [i for i in members if self._updaters[i] == self._collective.replica]
             weights = [self._parameters[i].detach() for i in own]
@@ -270,7 +270,7 @@ class SharedUpdate:
             self._collective.start_gather((name, minibatch), flat, self._sizes(members))
 
     def take_weights(self, minibatch: int) -> None:
-        """Take the weights that the others have updated; waits for them."""
+        """Wait for the weights that the other replicas have updated."""
         for name, members in self._groups.items():
             flat, place = self._collective.take((name, minibatch)), 0
             for index in members:

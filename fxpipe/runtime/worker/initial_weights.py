@@ -1,14 +1,14 @@
 """Where a worker's first weights come from: the build, a checkpoint, or the user's model().
 
-For a build without values, these are those that model() gives its parameters.
-The model is made twice more (`fxpipe.task.meta`): first without values, to see in which order its code makes the
-parameters, and which are made from others; then with values for the parameters that the worker needs, and for those
-that they are made from, whatever sets them: a module's reset_parameters(), the model's _init_weights(), model() itself.
-All other parameters have no memory, and code that initialises them does nothing.
+For a build without values, model() gives them. It is called twice more (`fxpipe.task.meta`): first without values, to
+see in which order its code makes the parameters, and which are made from others; then with values for the parameters
+that the worker needs and those that they are made from. It does not matter what sets the values: a module's
+reset_parameters(), the model's _init_weights(), or model() itself. All other parameters have no memory, and code that
+initialises them does nothing.
 
-The generator is seeded afresh for every random operator, by the run's seed and a name: that of the parameter for which
-the numbers are drawn, or of the one that was made last. So a parameter's values do not depend on what else has memory:
-they are the same on every worker, and for all cuts. They are not the numbers that an ordinary model() draws.
+The generator is seeded again for every random operator, by the run's seed and the name of a parameter: the one that the
+numbers are for, or the one that was made last. So a parameter's values do not depend on which others have memory: they
+are the same on every worker, and for all cuts. They are not the numbers that an ordinary model() draws.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def initial_weights(
     device: torch.device | str,
     checkpoint: Checkpoint | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The values of one worker's parameters and buffers by first name, each in memory of its own; nothing else is read.
+    """The values of one worker's parameters and buffers by first name, each in its own memory; reads nothing else.
 
     Args:
-        checkpoint: what a run starts from, if not from the build's own values.
+        checkpoint: what a run starts from; None for the build's own values.
 
     Raises:
         BuildError: the build's file or the checkpoint cannot be read, or does not fit the plan.
@@ -78,10 +78,10 @@ def initial_weights(
 def read_tensors(
     path: str | Path, specs: Iterable[tuple[str, TensorSpec]], device: torch.device | str
 ) -> dict[str, torch.Tensor]:
-    """Only the named tensors of a safetensors file, laid out as the specs say, each in memory of its own.
+    """Only the named tensors of a safetensors file, in the layout of the specs, each in its own memory.
 
     Raises:
-        BuildError: no such file, or tensors missing or of another shape or dtype (all are listed).
+        BuildError: the file is missing, or tensors are missing or have another shape or dtype (lists all).
     """
     found: dict[str, torch.Tensor] = {}
     wrong: list[str] = []
@@ -103,7 +103,7 @@ def read_tensors(
 
 
 def _unlike(name: str, found: Tensor | None, layout: Layout) -> str:
-    """How a tensor is not as the plan has it; empty if it is."""
+    """How a tensor differs from the plan; empty if it does not."""
     if found is None:
         return f"{name} is missing"
     if (found.shape, found.dtype) == (layout.shape, layout.dtype):
@@ -121,20 +121,20 @@ def initialised(
     seed: int,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """The initial values of some of a build's parameters, by first name, each in memory of its own.
+    """The initial values of some of a build's parameters, by first name, each in its own memory.
 
-    The process's random state stays as it was.
+    The process's random state does not change.
 
     Args:
-        make: gives the model that the build was compiled from.
+        make: returns the model that the build was compiled from.
 
     Raises:
-        TaskError: the model has other parameters than the plan, or it cannot be made without values.
+        TaskError: the model's parameters differ from the plan's, or it cannot be made without values.
     """
     if not needed:
         return {}
     with random_state_kept(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they came out when the model was compiled
+        warnings.simplefilter("ignore")  # they were shown when the model was compiled
         lineage = _Lineage()
         with lineage:
             first = on_meta(make, told=lineage.born)
@@ -142,15 +142,15 @@ def initialised(
         _check_same(plan, first.model)
         unseen = [p.name for p in needed if p.name not in numbers]
         if unseen:
-            raise TaskError(f"fxpipe did not see how {listed(unseen)} came into the model", hint=CURE)
+            raise TaskError(f"fxpipe did not see how model() makes {listed(unseen)}", hint=CURE)
         mode = _Seeded(seed, {number: name for name, number in reversed(numbers.items())})
         _seed_others(seed)
         with mode:
             made = on_meta(_explained(make), lineage.of(numbers[p.name] for p in needed), mode.born)
     if made.numbers() != numbers:
         raise TaskError(
-            "model() makes its parameters in another order each time",
-            hint="let it do the same at every call, or run with --weights CHECKPOINT",
+            "model() makes its parameters in a different order at each call",
+            hint="let it use the same order at every call, or run with --weights CHECKPOINT",
         )
     found = {p.name: made.births[numbers[p.name]] for p in needed}
     without = [name for name, parameter in found.items() if parameter.is_meta]
@@ -160,7 +160,7 @@ def initialised(
 
 
 def _own(value: Tensor, layout: Layout, device: torch.device | str) -> Tensor:
-    """The value in separate memory on the device, in this layout; the tensor itself if it is so already."""
+    """A copy on the device with its own memory and this layout; the tensor itself if it already is that."""
     alone = value.untyped_storage().nbytes() == value.nbytes
     if alone and value.stride() == layout.stride and value.device == torch.device(device):
         return value
@@ -172,12 +172,12 @@ def _check_same(plan: Plan, model: nn.Module) -> None:
     unlike = (_unlike(row.name, present.get(row.name), Layout(row.tensor)) for row in plan.parameters)
     if wrong := [text for text in unlike if text]:
         raise TaskError(
-            f"model() does not give the model that was compiled: {listed(wrong)}", hint="compile the model again"
+            f"model() returns a different model from the compiled one: {listed(wrong)}", hint="compile the model again"
         )
 
 
 def _explained(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The same function, whose errors say the likely cause: some parameters have no values."""
+    """The same function, with errors that name the likely cause: some parameters have no values."""
 
     def model() -> nn.Module:
         try:
@@ -195,7 +195,7 @@ def _explained(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class _Lineage(LightDispatchMode):
-    """Records which parameters' values are made from those of which others: copies, norms, averages."""
+    """Records which parameters are made from the values of others: copies, norms, averages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Lineage(LightDispatchMode):
         self._from[memory] = {number}
 
     def of(self, numbers: Iterable[int]) -> set[int]:
-        """These parameters, and all that they are made from."""
+        """These parameters, and all parameters that they are made from."""
         found: set[int] = set()
         left = list(numbers)
         while left:
@@ -250,11 +250,11 @@ def _is_written(argument: Any) -> bool:
 
 
 class _Seeded(_Lineage):
-    """Seeds the random generator afresh for every random operator.
+    """Seeds the random generator again for every random operator.
 
     Draws for a parameter, into it or into a tensor made from it, are counted for that parameter alone. Their number
-    depends on whether it has memory: torch's initialisers return at once if it has none, and some draw until a value
-    fits. Other draws are counted from the parameter that was made last.
+    depends on whether it has memory: without memory, torch's initialisers return at once; with it, some draw until a
+    value fits. All other draws are counted for the parameter that was made last.
 
     Args:
         names: of parameters, by the order in which they were made.
@@ -268,7 +268,7 @@ class _Seeded(_Lineage):
         self.drawn: Counter[str] = Counter()
 
     def born(self, number: int, parameter: nn.Parameter) -> None:
-        """A parameter was made: if it is in the model, draws that are for no parameter count under its name."""
+        """A parameter was made: if it is in the model, later draws for no parameter count under its name."""
         super().born(number, parameter)
         if number in self.names:
             self.mark = f"made {self.names[number]}"
@@ -286,7 +286,7 @@ class _Seeded(_Lineage):
 
 
 def _initialised_by_torch() -> Tensor | None:
-    """The tensor that one of torch.nn.init's functions is working on, if one is."""
+    """The tensor that a running function of torch.nn.init fills, if one is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != nn.init.__file__:
         frame = frame.f_back
@@ -298,7 +298,7 @@ def _number(mark: str) -> int:
 
 
 def _seed_others(seed: int) -> None:
-    """Seed Python's and numpy's generators, from which code draws for parameters without memory as well."""
+    """Seed Python's and numpy's generators: code also draws from them for parameters without memory."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

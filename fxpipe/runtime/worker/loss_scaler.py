@@ -1,7 +1,7 @@
 """Scales the loss under float16: `torch.amp.GradScaler` over all workers' gradients.
 
-What overflowed travels as norms do (`update_notes`). So every worker makes or skips the same updates, has the same
-scale, and worker 0 knows it when it hands out the next minibatch.
+Workers exchange whether gradients overflowed as they exchange norms (`update_notes`). So all make or skip the same
+updates and have the same scale, which worker 0 knows when the next minibatch begins.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fxpipe.schedule.loss_scaling import check_loss_scaling
 from fxpipe.torch_private import amp_update_scale_, unscale_and_check_
 
 GROWTH = 2.0
-"""What the scale is multiplied by after so many good updates, as torch has it."""
+"""The factor after `interval` good updates, as in torch."""
 
 BACKOFF = 0.5
-"""What it is multiplied by after gradients that overflowed, as torch has it."""
+"""The factor after gradients that overflowed, as in torch."""
 
 LEAST = 1.0
-"""Below this scale the gradients of the loss itself overflow, and a run ends."""
+"""At this scale the gradients of the loss itself overflow, and the run ends."""
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Scale:
     Attributes:
         value: what the next minibatch's loss is multiplied by.
         good: updates since it last changed.
-        skipped: updates that were not made, so far.
-        in_row: those of them since the last that was made.
+        skipped: updates skipped so far.
+        in_row: updates skipped since the last one that was made.
     """
 
     value: float
@@ -50,7 +50,7 @@ class Scale:
     in_row: int = 0
 
     def update(self, overflowed: bool, interval: int) -> None:
-        """What `GradScaler.update` does, by the same function of torch's."""
+        """As `GradScaler.update`, by the same function of torch."""
         scale, good = torch.tensor(self.value), torch.tensor(self.good, dtype=torch.int32)
         amp_update_scale_(scale, good, torch.tensor([float(overflowed)]), GROWTH, BACKOFF, interval)
         self.value, self.good = float(scale), int(good)
@@ -59,16 +59,16 @@ class Scale:
 
 
 class LossScaler(NoteField):
-    """Unscales one worker's gradients, and skips an update where any worker's overflowed.
+    """Unscales one worker's gradients, and skips an update if any worker's gradients overflowed.
 
     Args:
         initial: the first scale.
-        interval: after so many good updates the scale is doubled.
+        interval: the scale doubles after this many good updates.
 
     Attributes:
-        scale: that of the next minibatch.
-        last: the last minibatch's; None so far.
-        skips: the update that `apply` was called for is not to be made.
+        scale: of the next minibatch.
+        last: how the last minibatch's loss was scaled; None before the first.
+        skips: whether the update that `apply` was called for is skipped.
     """
 
     up = down = 1
@@ -84,14 +84,14 @@ class LossScaler(NoteField):
         self._places: list[int] = []
 
     def add(self, of_shape: Plan) -> None:
-        """There is a shape of batch."""
+        """Add a shape of batch."""
         self._places.append([leaf.name for leaf in of_shape.batch].index(LOSS_SCALE))
 
     def leaves(self, given: Sequence[Any], shape: int, device: torch.device) -> Sequence[Any]:
-        """The leaves of a microbatch with the present scale among them.
+        """The leaves of a microbatch, including the present scale.
 
-        Divided as the sum of the microbatches' gradients is to be: none of them is larger than in the backward of the
-        whole batch, and their sum is that of the scaled loss.
+        The scale is divided here, not the sum of the microbatches' gradients: so no gradient is larger than in the
+        backward of the whole batch, and their sum is the gradient of the scaled loss.
         """
         made = list(given)
         made[self._places[shape]] = torch.full((), self.scale.value / self._divisor, device=device)
@@ -101,7 +101,7 @@ class LossScaler(NoteField):
         return {"loss_scale": dict(vars(self.scale)), "clip": None}  # with a flush, clipping has no state
 
     def load(self, state: Any, same: bool) -> None:
-        if isinstance(state, Mapping):  # else of a build that scales nothing
+        if isinstance(state, Mapping):  # else from a build without loss scaling
             self.scale = Scale(**state["loss_scale"])
 
     def measure(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -117,10 +117,10 @@ class LossScaler(NoteField):
         return torch.tensor([self._found], dtype=torch.float64)
 
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Learn whether the update `skips`.
+        """Set `skips`, and unscale the gradients.
 
         Raises:
-            NotFiniteError: gradients overflowed again and again, down to where the loss is not scaled up any more.
+            NotFiniteError: gradients overflowed at every scale down to the smallest.
         """
         self.skips = self._found > 0
         self.last = ScaledStep(self.scale.value, self.skips)
@@ -148,18 +148,18 @@ def _overflows(minibatch: int, scale: Scale, used: float) -> NotFiniteError:
     return NotFiniteError(
         f"the gradients of step {minibatch + 1} overflow float16 even at a loss scale of {used:g}: {scale.in_row} "
         "steps in a row made no update",
-        hint="a gradient is infinite or NaN in itself, or beyond 65504: look at that batch, lower the learning rate, "
-        "clip gradients (--clip-norm), divide a loss that is a sum; or compile with --autocast bf16",
+        hint="an unscaled gradient is infinite, NaN or beyond 65504: look at that batch, lower the learning rate, "
+        "clip gradients (--clip-norm), use a mean instead of a sum as the loss; or compile with --autocast bf16",
         page="not-finite",
     )
 
 
 def make_scaler(options: PipelineOptions, plan: Plan, worker: int, recipe: Recipe) -> LossScaler | None:
-    """The scaler of a worker of a build whose backwards begin with a loss scale; None for any other.
+    """The loss scaler of one worker, if the build scales its loss; else None.
 
     Raises:
         ScheduleError: the schedule has no flush.
-        RunError: the options make no sense.
+        RunError: the options are invalid.
     """
     check_loss_scaling(recipe.schedule, plan.autocast)
     if not plan.scales_loss:
@@ -168,6 +168,6 @@ def make_scaler(options: PipelineOptions, plan: Plan, worker: int, recipe: Recip
     if not (math.isfinite(initial) and initial > 0 and interval > 0):
         raise RunError(
             f"a loss scale of {initial:g}, doubled after {interval} steps, makes no sense",
-            hint="loss_scale is a finite number above 0, loss_scale_interval one above 0",
+            hint="give a finite loss_scale above 0, and a loss_scale_interval above 0",
         )
     return LossScaler(initial, interval, plan, worker)

@@ -1,9 +1,8 @@
-"""A loss that is not finite: which worker's gradients were not either, and the error that says so.
+"""The error of a loss that is not finite: it names the gradients that were not finite before.
 
-Nobody looks at gradients while all is well: that would cost a pass over them in every step. When a loss is not finite,
-the weights still tell. The worker that computes it stops before its backward, so that only the gradients of earlier
-steps can have spoilt weights, each its own. Where gradients are clipped, their norms are known anyway, and tell the
-step.
+No worker checks gradients while losses are finite: that would cost a pass over them in every step. When a loss is not
+finite, the weights still show the cause. The loss worker stops before its backward, so only gradients of earlier steps
+can have made weights not finite, each its own. If gradients are clipped, their norms are known, and show the step.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 
 _NAMED = 5
-_ALL_THE_SAME = "--keep-going trains on all the same"
+_KEEP_GOING = "--keep-going continues training"
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """What a worker found when it looked.
+    """What a worker found.
 
     Attributes:
-        weights: its trained weights that are not finite any more.
-        gradients: those whose gradients were not finite at the first such `step`, if norms told it; steps count from 1.
+        weights: names of its trained weights that are not finite.
+        gradients: names of those whose gradients were not finite at the first such `step` (from 1), if norms are known.
     """
 
     worker: int
@@ -40,9 +39,9 @@ class NotFinite:
 
     @staticmethod
     def of(executor: Executor) -> NotFinite:
-        """What there is on a worker now."""
+        """What a worker has now."""
         trained = executor.store.trained
-        clip = None if executor.scaler is not None else executor.store.updater.clip  # a scale is to overflow at times
+        clip = None if executor.scaler is not None else executor.store.updater.clip  # scaled gradients may overflow
         minibatch, places = (None, []) if clip is None or clip.not_finite is None else clip.not_finite
         names = list(trained)
         weights = [name for name, weight in trained.items() if not is_finite(weight)]
@@ -52,16 +51,16 @@ class NotFinite:
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all of a tensor is; what holds whole numbers is."""
+    """Whether all elements are finite; whole numbers are."""
     if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
-        tensor = tensor.float()  # of 8 bits, torch has no such question
+        tensor = tensor.float()  # torch.isfinite takes no 8-bit floats
     return bool(tensor.isfinite().all())
 
 
 class LossCheck(Observer):
-    """Follows a loss worker, and looks at its losses before their backward runs.
+    """Follows a loss worker, and checks its losses before their backward runs.
 
-    On CUDA a look would have to wait for the device: there only worker 0 looks, when it reads a loss anyway.
+    On CUDA a check would wait for the device: there only worker 0 checks, when it reads a loss anyway.
 
     Args:
         worker: the one that computes the losses.
@@ -72,20 +71,20 @@ class LossCheck(Observer):
         self._worker, self._stop = worker, stop
 
     def loss(self, minibatch: int, value: Tensor) -> None:
-        """Refuse one that is not finite."""
+        """Refuse a loss that is not finite."""
         self.look(minibatch, float(value.reshape(-1)[0]))
 
     def look(self, minibatch: int, loss: float) -> None:
-        """The same, of one that was read."""
+        """The same, for a loss that was read."""
         if not math.isfinite(loss):
             raise self._stop(minibatch, loss, self._worker)
 
 
 def check_weights(steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse to write weights that the last steps have made worthless.
+    """Refuse to write weights that the last steps have made infinite or NaN.
 
     Args:
-        rows: of all workers; `not_finite` of each is what it found (see `NotFinite`).
+        rows: one for each worker, whose `not_finite` is what it found (see `NotFinite`).
 
     Raises:
         NotFiniteError: some are not finite.
@@ -93,8 +92,8 @@ def check_weights(steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
     found = [NotFinite(**row["not_finite"]) for row in rows]
     if any(row.weights for row in found):
         raise NotFiniteError(
-            f"after step {steps}, the last, weights are not finite: {_cause(found)}",
-            hint="lower the learning rate, clip gradients (--clip-norm), or look at the last batches; " + _ALL_THE_SAME,
+            f"after the last step, {steps}, weights are not finite: {_cause(found)}",
+            hint="lower the learning rate, clip gradients (--clip-norm), or look at the last batches; " + _KEEP_GOING,
             page="not-finite",
         )
 
@@ -103,12 +102,12 @@ def not_finite(minibatch: int, loss: float, worker: int, found: Sequence[NotFini
     """The error of a loss that is not finite.
 
     Args:
-        worker: that of the loss.
-        found: what workers found; those that did not answer in time are missing.
+        worker: the loss worker.
+        found: what workers found; without those that did not answer in time.
     """
     return NotFiniteError(
         f"the loss of step {minibatch + 1} is {loss}, on worker {worker}: {_cause(found)}",
-        hint="lower the learning rate, clip gradients (--clip-norm), or look at that batch; " + _ALL_THE_SAME,
+        hint="lower the learning rate, clip gradients (--clip-norm), or look at that batch; " + _KEEP_GOING,
         page="not-finite",
     )
 
@@ -121,7 +120,7 @@ def _cause(found: Sequence[NotFinite]) -> str:
         return f"at step {first} these gradients were not finite: {named}"
     if any(row.weights for row in found):
         return f"the gradients of these weights were not finite before: {_named({r.worker: r.weights for r in found})}"
-    return "all weights and their gradients were finite before: its batch, or the forward of it, is the cause"
+    return "all weights and gradients were finite before: the cause is this batch or its forward"
 
 
 def _named(names: Mapping[int, Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""What a run tells those who follow it: whoever wants to hear of something overrides its method."""
+"""The events of a run: an observer overrides the methods of those that it needs."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from fxpipe.checkpoint.shard import Shard
 
 
 class Observer:
-    """Follows a worker (in its executor's list), the rows of a process, or the run; what it hears of does nothing.
+    """Follows a worker (in its executor's list), the rows of a process, or the run; every method here does nothing.
 
-    A worker tells `begins`, `loss`, `ended` and `leaving`; a row `begins`, `loss` and `between`; a run what comes then.
+    A worker calls `begins`, `loss`, `ended` and `leaving`; a row `begins`, `loss` and `between`; a run the others.
     """
 
     def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run on the worker, or in the row."""
 
     def loss(self, minibatch: int, value: Tensor) -> None:
-        """The loss worker knows a minibatch's loss, with its metrics after it.
+        """The loss worker knows a minibatch's loss, followed by its metrics.
 
-        An executor tells before the backward, or where there are replicas, before the update: an error stops it. A row
-        tells when it hears of it, of each replica of that worker.
+        An executor calls this before the backward, or with replicas before the update: an error stops it. A row calls
+        it for each replica of the loss worker, when it receives the loss.
         """
 
     def ended(self, minibatch: int) -> None:
-        """All gradients of a minibatch are made on the worker; its update is yet to begin."""
+        """All gradients of a minibatch are made on the worker; its update has not begun."""
 
     def leaving(self, version: int) -> None:
         """The worker's live version is about to be replaced."""
 
     def between(self, executors: Sequence[Any]) -> None:
-        """Between two actions of a row: it begins, or all its workers (`Executor`) have made another update."""
+        """Between two actions of a row: the row begins, or all its workers (`Executor`) have made another update."""
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
-        """All workers have evaluated a version, and all else that follows from it is done."""
+        """All workers have evaluated a version, and everything that follows from it is done."""
 
     def ends(self, total: int) -> None:
-        """The run ends after so many steps, perhaps fewer than it was to have."""
+        """The run ends after this many steps, perhaps fewer than planned."""
 
     def cut(self, worker: int, shard: Shard) -> None:
-        """A worker's first replica has a shard of a checkpoint: the place for what the run is to find there again."""
+        """A worker's first replica has made a shard of a checkpoint: add what the run needs to resume."""
 
     def saves(self, step: int) -> None:
-        """All files of a checkpoint are there, and it is about to count; told by the thread that writes."""
+        """All files of a checkpoint are written, and it is about to be valid; called by the writing thread."""
 
     def stops(self, step: int, saved: Path | None) -> None:
-        """The last checkpoint of a run that stops stands in a folder, or is given up (None); told by that thread."""
+        """The last checkpoint of a stopping run is in a folder, or has failed (None); called by the writing thread."""

@@ -1,4 +1,4 @@
-"""Saved values leave a CUDA device for the CPU's memory while they wait for their backward."""
+"""Moves saved values from a CUDA device to the CPU's memory until their backward."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from fxpipe.errors import RunError
 from fxpipe.schedule.action import Action
 
 LEAST_BYTES = 1 << 16
-"""Smaller memory stays: a copy takes longer to start than to make."""
+"""Smaller tensors stay on the device: starting a copy takes longer than the copy."""
 
 
 def check_offload(device: torch.device | str) -> None:
-    """Refuse to offload from a device that is no CUDA device.
+    """Refuse to offload from a device that is not a CUDA device.
 
     Raises:
-        RunError: its memory is the CPU's own.
+        RunError: its memory is the CPU's memory.
     """
     if torch.device(device).type != "cuda":
         raise RunError(
-            "--offload moves what forwards save from a CUDA device to the CPU's memory, where this build's values are",
+            "--offload moves saved values from a CUDA device to the CPU's memory, and this build runs on the CPU",
             where="--offload",
-            hint="leave it out; or compile with --device cuda; --memory makes a build that saves less",
+            hint="leave it out, or compile with --device cuda; --memory compiles a build that saves less",
         )
 
 
 @dataclass(frozen=True)
 class _View:
-    """How a tensor lies in its memory."""
+    """How a tensor views its memory."""
 
     memory: int
     dtype: torch.dtype
@@ -48,10 +48,10 @@ class Away:
     """Saved values of one microbatch that are on their way to the CPU, there, or on their way back.
 
     Attributes:
-        entries: the values in their order; of those that moved, how they lie in their memory.
-        kept: that memory, in the CPU's.
-        back: the same on the device again; empty until it is asked for.
-        ready: when that has arrived.
+        entries: the values in order; for those that moved, how they view their memory.
+        kept: that memory, copied to the CPU.
+        back: the same memory on the device again; empty until `bring`.
+        ready: recorded when `back` has arrived.
     """
 
     def __init__(self) -> None:
@@ -62,48 +62,48 @@ class Away:
 
 
 class Offload:
-    """Moves saved values away and back, on a stream of its own, beside what the device computes.
+    """Moves saved values to the CPU and back, on its own stream, while the device computes.
 
-    Views of one memory move once, and are views of one memory again. On the way back they are on the device from
-    `bring` on. Values that are not dense tensors of some size stay.
+    Memory that several values view moves once, and they view one memory again afterwards. It takes device memory from
+    `bring` on. Small values and those that are not dense tensors stay.
 
     Args:
         device: where the values are made. A CPU has no streams: its values are copied at once, for tests.
 
     Attributes:
-        coming: the worker's next actions, in their order.
+        next_actions: of the worker, in order.
     """
 
     def __init__(self, device: torch.device | str, least: int = LEAST_BYTES) -> None:
         self.device = torch.device(device)
         self.least = least
-        self.coming: deque[Action] = deque()
+        self.next_actions: deque[Action] = deque()
         self._away: WeakValueDictionary[tuple[int, int], Away] = WeakValueDictionary()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def leave(self, action: Action) -> None:
-        """A coming action runs now, or never."""
-        if action in self.coming:
-            self.coming.remove(action)
+        """One of the next actions runs now, or never."""
+        if action in self.next_actions:
+            self.next_actions.remove(action)
 
     def begins(self, action: Action) -> None:
-        """A coming action runs now: begin to move back what the one after it reads, while this one computes."""
+        """One of the next actions runs now: meanwhile, begin to move back what the action after it reads."""
         self.leave(action)
-        following = self.coming[0] if self.coming else None
+        following = self.next_actions[0] if self.next_actions else None
         if following is not None and following.phase == "B":
             away = self._away.get((following.minibatch, following.microbatch))
             if away is not None:
                 self.bring(away)
 
     def set_aside(self, saved: list[Any], action: Action) -> list[Any] | Away:
-        """What a forward has saved, moved away unless its backward comes next."""
-        if self.coming and self.coming[0] == replace(action, phase="B"):
+        """What a forward has saved, moved to the CPU unless its backward is the next action."""
+        if self.next_actions and self.next_actions[0] == replace(action, phase="B"):
             return saved
         away = self._away[action.minibatch, action.microbatch] = self.away(saved)
         return away
 
     def away(self, values: Sequence[Any]) -> Away:
-        """Begin to move the values; their memory on the device is free once nothing else holds it."""
+        """Begin to move the values to the CPU; their device memory is free once nothing else holds it."""
         found = Away()
         places: dict[int, int] = {}
         if self._stream is not None:
@@ -118,7 +118,7 @@ class Offload:
         if away.back or not away.kept:
             return
         away.back = [torch.empty(kept.shape, dtype=kept.dtype, device=self.device) for kept in away.kept]
-        if self._stream is not None:  # the stream that computes may still read what was in that memory before
+        if self._stream is not None:  # the computing stream may still read the old contents of that memory
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_stream():
             for memory, kept in zip(away.back, away.kept, strict=True):
@@ -127,7 +127,7 @@ class Offload:
             away.ready = self._stream.record_event()
 
     def back(self, away: Away) -> list[Any]:
-        """The values, for the stream that computes; `away` is empty after it."""
+        """The values, for use on the computing stream; `away` is empty afterwards."""
         self.bring(away)
         if away.ready is not None:
             torch.cuda.current_stream(self.device).wait_event(away.ready)
@@ -156,7 +156,7 @@ class Offload:
 
 
 def _shown(view: _View, memories: Sequence[Tensor]) -> Tensor:
-    """A tensor that lies in its memory as the one that moved."""
+    """The tensor that a view describes."""
     empty = torch.empty(0, dtype=view.dtype, device=memories[view.memory].device)
     storage = memories[view.memory].untyped_storage()
     return empty.set_(storage, view.offset, view.shape, view.stride)

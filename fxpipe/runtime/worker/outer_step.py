@@ -1,21 +1,21 @@
-"""Outer steps: replicas that train apart bring the weights of their worker together, every so many updates.
+"""Outer steps: replicas train separately, and after every H updates they compute common weights.
 
-Each replica trains from the common weights c. After every H updates, replicas exchange how far each has come, and an
-outer step makes new common weights, from which all go on (DiLoCo, Douillard et al. 2023, arXiv 2311.08105):
+Each replica trains from the common weights c. After every H updates, replicas average how far each has moved, and an
+outer step makes new common weights, from which all continue (DiLoCo, Douillard et al. 2023, arXiv 2311.08105):
 
     g = mean over replicas of (c − w)        the outer gradient, added up in the order of replicas
-    c = SGD with Nesterov momentum (c, g)    as torch.optim.SGD has it
+    c = SGD with Nesterov momentum (c, g)    as in torch.optim.SGD
     w = c
 
-With a delay of one, the exchange that begins after an outer step's updates ends at the next one, H updates later, and
-a replica keeps what it has done meanwhile; b are its weights as the exchange began (with a rate of 1 and no momentum,
-that is CoCoD-SGD, Shen et al. 2019, arXiv 1906.12043):
+With a delay of one, the exchange that begins at one outer step ends at the next, H updates later, and a replica keeps
+the updates that it made meanwhile; b are its weights when the exchange began (with a rate of 1 and no momentum, this is
+CoCoD-SGD, Shen et al. 2019, arXiv 1906.12043):
 
     g = mean over replicas of (c − b)
     c = SGD with Nesterov momentum (c, g)
     w = c + (w − b)                          then the next exchange begins, with b = w
 
-Each change is in one g: c − b is what a replica has done in the H updates before the exchange.
+Each update counts in exactly one g: c − b is the sum of a replica's H updates before the exchange.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ BATCHES = "batches"
 
 
 class OuterStep:
-    """The end of one replica of a worker.
+    """The outer steps of one replica of a worker.
 
     Args:
-        trained: the parameters of which the worker has the master weights, by name; live, with the common weights.
-        collective: this replica's end of what the worker's replicas exchange.
+        trained: the parameters that the worker trains, by name; live, with the common weights.
+        collective: does the exchange.
         device: of the parameters.
 
     Attributes:
-        spec: when, and with which rates.
+        spec: the interval, the delay and the rates.
     """
 
     def __init__(
@@ -64,22 +64,22 @@ class OuterStep:
             momentum = spec.momentum
             parameters = list(self._common.values())
             self._optimizer = torch.optim.SGD(parameters, spec.lr, momentum, nesterov=momentum > 0)
-        self._since = 0  # the version that the newest exchange began at
-        self._under_way: int | None = None  # the same, while it has not ended
-        self._begun: dict[str, Tensor] = {}  # the weights that it began with, of an exchange that training goes on with
-        self._read: dict[int, int] = {}  # numbers of minibatches that are not compared yet
-        self._compared: tuple[int, int] = (0, 0)  # the first of those being compared, and how many these are
+        self._since = 0  # the version at which the newest exchange began
+        self._under_way: int | None = None  # the same, until it ends
+        self._begun: dict[str, Tensor] = {}  # the weights when it began, if it has a delay
+        self._read: dict[int, int] = {}  # checksums of minibatches that are not compared yet
+        self._compared: tuple[int, int] = (0, 0)  # the first minibatch being compared, and how many
 
     def due(self, version: int) -> bool:
-        """Whether there is an outer step after so many updates."""
+        """Whether there is an outer step after this many updates."""
         return version % self.spec.every == 0
 
     def read(self, minibatch: int, number: int) -> None:
-        """On worker 0: a minibatch was read, of which this is a number; the replicas' are compared in outer steps."""
+        """On worker 0: a minibatch with this checksum was read; outer steps compare the replicas' checksums."""
         self._read[minibatch] = number
 
     def begin(self, version: int) -> None:
-        """The update to a version is made: begin the exchange that this version waits for."""
+        """The update to a version is made: begin the exchange that its outer step waits for."""
         if self.due(version) and not self.spec.delay:
             self._start(version)
 
@@ -87,7 +87,7 @@ class OuterStep:
         """Make the outer step of a version, if there is one; waits for other replicas.
 
         Raises:
-            RunError: the replicas have read other batches.
+            RunError: the replicas have read different batches.
             PeerLost: another replica is gone.
         """
         if not self.due(version):
@@ -98,26 +98,26 @@ class OuterStep:
             self._begun = self._live()
 
     def begin_meeting(self, version: int) -> None:
-        """Nothing is in flight: end what is under way, and begin the outer step of whatever was trained since then."""
+        """Nothing is in flight: end the present exchange, and begin one for the updates since it began."""
         self._finish()
         if version > self._since:
             self._start(version)
 
     def end_meeting(self) -> None:
-        """Make that outer step: now all replicas have the same weights."""
+        """Make that outer step: afterwards all replicas have the same weights."""
         self._finish()
 
     @property
     def first(self) -> bool:
-        """Whether this is the first replica's, which tells what all have in common."""
+        """Whether this is the first replica, whose shard has the common weights and momentum."""
         return self._collective.replica == 0
 
-    def together(self, version: int) -> bool:
+    def all_same(self, version: int) -> bool:
         """Whether all replicas have the same weights and buffers at the live version."""
         return self._since == version and self._under_way is None
 
     def made_by_all(self, version: int) -> int:
-        """How many updates all replicas have made for sure, if this one has made so many."""
+        """How many updates all replicas must have made if this one has made `version` updates."""
         return (version // self.spec.every - self.spec.delay) * self.spec.every
 
     def common(self) -> dict[str, Tensor]:
@@ -129,28 +129,28 @@ class OuterStep:
         }
 
     def state(self, version: int) -> dict[str, Any]:
-        """What a replica needs to go on at the live version, but for what all have in common.
+        """What a replica needs to continue from the live version, except what all have in common.
 
-        The minibatches that are yet to be compared are not: what is read from then on is.
+        Minibatches that are not compared yet are left out: after resuming, only those read from then on are compared.
         """
         return {
             "since": self._since,
             "under_way": self._under_way,
-            "weights": {} if self.together(version) else self._live(),
+            "weights": {} if self.all_same(version) else self._live(),
             "begun": dict(self._begun),
         }
 
     def momentum(self) -> dict[str, Tensor]:
-        """That of outer steps, by dtype, which all replicas have in common; live."""
+        """The momentum of outer steps by dtype, the same in all replicas; live."""
         states = {} if self._optimizer is None else self._optimizer.state
         found = {dtype: states.get(common, {}).get("momentum_buffer") for dtype, common in self._common.items()}
         return {dtype: value for dtype, value in found.items() if value is not None}
 
     def load(self, found: Mapping[str, Any] | None, momentum: Mapping[str, Tensor], version: int) -> None:
-        """Go on from what `state` and `momentum` gave at a version; the common weights have been loaded.
+        """Continue from what `state` and `momentum` gave at a version; the common weights have been loaded.
 
         Args:
-            found: None begins with the common weights.
+            found: None starts from the common weights.
         """
         if found is None:
             self._since = version
@@ -164,7 +164,7 @@ class OuterStep:
             self._optimizer.state[self._common[dtype]]["momentum_buffer"] = value.to(self._device, copy=True)
 
     def go_on(self) -> None:
-        """A segment begins: begin the exchange again that was under way at the checkpoint, if there was one."""
+        """A segment begins: repeat the exchange that was in flight at the checkpoint, if there was one."""
         if self._under_way is not None:
             self._exchange(self._under_way, self._begun)
 
@@ -191,7 +191,7 @@ class OuterStep:
             self._collective.start_sum((f"outer {dtype}", version), moved, self._collective.replicas)
 
     def _finish(self) -> None:
-        """Make the outer step whose exchange is under way, if one is."""
+        """Make the outer step whose exchange is in flight, if there is one."""
         if self._under_way is None:
             return
         version, self._under_way = self._under_way, None

@@ -1,4 +1,4 @@
-"""One worker's stage of a step for one shape of batch, and the seed of a call of its code."""
+"""One worker's stage for one shape of batch, and the seed of each call of its code."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from fxpipe.stages.loaded import LoadedStage
 
 
 def reseed(device: torch.device, *place: object) -> None:
-    """Seed torch by the run's seed and the place of the call: the same in every process and every run."""
+    """Seed torch from the run's seed and the place of the call: the same in every process and every run."""
     seed_torch(seed_of(*place), device.type)
 
 
 class StageOfStep:
-    """A worker's stage of a step, with what its functions take by place or by name.
+    """A worker's stage of a step, with the arguments that its functions take by position or by name.
 
     Args:
-        step: a step of training for one shape of batch, or an evaluation of such batches.
+        step: a training step for one shape of batch, or an evaluation of such a batch.
         seed: of the run.
-        replica: which one of the worker it is for.
+        replica: of the worker.
 
     Attributes:
         parts: the interfaces of its functions.
         incoming: the edges that each part receives.
-        batch: the places of its leaves among those of a microbatch.
-        buffers: by part, the names of the buffers that it reads, as the worker has them.
-        updates: the names of those that the forward updates.
+        batch: the indices of the leaves that it reads among those of a microbatch.
+        buffers: by part, the worker's names of the buffers that the part reads.
+        updates: the names of the buffers that the forward updates.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class StageOfStep:
 
 
 class StageOfShape(StageOfStep):
-    """That of a training step for one shape.
+    """A worker's stage of a training step for one shape.
 
-    Weights are read, and gradients added up, as the stage of the first shape has them: another shape's reads some of
-    those weights, and makes some of those gradients.
+    Weights and gradients have the order of the first shape's stage. The stage of another shape may read only some of
+    these weights, and make only some of these gradients.
 
     Args:
         plan: of this shape.
-        first: of the first shape.
+        first: the plan of the first shape.
 
     Attributes:
         last: the phase of the last function, which makes gradients.
@@ -96,18 +96,18 @@ class StageOfShape(StageOfStep):
         self._gradients = _places(of_first.gradients, spec.gradients)
 
     def weights(self, phase: Phase, held: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The weights that its code takes, out of those that the first shape's takes."""
+        """The weights that this code takes, selected from those that the first shape's code takes."""
         places = self._weights[phase]
         return held if places is None else tuple([held[i] for i in places if i is not None])
 
     def gradients(self, made: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The gradients that the first shape's code returns, None for those that this one does not make."""
+        """The gradients that the first shape's code returns; None for those that this code does not make."""
         places = self._gradients
         return made if places is None else [None if i is None else made[i] for i in places]
 
 
 def _places(wanted: Sequence[str], held: Sequence[str]) -> list[int | None] | None:
-    """Where each wanted name is among those that are held; None if they are the same."""
+    """The index of each wanted name among the held ones; None if both are the same."""
     if tuple(wanted) == tuple(held):
         return None
     places = {name: i for i, name in enumerate(held)}

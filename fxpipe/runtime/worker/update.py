@@ -1,4 +1,4 @@
-"""One worker's update: gradients in, a step of the optimizer, and what that step tells about later weights."""
+"""One worker's update: takes gradients, makes a step of the optimizer, and predicts later weights from it."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class Updater:
     Args:
         trained: the parameters by name; none on a worker that trains nothing.
         gradients: sums the backwards' gradients for the next update.
-        delays: how many updates old each parameter's gradients are, for error feedback.
-        task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
-            optimizer; its scheduler, if any, makes a step after every update, or after every epoch.
-        notes: what clipping and loss scaling tell other workers.
+        delays: how many updates late each parameter's gradients are, for error feedback.
+        task: its `optimizer` is called with the (name, parameter) pairs, if there are any, and its `lr_scheduler` with
+            that optimizer. The scheduler makes a step after every update, epoch or evaluation.
+        notes: exchange numbers of clipping and loss scaling with other workers.
         keep_gradients: leave them in `grad` until the next update.
-        own: those of the trained parameters that are updated here, where replicas share them out; None for all.
-        replica: then, which one this is: each has random numbers of its own.
-        seed: of the run; the optimizer's random numbers follow from it, the worker and the update, a scheduler's from
-            it and the update alone: all workers' rates are the same. The process's own random state stays as it was.
+        own: the trained parameters that are updated here, if replicas share the update; None for all.
+        replica: which replica this is, if they share the update: each has its own random numbers.
+        seed: of the run. The optimizer's random numbers depend on it, the worker and the update; the scheduler's on it
+            and the update only, so all workers have the same rates. The process's random state does not change.
 
     Attributes:
-        optimizer: None where nothing is trained: the worker owns nothing, or the user's optimizer chooses none of it.
+        optimizer: None if nothing is trained: the worker owns no parameters, or the user's optimizer takes none.
         per_epoch: the scheduler makes a step after every epoch.
-        steps_per_epoch: the updates of an epoch; known before the first update where `per_epoch`.
-        metric: the scheduler makes a step after every evaluation, with this metric of it; None if it does not.
+        steps_per_epoch: updates in an epoch; known before the first update if `per_epoch`.
+        metric: the scheduler makes a step after every evaluation, with this metric; None if it does not.
 
     Raises:
-        TaskError: the user's hooks returned something other than an optimizer of these parameters, or a scheduler.
+        TaskError: a hook of the user returned no optimizer of these parameters, or no scheduler.
         PolicyError: the policy has an option that does not work with this optimizer.
     """
 
@@ -87,14 +87,14 @@ class Updater:
         self.per_epoch = False
         self.steps_per_epoch: int | None = None
         self.metric: str | None = None
-        self._evaluated = 0  # the newest version whose evaluation the scheduler knows, but for that of
-        self._heard: tuple[int, float] | None = None  # the live one, with the metric
+        self._evaluated = 0  # the newest version whose metric the scheduler has had
+        self._metric_due: tuple[int, float] | None = None  # a version, and the metric for the scheduler's next step
         self._used: float | None = None
         self.unsaved: UnsavedState | None = None
         self.predictor: Predictor | None = None
         self.feedback: ErrorFeedback | None = None
         self._seed = seed
-        self._set: list[tuple[int, list[float]]] = []  # learning rates, and the update they are for
+        self._set: list[tuple[int, list[float]]] = []  # updates, and the learning rates set for them
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
         self._keeps = keep_gradients
         with random_state_kept():
@@ -116,10 +116,10 @@ class Updater:
             self.feedback = ErrorFeedback(self.optimizer, delays)
 
     def compare_replicas(self, collective: Collective | None, device: torch.device) -> None:
-        """Compare the optimizer with those of the worker's other replicas, if there are any: they make one update.
+        """Check that all replicas of the worker have the same optimizer: they make the same update.
 
         Raises:
-            RunError: a replica has another one.
+            RunError: a replica has a different one.
         """
         if collective is not None:
             check_optimizers_alike(self.worker, self.optimizer, self.scheduler, self._names, collective, device)
@@ -132,21 +132,21 @@ class Updater:
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the optimizer's first group in the last update, or else the first; None where there is
-        none."""
+        """The learning rate of the optimizer's first group in the last update, or before any, the first rate; None
+        without an optimizer."""
         if self.optimizer is None or self._used is not None:
             return self._used
         return rate_of(self.optimizer.param_groups[0])
 
     @property
     def rates(self) -> list[float]:
-        """The learning rates of the optimizer's groups, or those set for its next update; empty where there is none."""
+        """The learning rates of the optimizer's groups, or those set for the next update; none without an optimizer."""
         if self._set:
             return self._set[-1][1]
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def unfit(self, rates: Sequence[float]) -> RunError | None:
-        """Why these cannot be the learning rates of the groups: one for all, or one for each."""
+        """Why these cannot be learning rates of the groups: not finite, or neither one for all nor one for each."""
         groups = len(rates) if self.optimizer is None else len(self.optimizer.param_groups)
         if not all(math.isfinite(rate) for rate in rates):
             return RunError(f"a learning rate of {', '.join(map(str, rates))} makes no sense")
@@ -154,16 +154,16 @@ class Updater:
             return None
         return RunError(
             f"{len(rates)} learning rates were given, and the optimizer has {groups} groups of parameters",
-            hint="one rate for all groups, or one for each",
+            hint="give one rate for all groups, or one for each",
         )
 
     def set_rates(self, update: int, rates: Sequence[float], made: int) -> None:
-        """Set the learning rates of all groups, from an update on, whichever this worker has made by now.
+        """Set the learning rates of all groups from an update on.
 
-        A scheduler goes on from there, and may set others at its next step, as in a loop of plain PyTorch.
+        A scheduler continues from these rates, and may set others at its next step, as in a loop of plain PyTorch.
 
         Args:
-            rates: such as are not `unfit`.
+            rates: `unfit` returned None for them.
             made: how many updates this worker has made.
         """
         if self.optimizer is None:
@@ -178,37 +178,37 @@ class Updater:
         return None if self.clip is None else self.clip.norm
 
     def scheduler_due(self, updates: int) -> bool:
-        """Whether the scheduler makes a step after so many updates.
+        """Whether the scheduler makes a step after this many updates.
 
         Raises:
-            TaskError: it does so every epoch, and nobody has said how many steps that is.
+            TaskError: it makes a step every epoch, and the length of an epoch is unknown.
         """
         if not self.per_epoch:
             return self.metric is None
         if self.steps_per_epoch is None:
             raise TaskError(
-                "lr_scheduler() returned a scheduler for every epoch, and it is not known how many steps that is",
+                "lr_scheduler() returned a scheduler for every epoch, and the length of an epoch is unknown",
                 hint="steps_per_epoch=len(DATA)",
             )
         return updates % self.steps_per_epoch == 0
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
-        """The live weights, after so many updates, were evaluated: a scheduler that waits for that makes a step.
+        """The live weights, after `version` updates, were evaluated: a scheduler that waits for a metric makes a step.
 
-        It does so before the next update: until then, weights are predicted from this version, and some were before,
-        here and on other workers.
+        It does so right before the next update, since predictions from this version use the old rate, here and on other
+        workers.
 
         Raises:
-            TaskError: there is no such metric.
+            TaskError: the evaluation has no such metric.
         """
         if self.metric is None or version <= self._evaluated:
             return
         if self.metric not in metrics:
             raise TaskError(
-                f"lr_scheduler() waits for the metric {self.metric!r}, and there is none{near(self.metric, metrics)}",
-                hint=f"one of {', '.join(metrics)}",
+                f"lr_scheduler() waits for the unknown metric {self.metric!r}{near(self.metric, metrics)}",
+                hint=f"name one of {', '.join(metrics)}",
             )
-        self._heard = version, metrics[self.metric]
+        self._metric_due = version, metrics[self.metric]
 
     def gather(self) -> None:
         """A minibatch's backwards are over: put the gradients into `grad`."""
@@ -224,8 +224,8 @@ class Updater:
         self.notes.apply(minibatch)
         if self.optimizer is not None:
             with random_state_kept() if self._may_draw(self.optimizer) else nullcontext():
-                if self._heard is not None:
-                    self._step_by_metric(*self._heard)
+                if self._metric_due is not None:
+                    self._step_by_metric(*self._metric_due)
                 self.take_rates(minibatch)
                 self._used = rate_of(self.optimizer.param_groups[0])
                 self._update(minibatch, self.optimizer)
@@ -234,7 +234,7 @@ class Updater:
                 parameter.grad = None
 
     def state(self) -> dict[str, Any]:
-        """What the next updates depend on, but for the weights themselves, by the parameters' names; live tensors."""
+        """What the next updates depend on, except the weights, by the names of parameters; live tensors."""
         found: dict[str, Any] = {"clip": next((field.state() for field in self.notes.fields), None)}
         if self.optimizer is None:
             return found
@@ -243,8 +243,8 @@ class Updater:
         found["scheduler"] = None if self.scheduler is None else scheduler_state(self.scheduler)
         if self.metric is not None:
             found["evaluated"] = self._evaluated
-            if self._heard is not None:
-                found["heard"] = self._heard
+            if self._metric_due is not None:
+                found["metric_due"] = self._metric_due
         if self.predictor is not None:
             found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
         if self.feedback is not None:
@@ -254,13 +254,13 @@ class Updater:
         return found
 
     def load(self, found: Sequence[dict[str, Any]], updates: int, same: bool) -> None:
-        """Go on from what `state` gave after so many updates.
+        """Continue from what `state` gave after this many updates.
 
         Args:
-            found: this worker's if the cuts are the `same`, else that of all workers.
+            found: this worker's if the cuts are the `same`, else all workers'.
 
         Raises:
-            RunError: it does not fit the optimizer.
+            RunError: the state does not fit the optimizer.
         """
         for field in self.notes.fields if found[0]["clip"] is not None else ():
             field.load(found[0]["clip"], same)
@@ -273,7 +273,7 @@ class Updater:
         if self.scheduler is not None and known[0]["scheduler"] is not None:
             self.scheduler.load_state_dict(self._of_as_many_groups(known)["scheduler"])
             self._evaluated = int(known[0].get("evaluated", 0))
-            self._heard = known[0].get("heard")
+            self._metric_due = known[0].get("metric_due")
         self._set = list(known[0].get("set_rates", []))
 
         def by_name(what: str) -> dict[str, Any]:
@@ -283,12 +283,12 @@ class Updater:
         if self.predictor is not None:
             self.predictor.load([(own[n], *row) for n, row in by_name("last_updates").items() if n in own])
             every = range(len(self.parameters))
-            self.predictor.give_back(self.predictor.predict(1, every), every)  # what cannot be read shows here
+            self.predictor.give_back(self.predictor.predict(1, every), every)  # fails here if the state does not fit
         if self.feedback is not None:
             self.feedback.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
 
     def _of_as_many_groups(self, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Of what workers knew, that of one whose scheduler had as many rates as this one has.
+        """The state of a worker whose optimizer had as many groups as this one.
 
         Raises:
             RunError: there is none.
@@ -299,21 +299,21 @@ class Updater:
             raise RunError(
                 f"the checkpoint has the state of a scheduler for {' or '.join(map(str, sorted(set(numbers))))} groups "
                 f"of parameters, and here the optimizer has {groups}",
-                hint="keep the groups that were there, whatever parameters they have: put new parameters into them",
+                hint="keep the number of groups, and put new parameters into the groups that were there",
             )
         return known[numbers.index(groups)]
 
     def _repeat_scheduler(self, updates: int) -> None:
-        """For a scheduler whose state cannot be written: the steps it has made, at the optimizer's first rates.
+        """Repeat the steps of a scheduler whose state cannot be saved, from the optimizer's first rates.
 
         Raises:
-            RunError: it makes its steps by the metrics of evaluations, which nobody repeats.
+            RunError: its steps need metrics of evaluations, which are not repeated.
         """
         if self.metric is not None:
             raise RunError(
-                f"{type(self.scheduler).__name__} waits for the metric {self.metric!r}, and the checkpoint has no "
-                "state of it: it would begin anew",
-                hint="give it a state_dict() of plain values for the next run, or take a schedule of steps or epochs",
+                f"the checkpoint has no state of {type(self.scheduler).__name__}, which waits for the metric "
+                f"{self.metric!r}: it would start again",
+                hint="for the next run, give it a state_dict() of plain values, or use a scheduler of steps or epochs",
             )
         with random_state_kept(), without_order_warning():
             for update in range(updates):
@@ -349,11 +349,11 @@ class Updater:
             raise self._failed(error, minibatch, optimizer) from error
 
     def take_rates(self, update: int) -> None:
-        """Take the learning rates that were set for this update, which comes next, if any.
+        """Apply the learning rates that were set for this update, which is the next one.
 
-        A scheduler's step by a metric that was heard before comes first.
+        If a metric has arrived, the scheduler's step comes first.
         """
-        if self.optimizer is None or self._heard is not None:
+        if self.optimizer is None or self._metric_due is not None:
             return
         while self._set and self._set[0][0] <= update:
             for group, rate in zip(self.optimizer.param_groups, self._set.pop(0)[1], strict=True):
@@ -363,7 +363,7 @@ class Updater:
                     group["lr"] = rate
 
     def _step_by_metric(self, version: int, value: float) -> None:
-        self._evaluated, self._heard = version, None
+        self._evaluated, self._metric_due = version, None
         self._reseed("lr_scheduler", version)
         try:
             self.scheduler.step(value)
@@ -374,7 +374,7 @@ class Updater:
             ) from error
 
     def _may_draw(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the update may use random numbers; torch's own optimizers do not. Keeping the state takes 0.2 ms."""
+        """Whether the update may use random numbers; torch's optimizers do not. Keeping the state takes 0.2 ms."""
         return self.scheduler is not None or may_draw(optimizer)
 
     def _reseed(self, *place: object) -> None:
@@ -384,5 +384,5 @@ class Updater:
         return RunError(
             f"the update after step {minibatch + 1} failed on worker {self.worker}: {type(error).__name__}: {error}",
             where=f"{type(what).__name__}.step()",
-            hint="it is called without arguments, an optimizer's once after every update",
+            hint="fxpipe calls step() without arguments, the optimizer's once for every update",
         )

@@ -1,13 +1,12 @@
-"""What neighbours tell each other of an update: one note up after the backwards, one note down before the forwards.
+"""Notes that neighbours send each other for an update: one up after the backwards, one down before the forwards.
 
     worker 0:  … B7 ◄─────────┐ update ─┐ F8 …
     worker 1:  … B7 ◄──┐ up ──┘         └─► update ─┐ F8 …
     worker 2:  … B7 up ┘                     down   └─► update  F8 …
 
-They travel in the pipeline's own order: from the last worker to the first after the backwards, and from the first to
-the last before the forwards. So there is no collective call, no worker waits for a worker that it would not wait for
-anyway, and every run sees the same numbers. Only where weight gradients are apart does a worker wait for the later ones
-to end their minibatch.
+They follow the pipeline's order: from the last worker to the first after the backwards, and from the first to the last
+before the forwards. So there is no collective call, no additional waiting, and every run sees the same numbers. One
+exception: if W is separate from B, a worker waits until the later workers end their minibatch.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class NoteField(ABC):
     """Some numbers in the notes of each update, and what a worker does with them.
 
     Attributes:
-        up: how many come up from the next worker.
+        up: how many numbers come up from the next worker.
         down: how many come down from the worker before.
-        with_forward: they come down with the first forward of a minibatch, and not before its update.
+        with_forward: they come down with the first forward of a minibatch, not before its update.
     """
 
     up: int
@@ -41,37 +40,37 @@ class NoteField(ABC):
         """The pipeline is empty."""
 
     def state(self) -> Any:
-        """What forwards that come again after an interruption need, as plain values."""
+        """What forwards that are repeated after an interruption need, as plain values."""
         return None
 
     def load(self, state: Any, same: bool) -> None:  # noqa: B027
-        """Go on from what `state` gave, here if the cuts are the `same`, else on some worker."""
+        """Continue from what `state` gave: of this worker if the cuts are the `same`, else of some worker."""
 
     @abstractmethod
     def measure(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """The minibatch's gradients are complete on this worker: find this worker's own numbers."""
+        """The minibatch's gradients are complete on this worker: compute its own numbers."""
 
     @abstractmethod
     def pass_up(self, behind: Tensor) -> Tensor:
-        """What goes up, of one's own numbers and of what has come; zeros come to the last worker."""
+        """What to send up, from this worker's numbers and those received; the last worker receives zeros."""
 
     @abstractmethod
     def pass_down(self, before: Tensor) -> Tensor:
-        """What goes down, of what is known and of what has come; zeros come to worker 0."""
+        """What to send down, from what this worker knows and has received; worker 0 receives zeros."""
 
     @abstractmethod
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """All has come: change the gradients in place."""
+        """All notes have arrived: change the gradients in place."""
 
 
 class UpdateNotes:
     """The notes of one worker; there are none without fields.
 
     Args:
-        parameters: whose gradients.
+        parameters: whose gradients the fields measure and change.
 
     Attributes:
-        fields: in the order in which they measure and change the gradients.
+        fields: in the order in which they measure and change gradients.
     """
 
     def __init__(
@@ -92,11 +91,11 @@ class UpdateNotes:
         self._with_forward = any(field.with_forward for field in fields)
 
     def expect(self, action: Action | None, updated: int | None) -> None:
-        """Announce to the transport what will be received around an action, some actions before it.
+        """Announce to the transport the notes that an action needs, some actions before it.
 
         Args:
             action: None for a flush.
-            updated: the minibatch whose update is made then, if one is.
+            updated: the minibatch whose update is part of it, if any.
         """
         down = updated
         if self._with_forward:
@@ -112,7 +111,7 @@ class UpdateNotes:
             self._pass(DOWN, minibatch)
 
     def announce(self, minibatch: int) -> None:
-        """The minibatch's gradients are complete on this worker: tell the one before; waits for the next one's note."""
+        """The gradients are complete on this worker: wait for the note of the next, then send one up."""
         for field in self.fields:
             field.measure(minibatch, self._parameters)
         self._pass(UP, minibatch)
@@ -125,7 +124,7 @@ class UpdateNotes:
             field.apply(minibatch, self._parameters)
 
     def _pass(self, kind: str, minibatch: int) -> None:
-        """Hand each field its part of what comes from one neighbour, and tell the other one what all make of it."""
+        """Give each field its part of one neighbour's note, and send what the fields return to the other neighbour."""
         if not self.fields:
             return
         source, target, counts = self._ways[kind]

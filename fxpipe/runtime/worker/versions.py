@@ -1,4 +1,4 @@
-"""The versions of weights that one worker's actions read: its own, earlier ones too, and copies of other workers'."""
+"""The versions of weights that one worker's actions read: of its own, and of copies of other workers' weights."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from fxpipe.schedule.action import Action
 
 @dataclass
 class _Argument:
-    """The `weights` argument of one phase; the weights that never change are already in `weights`."""
+    """The `weights` argument of one phase; frozen weights are already in `weights`."""
 
     weights: tuple[Any, ...]
     readings: list[WeightReads]
-    keys: tuple[Key, ...] = ()  # those that `argument` was made from
+    keys: tuple[Key, ...] = ()  # of the weights in `argument`
     argument: tuple[Any, ...] = field(default=())
-    storages: set[int] | None = None  # addresses of what an action reads, once they are asked for
+    storages: set[int] | None = None  # addresses of what an action reads; None until first used
 
 
 class ReadVersions:
-    """What one worker's forward, backward and weight gradients read.
+    """The weights that one worker's forward, backward and weight gradients read.
 
-    Where these are parts of a stage, an action here is that of a part: W's, whether or not the schedule has it.
+    Here each part of a stage has its own action: weight gradients are W, even if the schedule runs them in B.
 
     Args:
         initial: the initial values of all parameters the worker owns or reads, by name.
         parameters: the owned ones by name, live.
-        predictor: of the owned ones that are trained; None if the policy does not predict, or none is.
+        predictor: of the owned trained parameters; None if there are none, or the policy does not predict.
         seed: of the run.
 
     Attributes:
         live: how many updates the worker's own weights have had.
         predictions: of the live version.
-        copies: what other workers have of its weights, and it of theirs.
+        copies: of its weights on other workers, and of theirs on this one.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ReadVersions:
     def begin(self, start: int, stop: int | None = None) -> None:
         """Begin a segment: the pipeline is empty, every owner is at version `start`.
 
-        The weight copies of version 0 are the initial weights; those of a later start are sent here.
+        Weight copies of version 0 are the initial weights; those of a later version are sent here.
         """
         assert self.live == start, f"worker {self.worker} is at version {self.live}, not {start}"
         owners = self._empty(start, stop, start)
@@ -92,12 +92,12 @@ class ReadVersions:
             self._initial = {}
 
     def go_on(self, start: int, past: Past, sent: Sent, stop: int | None = None) -> None:
-        """Go on in the middle of a segment that began at `start`, as if minibatches had been in flight all the time.
+        """Resume in the middle of a segment that began at `start`, as if minibatches had stayed in flight.
 
         Args:
-            past: of this worker's parameters, what actions of the minibatches in flight read of earlier versions
-                (see `Captures`); they are kept here from then on.
-            sent: what other workers had of them, where that is something else.
+            past: what actions of the minibatches in flight read of earlier versions of this worker's parameters (see
+                `Captures`); kept here from then on.
+            sent: what other workers had of them, if it differs.
         """
         if past and not self._counts_own:
             self._counts_own = True
@@ -118,7 +118,7 @@ class ReadVersions:
             self._send_copies()
 
     def _empty(self, start: int, stop: int | None, since: int) -> set[int]:
-        """Forget all that a pipeline has in flight; return the owners of the weight copies that this worker reads."""
+        """Forget what the pipeline has in flight; return the owners of the weight copies that this worker reads."""
         self._unread.begin(start, stop, since)
         self._stop = stop
         self.copies.begin(Filling(start, since))
@@ -132,19 +132,18 @@ class ReadVersions:
 
     @property
     def start(self) -> int:
-        """The minibatch that the segment began with."""
+        """The first minibatch of the segment."""
         return self._unread.start
 
     @property
     def since(self) -> int:
-        """The first minibatch of it that was not over when the worker began it, or went on with it."""
+        """The first minibatch of the segment that was not over when the worker began or resumed it."""
         return self._unread.since
 
     def end(self, stop: int, told: bool = True) -> None:
         """The segment's end is now known: forget what is kept for minibatches from `stop` on.
 
-        Args:
-            told: all workers hear of it at one version; else they still send each other what later ones would read.
+        If all workers learn it at the same version (`told`), they no longer send what later minibatches would read.
         """
         if told:
             self._stop = stop
@@ -156,7 +155,7 @@ class ReadVersions:
         self.copies.begin(self.copies.filling)
 
     def expect(self, action: Action) -> None:
-        """Tell the transport which weight copies an action could wait for: those of the newest versions it can see."""
+        """Announce to the transport the weight copies that an action could wait for: the newest that it can read."""
         for reading in self._parts[action.phase].readings:
             owner = reading.owner
             if owner == self.worker:
@@ -164,12 +163,12 @@ class ReadVersions:
             self._expect(owner, self.demand.newest(action, self.worker, owner, self._unread.start))
 
     def expect_all(self) -> None:
-        """The pipeline is empty, and its owners did not know the end: tell the transport of all that they have sent."""
+        """The pipeline is empty, and owners did not know the end: announce to the transport all that they have sent."""
         for owner in self._expected:
             self._expect(owner, self.live)
 
     def read(self, action: Action) -> tuple[Any, ...]:
-        """The `weights` argument for an action; waits for weight copies. Actions of the same versions share it."""
+        """The `weights` argument of an action; waits for weight copies. Actions of the same versions share it."""
         part = self._parts[action.phase]
         if not part.readings:
             return part.weights
@@ -199,7 +198,7 @@ class ReadVersions:
         return part.storages
 
     def leave(self) -> None:
-        """Before the live version changes: keep what this worker's actions have yet to read of it."""
+        """Before the live version changes: keep what this worker's actions will still read of it."""
         for ahead, unread in self._unread.kept(self.worker, self.live).items():
             self._held[self.worker, self.live, ahead] = self.predictions.keep(unread.names, ahead)
         self._let_go()
@@ -273,7 +272,7 @@ class ReadVersions:
         self.predictions.forget_all()
 
     def _send_again(self, version: int, past: Past, sent: Sent) -> None:
-        """Send what readers had of a version before the run went on."""
+        """Send what readers had of a version before the run resumed."""
         encoded = self.copies.encoded
         self._send_copies_of(
             version, lambda reader, names, ahead: sent[version, ahead, reader] if encoded else past[version, ahead]

@@ -1,7 +1,8 @@
-"""What workers read of a version: copies of others' weights, predictions, and who has yet to read them.
+"""What workers read of a version: copies of other workers' weights, predictions, and the reads still to come.
 
-Where messages hold differences (`CopyMessages`), both ends keep what the reader made of the last message: the owner
-for the next difference, and for checkpoints. Nothing here is ever written to; a later version has memory of its own.
+Where messages hold differences (`CopyMessages`), both ends keep what the reader decoded from the last message: the
+owner for the next difference, and for checkpoints. No tensor here is ever written to; a later version has its own
+memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class WeightCopies:
 
     @property
     def encoded(self) -> bool:
-        """Whether readers may see something else than what their owners have."""
+        """Whether a reader's copy may differ from the owner's weights."""
         return self.messages.codec is not None
 
     @torch.no_grad()
@@ -51,11 +52,11 @@ class WeightCopies:
         owners: Sequence[int],
         read: Mapping[str, Tensor],
     ) -> None:
-        """Version 0 is what every worker begins with: the base of the first differences.
+        """Hold version 0, which every worker begins with, as the base of the first differences.
 
         Args:
-            readers, owned: the workers that read of this one, and the weights that it owns.
-            owners, read: the workers that it reads of, and their weights.
+            readers, owned: the workers that read from this one, and the weights that it owns.
+            owners, read: the workers that it reads from, and their weights.
         """
         for reader in readers:
             for message in self._kept_up(reader, 0):
@@ -69,11 +70,11 @@ class WeightCopies:
                     self._bases[owner, 0, message.ahead] = {name: read[name] for name in names}
 
     def due(self, reader: int, version: int, stop: int | None) -> list[tuple[WeightMessage, bool]]:
-        """The messages of a version to a reader that must be written, in this order, and whether each is to be sent.
+        """The messages of a version to a reader that must be written, in this order, and whether each is sent.
 
         Args:
-            stop: the first minibatch that never comes; None while it is unknown. What a longer run would send is
-                written, too, for it to go on from here with the same bits.
+            stop: the first minibatch that will not run; None while it is unknown. What a longer run would send is
+                written, too, so that the run can be continued with the same bits.
         """
         sent = self.messages.sent(self.worker, reader, version, self.filling, stop)
         if not self.encoded:
@@ -86,7 +87,7 @@ class WeightCopies:
         """A message as it is sent; versions are written in their order.
 
         Args:
-            weights: by name; for a version that is sent again, what the reader had.
+            weights: by name; for a version that is sent again, the reader's copy.
         """
         version, ahead = message.version, message.ahead
         pack = self.messages.pack(self.worker, reader, version, ahead, self.filling)
@@ -108,7 +109,7 @@ class WeightCopies:
         """What a reader has of the live version.
 
         Args:
-            weights: what this worker has of it, as far ahead.
+            weights: this worker's own, predicted equally far ahead.
         """
         _, made = self._made.get((reader, ahead), (0, {}))
         return {name: made.get(name, weights[name]) for name in names}
@@ -151,7 +152,7 @@ class Weights:
     """The weights of one key.
 
     Attributes:
-        left: how many actions have yet to read them, by `WeightReads.key`.
+        left: how many actions will still read them, by `WeightReads.key`.
     """
 
     message: WeightMessage
@@ -159,16 +160,16 @@ class Weights:
 
     @property
     def names(self) -> list[str]:
-        """The names of those that will still be read."""
+        """The names of weights that will still be read."""
         wanted = (self.message.by_reader[reader] for reader, left in self.left.items() if left)
         return list(dict.fromkeys(name for names in wanted for name in names))
 
 
 class Unread:
-    """The weights that one worker has yet to read, its own and others', in one segment of a run.
+    """The weights that one worker will still read in one segment of a run, its own and other workers'.
 
-    The first request for a version opens it, with the counts of all its reads. Once all of it has been read, it must
-    not be requested again.
+    The first request for a version opens it, with the counts of all its reads. Once all its reads are done, it must not
+    be requested again.
     """
 
     def __init__(self, demand: Demand, worker: int) -> None:
@@ -180,20 +181,20 @@ class Unread:
         """Begin a segment: the minibatches from `start` up to, not including, `stop`; None while it is unknown.
 
         Args:
-            since: the first of them that is not over.
+            since: the first minibatch that is not over.
         """
         self.start, self.stop, self.since = start, stop, since
         self._versions: dict[tuple[int, int], dict[int, Weights]] = {}
 
     def of(self, owner: int, version: int) -> dict[int, Weights]:
-        """What is unread of a version, by prediction distance."""
+        """The unread weights of a version, by prediction distance."""
         if (owner, version) not in self._versions:
             found = self.demand.messages(owner, self.worker, version, self.start, self.stop, self.since)
             self._versions[owner, version] = {m.ahead: Weights(m, dict(m.uses)) for m in found}
         return self._versions[owner, version]
 
     def kept(self, owner: int, version: int) -> dict[int, Weights]:
-        """As `of`, for a version that was opened: nothing if all of it has been read."""
+        """As `of`, for a version that was opened; empty if all of it has been read."""
         return self._versions.get((owner, version), {})
 
     def read(self, key: Key, reader: Reader) -> bool:
@@ -260,12 +261,12 @@ class Predictions:
         return found
 
     def keep(self, names: Sequence[str], ahead: int) -> dict[str, Tensor]:
-        """The same, to outlive the live version: predictions as they are, copies of what is not predicted."""
+        """The same, for use after the live version: predictions themselves, and copies of live weights."""
         found = self.look(names, ahead)
         predicted = self.made.get(ahead, {})
         kept: dict[str, Tensor] = {}
         for name in names:
-            live = found[name] is self._trained[name]  # also if there is nothing yet to predict from
+            live = found[name] is self._trained[name]  # also if no update to predict from was made yet
             kept[name] = found[name].detach().clone() if live else predicted.pop(name)
         return kept
 
@@ -279,6 +280,6 @@ class Predictions:
             self.forget(ahead)
 
     def give_back(self, predicted: Mapping[str, Tensor]) -> None:
-        """Take back the memory that `keep` gave away."""
+        """Take back the memory of predictions that `keep` returned."""
         if predicted and self._predictor is not None:
             self._predictor.give_back(list(predicted.values()), [self._index[name] for name in predicted])

@@ -1,4 +1,4 @@
-"""One worker's weights and their updates; what actions read of them is in `versions.py`."""
+"""One worker's weights and their updates; `versions.py` has the versions that actions read."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ from fxpipe.schedule.action import Action
 from fxpipe.task.model_file import Task
 
 OUTER, OUTER_MOMENTUM = "outer", "outer_momentum"
-"""Where the state has that of outer steps: what is each replica's own, and what replica 0 tells for all."""
+"""Keys of the state of outer steps: each replica's own, and the momentum, which replica 0 saves for all."""
 
 
 class WeightStore:
-    """The parameters that one worker owns, where its gradients go, and what an update makes of both.
+    """The parameters that one worker owns, their gradients, and their updates.
 
     Args:
         initial: the initial values of all parameters the worker owns or reads, by name; the store takes them over.
         task: makes the optimizer of the owned trained parameters, if there are any, and its scheduler.
-        keep_gradients: `gradients()` is wanted; otherwise they are freed right after the update.
+        keep_gradients: keep gradients for `gradients()`; otherwise they are freed right after the update.
         clip: scales the gradients before every update; None leaves them as they are.
         seed: of the run, for random numbers in the optimizer.
-        collective: this replica's end of what the worker's replicas exchange; None where it has no others.
+        collective: what this replica exchanges with the worker's other replicas; None if there are none.
 
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
-        versions: what actions read: of these weights, and of other workers'.
+        versions: the versions that actions read, of these weights and of other workers'.
         due: the minibatch whose update was begun; None between updates.
-        summed: of how many minibatches it has all gradients: where updates are late, of one more between two actions.
+        summed: the number of minibatches whose gradients are complete; with late updates it may be one more than
+            `version` between two actions.
         updater: makes the updates.
-        averages: of the trained parameters; None unless they are asked for.
-        staleness: compares what forwards used with what their updates met; None unless it is asked for.
-        outer: brings the weights of replicas that train apart together; None where they do not.
-        shared: what replicas exchange around an update that they share out; None where each makes all of it.
+        averages: of the trained parameters; None unless the run asks for them.
+        staleness: compares the weights of forwards with those that their updates change; None unless asked for.
+        outer: makes outer steps, if replicas train separately; else None.
+        shared: the exchange of an update that replicas share; None if each replica makes all of it.
         observers: what follows this worker.
     """
 
@@ -129,12 +130,12 @@ class WeightStore:
             self._log_staleness()
 
     def go_on(self, start: int, past: Past, sent: Sent, stop: int | None = None) -> None:
-        """Go on in the middle of a segment; see `ReadVersions.go_on`."""
+        """Resume in the middle of a segment; see `ReadVersions.go_on`."""
         self._empty()
         self.versions.go_on(start, past, sent, stop)
 
     def _empty(self) -> None:
-        """Forget the update of a pipeline that was left."""
+        """Forget the begun update of an interrupted pipeline."""
         self.due = None
         self.summed = self.version
         if self.outer is not None:
@@ -146,7 +147,7 @@ class WeightStore:
         return self.versions.live
 
     def state(self) -> dict[str, Any]:
-        """What a run needs to go on, but for the parameters and what `versions` keeps; live tensors."""
+        """What a run needs to continue, except the parameters and what `versions` keeps; live tensors."""
         averages = self.averages.read() if isinstance(self.averages, MovingAverage) else None
         found = {"updater": self.updater.state(), "averages": averages}
         if self.outer is not None:
@@ -157,14 +158,14 @@ class WeightStore:
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """The parameters as a checkpoint's model has them: with the common weights of replicas that train apart."""
+        """The parameters for a checkpoint; if replicas train separately, their common weights."""
         return {**self.parameters, **({} if self.outer is None else self.outer.common())}
 
     def load(self, found: Sequence[dict[str, Any]], version: int, same: bool) -> None:
-        """Go on from what `state` gave; the parameters themselves have been loaded.
+        """Continue from what `state` gave; the parameters themselves have been loaded.
 
         Args:
-            found: this worker's if the cuts are the `same`, else that of all workers.
+            found: this worker's if the cuts are the `same`, else all workers'.
         """
         self.versions.live = version
         self.updater.load([each["updater"] for each in found], version, same)
@@ -175,12 +176,12 @@ class WeightStore:
             self.averages.load(averages, version)
 
     def expect(self, action: Action) -> None:
-        """Announce what will be received around an action, some actions before it: notes, and copies of weights."""
+        """Announce the notes and weight copies that an action needs, some actions before it."""
         self.updater.notes.expect(action, self.updated_by(action))
         self.versions.expect(action)
 
     def add(self, phase: Phase, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
-        """Add a microbatch's gradients, made in a phase; weights that it read and what it `sent` are never written."""
+        """Add a microbatch's gradients of a phase; never writes to weights that it read or values that it `sent`."""
         self._sum.add(gradients, self.versions.storages(phase) | sent)
 
     def updated_by(self, action: Action) -> int | None:
@@ -189,23 +190,23 @@ class WeightStore:
 
     @property
     def owed(self) -> int | None:
-        """After the last action of a row: the minibatch whose update only a flush makes; None if all are made."""
+        """After the last action of a row: the minibatch that only a flush updates; None if all updates are made."""
         return self.version if self.due is None and self.version < self.summed else None
 
     def catch_up(self) -> None:
-        """The pipeline is empty: begin the update that is owed, as `update`."""
+        """The pipeline is empty: begin the update of the minibatch `owed`, as `update`."""
         minibatch = self.owed
         assert minibatch is not None
         self.updater.notes.expect(None, minibatch)
         self.update(minibatch)
 
     def update(self, minibatch: int) -> None:
-        """The minibatch's gradients are there: `gather`, the notes and `settle`, before the next action, update."""
+        """The minibatch's gradients are complete: begin its update, which `gather`, notes and `settle` then make."""
         assert self.version == minibatch < self.summed, f"update {self.version} by minibatch {minibatch}"
         self.due = minibatch
 
     def reduce(self, bucket: str, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
-        """The last microbatch's gradients of a bucket are there: begin to add up the replicas' sums."""
+        """The last microbatch's gradients of a bucket are made: begin to add up the replicas' sums."""
         assert self._over_replicas is not None
         self._over_replicas.start(bucket, minibatch, gradients)
 
@@ -220,15 +221,15 @@ class WeightStore:
         assert minibatch is not None
         for observer in self.observers:
             observer.leaving(self.version)
-        self.versions.leave()  # first: some predictions need the last update's gradient, which goes now
+        self.versions.leave()  # first: some predictions need the last update's gradient, which `gather` replaces
         self.updater.gather()
         if self.shared is not None and self.updater.clip is not None:
             self.shared.start_norms(minibatch)
 
     def settle(self) -> int:
-        """Make the update that was announced, and send weight copies of the new version; returns its minibatch.
+        """Make the announced update, and send weight copies of the new version; returns the minibatch.
 
-        Waits for other replicas, and for what the worker before tells.
+        Waits for other replicas, and for the note of the worker before.
 
         Raises:
             RunError: the user's optimizer or scheduler failed.
