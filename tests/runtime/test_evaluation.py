@@ -182,8 +182,8 @@ def pair(*shape: int, dtype: torch.dtype = torch.int64) -> Any:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        (pair(3), r"batch 2 .* has a shape .*: batch\[0\] is int64\[3\], captured as int64\[12\]; .*2 shapes"),
-        (pair(12, dtype=torch.float32), r"batch\[0\] is float32\[12\], captured as int64\[12\] \(of 2 shapes"),
+        (pair(3), r"batch 2 .* has a shape .*: batch\[0\] is int64\[3\], captured as int64\[12\]; .*of 2 captured"),
+        (pair(12, dtype=torch.float32), r"batch\[0\] is float32\[12\], captured as int64\[12\] \(the nearest of 2"),
         (list(pair(12)), "batch 2 .* is built differently"),
         ((*pair(12), 1), "batch 2 .* is built differently"),
     ],

@@ -269,8 +269,8 @@ class DistributedEvaluation:
         """Wait until worker 0 has all metrics, and pass them on; so no training waits for another evaluation, too."""
         if found is None:
             assert self._line.before is not None
-            length = self._numbers(self._line.before, "heard", 1)
-            text = self._numbers(self._line.before, "heard", int(length))
+            length = self._numbers(self._line.before, "result", 1)
+            text = self._numbers(self._line.before, "result", int(length))
             self.heard = _read(text)
         else:
             self.heard = dict.fromkeys(self._names, math.nan) | found
@@ -278,7 +278,7 @@ class DistributedEvaluation:
             length = torch.tensor([len(text)], dtype=torch.float64)
         for numbers in (length, text):
             if self._line.after is not None:
-                self._speaks.send_note(self._line.after, ("heard", 0), numbers)
+                self._speaks.send_note(self._line.after, ("result", 0), numbers)
             if self._told is not None:
                 self._told.start_copy(self._next_word(), numbers.to(self._device))
         self._finish()

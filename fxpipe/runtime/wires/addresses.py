@@ -1,4 +1,4 @@
-"""Where every message of a plan travels: its channel and its tag, its replica, its process; all know the same."""
+"""The channel, tag, replica and process of every message of a plan, the same in every process."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fxpipe.task.callbacks import CALLBACKS
 Channel = tuple[Any, ...]
 UP, DOWN = "up", "down"
 CALL = "call"
-LOSS = "told loss"
+LOSS = "loss for all"
 NOTES: dict[str, tuple[str, str]] = {
     **{kind: (kind, f"the note {kind}") for kind in (UP, DOWN)},  # of an update: clipping, loss scaling
-    **{kind: ("token", f"{kind} of an evaluation") for kind in ("shape", "metrics", "heard")},
-    CALL: ("token", CALL),  # what comes next, of which shape
+    **{kind: ("token", f"{kind} of an evaluation") for kind in ("shape", "metrics", "result")},
+    CALL: ("token", CALL),  # the next call, and its shape of batch
     LOSS: ("loss", "loss"),
     **{kind: ("token", kind) for kind in CALLBACKS},
 }
-"""Kinds of notes, and what a worker waits for that waits for one, as `Cause` has it."""
+"""Kinds of notes, each with the kind and the name of its `Cause`, for a worker that waits for one."""
 
 
 class Way(NamedTuple):
-    """Between whom, and as what, a message travels: what wires ask for to send one, or to receive it.
+    """The address of a message, for sending or receiving it.
 
     Attributes:
-        worker: the one at the other end.
-        channel: None for a few numbers that are on the CPU, and have a tag.
+        worker: at the other end.
+        channel: None for a few numbers that are on the CPU and have a tag.
         turn: the same for all messages of a tag.
-        replica: which one of the worker.
+        replica: of that worker.
     """
 
     worker: int
@@ -43,7 +43,7 @@ class Way(NamedTuple):
 
     @property
     def line(self) -> Channel | int | None:
-        """What tells it from other ways between the same two: what is sent first on it is received first."""
+        """Its line between two processes; messages of a line are received in the order of sending."""
         return self.channel if self.tag is None else self.tag
 
 
@@ -63,24 +63,24 @@ class Addresses:
         evaluations = [("evaluate", *pair) for pair in sorted(pairs)]
         self._turns = {(o, r): demand.turn(o, r) for _, o, r in weights}
         self.channels: list[Channel] = [*sorted(set(edges.values())), *weights, *loss, *evaluations]
-        # All that one worker sends another for evaluations is in one channel: moved tensors, then batch after batch.
+        # Evaluations have one channel from each worker to each other: for moved tensors, then batch after batch.
         self._channels = edges | {edge.name: ("evaluate", edge.src, edge.dst) for edge in evaluating}
         first, pairs_of_workers = 1 + len(self.channels), plan.workers**2
-        # Apart from the edges', whose names are the user's: a batch that is one tensor travels along the edge `batch`.
+        # It is none of the edges' channels, whose names users choose: a batch of one tensor has the edge `batch`.
         self._notes = {kind: first + i * pairs_of_workers for i, kind in enumerate(NOTES)}
         self._workers = plan.workers
         self._first_edge = first + len(NOTES) * pairs_of_workers
         self._tags = {name: self._first_edge + i for i, name in enumerate(self._channels)}
 
     def add(self, edges: Sequence[EdgeSpec]) -> None:
-        """Add the edges of one more shape of batch: in every process in the same order, so that tags are the same."""
+        """Add the edges of one more shape of batch, in the same order in every process, so that tags agree."""
         for edge in edges:
             if edge.name not in self._channels:
                 self._channels[edge.name] = _edge_channel(edge)
                 self._tags[edge.name] = self._first_edge + len(self._tags)
 
     def unconnected(self, edges: Sequence[EdgeSpec]) -> list[EdgeSpec]:
-        """Those edges of one more shape whose channel no edge had when the processes connected."""
+        """The edges of a new shape whose channel did not exist when the processes connected."""
         return [edge for edge in edges if _edge_channel(edge) not in self.channels]
 
     def channel(self, edge: EdgeSpec) -> Channel:
@@ -88,7 +88,7 @@ class Addresses:
         return self._channels[edge.name]
 
     def tag(self, edge: EdgeSpec) -> int:
-        """The tag of an edge's values; nothing else has the same."""
+        """The tag of an edge's values, which nothing else has."""
         return self._tags[edge.name]
 
     def turn_of_weights(self, owner: int, reader: int) -> int:
@@ -96,29 +96,29 @@ class Addresses:
         return self._turns[owner, reader]
 
     def tag_of_note(self, kind: str, source: int, target: int) -> int:
-        """The tag of a kind of notes from one worker to another; nothing else has the same.
+        """The tag of a kind of notes from one worker to another, which nothing else has.
 
-        A rank may have several workers, and what two of them send to the same rank must not be taken for each other's.
+        A rank may have several workers, and the notes of two of them to the same rank must not be mixed up.
         """
         return self._notes[kind] + source * self._workers + target
 
 
 def _edge_channel(edge: EdgeSpec) -> Channel:
-    """Messages of a channel stay in order, so it has one phase at each end: the ends interleave phases differently."""
+    """A channel keeps the order of its messages, so it has one phase at each end: ends interleave phases differently."""
     return ("edge", edge.src, edge.dst, edge.kind, edge.src_phase, edge.dst_phase)
 
 
 @dataclass(frozen=True)
 class ReplicaSeat:
-    """One replica of a worker, as its messages see it.
+    """One replica of a worker, and the replicas of other workers that it exchanges messages with.
 
-    Microbatch i of the whole minibatch is done by replica i mod r of a worker that has r: that decides who sends and
-    receives the value of an edge. What does not depend on a microbatch (weights, losses, norms, shapes) all replicas of
-    a worker have alike: replica i takes it from replica i mod r. Where all have equally many, both stay in the pipeline
-    of replica i.
+    If a worker has r replicas, replica i mod r does microbatch i of the whole minibatch: this decides which replicas
+    send and receive the value of an edge. What does not depend on a microbatch (weights, losses, norms, shapes) is the
+    same in all replicas of a worker: replica i receives it from replica i mod r. If all workers have the same number,
+    every message stays within the pipeline of one replica.
 
     Attributes:
-        replicas: how many each worker has; empty where each has one, or messages of each pipeline are apart.
+        replicas: how many each worker has; empty if each has one, or if the replicas' pipelines are separate.
     """
 
     worker: int
@@ -126,19 +126,19 @@ class ReplicaSeat:
     replicas: tuple[int, ...] = ()
 
     def number(self, own: int) -> int:
-        """The number, in the whole minibatch, of an own microbatch."""
+        """The number in the whole minibatch of this replica's microbatch `own`."""
         return own * self._count(self.worker) + self.replica
 
     def peer(self, worker: int, own: int) -> int:
-        """The replica of another worker that has an own microbatch, too."""
+        """The replica of another worker that does the same microbatch."""
         return self.number(own) % self._count(worker)
 
-    def told(self, worker: int) -> tuple[int, ...]:
-        """The replicas of another worker that this one tells what does not depend on a microbatch."""
+    def receivers(self, worker: int) -> tuple[int, ...]:
+        """The replicas of another worker to which this one sends what does not depend on a microbatch."""
         return tuple(range(self.replica, self._count(worker), self._count(self.worker)))
 
-    def teller(self, worker: int) -> int:
-        """The replica of another worker that tells this one."""
+    def sender(self, worker: int) -> int:
+        """The replica of another worker from which this one receives it."""
         return self.replica % self._count(worker)
 
     def _count(self, worker: int) -> int:
@@ -147,13 +147,13 @@ class ReplicaSeat:
 
 @dataclass(frozen=True)
 class ProcessLine:
-    """The processes of a run in a line, along which they tell each other what concerns processes and not workers.
+    """The processes of a run in a line, along which they pass messages from process to process.
 
-    For each process the first of its workers speaks; who has the earlier one comes before. So what begins at worker 0
-    goes the way of the forwards. With one worker a rank, it is all workers in their order.
+    The first worker of each process represents it, and the processes are in the order of these workers. So a message
+    from worker 0 follows the direction of the forwards. With one worker in each process, the line is all workers.
 
     Attributes:
-        speakers: the workers that speak, in rising order.
+        speakers: the workers that represent processes, in rising order.
         own: this process's.
     """
 
@@ -162,7 +162,7 @@ class ProcessLine:
 
     @staticmethod
     def of(plan: Plan, rank: int) -> ProcessLine:
-        """That of a run, as this rank sees it."""
+        """The line of a run, with this rank's place in it."""
         speakers = [plan.hosted(each)[0] for each in range(plan.ranks)]
         return ProcessLine(tuple(sorted(speakers)), speakers[rank])
 
@@ -179,7 +179,7 @@ class ProcessLine:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """All speakers but this one."""
+        """All other speakers."""
         return tuple(speaker for speaker in self.speakers if speaker != self.own)
 
 
@@ -188,7 +188,7 @@ class Move:
     """A tensor that is sent from one worker to another before the batches of an evaluation.
 
     Attributes:
-        once: whether it never changes, and so is sent only before the first evaluation.
+        once: it never changes, so it is sent only before the first evaluation.
     """
 
     name: str
@@ -199,7 +199,7 @@ class Move:
 
     @property
     def edge(self) -> EdgeSpec:
-        """The edge by which it is sent."""
+        """The edge along which it is sent."""
         return EdgeSpec(f"evaluate:{self.name}:{self.reader}", "input", self.source, "F", self.reader, "F", self.spec)
 
 
@@ -222,5 +222,5 @@ def moves(plan: Plan) -> list[Move]:
 
 
 def evaluation_edges(plan: Plan) -> list[EdgeSpec]:
-    """All edges of evaluation, which notes are not: of moved tensors, and of the values for every shape of batch."""
+    """All edges of evaluation, without notes: of moved tensors, and of the values for every shape of batch."""
     return [*(move.edge for move in moves(plan)), *(edge for spec in plan.evaluations for edge in spec.edges)]

@@ -1,4 +1,4 @@
-"""What the replicas of one worker add up and hand out: sums in the order of replicas, the same bits everywhere."""
+"""Sums and copies among the replicas of one worker: sums in the order of replicas, with the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxpipe.observe.watch import Watch
 from fxpipe.runtime.wires.one_process import Turns
 
 Key = tuple[str, int]
-"""What is exchanged, and the minibatch that it is of."""
+"""What is exchanged, and the minibatch it belongs to."""
 
 
 class Collective(ABC):
-    """One replica's end. All replicas of a worker begin the same exchanges in the same order.
+    """One replica's part in the exchanges. All replicas of a worker begin the same exchanges in the same order.
 
     Attributes:
         replica: which one this is.
         replicas: how many there are.
-        watch: the worker's own; a 'wait' is opened in it wherever the worker waits for other replicas.
+        watch: the worker's own; records a 'wait' whenever the worker waits for other replicas.
     """
 
     replica: int
@@ -32,41 +32,41 @@ class Collective(ABC):
 
     @property
     def sent(self) -> Mapping[str, int]:
-        """The bytes that have left for other replicas' processes, by what was exchanged."""
+        """The bytes sent to other replicas' processes, by what was exchanged."""
         return {}
 
     @abstractmethod
     def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
-        """Begin to add up a vector over the replicas, which takes it over: the sum may be written into it.
+        """Begin to add up a vector over the replicas; the sum may be written into it.
 
         Args:
-            divisor: of the sum.
+            divisor: the sum is divided by it.
         """
 
     @abstractmethod
     def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int], divisor: int = 1) -> None:
-        """Begin to add up a vector of parts, one for each replica, which gets the sum of its own part alone.
+        """Begin to add up a vector of parts, one for each replica, which receives only the sum of its own part.
 
         Args:
             sizes: how many elements each part has, the same on all replicas.
-            divisor: of the sum.
+            divisor: the sum is divided by it.
         """
 
     @abstractmethod
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
-        """Begin to hand out each replica's vector; all get all of them, one after the other.
+        """Begin to send each replica's vector to all; the result is all of them, one after the other.
 
         Args:
-            sizes: how many elements each has.
+            sizes: how many elements each vector has.
         """
 
     @abstractmethod
     def start_copy(self, key: Key, flat: Tensor) -> None:
-        """Begin to hand out replica 0's vector, which the others take; they give one of the same size and type."""
+        """Begin to send replica 0's vector to the others, which give a vector of the same size and dtype."""
 
     @abstractmethod
     def take(self, key: Key) -> Tensor:
-        """Wait for the result of an exchange; a vector of the caller's own.
+        """Wait for the result of an exchange; the caller owns the vector.
 
         Raises:
             PeerLost: another replica is gone.
@@ -74,7 +74,7 @@ class Collective(ABC):
 
 
 def summed(parts: Sequence[Tensor], divisor: int = 1, out: Tensor | None = None) -> Tensor:
-    """(((p0 + p1) + p2) + …) / divisor, in memory of its own or in `out`, which may be that of a part."""
+    """(((p0 + p1) + p2) + …) / divisor, in new memory or in `out`, which may be one of the parts."""
     if len(parts) == 1:
         found = parts[0].clone()
     else:
@@ -86,7 +86,7 @@ def summed(parts: Sequence[Tensor], divisor: int = 1, out: Tensor | None = None)
 
 
 def even_parts(length: int, replicas: int) -> list[int]:
-    """How many elements of a vector each replica adds up: the same for all, or one more for some."""
+    """How many elements of a vector each replica adds up: equally many, or one more for some."""
     ends = [length * (replica + 1) // replicas for replica in range(replicas)]
     return [end - begin for begin, end in pairwise([0, *ends])]
 
@@ -100,7 +100,7 @@ class ReplicaBoard:
         self.results: dict[Key, tuple[Tensor, int]] = {}
 
     def clear(self) -> None:
-        """Forget all that is under way."""
+        """Forget all exchanges in flight."""
         self.given.clear()
         self.results.clear()
 
@@ -113,7 +113,7 @@ class ReplicaBoard:
             self.results[key] = made([parts[j] for j in range(self.replicas)]), self.replicas
 
     def hand_out(self, key: Key, flat: Tensor) -> None:
-        """Replica 0 gives its vector, which the others take."""
+        """Replica 0 gives its vector, which is the result."""
         self.results[key] = flat.clone(), self.replicas - 1
 
     def take(self, key: Key) -> Tensor:
@@ -126,12 +126,12 @@ class ReplicaBoard:
 
 
 class LocalCollective(Collective):
-    """The end of a replica in one process with all others."""
+    """Exchanges of a replica when all replicas are in one process."""
 
     def __init__(self, board: ReplicaBoard, replica: int) -> None:
         self.replica, self.replicas = replica, board.replicas
         self._board = board
-        self._own: dict[Key, slice] = {}  # where its part is of what is scattered
+        self._own: dict[Key, slice] = {}  # where this replica's part of a scattered vector is
 
     def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
         self._board.give(key, self.replica, flat, partial(summed, divisor=divisor))
@@ -159,7 +159,7 @@ class LocalCollective(Collective):
 
 
 class LoneCollective(Collective):
-    """The end of replica 0 where the others take no time and give zeros: what it does by itself can be timed."""
+    """Exchanges of replica 0 with others that take no time and give zeros, to time its own work."""
 
     def __init__(self, replicas: int) -> None:
         self.replica, self.replicas = 0, replicas

@@ -1,11 +1,11 @@
-"""Workers of one machine let nobody else in: who connected is checked, then no socket listens any more.
+"""Lets only the workers of a run connect on one machine: checks every connection, then stops listening.
 
-To connect the workers, gloo listens in each on a port of the loopback interface. It takes whoever comes first with a
-number that is easy to guess, and torch unpickles what comes over a connection. So the workers come together before they
+To connect the workers, gloo listens in each on a port of the loopback interface. It accepts any process that sends a
+number that is easy to guess first, and torch unpickles what arrives over a connection. So the workers meet before they
 begin to listen, prove to each other that they know the run's secret before anything is unpickled, and stop listening.
-Connections that are open cannot be entered.
+No other process can use an open connection.
 
-The launcher, which makes the secret, does without torch.
+The launcher makes the secret, and does not import torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     import torch
 
 SECRET = "secret"
-"""The file in the folder of the run that only its owner can read."""
+"""The file with the secret, in the folder of the run that only its owner can read."""
 
 
 def greet(worker: int, workers: int, secret: bytes) -> None:
-    """Make sure that the other end of each connection of torch's default group knows the secret.
+    """Check that the other end of each connection of torch's default group knows the secret.
 
     Raises:
-        RunError: one does not.
+        RunError: one does not know it.
         RuntimeError: a connection is lost.
     """
     import torch
@@ -50,8 +50,8 @@ def greet(worker: int, workers: int, secret: bytes) -> None:
     for other, word in heard.items():
         if not hmac.compare_digest(bytes(word.tolist()), _word(secret, other, worker)):
             raise RunError(
-                f"somebody else than worker {other} has connected to worker {worker}",
-                hint="another user of this machine tries to get in: find out who, and start the run again",
+                f"a process that is not worker {other} has connected to worker {worker} in its place",
+                hint="another user of this machine may be attacking the run: find the process, and start the run again",
             )
 
 
@@ -62,7 +62,7 @@ def make_secret(folder: Path) -> None:
 
 
 def listening() -> set[int]:
-    """The descriptors of this process's sockets that listen; empty where the system does not list them."""
+    """The descriptors of this process's listening sockets; empty if the system does not list them."""
     found = set()
     for fd in _descriptors():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
@@ -72,10 +72,10 @@ def listening() -> set[int]:
 
 
 def close_doors(opened: set[int]) -> None:
-    """Put deaf sockets in the place of sockets that listen: who connects to them is refused.
+    """Replace listening sockets by sockets that do not listen, so that new connections are refused.
 
-    gloo keeps their descriptors, watches them with epoll and takes them out of it at its end, so a descriptor stays and
-    is put back into epoll, with a socket that nothing ever comes to. Elsewhere than on Linux they stay open.
+    gloo keeps their descriptors, watches them with epoll and removes them from it when it ends. So each descriptor
+    stays, and is put back into epoll with a socket that receives nothing. On systems other than Linux they stay open.
     """
     if sys.platform != "linux":
         return
@@ -93,7 +93,7 @@ def close_doors(opened: set[int]) -> None:
 
 
 _DEAF: list[socket.socket] = []
-"""They stay open: an end that is closed would wake who watches the other."""
+"""They stay open: closing one end would wake an epoll that watches the other."""
 
 
 def _watched_by(epoll: int) -> set[int]:

@@ -1,6 +1,6 @@
-"""What the processes of a run tell each other besides messages: texts, an object from each at one point, the time.
+"""What the processes of a run exchange in addition to messages: texts, one object from each, the time.
 
-A run of days writes many texts: whoever knows that all have read one forgets it.
+A run of days writes many texts: a process that knows that all have read a text removes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpipe.runtime.wires.group import alone, peers
 from fxpipe.torch_private import default_store
 
 RETRY = 1.0
-"""Seconds until what a full disk did not take is tried again."""
+"""Seconds between two attempts to write to a full disk."""
 
 
 class Exchange(Protocol):
@@ -36,21 +36,21 @@ class Exchange(Protocol):
         """Write one."""
 
     def get(self, keys: list[str]) -> list[str] | None:
-        """All of these, once all are there; None before. Does not wait."""
+        """All of these texts; None until all are there. Does not wait."""
 
     def forget(self, keys: list[str]) -> None:
-        """Remove these: nobody will ask for them again."""
+        """Remove these: no process will read them again."""
 
 
 class FolderExchange:
-    """For the processes of a run on one machine: a file each. In torch's `FileStore` nothing ever goes away."""
+    """For the processes of a run on one machine: a file for each text. torch's `FileStore` never removes anything."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(exist_ok=True)
 
     def set(self, key: str, text: str) -> None:
-        """Write one; waits, and says so, as long as the disk is full."""
+        """Write a text; if the disk is full, warns and waits."""
         path = self._path(key)
         unfinished = path.with_name(f"{path.name}.tmp")
         for attempt in count():
@@ -62,7 +62,7 @@ class FolderExchange:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 if not attempt:
-                    warn(f"{self._folder} is on a disk that is full: the run waits until there is room")
+                    warn(f"the disk of {self._folder} is full: the run waits until there is space")
                 sleep(RETRY)
 
     def get(self, keys: list[str]) -> list[str] | None:
@@ -81,10 +81,10 @@ class FolderExchange:
 
 
 class StoreExchange:
-    """In a store of torch's.
+    """In a store of torch.
 
     Args:
-        store: one of this process alone; None takes the process group's, for workers that torchrun has started.
+        store: of this process alone; None takes the process group's, for workers that torchrun has started.
     """
 
     def __init__(self, store: Any = None) -> None:
@@ -106,16 +106,16 @@ class StoreExchange:
 T = TypeVar("T")
 
 PERIOD = 1.0
-"""Seconds between two looks into the store."""
+"""Seconds between two reads of the store."""
 
 PATIENCE = 5.0
-"""Seconds for which the worker that stops waits for the others' answers."""
+"""How many seconds the stopping worker waits for the others' answers."""
 
 _ASKED = "fxpipe/stop"
 
 
 def gathered(own: T, rank: int, workers: int) -> list[T]:
-    """What each process gives, by rank, on all of them."""
+    """Gather an object from each process, by rank; the same list on all of them."""
     if alone():
         return [own]
     found: list[Any] = [None] * workers
@@ -125,7 +125,7 @@ def gathered(own: T, rank: int, workers: int) -> list[T]:
 
 
 def of_worker_0(value: T, rank: int) -> T:
-    """What worker 0 gives, on all of them."""
+    """Broadcast worker 0's value to all processes."""
     if alone():
         return value
     box: list[Any] = [value]
@@ -136,14 +136,14 @@ def of_worker_0(value: T, rank: int) -> T:
 
 
 def barrier(rank: int) -> None:
-    """Wait until all have come here."""
+    """Wait until all processes have called this."""
     if not alone():
         with peers(rank):
             dist.barrier()
 
 
 def agreed_error(error: FxpipeError | None, rank: int, workers: int) -> FxpipeError | None:
-    """This worker's error, or else that of another, as all of them are to raise it."""
+    """This worker's error, or else another worker's, for all of them to raise."""
     met = gathered(error, rank, workers)
     if error is not None:
         return error
@@ -154,19 +154,19 @@ def agreed_error(error: FxpipeError | None, rank: int, workers: int) -> FxpipeEr
 
 
 def agree_on(error: FxpipeError | None, rank: int, workers: int) -> None:
-    """Raise this worker's error, or that of another, on all of them."""
+    """Raise this worker's error, or else another worker's, on all of them."""
     if (found := agreed_error(error, rank, workers)) is not None:
         raise found
 
 
 class AgreedStop:
-    """A worker's part in how one of them stops the run, and first asks the others what they see; made inside `peers`.
+    """Lets a worker that stops the run first collect what all workers have found; made inside `peers`.
 
-    The others wait for messages that will never come, and cannot be told by a message. So each has a thread that looks
-    into the process group's store once a second.
+    The others are blocked by receives that will never end, so no message can reach them. So each has a thread that
+    reads the process group's store once a second.
 
     Args:
-        look: says what this worker sees, as JSON; called in another thread than the training's.
+        look: returns what this worker has found, as JSON; called in a thread separate from training.
     """
 
     def __init__(self, rank: int, workers: int, look: Callable[[], Any]) -> None:
@@ -177,7 +177,7 @@ class AgreedStop:
         self._thread.start()
 
     def ask(self) -> list[Any]:
-        """What all workers see, this one first; only those that answer in time."""
+        """What the workers have found, this one first; without those that do not answer in time."""
         self._over.set()
         found = [self._look()]
         missing = [rank for rank in range(self._workers) if rank != self._rank]
@@ -213,12 +213,12 @@ _EXCHANGES = 16
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """At the time `at` of this process's clock, worker 0's was `offset` ahead, give or take `error`; nanoseconds.
+    """At time `at` of this process's clock, worker 0's clock was `offset` ahead, plus or minus `error`; nanoseconds.
 
-    The zero of `perf_counter_ns` differs from machine to machine. A worker asks worker 0 for its time several times,
-    and assumes that worker 0 answered in the middle of the quickest exchange. So the offset is wrong by at most half of
-    that exchange's time (Cristian, Probabilistic clock synchronization, 1989). Clocks also drift: if the offsets before
-    and after a run differ by more than their errors, a straight line between them corrects the times.
+    The zero of `perf_counter_ns` differs between machines. A worker asks worker 0 for its time several times, and
+    assumes that worker 0 answered in the middle of the quickest exchange. So the offset is wrong by at most half the
+    time of that exchange (Cristian, Probabilistic clock synchronization, 1989). Clocks also drift: if the offsets
+    before and after a run differ by more than their errors, linear interpolation between them corrects the times.
     """
 
     at: int
@@ -227,7 +227,7 @@ class ClockOffset:
 
 
 def read_offset(rank: int, workers: int, now: Callable[[], int] = perf_counter_ns) -> ClockOffset:
-    """Compare clocks with worker 0's, one process after the other; every process of the default group calls it."""
+    """Compare this clock with worker 0's; every process of the default group calls it, and they take turns."""
     time = torch.zeros(1, dtype=torch.int64)
     if rank == 0:
         for worker in range(1, workers):
@@ -248,10 +248,10 @@ def read_offset(rank: int, workers: int, now: Callable[[], int] = perf_counter_n
 
 
 def aligned(time: int, before: ClockOffset, after: ClockOffset) -> int:
-    """A time of this process's clock as a time of worker 0's, by the readings before and after training.
+    """Convert a time of this process's clock to worker 0's clock, by the readings before and after training.
 
-    Readings that differ by no more than their errors show no drift: the more precise one counts, and durations stay as
-    they are.
+    Readings that differ by no more than their errors show no drift: then the more precise one is used, and durations do
+    not change.
     """
     if abs(after.offset - before.offset) <= before.error + after.error:
         return time + min(before, after, key=lambda reading: reading.error).offset

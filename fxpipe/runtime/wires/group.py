@@ -1,10 +1,10 @@
-"""The process group of a run, there only while fxpipe itself talks.
+"""The process group of a run, which is torch's default group only while fxpipe communicates.
 
-The user's code asks `torch.distributed.is_initialized()`: an optimizer then adds a sum over all processes, a data set
-gives each process its share. It means replicas of a model, and the workers of a pipeline are none. Nor may its calls
-come between those of the pipeline. So it finds no process group, in a distributed run as at compile time and in a local
-run, and does the same in all of them. A group that the user's script has made before is out of sight meanwhile, and
-there again afterwards.
+If `torch.distributed.is_initialized()`, user code may change what it does: an optimizer sums over all processes, a data
+set gives each process its share. It assumes that the processes are replicas of a model, but here they are workers of a
+pipeline; and its calls must not mix with the pipeline's. So user code sees no process group in a distributed run, as at
+compile time and in a local run, and does the same in all of them. A group that the user's script has made before is
+hidden during the run, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fxpipe.torch_private import FileStore, PrefixStore
 _group: Any = None  # of the run in this process
 _timeout: timedelta | None = None  # of the run
 _parts: list[Any] = []  # groups of some processes of the run
-_outside: Any = None  # the user's own, which is out of sight
+_outside: Any = None  # the user's own, which is hidden meanwhile
 _name: str | None = None  # what messages call this process, once it is known which workers it has
-_stores: dict[tuple[str | None, ...], Any] = {}  # where this process has met others, by what the environment said then
+_stores: dict[tuple[str | None, ...], Any] = {}  # where this process has met others, by the environment variables then
 _meetings: Counter[tuple[str | None, ...]] = Counter()
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -41,7 +41,7 @@ ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC
 
 
 def place_of_process() -> tuple[int, int] | None:
-    """The rank and the number of processes: of the user's own process group, or as the environment says; else None."""
+    """The rank and number of processes, by the user's own process group or by environment variables; else None."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -53,14 +53,14 @@ def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None =
     """Join the process group of a run, among the processes of `place_of_process`.
 
     Args:
-        exchange: of a run on this machine, the folder that only its owner can read: the workers meet there, over no
-            port, and nobody else gets in (see `fxpipe.runtime.wires.doors`).
-        patience: seconds after which it is said, in one process of each machine, that others have not come, and again
-            at growing intervals; 0: never.
+        exchange: for a run on this machine, a folder that only its owner can read: the workers meet there, not at a
+            port, and no other process can join (see `fxpipe.runtime.wires.doors`).
+        patience: seconds after which one process of each machine says that others are missing, and again at growing
+            intervals; 0 for never.
 
     Raises:
         PeerLost: another process is gone.
-        RunError: somebody else has connected; or GLOO_SOCKET_IFNAME names a network interface that is not there.
+        RunError: another process has connected, or GLOO_SOCKET_IFNAME names a network interface that does not exist.
     """
     global _group, _outside, _name, _timeout
     _check_interface()
@@ -71,7 +71,7 @@ def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None =
             store = FileStore(str(folder / "store"), ranks)
             store.set_timeout(timeout)
             store.set(f"here/{rank}", "")
-            store.wait([f"here/{other}" for other in range(ranks)])  # then the doors are open only for a moment
+            store.wait([f"here/{other}" for other in range(ranks)])  # so that sockets listen only for a moment
             before = listening()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
             greet(rank, ranks, (folder / SECRET).read_bytes())
@@ -88,23 +88,23 @@ def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None =
 
 @contextmanager
 def _waiting(rank: int, ranks: int, patience: float) -> Iterator[None]:
-    """Says, while this lasts, that not all processes have come."""
+    """Says, while this lasts, that not all processes have joined."""
     met = threading.Event()
 
-    def tell() -> None:
+    def say_late() -> None:
         begin, interval = time.monotonic(), patience
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         while not met.wait(interval):
             interval *= 2
             warn(
                 f"the process of rank {rank} has waited {time.monotonic() - begin:.0f} s for all {ranks} to meet at "
-                f"{where}: look whether each has begun, and none has ended"
+                f"{where}: check that each has started and none has ended"
             )
 
     if not patience or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return
-    threading.Thread(target=tell, name="fxpipe waiting", daemon=True).start()
+    threading.Thread(target=say_late, name="fxpipe waiting", daemon=True).start()
     try:
         yield
     finally:
@@ -112,22 +112,22 @@ def _waiting(rank: int, ranks: int, patience: float) -> Iterator[None]:
 
 
 def _check_interface() -> None:
-    """Refuse GLOO_SOCKET_IFNAME where it names no interface of this host: gloo's own error does not name those."""
+    """Refuse GLOO_SOCKET_IFNAME if this host has no such interface: gloo's own error does not list those it has."""
     there = [name for _, name in socket.if_nameindex()]
     for name in os.environ.get(INTERFACE, "").split(","):
         if name and name not in there:
             raise RunError(
                 f"{INTERFACE}={name}, and {socket.gethostname()} has no network interface of this name"
                 f"{near(name, there)}",
-                hint=f"there are {', '.join(there)}; set {INTERFACE} on each host to the one that reaches the others",
+                hint=f"it has {', '.join(there)}; set {INTERFACE} on each host to the one that reaches the others",
             )
 
 
 def _fresh_store(timeout: timedelta) -> Any:
-    """What the processes meet at, without the keys of an earlier run in them.
+    """The store at which the processes meet, without the keys of an earlier run in the same processes.
 
-    A process may run several, one after another. It keeps the first store: where worker 0 has it, as without torchrun's
-    agent, another one could not take its port.
+    A process may do several runs, one after another. It keeps the first store: if worker 0 holds it, as without the
+    agent of torchrun, a second store could not take its port.
     """
     key = tuple(os.environ.get(name) for name in ENVIRONMENT)
     if key not in _stores:
@@ -137,19 +137,19 @@ def _fresh_store(timeout: timedelta) -> Any:
 
 
 def name_process(name: str) -> None:
-    """What messages are to call this process while the group is open."""
+    """Set the name of this process in messages while the group is open."""
     global _name
     _name = name
 
 
 def group_among(processes: Sequence[int], backend: str) -> Any:
-    """A group of some processes of the run, which ends with it; called by all of them, inside `peers`.
+    """A group of some processes of the run, which ends with the run; called by all processes, inside `peers`.
 
-    It has the run's timeout, not torch's of the backend: NCCL's, 10 minutes, is shorter than an evaluation may be, and
+    It has the run's timeout, not torch's default: NCCL's default of 10 minutes may be shorter than an evaluation, and
     ends the process.
 
     Returns:
-        None where this process is none of them.
+        None if this process is not in the group.
     """
     group = dist.new_group(list(processes), backend=backend, timeout=_timeout)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -159,7 +159,7 @@ def group_among(processes: Sequence[int], backend: str) -> Any:
 
 
 def alone() -> bool:
-    """Whether this process is the whole run: no group is open."""
+    """Whether this process is the whole run, without a group."""
     return _group is None
 
 
@@ -168,7 +168,7 @@ def close_group() -> None:
     global _group, _outside
     if _outside is None:
         dist.group.WORLD = _group
-        dist.destroy_process_group()  # the others, too
+        dist.destroy_process_group()  # and all others
     else:
         dist.group.WORLD = _outside
         for group in (*_parts, _group):
@@ -178,14 +178,14 @@ def close_group() -> None:
 
 
 def forget_group() -> None:
-    """After an error that others may not have met: nobody leaves in order, and the user's own group is there again."""
+    """After an error that other processes may not have: leave without waiting, and restore the user's own group."""
     global _group, _outside
     dist.group.WORLD, _group, _outside = _outside, None, None
     _parts.clear()
 
 
 def leave_after(error: BaseException) -> None:
-    """After an error of what all workers do together: it is the same on all of them, or one is lost."""
+    """After an error in a call of all workers: all have the same error, or one is lost."""
     if isinstance(error, FxpipeError) and not isinstance(error, PeerLost):
         close_group()
     else:
@@ -194,11 +194,11 @@ def leave_after(error: BaseException) -> None:
 
 @contextmanager
 def peers(rank: int) -> Iterator[None]:
-    """Inside, the run's process group is torch's default group, where fxpipe has opened it.
+    """Inside, the run's process group, if one is open, is torch's default group.
 
     Raises:
-        PeerLost: communication failed, which means that another process is gone. Other errors of torch, such as that
-            memory is out, say themselves what they are.
+        PeerLost: communication failed, which means that another process is gone. Other errors of torch, such as out of
+            memory, are raised as they are.
     """
     outside = dist.group.WORLD
     if _group is not None:

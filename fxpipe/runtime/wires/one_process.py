@@ -1,4 +1,4 @@
-"""Workers of one process: their rows take turns, and a message is there as soon as it is sent."""
+"""Workers of one process: their rows take turns, and a message arrives when it is sent."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fxpipe.runtime.wires.addresses import Way
 from fxpipe.runtime.wires.wired import Waiting
 
 Line = Hashable
-"""What leads from one worker to another: what is sent first on it is received first."""
+"""Identifies a line from one worker to another, whose messages are received in the order of sending."""
 
 
 class Loopback:
-    """What workers of this process have sent each other and not yet received.
+    """Messages between workers of this process that are not received yet.
 
-    As on other wires, the receive that was announced first gets what was sent first; but it may be waited for last.
+    As on other wires, the first announced receive of a line gets its first message, but it may be waited for last.
 
     Args:
-        turns: of the rows in this process; None where none waits for another.
+        turns: of the rows in this process; None if none waits for another.
 
     Attributes:
         left: how many messages were not received.
@@ -46,16 +46,16 @@ class Loopback:
         self._next(line, sent=False).value = value
 
     def expect(self, line: Line) -> Passing:
-        """A receive of the first message of a line that has none yet."""
+        """A receive for the first message of a line that has no receive yet."""
         return self._next(line, sent=True)
 
     def clear(self) -> None:
-        """Forget all that is under way."""
+        """Forget all messages in flight."""
         self.left = 0
         self._lines.clear()
 
     def _next(self, line: Line, sent: bool) -> Passing:
-        """The first message that was sent, or expected, alone; else a new one."""
+        """The first message that was only sent or only expected; else a new one."""
         waiting = self._lines[line]
         if waiting and waiting[0].here == sent:
             return waiting.popleft()
@@ -80,7 +80,7 @@ class Passing:
         self._loopback.turns.wait(lambda: self.value is not None, lambda: _waits(*what))
 
     def take(self) -> Tensor:
-        """The very tensor that was sent."""
+        """The same tensor object that was sent."""
         value, self.value = self.value, None
         assert value is not None
         self._loopback.left -= 1
@@ -92,10 +92,10 @@ def _waits(worker: int, cause: Cause) -> str:
 
 
 class OneProcessWires:
-    """The `Wires` of one rank; see there.
+    """The `Wires` of one rank, when all ranks are in one process.
 
     Args:
-        process: the one of the run that would have the rank, if each had its own.
+        process: the process that this rank would be in a run of several processes.
         loopback: of all ranks.
     """
 
@@ -116,10 +116,10 @@ class OneProcessWires:
 
 
 class Turns:
-    """Walks several rows in one thread, each in a greenlet: their order decides, so every run takes the same turns.
+    """Walks several rows in one thread, each in a greenlet. They take turns in a fixed order, the same in every run.
 
     Attributes:
-        draws: what rows compute between two turns may draw random numbers: each goes on with its own generator.
+        draws: rows may draw random numbers, so each has its own state of the generator.
     """
 
     def __init__(self) -> None:
@@ -132,14 +132,14 @@ class Turns:
         """Walk rows to their ends.
 
         Raises:
-            RunError: each waits for another, so none can go on.
-            Exception: what a row has raised; the others undo what they have begun.
+            RunError: each waits for another, so none can continue.
+            Exception: raised by a row; the others clean up.
         """
         self.begin(rows)
         self.go()
 
     def begin(self, rows: Sequence[Callable[[], None]]) -> None:
-        """There are these rows, of which nothing is done yet."""
+        """Set the rows, without walking them yet."""
         self._rows = [greenlet(partial(self._walk, row)) for row in rows]
         for row in self._rows:
             row.gr_context = copy_context()
@@ -159,7 +159,7 @@ class Turns:
             torch.set_grad_enabled(self._grad)
 
     def end(self) -> None:
-        """Leave all rows where they are: they undo what they have begun."""
+        """Stop all rows where they are; they clean up."""
         rows, self._rows = self._rows, []
         for row in rows:
             if row:
@@ -167,7 +167,7 @@ class Turns:
         self._waiting.clear()
 
     def _walk(self, row: Callable[[], None]) -> None:
-        torch.set_grad_enabled(self._grad)  # whatever the row before it has left
+        torch.set_grad_enabled(self._grad)  # the row before may have changed it
         row()
 
     def _go(self, row: greenlet) -> bool:
@@ -179,14 +179,14 @@ class Turns:
         return True
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str], idle: bool = False) -> None:
-        """Go on once something is ready.
+        """Let other rows continue until something is ready.
 
         Args:
             what: says which worker waits for what.
-            idle: what it waits for is not another row's.
+            idle: what this row waits for does not come from another row.
 
         Raises:
-            RunError: no other row of this process could make it so.
+            RunError: no other row of this process can make it ready.
         """
         if ready():
             return
@@ -212,5 +212,5 @@ def stuck(*waiting: Callable[[], str]) -> RunError:
     """The error of rows that wait for each other."""
     return RunError(
         f"the pipeline is stuck: {'; '.join(what() for what in waiting)}",
-        hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another stage waits for",
+        hint="an edited stage no longer sends what another stage waits for; without edits, this is a defect of fxpipe",
     )

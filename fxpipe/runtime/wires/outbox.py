@@ -1,10 +1,10 @@
-"""Sends messages that wait their turn from threads, chunk by chunk, so that urgent ones pass.
+"""Sends messages that are not urgent from threads, chunk by chunk, so that urgent ones can pass.
 
-A chunk is sent once the one before has left (see `fxpipe.plan.urgency`). But gloo lets nothing leave before the
-receiver has posted its receive, and what this end sent first may be what the other end reads last. So the first bytes
-of a message go alone, and wait for the receiver without stopping others. The receiver posts all of a message at once,
-so the chunks that follow find it ready, and only they take turns. Messages of one channel follow each other, since both
-ends keep the order of a channel; each channel has a thread, while it has messages.
+A chunk is sent once the last chunk has left (see `fxpipe.plan.urgency`). But gloo sends nothing before the receiver has
+posted its receive, and the first message sent here may be the last one read there. So the first bytes of a message are
+sent separately, and wait for the receiver without blocking other messages. The receiver posts all receives of a message
+at once, so it is ready for the other chunks, and only these take turns. Messages of one channel follow each other,
+since both ends keep the order of a channel; a channel has a thread while it has messages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from fxpipe.plan.urgency import CHUNK
 
 OPENING = 8
-"""Bytes of a message that go first, and alone."""
+"""Bytes of a message that are sent first, separately."""
 
 
 def pieces(size: int) -> list[slice]:
-    """In which pieces a message of so many bytes goes: its opening, then chunks; both ends know them."""
+    """The pieces in which a message of this many bytes is sent: its opening, then chunks; the same at both ends."""
     first = min(OPENING, size)
     return [slice(0, first), *(slice(at, min(at + CHUNK, size)) for at in range(first, size, CHUNK))]
 
@@ -38,7 +38,7 @@ class Queued:
 
     Attributes:
         data: its bytes.
-        send: begins to send some bytes, and returns the work.
+        send: begins to send some bytes; returns the work to wait for.
     """
 
     turn: int
@@ -56,7 +56,7 @@ class Queued:
         self._left.result()
 
     def leave(self, turns: ChunkTurns) -> None:
-        """Send it; `wait` raises what this meets."""
+        """Send it; `wait` raises an error of this."""
         try:
             opening, *chunks = pieces(len(self.data))
             self.send(self.data[opening]).wait()
@@ -71,7 +71,7 @@ class Queued:
 
 
 class ChunkTurns:
-    """Who may send a chunk: one at a time, and of all who have some to send, the one with the least place."""
+    """Decides which message may send a chunk: one at a time, the one with the lowest place first."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -105,7 +105,7 @@ class ChunkTurns:
 
 
 class Outbox:
-    """All messages to one worker that wait their turn."""
+    """All messages to one worker that wait for their turn."""
 
     def __init__(self) -> None:
         self._turns = ChunkTurns()
@@ -142,7 +142,7 @@ class Pieces:
         self._works = works
 
     def wait(self) -> None:
-        """Wait until all have come.
+        """Wait until all have arrived.
 
         Raises:
             RuntimeError: the connection was lost.

@@ -1,10 +1,10 @@
 """Wires between processes: torch.distributed point to point, over gloo or NCCL.
 
-With gloo every edge has its own tag, and receives are posted ahead; what waits its turn (`fxpipe.plan.urgency`) goes
-through an outbox. NCCL has no tags, so there every channel (a pair of workers, a kind, a phase at each end) has a
-communicator of its own, in which both ends keep the plan's order (`NcclLine`); all goes at once.
+With gloo every edge has its own tag, and receives are posted ahead; messages that wait for their turn
+(`fxpipe.plan.urgency`) go through an outbox. NCCL has no tags: each channel (a pair of workers, a kind, a phase at each
+end) has its own communicator, in which both ends keep the plan's order (`NcclLine`); no message waits for its turn.
 
-A process may have several workers: what they send each other stays there.
+A process may have several workers: their messages to each other stay in the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.group import group_among, peers
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
-from fxpipe.runtime.wires.wired import Coming
+from fxpipe.runtime.wires.wired import Receive
 
 Work = Any
 
@@ -39,16 +39,16 @@ class Posted:
     """A send or a receive that has begun.
 
     Args:
-        device: where what is received is wanted, if it is not there.
+        device: the device that a received tensor must be moved to; None if it is there.
     """
 
-    here = False  # as far as gloo says before `wait`
+    here = False  # gloo does not say before `wait`
 
     def __init__(self, work: Work, flat: Tensor, rank: int, device: torch.device | None = None) -> None:
         self._work, self._flat, self._rank, self._device = work, flat, rank, device
 
     def wait(self, what: object = None) -> None:
-        """Wait until it has left, or come."""
+        """Wait until it has left, or arrived."""
         with peers(self._rank):
             self._work.wait()
 
@@ -58,14 +58,14 @@ class Posted:
 
 
 class ProcessWires:
-    """The `Wires` of one process, on whatever backend there is.
+    """The `Wires` of one process, over gloo or NCCL.
 
     Args:
         rank: of this process among all of a run.
         backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
         channels: all channels of the plan, the same list in every process.
         mesh: where workers and replicas are.
-        turns: of the rows in this process, if there are some.
+        turns: of the rows in this process; None if there is one row.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ProcessWires:
         self.ordered = backend == "nccl"
         self.staged = backend == "gloo" and device.type != "cpu"
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
-        self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by the process at the other end, too
+        self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by channel and the process at the other end
         self._outboxes: dict[int, Outbox] = {}
         if backend == "nccl":
             self._connect(channels)
@@ -99,7 +99,7 @@ class ProcessWires:
         flat = flat.cpu() if self.staged else flat
         return Posted(self._begin(flat, rank, way.channel, tag, way.turn), flat, self.rank)
 
-    def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Coming:
+    def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Receive:
         rank, tag, channel = self._process_of(way.worker, way.replica), self._tag_of(way), way.channel
         if rank == self.rank:
             return self._loopback.expect(tag)
@@ -111,10 +111,10 @@ class ProcessWires:
         return self._mesh.rank_of(edge.src) == self._mesh.rank_of(edge.dst)
 
     def _begin(self, flat: Tensor, to: int, channel: Channel | None, tag: int, turn: int) -> Work:
-        """Begin to send another process a tensor; over gloo, if it has no channel."""
+        """Begin to send a tensor to another process; without a channel, over gloo."""
         with peers(self.rank):
             if channel is not None and self.backend == "nccl":
-                return self._lines[channel, to].send(flat.view(torch.uint8))  # NCCL does not know all types
+                return self._lines[channel, to].send(flat.view(torch.uint8))  # NCCL does not support all dtypes
             if not self._waits(turn):
                 return dist.isend(flat, to, tag=tag)
             group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
@@ -124,7 +124,7 @@ class ProcessWires:
         return message
 
     def _expect(self, flat: Tensor, source: int, channel: Channel | None, tag: int, turn: int) -> Work:
-        """Begin to receive what another process sends by `_begin`."""
+        """Begin to receive what another process sends with `_begin`."""
         with peers(self.rank):
             if channel is not None and self.backend == "nccl":
                 return self._lines[channel, source].receive(flat.view(torch.uint8))
@@ -143,13 +143,13 @@ class ProcessWires:
         return turn != URGENT and self.backend == "gloo"
 
     def _connect(self, channels: list[Channel]) -> None:
-        """Set up a communicator for each channel between ranks, in one global order: each set-up waits for the other
-        end."""
+        """Set up a communicator for each channel between ranks, in one global order, since each set-up waits for the
+        other end."""
         for channel in channels:
             source, target = (self._mesh.of_rank(self._mesh.rank_of(worker)) for worker in channel[1:3])
             if source == target:
                 continue
-            both = gcd(len(source), len(target))  # a replica exchanges messages with every so-manieth one
+            both = gcd(len(source), len(target))  # replica i exchanges messages with replica j if i ≡ j mod `both`
             for one, other in product(range(len(source)), range(len(target))):
                 if one % both == other % both:
                     self._connect_two(channel, source[one], target[other])
@@ -189,7 +189,7 @@ class Meeting:
         """Wait until it has begun; the device's current stream waits until it is over.
 
         Raises:
-            Exception: what went wrong; of torch.distributed's or gloo's if the other end is gone.
+            Exception: any error of it; from torch.distributed or gloo if the other end is gone.
         """
         self._work.result().wait()
 
@@ -197,23 +197,23 @@ class Meeting:
 class NcclLine:
     """One end of a channel between two processes, whose messages keep their order, and begin once both ends are ready.
 
-    A send and a receive of NCCL are kernels: each runs until the other one has run, too, but for a few small messages.
-    Whatever waits for the whole device waits for them: the loading of a kernel, an allocation,
-    `torch.cuda.synchronize` in a user's callback. A worker that has put one on its device before the other end comes
-    stops there, and the other end may wait for just this worker. So the ends meet first, by notes over gloo:
+    NCCL's sends and receives are kernels: except for a few small messages, each runs until the other one has run, too.
+    Everything that waits for the whole device waits for them: loading a kernel, an allocation, `torch.cuda.synchronize`
+    in a user's callback. A worker that launches one before the other end is ready may block there while the other end
+    waits for this worker. So the ends first exchange notes over gloo:
 
         receiver: its memory is free   ─ ready →
                                        ← go ─      sender: its value is made
         receive                                    send
 
-    A thread a line does that, while the worker computes.
+    A thread for each line does this while the worker computes.
 
     Args:
-        group: of the two, over NCCL.
-        place: of the other one in it.
+        group: of the two processes, over NCCL.
+        place: the rank of the other process in it.
         notes: the group of all processes, over gloo.
-        process: the other one in that.
-        tag: of the notes; nothing else has this tag.
+        process: the rank of the other process in that.
+        tag: of the notes, which nothing else has.
     """
 
     def __init__(self, group: Any, place: int, notes: Any, process: int, tag: int, device: torch.device) -> None:
@@ -230,7 +230,7 @@ class NcclLine:
         return self._put(message, self._note("recv"), self._mark(), self._note("send"))
 
     def receive(self, data: Tensor) -> Meeting:
-        """Receive into memory that is this message's alone."""
+        """Receive into memory that only this message uses."""
         message = partial(self._group.recv, [data], self._place, 0)
         return self._put(message, self._mark(), self._note("send"), self._note("recv"))
 
@@ -249,7 +249,7 @@ class NcclLine:
         return lambda: exchange([torch.zeros(1, dtype=torch.uint8)], process, tag).wait()
 
     def _mark(self) -> Callable[[], None]:
-        """Waits until the device has done what the calling thread has asked of it so far."""
+        """Returns a function that waits for what the calling thread has launched on the device so far."""
         if self._device.type != "cuda":
             return lambda: None
         event = torch.cuda.Event(blocking=True)
@@ -258,11 +258,11 @@ class NcclLine:
 
 
 def _run(meetings: queue.SimpleQueue[Meeting | None], device: torch.device) -> None:
-    """Hold meetings, one after the other, until there is None. It knows no line, which ends with its last user."""
+    """Hold meetings in order, until None. It has no reference to the line, which ends with its last user."""
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.set_device(device)
-    # NCCL's kernels wait for the current stream: for one on which nothing is computed.
+    # NCCL's kernels wait for the current stream, so make it one on which nothing is computed.
     with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
         while (meeting := meetings.get()) is not None:
             meeting.meet()

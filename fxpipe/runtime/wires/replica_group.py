@@ -1,12 +1,12 @@
-"""The replicas of one worker in processes of their own: a process group, over gloo or NCCL.
+"""The replicas of one worker in separate processes: a process group, over gloo or NCCL.
 
-A sum is an exchange of parts. Each replica gets its part of everybody's vector, adds in the order of replicas, and
-hands the result to all: 2(R − 1)/R of the vector travel from each, as in a ring, and the order of sums is ours. The
-two halves are exchanges of their own where replicas share out a worker's parameters. A sum of two has but one order:
-where gloo carries it, that is gloo's own.
+A sum is an exchange of parts. Each replica receives its part of all vectors, adds them in the order of replicas, and
+sends the result to all: each sends 2(R − 1)/R of the vector, as in a ring, and fxpipe decides the order of sums. If
+replicas share a worker's update, the two halves are separate exchanges. A sum of two vectors has only one order, so
+over gloo it is gloo's own sum.
 
-Over gloo a thread of the process does that while the worker computes, but for what is one call of the group: gloo has
-threads for these. Over NCCL the calls are put on a stream.
+Over gloo a thread of the process does this while the worker computes, except for exchanges that are one call of the
+group: gloo has its own threads for these. Over NCCL the calls are put on a stream.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
 from fxpipe.runtime.wires.group import group_among, peers
 
 _SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
-"""Types whose sums of two are the same bits in gloo as in torch."""
+"""Dtypes for which gloo's sum of two has the same bits as torch's."""
 
 
 def replica_group(plan: Plan, process: int, backend: str) -> Any:
-    """The process group of the replicas of this process's rank; called by all processes. None without others."""
+    """The process group of the replicas of this process's rank; None if there is one replica. All processes call it."""
     mesh = plan.mesh
     if not mesh.replicated:
         return None
@@ -49,16 +49,16 @@ def replica_group(plan: Plan, process: int, backend: str) -> Any:
 
 
 class ReplicaProcess:
-    """The end of one process, for all of its workers; their exchanges have one order.
+    """The exchanges of one process, for all its workers, in one order.
 
     Args:
         group: of the replicas.
         device: of the vectors.
         staged: the group cannot carry the device's tensors: they go through the CPU's memory.
-        name: what errors call this process.
+        name: of this process, in errors.
 
     Attributes:
-        sent: the bytes that have left this process for others, by worker and what was exchanged.
+        sent: the bytes sent to other processes, by worker and what was exchanged.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class ReplicaProcess:
         self._group, self._device, self._staged, self._name = group, device, staged, name
         self._on_stream = device.type == "cuda" and not staged
         self._stream = torch.cuda.Stream(device) if self._on_stream else None
-        self._not_taken: Any = None  # the last call whose result is none here
-        self._begun: dict[tuple[int, Key], Callable[[], Tensor]] = {}  # waits for a result
+        self._not_taken: Any = None  # the last call that has no result on this replica
+        self._begun: dict[tuple[int, Key], Callable[[], Tensor]] = {}  # functions that wait for a result
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Tensor], Future[Tensor]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def of_worker(self, worker: int) -> WorkerCollective:
-        """The end of a worker of this process."""
+        """The exchanges of a worker of this process."""
         return WorkerCollective(self, worker)
 
     def start_sum(self, worker: int, key: Key, flat: Tensor, divisor: int) -> None:
-        """Begin to add up a vector of a worker's over the replicas, and divide it."""
+        """Begin to add up a worker's vector over the replicas, and divide the sum."""
         if self._on_stream or self.replicas != 2 or flat.dtype not in _SUMMED_BY_GLOO:
             self.begin(worker, key, partial(self.sum, divisor=divisor), flat)
             return
@@ -98,7 +98,7 @@ class ReplicaProcess:
         self.sent[worker, key[0]] += flat.nbytes  # half of it, and the sum of the other half
 
     def start_copy(self, worker: int, key: Key, flat: Tensor) -> None:
-        """Begin to hand out replica 0's vector."""
+        """Begin to send replica 0's vector to the others."""
         taken = self.replica > 0
         if self._on_stream:
             self.begin(worker, key, self.copy, flat, taken)
@@ -113,7 +113,7 @@ class ReplicaProcess:
             self._not_taken = work
 
     def begin(self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor, taken: bool = True) -> None:
-        """Begin an exchange of a worker's, whose result will be `taken` or not."""
+        """Begin an exchange of a worker; `taken` says whether its result will be used here."""
         run = partial(self._counted, (worker, key[0]), run)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -138,7 +138,7 @@ class ReplicaProcess:
 
         Raises:
             PeerLost: another replica is gone.
-            Exception: whatever else went wrong in this exchange or an earlier one.
+            Exception: any other error of this exchange or an earlier one.
         """
         return self._begun.pop((worker, key))()
 
@@ -153,7 +153,7 @@ class ReplicaProcess:
             self._thread = None
 
     def sum(self, flat: Tensor, divisor: int = 1) -> Tensor:
-        """Add up over the replicas, in the vector's own memory; returns when that is done, or put on the stream."""
+        """Add up over the replicas, in the vector's memory; returns when that is done, or launched on the stream."""
         sizes = even_parts(len(flat), self.replicas)
         parts = flat.split(sizes)
         own = summed(self._parts(flat, sizes), divisor, parts[self.replica])
@@ -161,7 +161,7 @@ class ReplicaProcess:
         return flat
 
     def scatter(self, flat: Tensor, sizes: Sequence[int], divisor: int) -> Tensor:
-        """Add up over the replicas what they have of this one's part; the vector has a part of these sizes for each."""
+        """The sum of this replica's part over all replicas; `sizes` are those of each replica's part of the vector."""
         return summed(self._parts(flat, sizes), divisor)
 
     def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -181,7 +181,7 @@ class ReplicaProcess:
         return found
 
     def _parts(self, flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """What each replica has of this one's part of a vector."""
+        """This replica's part of the vector, from each replica."""
         given = flat.split(list(sizes))
         own = given[self.replica]
         taken = [own if j == self.replica else torch.empty_like(own) for j in range(self.replicas)]
@@ -189,7 +189,7 @@ class ReplicaProcess:
         return taken
 
     def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-        """Each replica gets its tensor of `given`, and each other one's comes into `taken`.
+        """Send each replica its tensor of `given`, and receive one from each into `taken`.
 
         gloo's own exchanges of several parts take twice as long as sends and receives (benchmarks/replicas).
         """
@@ -218,7 +218,7 @@ class ReplicaProcess:
 
     @contextmanager
     def _talk(self) -> Iterator[None]:
-        """Whatever the group cannot do means that another replica is gone."""
+        """An error of the group means that another replica is gone."""
         try:
             yield
         except RuntimeError as error:
@@ -232,7 +232,7 @@ class ReplicaProcess:
         return run(flat)
 
     def _work(self) -> None:
-        """Run what has begun, in order; after an error nothing more: the replicas would no longer mean the same."""
+        """Run begun exchanges in order. After an error run no more: the replicas may have begun different ones."""
         failed: Exception | None = None
         with torch.no_grad():
             while (job := self._jobs.get()) is not None:
@@ -247,7 +247,7 @@ class ReplicaProcess:
 
 
 class WorkerCollective(Collective):
-    """The end of one worker.
+    """The exchanges of one worker.
 
     Attributes:
         watch: the worker's; None until it has one.
@@ -284,5 +284,5 @@ class WorkerCollective(Collective):
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    """The memory of a vector: whatever its type, the group carries it."""
+    """A vector as bytes, which the group can carry for any dtype."""
     return flat.view(torch.uint8)

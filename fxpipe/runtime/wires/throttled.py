@@ -1,13 +1,13 @@
-"""Slow links, without slow links: a message has come only when links of a given bandwidth and latency had brought it.
+"""Imitates slow links: a message counts as received only when links of a given bandwidth and latency would deliver it.
 
 Each direction of a link carries one message at a time:
 
     starts = max(wire free, sent)        wire free = starts + bytes / bandwidth        arrives = wire free + latency
 
-A message goes over the wires as ever. Its sender computes when it arrives, and says so in a word that follows it;
-whoever receives waits for both, and until then. Of a message that waits its turn (`fxpipe.plan.urgency`), each chunk is
-such a message, which starts when the wire is free and nothing urgent has been sent: its word leaves once the last one
-has started. The simulator's `Direction` is the same rule.
+The message itself is sent as usual. Its sender computes the time of arrival, and sends it in a word that follows the
+message; the receiver waits for both, and until that time. If a message waits for its turn (`fxpipe.plan.urgency`), each
+chunk counts as such a message, which starts when the wire is free and nothing urgent has been sent; the word is sent
+once the last chunk has started. The simulator's `Direction` has the same rule.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _WORDS = 2**24
 """The tags of words begin here, above those of messages."""
 
 Say = Callable[[float], None]
-"""Told when a message arrives, by the sender's clock."""
+"""Takes the time at which a message arrives, by the sender's clock."""
 
 
 class SlowDirection:
-    """One direction of a link: when it is free, and what waits its turn there."""
+    """One direction of a link: when it is free, and the messages that wait for their turn."""
 
     def __init__(self, bandwidth: float, latency: float) -> None:
         self._bandwidth, self._latency = bandwidth, latency
         self._free = 0.0
         self._numbers = count()
-        self._waiting: list[tuple[int, int, int, Say]] = []  # a heap: by turn and number, the bytes left
+        self._waiting: list[tuple[int, int, int, Say]] = []  # a heap of turn, number, bytes left
 
     def put(self, say: Say, size: int, turn: int, now: float) -> None:
-        """A message of `size` bytes is sent now; `say` is called once it is known when it arrives, here or later."""
+        """A message of `size` bytes is sent now; `say` is called here or later, once its time of arrival is known."""
         self.carry(now)
         self._free = max(self._free, now)
         if turn == URGENT:
@@ -58,7 +58,7 @@ class SlowDirection:
             heappush(self._waiting, (turn, next(self._numbers), size, say))
 
     def carry(self, now: float) -> None:
-        """Let all chunks start that do so before now."""
+        """Start all chunks that can start before now."""
         while self._waiting and self._free < now:
             turn, number, left, say = heappop(self._waiting)
             self._free += min(left, CHUNK) / self._bandwidth
@@ -69,20 +69,20 @@ class SlowDirection:
 
     @property
     def then(self) -> float | None:
-        """When the next chunk starts, if nothing urgent is sent before; None if none waits."""
+        """When the next chunk starts unless an urgent message comes first; None if none waits."""
         return self._free if self._waiting else None
 
 
 @dataclass(eq=False)
 class _SlowSend:
-    """A message that was sent, and the word that says when it arrives."""
+    """A message that was sent, and the word with its time of arrival."""
 
     work: Any
     send: Callable[[Tensor], Any]
     _word: Future[Any] = field(default_factory=Future)
 
     def say(self, arrives: float) -> None:
-        """Send the word; `wait` raises what this meets."""
+        """Send the word; `wait` raises an error of this."""
         try:
             self._word.set_result(self.send(torch.tensor([arrives], dtype=torch.float64)))
         except Exception as error:
@@ -108,7 +108,7 @@ class _SlowReceive:
     ahead: float
 
     def wait(self) -> None:
-        """Wait until both have come, and until the message has arrived."""
+        """Wait until both have arrived, and until the time in the word."""
         self.work.wait()
         self.word.wait()
         while (left := self.arrives.item() - self.ahead - perf_counter()) > 0:
@@ -116,7 +116,7 @@ class _SlowReceive:
 
 
 class ThrottledWires(ProcessWires):
-    """Wires whose messages take as long as over other links, if these are slower.
+    """Wires whose messages take as long as over the given links, if these are slower.
 
     Args:
         links: between processes.
@@ -127,7 +127,7 @@ class ThrottledWires(ProcessWires):
         super().__init__(rank, *arguments)
         self._links, self._ahead = links, ahead
         self._directions: dict[int, SlowDirection] = {}
-        self._carried: set[int] = set()  # the processes for which a thread carries what waits its turn
+        self._carried: set[int] = set()  # the processes for which a thread starts waiting chunks
         self._lock = Condition()
 
     def _begin(self, flat: Tensor, to: int, channel: Channel | None, tag: int, turn: int) -> Any:
@@ -140,7 +140,7 @@ class ThrottledWires(ProcessWires):
             if to not in self._directions:
                 links = self._links
                 self._directions[to] = SlowDirection(links.bandwidth_of(self.rank, to), links.latency_of(self.rank, to))
-            # Over NCCL all goes in the order of sending.
+            # Over NCCL messages keep the order of sending.
             self._directions[to].put(message.say, flat.nbytes, turn if self._waits(turn) else URGENT, now)
             if self._directions[to].then is not None and to not in self._carried:
                 self._carried.add(to)
@@ -153,7 +153,7 @@ class ThrottledWires(ProcessWires):
             return _SlowReceive(work, dist.irecv(arrives, source, tag=_WORDS + tag), arrives, self._ahead)
 
     def _carry(self, to: int) -> None:
-        """Let chunks start when it is time, as long as any wait."""
+        """Start chunks at their time, as long as any wait."""
         with self._lock:
             while (then := self._directions[to].then) is not None:
                 self._lock.wait(max(then - perf_counter(), 0.0))

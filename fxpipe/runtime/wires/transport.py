@@ -1,4 +1,4 @@
-"""What the executor asks of a transport, and the `comm` object that stage code talks to."""
+"""The interface of a transport, and the `comm` object that emitted code sends and receives with."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Note = tuple[str, int]
 
 
 class Transport(ABC):
-    """Carries one worker's messages. Every message is known beforehand: by its edge, minibatch and microbatch.
+    """Carries one worker's messages. Every message is known beforehand, by its edge, minibatch and microbatch.
 
-    `expect…` says what will be received soon, in the order of the worker's actions; a transport may post its
-    receives then.
+    `expect…` announces what will be received soon, in the order of the worker's actions, so that a transport can post
+    receives early.
 
     Attributes:
-        watch: the worker's own; the transport opens a 'wait' in it wherever the worker waits for another one.
+        watch: the worker's own; the transport records a 'wait' in it whenever the worker waits for another worker.
     """
 
     watch: Watch
 
     def add(self, edges: Sequence[EdgeSpec]) -> None:
-        """Carry the values of the edges of one more shape of batch, too.
+        """Carry the edges of one more shape of batch.
 
         Args:
-            edges: all of the shape, also those of other workers.
+            edges: all edges of the shape, including other workers'.
 
         Raises:
-            RunError: workers are connected by lines that were set up before, and there is none for an edge.
+            RunError: connections were set up before, and there is none for an edge.
         """
         raise NotImplementedError(f"{type(self).__name__} carries the edges that it was made with")
 
@@ -48,11 +48,11 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: torch.Tensor) -> None:
-        """Hand a value over; never waits for the receiver. `value` must not change afterwards."""
+        """Begin to send a value, without waiting for the receiver; the value must not change afterwards."""
 
     @abstractmethod
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> torch.Tensor:
-        """Wait for a value.
+        """Receive a value, waiting for it.
 
         Raises:
             PeerLost: the other end is gone.
@@ -60,25 +60,25 @@ class Transport(ABC):
 
     @abstractmethod
     def send_weights(self, reader: int, version: int, ahead: int, block: torch.Tensor) -> None:
-        """Hand a packed block of weights to a reader."""
+        """Begin to send a packed block of weights to a reader."""
 
     @abstractmethod
     def recv_weights(self, owner: int, version: int, ahead: int) -> torch.Tensor:
-        """Wait for a packed block of weights."""
+        """Receive a packed block of weights, waiting for it."""
 
     def expect_note(self, source: int, what: Note, count: int) -> None:  # noqa: B027
         """A note of `count` numbers will be received; called in the order in which `source` sends notes of a kind."""
 
     @abstractmethod
     def send_note(self, to: int, what: Note, numbers: torch.Tensor) -> None:
-        """Hand some numbers (a float64 vector on the CPU) to a neighbour; `what` is their kind and minibatch."""
+        """Begin to send numbers (a float64 vector on the CPU); `what` is their kind and minibatch."""
 
     @abstractmethod
     def recv_note(self, source: int, what: Note) -> torch.Tensor:
-        """Wait for a note."""
+        """Receive a note, waiting for it."""
 
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:  # noqa: B027
-        """The worker has finished an action: what others must have received by now can be forgotten."""
+        """The worker has finished an action: forget messages that must have been received by now."""
 
     def finish(self) -> None:  # noqa: B027
         """Wait until everything sent has been received."""
@@ -89,14 +89,14 @@ class EdgeComm:
 
     Args:
         seed: of the run.
-        number: gives the number, in the whole minibatch, of a replica's own microbatch.
-        share: which replica it is, of those that train apart: each has a minibatch of its own.
+        number: maps a microbatch of this replica to its number in the whole minibatch.
+        share: which replica this is, if replicas train separately: each has its own minibatch.
 
     Attributes:
         sent: the memory (storage addresses) of what the action has sent.
         memories: by edge of a gradient, what its codec remembers from one message to the next.
         reduce: takes the name of a bucket and a microbatch's gradients, to add them up over microbatches and replicas;
-            None where the worker has no replicas.
+            None if the worker has no replicas.
     """
 
     __slots__ = (
@@ -154,16 +154,15 @@ class EdgeComm:
         return value
 
     def state(self, name: str) -> EdgeState:
-        """What the codec of the edge `name` keeps here, at its sender.
+        """The state of the codec of the edge `name`, at its sender.
 
-        Only of gradients there is a memory: forwards run ahead of the updates, and whoever goes on from a checkpoint
-        runs them again.
+        Only gradients have a memory: forwards run ahead of updates, and a run that resumes repeats them.
         """
         memory = self.memories.setdefault(name, {}) if self._edges[name].src_phase == "B" else {}
         return EdgeState(memory, lambda: (self._seed, name, self._minibatch, self._number(self._microbatch)))
 
     def one_draw(self, name: str) -> AbstractContextManager[None]:
-        """Inside, torch draws what it draws in every microbatch of the minibatch; other draws do not notice."""
+        """Inside, torch draws the same numbers in every microbatch of the minibatch; other draws are not affected."""
         return torch_seeded(seed_of(self._seed, self._share, name, self._minibatch))
 
     def send(self, name: str, value: torch.Tensor) -> None:
@@ -175,20 +174,20 @@ class EdgeComm:
         self._watch.close()
 
     def all_reduce(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Hand the gradients of the bucket `name` over to be added up; None for a parameter that gets none.
+        """Add up the gradients of the bucket `name` over the replicas; None for a parameter without a gradient.
 
         Raises:
-            RunError: the code is of a worker with replicas, and this one has none.
+            RunError: the code was compiled for replicas, and this worker has none.
         """
         if self.reduce is None:
             raise RunError(
-                f"the stage hands the gradients of {name} to its replicas, and this worker has none",
+                f"the stage sums the gradients of {name} over replicas, and this worker has none",
                 hint="compile the model again: fxpipe compile MODEL -o BUILD",
             )
         self.reduce(name, gradients)
 
     def reduce_scatter(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The same where each replica gets only its own part of the sums.
+        """As `all_reduce`, but each replica receives only its own part of the sums.
 
         Raises:
             RunError: as `all_reduce`.

@@ -1,9 +1,9 @@
 """A worker's messages over wires: between processes, or between workers of one.
 
-Both ends know every message beforehand, so nothing but values travels, and receives are posted ahead. A worker waits
-for its sends only once the schedule says that the receiver has taken them, so that the wait takes no time.
+Both ends know every message beforehand, so only values are sent, and receives are posted ahead. A worker waits for a
+send only when, by the schedule, the receiver must have taken it, so the wait takes no time.
 
-Whoever sends and receives names workers; where a worker is, the wires know.
+Sends and receives name workers; the wires know in which process a worker is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import unreceived
 
 Waiting = tuple[int, Cause]
-"""Which worker waits, and for what."""
+"""The worker that waits, and what for."""
 
 
 class Leaving(Protocol):
@@ -36,15 +36,15 @@ class Leaving(Protocol):
         """Wait until it has left."""
 
 
-class Coming(Protocol):
+class Receive(Protocol):
     """A receive that was posted."""
 
     @property
     def here(self) -> bool:
-        """Whether it is known to have come."""
+        """Whether it is known to have arrived."""
 
     def wait(self, what: Waiting) -> None:
-        """Wait until it has come.
+        """Wait until it has arrived.
 
         Raises:
             RunError: no worker will send it.
@@ -52,16 +52,16 @@ class Coming(Protocol):
         """
 
     def take(self) -> Tensor:
-        """What has come, as it was sent or flat: on the device, numbers on the CPU."""
+        """The tensor, in its shape or flat: on the device; numbers on the CPU."""
 
 
 class Wires(Protocol):
-    """Point-to-point sends and receives of tensors between the processes of a run, by the workers there.
+    """Point-to-point sends and receives of tensors between workers, in one or several processes.
 
     Attributes:
-        rank: of this process among all of a run.
+        rank: of this process in the run.
         ordered: all messages of a channel share one line, and keep its order.
-        staged: messages go through CPU memory, though the workers are elsewhere.
+        staged: messages go through CPU memory, though the workers compute on another device.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class Wires(Protocol):
     staged: bool
 
     def isend(self, value: Tensor, way: Way) -> Leaving | None:
-        """Begin to send to a worker; the caller keeps what it gets until it has waited for it.
+        """Begin to send to a worker; the caller keeps the result until it has waited for it.
 
         Args:
             value: dense; it must not change afterwards.
@@ -79,22 +79,22 @@ class Wires(Protocol):
             None if there is nothing to wait for: the worker is in this process.
         """
 
-    def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Coming:
-        """Begin to receive from a worker, into new memory, what is sent with the same turn."""
+    def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Receive:
+        """Begin to receive from a worker, into new memory, a message that is sent with the same turn."""
 
     def stays(self, edge: EdgeSpec) -> bool:
         """Whether both ends of an edge are in one process."""
 
 
 class WiredTransport(Transport):
-    """One worker's end of the wires, for the messages of training or for those of evaluation.
+    """One worker's messages over wires: either of training or of evaluation.
 
     Args:
         edges: the edges whose values it carries.
         microbatches: how many a minibatch has; 1 for evaluation, which counts every batch as a minibatch.
-        in_flight: how many microbatches may be in flight. When a worker ends an action of microbatch q, everything of
-            microbatch q − in_flight has been received everywhere.
-        seat: which replica of the worker it is of; None where there is one.
+        in_flight: how many microbatches may be in flight. When a worker ends an action of microbatch q, all messages of
+            microbatch q − in_flight have been received.
+        seat: the replica of the worker; None if there is one.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class WiredTransport(Transport):
         self._in_flight = in_flight
         self._routes: dict[str, _Route] = {}
         self._carry(edges)
-        self._order: dict[str, deque[str]] = {}  # by edge; those of one channel and shape share theirs
-        self._posted: dict[tuple[Any, ...], Coming] = {}
+        self._order: dict[str, deque[str]] = {}  # by edge; edges of one channel and shape share it
+        self._posted: dict[tuple[Any, ...], Receive] = {}
         self._sent: deque[_Sent] = deque()
         self._sent_weights: deque[_Sent] = deque()
         self._slack = in_flight + plan.workers * microbatches  # no reader's lag reaches further
@@ -133,7 +133,7 @@ class WiredTransport(Transport):
         """The transport of a worker's messages of training.
 
         Args:
-            schedule: of the worker's replicas.
+            schedule: of one replica.
         """
         own, seat = schedule.microbatches, ReplicaSeat(worker, replica, plan.replicas)
         transport = WiredTransport(plan, worker, wires, addresses, plan.all_edges, own, unreceived(schedule), seat)
@@ -141,7 +141,7 @@ class WiredTransport(Transport):
         return transport
 
     def set_order(self, *shapes: Sequence[EdgeSpec]) -> None:
-        """From now on this worker sends the values of the edges of each shape in their order, again and again."""
+        """From now on this worker sends the values of each shape's edges in this order, in every microbatch."""
         self._order = {}
         for edges in shapes:
             self._keep_order(edges)
@@ -150,8 +150,8 @@ class WiredTransport(Transport):
         between = [edge for edge in edges if not self.wires.stays(edge)]
         if self.wires.ordered and (found := self.addresses.unconnected(between)):
             raise RunError(
-                f"worker {found[0].src} has no line to worker {found[0].dst} for {found[0].name}",
-                hint="NCCL's lines are set up when a run begins: compile with a batch of this shape (--scan N)",
+                f"worker {found[0].src} has no connection to worker {found[0].dst} for {found[0].name}",
+                hint="NCCL connects workers when a run begins: compile with a batch of this shape (--scan N)",
             )
         self.addresses.add(edges)
         self._carry(edges)
@@ -165,7 +165,7 @@ class WiredTransport(Transport):
                 self._routes[edge.name] = _Route(Layout(edge.sent, edge.name), channel, tag, turn)
 
     def _keep_order(self, edges: Sequence[EdgeSpec]) -> None:
-        """The edges of one shape stay in their order."""
+        """Make sends of the edges of one shape keep their order."""
         of_channel: dict[Channel, deque[str]] = {}
         for edge in edges if self.wires.ordered else ():
             if edge.src == self.worker:
@@ -183,8 +183,8 @@ class WiredTransport(Transport):
         if order := self._order.get(edge.name):
             if order[0] != edge.name:
                 raise RunError(
-                    f"worker {self.worker} sends {edge.name} when {order[0]} is due",
-                    hint="over NCCL, an edited file must keep the order of its sends",
+                    f"worker {self.worker} sends {edge.name} where {order[0]} comes next",
+                    hint="over NCCL, an edited stage must keep the order of its sends",
                 )
             order.rotate(-1)
         layout, channel, tag, turn = self._routes[edge.name]
@@ -198,13 +198,13 @@ class WiredTransport(Transport):
 
     def expect_weights(self, owner: int, version: int, ahead: int, size: int) -> None:
         turn = self.addresses.turn_of_weights(owner, self.worker)
-        channel, source = ("weights", owner, self.worker), self._seat.teller(owner)
+        channel, source = ("weights", owner, self.worker), self._seat.sender(owner)
         pending = self.wires.irecv(size, torch.uint8, Way(owner, channel, turn=turn, replica=source))
         self._posted["weights", owner, version, ahead] = pending
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
         turn = self.addresses.turn_of_weights(self.worker, reader)
-        for replica in self._seat.told(reader):
+        for replica in self._seat.receivers(reader):
             channel = ("weights", self.worker, reader)
             pending = self.wires.isend(block, Way(reader, channel, turn=turn, replica=replica))
             if pending is not None:
@@ -214,19 +214,19 @@ class WiredTransport(Transport):
         return self._wait(("weights", owner, version, ahead), Cause("weights", "weights", owner))
 
     def drop_weights(self) -> None:
-        """Receive the blocks of weights that were announced, and that nothing will ask for."""
+        """Receive the announced blocks of weights that no action will read."""
         for key in [key for key in self._posted if key[0] == "weights"]:
             self._wait(key, Cause("weights", "weights", key[1]))
 
     def expect_note(self, source: int, what: Note, count: int) -> None:
         tag = self.addresses.tag_of_note(what[0], source, self.worker)
-        teller = self._seat.teller(source)
-        pending = self.wires.irecv(count, torch.float64, Way(source, None, tag, replica=teller))
+        sender = self._seat.sender(source)
+        pending = self.wires.irecv(count, torch.float64, Way(source, None, tag, replica=sender))
         self._posted["note", source, what] = pending
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
         tag = self.addresses.tag_of_note(what[0], self.worker, to)
-        for replica in self._seat.told(to):
+        for replica in self._seat.receivers(to):
             self._keep(self.wires.isend(numbers, Way(to, None, tag, replica=replica)), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
@@ -234,16 +234,16 @@ class WiredTransport(Transport):
 
     def expect_loss(self, minibatch: int) -> None:
         """On worker 0, if it is not the loss worker: the loss of `minibatch` will be received soon."""
-        way = Way(self._loss_worker, self._loss_channel, replica=self._seat.teller(self._loss_worker))
+        way = Way(self._loss_worker, self._loss_channel, replica=self._seat.sender(self._loss_worker))
         self._posted["loss", minibatch] = self.wires.irecv(self._loss_count, torch.float32, way)
 
     def send_loss(self, loss: Tensor) -> None:
-        """Report a minibatch's loss, with its metrics after it (float32), to worker 0."""
-        for replica in self._seat.told(0):
+        """Send a minibatch's loss, followed by its metrics (float32), to worker 0."""
+        for replica in self._seat.receivers(0):
             self._keep(self.wires.isend(loss.reshape(-1), Way(0, self._loss_channel, replica=replica)), 0)
 
     def recv_loss(self, minibatch: int) -> Tensor:
-        """On worker 0: wait for a minibatch's loss, with its metrics after it."""
+        """On worker 0: receive a minibatch's loss, followed by its metrics."""
         return self._wait(("loss", minibatch), Cause("loss", "loss", self._loss_worker))
 
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:
@@ -253,7 +253,7 @@ class WiredTransport(Transport):
             self._reap(self._sent_weights, self._now - self._slack)
 
     def begin(self, minibatch: int) -> None:
-        """The first minibatch of this worker is this one."""
+        """Set the first minibatch of this worker."""
         self._now = minibatch * self._microbatches
 
     def finish(self) -> None:
@@ -262,7 +262,7 @@ class WiredTransport(Transport):
         self._now = 0
 
     def _wait(self, key: tuple[Any, ...], cause: Cause) -> Tensor:
-        """What was received under a key: on the device, but for numbers.
+        """Receive the message of a key: on the device; numbers on the CPU.
 
         Raises:
             RunError: workers of this process wait for each other.
@@ -296,7 +296,7 @@ class _Route(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A send that may not have been received: after so many microbatches, and to whom."""
+    """A send that may not have been received yet: its microbatch, and its receiver."""
 
     at: int
     pending: Leaving

@@ -63,7 +63,7 @@ def _strange(rank: int, folder: str) -> None:
     store = dist.FileStore(str(Path(folder, "store")), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=MINUTE)
     secret = Path(folder, SECRET).read_bytes() if rank == 0 else bytes(32)
-    with pytest.raises(RunError, match=f"somebody else than worker {1 - rank} has connected to worker {rank}"):
+    with pytest.raises(RunError, match=f"process that is not worker {1 - rank} has connected to worker {rank}"):
         greet(rank, 2, secret)
     Path(folder, f"over{rank}").touch()
     dist.barrier()

@@ -47,7 +47,7 @@ def test_a_full_disk_is_waited_for(
     exchange = FolderExchange(tmp_path / "texts")
     exchange.set("run/1", "text")
     assert exchange.get(["run/1"]) == ["text"]
-    assert capsys.readouterr().err.count("is on a disk that is full: the run waits until there is room") == 1
+    assert capsys.readouterr().err.count(" is full: the run waits until there is space") == 1
     failures.append(errno.EIO)
     with pytest.raises(OSError, match="No space"):
         exchange.set("run/2", "text")
