@@ -63,7 +63,7 @@ def test_an_edited_stage_that_does_not_fit_is_refused() -> None:
 
 def test_a_build_without_them_is_told_how_to_compile() -> None:
     build = lowered("gpt", 2, workers=2, schedule="1f1b", **cuts(CASES["gpt"], 2, 0))
-    with pytest.raises(ScheduleError, match="'zb-h1' makes weight gradients apart") as caught:
+    with pytest.raises(ScheduleError, match="'zb-h1' has separate weight gradients") as caught:
         build.local(optimizer=optimizer, schedule="zb-h1")
     assert caught.value.hint is not None
     assert "fxpipe compile MODEL -n 2 --schedule zb-h1" in caught.value.hint

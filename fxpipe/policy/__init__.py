@@ -34,17 +34,17 @@ def register(kind: _Kind) -> _Kind:
     If it is in a model file, every worker of a run knows it, because every worker imports that file.
 
     Raises:
-        PolicyError: it has no name, the name of one of fxpipe's own, or an option that is not a switch.
+        PolicyError: it has no name, a name that fxpipe's own policies have, or an option that is not a switch.
     """
     name = getattr(kind, "name", "")
     if not name or "+" in name:
         raise PolicyError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", without a +')
     if name in POLICIES and POLICIES[name].__module__.startswith(f"{__name__}."):
-        raise PolicyError(f"there is a policy '{name}' already", hint=f"another name for {kind.__name__}")
+        raise PolicyError(f"there is already a policy '{name}'", hint=f"give {kind.__name__} another name")
     for field in fields(kind):
         if not isinstance(field.default, bool):
             raise PolicyError(
-                f"option '{field.name}' of policy '{name}' is no switch", hint="its default must be True or False"
+                f"option '{field.name}' of policy '{name}' is not a switch", hint="its default must be True or False"
             )
     POLICIES[name] = kind
     return kind
@@ -60,8 +60,8 @@ def make(text: str) -> Policy:
     if name not in POLICIES:
         raise PolicyError(
             f"there is no policy '{name}'{near(name, POLICIES)}",
-            hint=f"one of: {', '.join(POLICIES)}, with options after a plus: pipeoptim+keep; "
-            "or one that the build's own model file registers",
+            hint=f"give one of: {', '.join(POLICIES)}, or one that the model file registers; options follow a plus: "
+            "pipeoptim+keep",
         )
     known = POLICIES[name].options()
     for option in options:
@@ -78,14 +78,14 @@ def make(text: str) -> Policy:
 
 
 def default_for(schedule: Schedule, momentum: bool = False) -> str:
-    """The policy that is used when none is asked for; benchmarks/accuracy says what each loses.
+    """The policy that is used when none is asked for; benchmarks/accuracy measures what each loses.
 
-    `latest` if no weights are ever stale. Else `spectrain`, with error feedback where no forward misses more than one
-    update, which is where the study found it ahead: there it costs two copies of the weights, and one more for each
-    further update missed.
+    `latest` if weights are never stale. Else `spectrain`, with error feedback if no forward misses more than one
+    update: there the study found it better. Error feedback costs two copies of the weights for one update missed, and
+    one more for each further update.
 
     Args:
-        momentum: every group of the optimizer is known to have momentum, without which error feedback harms.
+        momentum: every group of the optimizer is known to have momentum; without momentum error feedback harms.
     """
     if schedule.synchronous:
         return Latest.name

@@ -1,4 +1,4 @@
-"""Warns, from the results of the accuracy study, before a run that resembles one that lost much."""
+"""Warns, by the results of the accuracy study, before a run that resembles one with a large loss of accuracy."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ LOST: dict[tuple[str, str, int], float] = {
 }
 """By policy, optimizer and the number of updates that the first worker's forward misses: the share of the synchronous
 result (accuracy, or nats per byte) that was lost at the policy's best learning rate, as the mean over the workloads of
-benchmarks/accuracy. There, 4 workers miss 3 updates with one microbatch, 8 workers 7, and N workers with N 1."""
+benchmarks/accuracy. With one microbatch, 4 workers miss 3 updates and 8 workers miss 7; N workers with N miss 1."""
 
 
 def lost_by(policy: str, behind: int) -> str | None:
-    """What a policy lost in the study where forwards missed so many updates, or the next number; None if unknown."""
+    """What a policy lost in the study, for the nearest number of missed updates; None if unknown."""
     studied = {b for name, _, b in LOST if name == policy}
     if not studied:
         return None
@@ -74,7 +74,7 @@ def warning(policy: str, optimizer: str, behind: int) -> str | None:
     """One sentence for a policy that lost a tenth or more in the study, else None.
 
     Args:
-        policy: its text, including options; there is no warning for those that were not studied.
+        policy: its text, including options; policies that were not studied cause no warning.
         optimizer: the name of its type. Adam and similar ones count as AdamW, which was studied.
         behind: how many updates the first worker's forward misses.
     """

@@ -17,34 +17,34 @@ from fxpipe.schedule.versions import Versions
 class Policy(ABC):
     """Which weights each forward and each backward sees.
 
-    The schedule says which version of an owner's weights an action can have at most (`schedule.Versions`). The policy
-    says which one it takes (`lag`) and how far ahead of it the weights are predicted (`ahead`). The same functions
-    answer for a worker's own weights and for weight copies.
+    The schedule decides the newest version of an owner's weights that an action can read (`schedule.Versions`). The
+    policy decides which version it reads (`lag`) and how far ahead the weights are predicted from it (`ahead`). The
+    same functions serve a worker's own weights and weight copies.
 
     The fields of a policy are its options, all of them switches: `pipeoptim+keep` is `PipeOptim(keep=True)`. Your own
-    policy is one class in one file, with one line before it, `@register` (`examples/own_policy.py`).
+    policy is a class in a file, decorated with `@register` (`examples/own_policy.py`).
 
     Attributes:
-        ef: error feedback of the update (`fxpipe.policy.optimizers.error_feedback`), no matter which weights are read.
+        ef: error feedback of the update (`fxpipe.policy.optimizers.error_feedback`), whatever weights are read.
     """
 
     name: ClassVar[str]
     """Its name on the command line."""
     keeps_forward: ClassVar[bool] = False
-    """A backward reads the same tensors as its forward, no matter on which worker that was. May be a property."""
+    """A backward reads the same tensors as its forward, also of a forward on another worker. May be a property."""
     predicts: ClassVar[bool] = False
-    """Some actions see predicted weights. May be a property."""
+    """Whether some actions see predicted weights. May be a property."""
     weight_form: ClassVar[bool] = False
-    """Predictions repeat the last update itself, with any optimizer (`fxpipe.policy.optimizers.predict`)."""
+    """Whether predictions repeat the last update itself, with any optimizer (`fxpipe.policy.optimizers.predict`)."""
     one_pipeline: ClassVar[bool] = False
-    """What an action reads follows from what its microbatch saw on other workers."""
+    """Whether an action's weights depend on what its microbatch saw on other workers."""
 
     ef: bool = False
 
     def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
-        """How many updates late an action on `reader` reads `owner`'s weights: by default as few as possible.
+        """How many updates late an action on `reader` reads `owner`'s weights: by default the least possible.
 
-        A policy may say more than `newest.lag`, never less.
+        A policy may return more than `newest.lag`, never less.
         """
         return newest.lag(phase, reader, owner, microbatch)
 
@@ -53,7 +53,7 @@ class Policy(ABC):
         return 0
 
     def read_as(self, action: Action) -> Action:
-        """The action whose weights an action reads: perhaps a backward those of its forward, W those of its B."""
+        """The action whose weights an action reads: a backward may read its forward's; W reads those of its B."""
         if action.phase != "F" and self.keeps_forward:
             return Action("F", action.minibatch, action.microbatch)
         return Action("B", action.minibatch, action.microbatch) if action.phase == "W" else action
@@ -62,13 +62,13 @@ class Policy(ABC):
         """Refuse a schedule with which this policy makes no sense.
 
         Raises:
-            PolicyError: with the reason.
+            PolicyError: says why.
         """
         if schedule.synchronous:
             raise PolicyError(
                 f"policy '{self}' makes no sense with schedule '{schedule.name}', "
                 "which updates after a flush, so that weights are never stale",
-                hint="policy latest, or schedule async",
+                hint="use policy latest or schedule async",
             )
 
     @classmethod
@@ -77,7 +77,7 @@ class Policy(ABC):
         return tuple(field.name for field in fields(cls))
 
     def __str__(self) -> str:
-        """The policy as the command line writes it: `pipeoptim+keep`; `policy.make` reads it."""
+        """The policy as on the command line: `pipeoptim+keep`; `policy.make` reads it."""
         return "+".join([self.name, *(option for option in self.options() if getattr(self, option))])
 
 

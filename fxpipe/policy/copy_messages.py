@@ -1,18 +1,18 @@
-"""How each message of weight copies is written: which parameters travel whole, and which as differences.
+"""How each message of weight copies is written: which parameters are sent whole, and which as differences.
 
-The messages of one owner, one reader and one prediction distance are a stream. A parameter travels as a difference to
-what the reader made of the version before, if the stream's message of that version held it too and was sent after the
+The messages of one owner, one reader and one prediction distance are a stream. A parameter is sent as a difference from
+the reader's copy of the last version, if the stream's message of that version had it too and was sent after the
 pipeline was last filled:
 
     version   since   since+1   since+2   since+3 …
               whole    diff      diff      diff
 
-So each stream, and each parameter in it, begins whole where it begins, and a policy whose predictions come and go costs
-bytes, never agreement. Version 0, the initial weights that every reader has, is not sent, but differences build on it.
-After a resume, what is sent again of versions up to the checkpoint's is whole, in the values that the readers had. No
-stream depends on where the run ends: a run can be made longer with the bits of one that was never shorter.
+So each stream, and each parameter in it, begins with a whole value. If a policy's prediction distances change, this
+costs bytes, but both ends always agree. Version 0, the initial weights, is not sent, since every reader has it, but
+differences build on it. After a resume, versions up to the checkpoint's are sent again whole, with the values that the
+readers had. No stream depends on where the run ends, so a continued run has the same bits as one that never stopped.
 
-Both ends compute all of this from plan, schedule and policy, as they do who sends what (`Demand`).
+Both ends compute all of this from plan, schedule and policy, as they compute which messages there are (`Demand`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpipe.plan.spec import TensorSpec
 from fxpipe.policy.demand import Demand, WeightMessage
 
 STEADY = 1
-"""A version whose messages are like those of all later ones; only the first version serves a warm-up."""
+"""A version whose messages are like all later ones; only version 0 serves a warm-up."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Filling:
     """When a pipeline was last filled.
 
     Attributes:
-        start: the minibatch that the segment began with.
-        since: the first minibatch that was not over then, and the version of all owners: `start`, or the step of the
-            checkpoint that a run went on from.
+        start: the first minibatch of the segment.
+        since: the first minibatch that was not over then, which is also the version of all owners: `start`, or the step
+            of the checkpoint that a run resumed from.
     """
 
     start: int = 0
@@ -47,7 +47,7 @@ class CopyMessages:
     """What every owner sends its readers, as bytes.
 
     Raises:
-        CodecError: there is no codec of the plan's name.
+        CodecError: there is no codec with the name in the plan.
     """
 
     def __init__(self, demand: Demand) -> None:
@@ -61,9 +61,12 @@ class CopyMessages:
         self._in_stream = lru_cache(maxsize=256)(self._find_in_stream)
 
     def sent(self, owner: int, reader: int, version: int, filling: Filling, stop: int | None) -> list[WeightMessage]:
-        """The messages of a version that are sent if `stop` is the first minibatch that never comes, None if unknown.
+        """The messages of a version that are sent.
 
-        They are those that an action reads, and those without which a later one could not be read.
+        They are those that an action reads, and those that a later message builds on.
+
+        Args:
+            stop: the first minibatch that will not run; None if unknown.
         """
         start, since = filling.start, filling.since
         read = self.demand.messages(owner, reader, version, start, stop, since)
@@ -79,11 +82,11 @@ class CopyMessages:
         return [message for message in every if message.ahead in wanted]
 
     def kept_up(self, owner: int, reader: int, version: int, filling: Filling) -> list[WeightMessage]:
-        """The messages of a version in a run without an end: what the owner follows, whether it sends them or not."""
+        """The messages of a version in an endless run: the owner keeps their state even if it does not send them."""
         return self.demand.messages(owner, reader, version, filling.start, None, filling.since)
 
     def differences(self, owner: int, reader: int, version: int, ahead: int, filling: Filling) -> tuple[str, ...]:
-        """The parameters that travel as differences to the version before."""
+        """The parameters that are sent as differences from the last version."""
         if self.codec is None or version <= filling.since:
             return ()
         before = set(self._in_stream(owner, reader, version - 1, ahead, filling))
@@ -100,7 +103,7 @@ class CopyMessages:
         return self._packs[key]
 
     def base_bytes(self, owner: int, reader: int, version: int, filling: Filling) -> int:
-        """What each of both ends keeps of the messages of a version for the differences of the next."""
+        """The bytes that each end keeps of a version's messages, as the base of the next differences."""
         return sum(
             self.demand.parameters[name].tensor.bytes
             for message in self.kept_up(owner, reader, version, filling)

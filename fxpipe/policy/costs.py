@@ -1,4 +1,4 @@
-"""What a policy costs each worker: the copies of its own weights that it holds, and the time that it works on them."""
+"""What a policy costs each worker: copies of its own weights, and the time to compute them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxpipe.schedule.versions import Versions, versions_of
 
 @cache
 def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
-    """For each worker, the most copies of its own weights that it holds at once, in addition to the live ones.
+    """For each worker, the largest number of copies of its own weights at once, in addition to the live ones.
 
-    Kept versions and predictions count, the last update that the weight form remembers, and the steps that error
-    feedback keeps; the optimizer's own state does not count. Counted from the schedule, action by action.
+    It counts kept versions, predictions, the last update that the weight form remembers, and the steps that error
+    feedback keeps, but not the optimizer's own state. It follows the schedule action by action.
     """
     remembered = 1.0 if policy.weight_form else 0.0
     if schedule.synchronous:
@@ -30,13 +30,13 @@ def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
 
 
 def delay(policy: Policy, versions: Versions, worker: int) -> int:
-    """How many updates a worker's forwards miss of its own weights, at most, in steady state."""
+    """How many updates of its own weights a worker's forwards miss at most, in steady state."""
     microbatches = range(versions.schedule.microbatches)
     return max(policy.lag(versions, "F", microbatch, worker, worker) for microbatch in microbatches)
 
 
 def _fed_back(policy: Policy, versions: Versions, worker: int) -> int:
-    """The steps that error feedback will take back, and the weights before the present one."""
+    """The copies of error feedback: steps that it will take back, and the weights before the present step."""
     if not policy.ef:
         return 0
     late = delay(policy, versions, worker)
@@ -55,20 +55,20 @@ def _held(policy: Policy, versions: Versions, worker: int) -> int:
     most = live = 0
     for action, key in zip(row, seen, strict=True):
         held.add(key)
-        if live:  # before the first update there is no direction: all of them are the live weights
+        if live:  # before the first update predictions are the live weights
             most = max(most, len(held - {(live, 0)}))
         left[key] -= 1
         if not left[key]:
             held.discard(key)
         if schedule.updated_by(action) is not None:
-            held |= {key for key in of_version.get(live, ()) if left[key]}  # freed now; later readers do not matter
+            held |= {key for key in of_version.get(live, ()) if left[key]}  # also those that are freed now
             live += 1
             most = max(most, len(held - {(live, 0)}))
     return most
 
 
 def seconds_per_owned_byte(policy: Policy, schedule: Schedule, times: PolicyTimes) -> tuple[float, ...]:
-    """Of each worker, for a minibatch: its predictions and its error feedback."""
+    """For each worker, seconds per owned byte and minibatch: of its predictions and its error feedback."""
     if schedule.synchronous:
         return (0.0,) * schedule.workers
     prediction = times.repetition if policy.weight_form else times.prediction
@@ -84,7 +84,7 @@ def seconds_per_owned_byte(policy: Policy, schedule: Schedule, times: PolicyTime
 def predictions(policy: Policy, schedule: Schedule, worker: int) -> int:
     """How many times a worker predicts its own weights for a minibatch, in steady state; the schedule is asynchronous.
 
-    Actions that see the same version, predicted as far, share one prediction.
+    Actions that see the same version, predicted equally far, share one prediction.
     """
     versions = versions_of(schedule)
     late = 3 * schedule.filling + 4

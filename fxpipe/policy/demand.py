@@ -1,6 +1,6 @@
-"""Which weights every action reads, and therefore what every owner sends: pure functions of plan, schedule and policy.
+"""Which weights every action reads, and so what every owner sends: pure functions of plan, schedule and policy.
 
-Both ends of a weight edge compute the same messages from it, so that workers never negotiate about weights.
+Both ends of a weight edge compute the same messages from them, so workers never negotiate about weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import versions_of
 
-Reader = tuple[Phase, tuple[int, ...]]  # a phase and its lags: all that reads an owner's weights on one worker
+Reader = tuple[Phase, tuple[int, ...]]  # a phase and its lags: identifies what reads an owner's weights on one worker
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class WeightReads:
     Attributes:
         lags: by microbatch: an action of minibatch m reads version max(start, m − lag), where `start` is the
             minibatch after the last flush.
-        past: these are own weights, and some action reads a version that has been replaced by then: copies are kept.
+        past: the weights are the worker's own, and some action reads a version after it was replaced, so copies are
+            kept.
         names: the parameters.
-        positions: their places in the `weights` argument.
+        positions: their indices in the `weights` argument.
     """
 
     phase: Phase
@@ -40,7 +41,7 @@ class WeightReads:
 
     @property
     def key(self) -> Reader:
-        """What tells it from the worker's other reads of the owner."""
+        """Identifies it among the worker's reads of the owner."""
         return self.phase, self.lags
 
 
@@ -50,7 +51,7 @@ class WeightMessage:
 
     Attributes:
         uses: how many actions read it, by `WeightReads.key`.
-        by_reader: the names that these actions read; they do not depend on where the run ends.
+        by_reader: by the same keys, the names that these actions read, wherever the run ends.
     """
 
     version: int
@@ -60,16 +61,16 @@ class WeightMessage:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, each once."""
+        """All names, each once."""
         return tuple(dict.fromkeys(name for names in self.by_reader.values() for name in names))
 
 
 class Demand:
     """The weights that every worker reads under a schedule and a policy.
 
-    With a policy whose backward keeps the weights of its forward, B reads the version that F saw: on its own worker or,
-    if B's worker has no forward of that parameter, on the nearest worker that has one. Where weight gradients are
-    apart, W reads the version that its B reads.
+    If the policy's backward keeps the weights of its forward, B reads the version that F saw: on its own worker or, if
+    B's worker has no forward of that parameter, on the nearest worker that has one. If W is separate from B, W reads
+    the version that its B reads.
 
     Raises:
         PolicyError: the policy asks for a version that does not exist yet.
@@ -88,10 +89,10 @@ class Demand:
         self._readings = {(w, ph): self._group(w, ph) for w in range(plan.workers) for ph in PHASES}
 
     def of_worker(self, worker: int) -> Demand:
-        """What the replicas of a worker follow, where workers have different numbers of them; else the same.
+        """The demand of one replica of a worker, if workers have different numbers of replicas; else this one.
 
-        Its microbatches are those of a replica. Of other workers' weights it says only what does not depend on the
-        microbatch: with a flush that is all; without one, `fxpipe.policy.recipe.choose` has refused what reads any.
+        Its microbatches are those of a replica. It covers other workers' weights only if they do not depend on the
+        microbatch. With a flush they never do; without one, `fxpipe.policy.recipe.choose` has refused to read any.
         """
         if not self.schedule.replicas:
             return self
@@ -112,16 +113,15 @@ class Demand:
         )
 
     def turn(self, owner: int, reader: int) -> int:
-        """The turn of the messages from an owner to a reader: one for all of them, so that they stay in order.
+        """The turn of the messages from an owner to a reader: the same for all, so that they keep their order.
 
-        It follows from what they are at most: all that the reader reads of the owner, whole.
+        It is computed from their maximum size: all that the reader reads of the owner, whole.
         """
         names = {self.parameters[name].name for r in self.readings_of(owner, reader) for name in r.names}
         return turn_of("weights", sum(self.parameters[name].tensor.bytes for name in names))
 
     def delays(self, owner: int) -> dict[str, int]:
-        """How many updates old the gradients of `owner`'s parameters are in steady state; for each, the largest
-        number."""
+        """By parameter of `owner`: how many updates late its gradients are in steady state, at most."""
         found: dict[str, int] = {}
         for worker in range(self.plan.workers):
             for reading in (r for r in self.readings(worker, "F") if r.owner == owner):
@@ -130,7 +130,7 @@ class Demand:
         return found
 
     def reach(self, owner: int) -> int:
-        """How many updates back a reading of `owner`'s weights goes, on any worker."""
+        """How many updates back any worker reads `owner`'s weights."""
         every = (r for w in range(self.plan.workers) for phase in PHASES for r in self.readings(w, phase))
         return max((lag for reading in every if reading.owner == owner for lag in reading.lags), default=0)
 
@@ -150,14 +150,14 @@ class Demand:
         """How many updates after `version` the policy predicts for an action.
 
         Raises:
-            PolicyError: the policy's answer makes no sense.
+            PolicyError: the policy's answer is invalid.
         """
         ahead = self.policy.ahead(self.policy.read_as(action), version, reading.owner, self.schedule)
         if ahead < 0 or (ahead and not self.policy.predicts):
             raise PolicyError(
-                f"policy '{self.policy}' wants version {version} of worker {reading.owner}'s weights predicted "
+                f"policy '{self.policy}' asks for version {version} of worker {reading.owner}'s weights predicted "
                 f"{ahead} updates ahead for {action}",
-                hint="ahead() must not be below 0, and above it only where the class says `predicts = True`",
+                hint="ahead() must return 0, or more if the class says `predicts = True`",
             )
         return ahead
 
@@ -168,10 +168,10 @@ class Demand:
 
         Args:
             start: the minibatch after the caller's last flush; its version serves all minibatches of the warm-up.
-            stop: the first minibatch that never comes; None while the end is not known.
-            since: the first minibatch that counts; those before it are over.
+            stop: the first minibatch that will not run; None while the end is unknown.
+            since: the first minibatch that counts; earlier ones are over.
 
-        With `reader == owner`: what its own actions read of `version`, in place as long as that is the live version.
+        With `reader == owner`: what its own actions read of `version`, in place while that is the live version.
         """
         uses: dict[int, dict[Reader, int]] = {}
         names: dict[int, dict[Reader, tuple[str, ...]]] = {}
@@ -218,15 +218,15 @@ class Demand:
             lag = self.policy.lag(self.versions, read[0], microbatch, read[1], owner)
             if lag < least:
                 raise PolicyError(
-                    f"policy '{self.policy}' wants {phase} on worker {worker} to read worker {owner}'s weights "
-                    f"{lag} updates late, but {least} is the least with schedule '{self.schedule.name}'",
+                    f"policy '{self.policy}' asks for {phase} on worker {worker} to read worker {owner}'s weights "
+                    f"{lag} updates late, but with schedule '{self.schedule.name}' the least is {least}",
                     hint="lag() must not be below newest.lag()",
                 )
             lags.append(lag)
         return tuple(lags)
 
     def _forward_of(self, parameter: ParameterSpec, worker: int, phase: Phase) -> int | None:
-        """The worker whose forward's weights a backward reads again; None if it reads its own."""
+        """The worker whose forward's weights a backward reads; None if it reads those of its own worker."""
         if phase == "F" or not self.policy.keeps_forward:
             return None
         forwards = self._forwards.get(parameter.name, ())

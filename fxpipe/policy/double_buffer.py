@@ -15,7 +15,7 @@ from fxpipe.schedule.versions import Versions
 
 @dataclass(frozen=True)
 class DoubleBuffer(Policy):
-    """A delay of one update on every worker, no matter how many there are: W(m+1) = W(m) − η·∇f(W(m−1)).
+    """A delay of one update on every worker, for any number of workers: W(m+1) = W(m) − η·∇f(W(m−1)).
 
     Forward and backward of all microbatches of minibatch m see version m−1. That version is ready in time only if a
     minibatch has at least N−1 microbatches. Here it has 2; `F1.1` is the forward of the second one of minibatch 1:
@@ -36,8 +36,8 @@ class DoubleBuffer(Policy):
         worker 0: F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@0+1 F3@2+1 B2@1+1 ..     B3@2+1
         worker 1: ..     F0@0   B0@0   F1@0+1 B1@0+1 F2@1+1 B2@1+1 F3@2+1 B3@2+1
 
-    Then there are three copies, on the last worker two. The prediction is that of SpecTrain (`predict.py`); to combine
-    it with 2BW is ours.
+    Then there are three copies, on the last worker two. The prediction is SpecTrain's (`predict.py`); combining it with
+    2BW is our own.
 
     Attributes:
         predict: see the older version predicted one update ahead.
@@ -55,17 +55,17 @@ class DoubleBuffer(Policy):
         return action.minibatch - version if self.predict else 0
 
     def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
-        # Nothing is late on a single worker, if no update is.
+        # On a single worker no weights are stale, unless updates are late.
         return min(1 + newest.schedule.late, newest.lag("F", 0, 0))
 
     def check(self, schedule: Schedule) -> None:
-        """Refuse schedules with a flush, and too few microbatches for two buffers."""
+        """Refuse schedules with a flush, and fewer microbatches than two buffers need."""
         super().check(schedule)
         if schedule.microbatches < schedule.workers - 1:
             raise PolicyError(
                 f"policy '{self}' needs {schedule.workers - 1} microbatches on {schedule.workers} workers, there "
                 f"{'is' if schedule.microbatches == 1 else 'are'} {schedule.microbatches}: "
                 "the version before the last would come too late for worker 0",
-                hint=f"compile with --microbatches {schedule.workers - 1} or more; "
-                "or policy vertical, the same with a longer delay",
+                hint=f"compile with --microbatches {schedule.workers - 1} or more, "
+                "or use policy vertical, which does the same with a longer delay",
             )

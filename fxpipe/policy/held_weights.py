@@ -1,7 +1,7 @@
-"""The bytes of weights that a worker holds beside the live ones, action by action, as the runtime does.
+"""The bytes of weights that a worker holds in addition to the live ones, action by action, as the runtime does.
 
-Copies of other workers' weights, from when their receive is posted until their last reader is over; versions of its
-own that later actions read; predictions, whose memory is used again and never freed; what prediction and error feedback
+It counts copies of other workers' weights, from the posted receive until the last action that reads them; own versions
+that later actions read; predictions, whose memory is reused and never freed; and what prediction and error feedback
 remember of past steps.
 """
 
@@ -21,12 +21,12 @@ _Key = tuple[int, int, int]  # owner, version, ahead
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """Around one action.
+    """Bytes of weights around one action.
 
     Attributes:
-        during: bytes while its code runs.
-        after: then, with the update that is part of it, if there is one.
-        sent: of the blocks of weight copies that its update sends.
+        during: while its code runs.
+        after: after that, during its update, if it has one.
+        sent: in the blocks of weight copies that its update sends.
     """
 
     during: int
@@ -35,19 +35,19 @@ class HeldWeights:
 
 
 def held_weights(demand: Demand, worker: int, row: Sequence[Action]) -> list[HeldWeights]:
-    """What the worker holds in each of its actions, from an empty pipeline on."""
+    """What the worker holds in each of its actions, starting from an empty pipeline."""
     return _WeightsOfRow(demand, worker, row).all()
 
 
 class _WeightsOfRow:
-    """Intervals of places, [first, end), in which something is held; what follows an action's code has its own."""
+    """Intervals of places, [first, end), in which weights are held; each action has two places."""
 
     def __init__(self, demand: Demand, worker: int, row: Sequence[Action]) -> None:
         self.demand, self.worker, self.row = demand, worker, row
         self._messages = CopyMessages(demand)
         self._filling = Filling()
         self._bytes = {parameter.name: parameter.tensor.bytes for parameter in demand.plan.parameters}
-        # Two places for each action: while its code runs, and after that.
+        # The two places of an action: while its code runs, and after that.
         self._changes = [0] * (2 * len(row) + 1)
         self._predicted: dict[str, list[int]] = defaultdict(lambda: [0] * (2 * len(row) + 1))
         self._sent = [0] * len(row)
@@ -73,7 +73,7 @@ class _WeightsOfRow:
         return [HeldWeights(fixed + held[2 * i], fixed + held[2 * i + 1], sent) for i, sent in enumerate(self._sent)]
 
     def _reads(self) -> dict[_Key, dict[str, list[int]]]:
-        """For each key that some action reads, the places of the first and the last action by name."""
+        """For each key that is read and each name, the places of the first and the last action that read it."""
         found: dict[_Key, dict[str, list[int]]] = defaultdict(dict)
         for place, action in enumerate(self.row):
             for part, reading in self._readings(action):
@@ -103,12 +103,12 @@ class _WeightsOfRow:
         )
         pack = self._messages.pack(owner, self.worker, version, ahead, self._filling)
         self._hold(2 * max(0, posted - LOOKAHEAD), 2 * last + 1, pack.bytes)
-        if pack.differences:  # what is read of the block has memory of its own
+        if pack.differences:  # decoded weights have their own memory
             first = min(begin for begin, _ in reads.values())
             self._hold(2 * first, 2 * last + 1, sum(map(self._bytes.__getitem__, reads)))
 
     def _past(self, key: _Key, reads: dict[str, list[int]]) -> None:
-        """Copies of what is read after the version was replaced; all are freed once the last of them is read."""
+        """Copies of what is read after the version was replaced; all are freed after the last read."""
         replaced = self._updates.get(key[1], len(self.row))
         last = max(end for _, end in reads.values())
         if last > replaced:
@@ -120,7 +120,7 @@ class _WeightsOfRow:
         last = max(end for _, end in reads.values())
         for name, (first, end) in reads.items():
             over = 2 * last + 1 if last <= replaced or end > replaced else 2 * replaced + 1
-            # Before the first update there is no direction: the live weights are read, and copied if read later.
+            # Before the first update nothing is predicted: the live weights are read, and copied if read later.
             begin = 2 * replaced + 1 if key[1] == 0 else min(2 * first, 2 * replaced + 1)
             if over > begin:
                 self._predict(name, begin, over)

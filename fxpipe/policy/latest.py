@@ -28,6 +28,6 @@ class Latest(Policy):
     name: ClassVar[str] = "latest"
 
     def check(self, schedule: Schedule) -> None:
-        """Accepts every schedule, unless an option says what to do about delays."""
+        """Accept every schedule, unless an option is for stale weights."""
         if str(self) != self.name:
             super().check(schedule)

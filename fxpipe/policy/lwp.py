@@ -14,7 +14,7 @@ from fxpipe.schedule.base import Schedule
 class LinearWeightPrediction(Policy):
     """Like `pipeoptim`, but from the weights alone: Ŵ = W_v + s·(W_v − W_v−1), with any optimizer.
 
-    The weight form of the paper, whose delay D is the s of our schedule. Its velocity form is `pipeoptim` with SGD.
+    This is the weight form of the paper; its delay D is s here. The paper's velocity form is `pipeoptim` with SGD.
 
         worker 0: F0@0   F1@0+1 F2@0+2 ..     ..     B0@0   F3@1+2 B1@1   ..     B2@2   ..     B3@3
         worker 1: ..     F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@1   F3@2+1 B2@2   ..     B3@3

@@ -11,7 +11,7 @@ from fxpipe.schedule.base import Schedule
 
 
 def policy_option(default: str, **more: Any) -> Any:
-    """The field of a class of options; `default` says what holds without it, `more` is as of `option`."""
+    """The field of a class of options; `default` is the default in words, `more` as for `option`."""
     return option(None, "--policy", kind=_policy, metavar="NAME[+OPTION]", help=policy_help(default), **more)
 
 
@@ -21,7 +21,7 @@ def policy_help(default: str) -> str:
 
 
 def check_policy(policy: str | Policy | None, schedule: Schedule) -> None:
-    """Refuse what makes no sense before anything long begins. A name that only a model file may know is accepted.
+    """Refuse a wrong policy early. Accepts a name that only a model file may know.
 
     Raises:
         PolicyError: an unknown option, or a combination that makes no sense.

@@ -9,7 +9,7 @@ from fxpipe.schedule.versions import versions_of
 
 
 def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
-    """The schedule's grid with what each action sees of its worker's own weights: the picture of `sight_rows`.
+    """The schedule's grid, with the version of its worker's own weights that each action sees; see `sight_rows`.
 
     Raises:
         PolicyError: the policy refuses the schedule.
@@ -19,9 +19,9 @@ def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
 
 
 def sight_rows(policy: Policy, schedule: Schedule, minibatches: int) -> list[list[str]]:
-    """A row of cells for each rank: its workers' actions, and what each sees of its own weights; `..` where it waits.
+    """A row of cells for each rank: its workers' actions, each with its version of own weights; `..` for waiting.
 
-    `F3@1+2` is the forward of minibatch 3 with the weights after 1 update, predicted 2 further.
+    `F3@1+2` is the forward of minibatch 3 with the weights after 1 update, predicted 2 updates ahead.
 
     Raises:
         PolicyError: the policy refuses the schedule.

@@ -22,7 +22,7 @@ class Recipe:
     demand: Demand
 
     def of_worker(self, worker: int) -> Recipe:
-        """That of a worker's replicas, where workers have different numbers of them; else the same."""
+        """The recipe of one replica of a worker, if workers have different numbers of replicas; else this one."""
         if not self.schedule.replicas:
             return self
         demand = self.demand.of_worker(worker)
@@ -33,15 +33,15 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
     """The schedule and policy asked for, by default the plan's; another schedule brings its own default policy.
 
     Raises:
-        ScheduleError, PolicyError: an unknown name, a schedule for other workers, a combination that makes no sense, or
-            weight gradients apart, which the stages have not as a function of their own; or, without a flush, one that
-            cannot be where workers have different numbers of replicas.
+        ScheduleError, PolicyError: an unknown name; a schedule for other workers; a combination that makes no sense; a
+            separate W, if the stages have no function for it; without a flush, a policy or tied weights that cannot
+            work with different numbers of replicas.
     """
     made = schedules.of_plan(plan, schedule)
     if made.weights_apart and not plan.weights_apart:
         name = made.name if made.name in schedules.SCHEDULES else "FILE.csv"
         raise ScheduleError(
-            f"schedule '{made.name}' makes weight gradients apart, and the stages make them in their backward",
+            f"schedule '{made.name}' has separate weight gradients (W), and these stages make them in their backward",
             hint=f"compile the model for it: fxpipe compile MODEL -n {plan.ranks} --schedule {name}",
         )
     if policy is None:
@@ -56,17 +56,17 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
 
 
 def refuse_crossing(plan: Plan, demand: Demand) -> None:
-    """Refuse what needs to know which versions of other workers' weights an action sees, where it is not known: without
-    a flush, where workers have different numbers of replicas.
+    """Refuse what depends on the versions that an action sees on other workers, if they are unknown: without a
+    flush, if workers have different numbers of replicas.
 
     Raises:
-        ScheduleError: a worker reads weights of another one.
+        ScheduleError: a worker reads another worker's weights.
         PolicyError: the policy follows a microbatch from worker to worker.
     """
     if not demand.schedule.replicas or demand.schedule.synchronous:
         return
     numbers = ", ".join(map(str, plan.replicas))
-    hint = f"another policy, --schedule 1f1b, or as many replicas of each worker (--dp R), not {numbers}"
+    hint = f"use another policy, --schedule 1f1b, or one number of replicas for all workers (--dp R), not {numbers}"
     if demand.policy.one_pipeline:
         what = f"policy '{demand.policy}' follows a microbatch through one pipeline: with {numbers} replicas they cross"
         raise PolicyError(what, hint=hint)
@@ -74,24 +74,24 @@ def refuse_crossing(plan: Plan, demand: Demand) -> None:
         for reader in demand.readers(owner):
             raise ScheduleError(
                 f"with {numbers} replicas and schedule '{demand.schedule.name}', worker {reader} reads weights of "
-                f"worker {owner}, and its replicas would not all see one version",
-                hint="--schedule 1f1b; or --cuts same, if no weights are tied",
+                f"worker {owner}, and its replicas would see different versions",
+                hint="use --schedule 1f1b, or --cuts same if no weights are tied",
             )
 
 
 def check_shares(policy: Policy) -> None:
-    """Refuse a policy that asks the optimizer about all parameters of a worker.
+    """Refuse a policy that needs the optimizer's state of all parameters of a worker.
 
     Raises:
-        PolicyError: it predicts weights, or repairs steps.
+        PolicyError: it predicts weights, or corrects steps.
     """
     if policy.predicts:
         what = "predicts weights, for which every replica needs the velocity of every parameter"
     elif policy.ef:
-        what = "repairs the steps of late gradients, for which it follows the optimizer from step to step"
+        what = "corrects the steps of late gradients, for which every replica needs the steps of every parameter"
     else:
         return
     raise PolicyError(
-        f"policy '{policy}' {what}; with --shard optimizer each has that of its own share alone",
-        hint="policy latest or stash, a synchronous schedule, or compile without --shard",
+        f"policy '{policy}' {what}; with --shard optimizer each has only its own share",
+        hint="use policy latest or stash, or a synchronous schedule, or compile without --shard",
     )

@@ -10,7 +10,7 @@ from fxpipe.policy.base import Policy
 
 @dataclass(frozen=True)
 class Stash(Policy):
-    """A forward sees the newest weights, its backward the same ones: exact gradients of stale weights.
+    """A forward sees the newest weights, and its backward sees the same: exact gradients at stale weights.
 
     On worker k of N: W(m+1) = W(m) − η·∇f(W(m−(N−1−k))), each worker with its own delay.
 

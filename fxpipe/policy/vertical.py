@@ -12,7 +12,7 @@ from fxpipe.schedule.versions import Versions
 
 @dataclass(frozen=True)
 class Vertical(Policy):
-    """A minibatch sees one version all the way down and up: gradients of one model, N−1 updates old.
+    """A minibatch sees one version on all workers, forward and backward: gradients of one model, N−1 updates old.
 
     W(m+1) = W(m) − η·∇f(W(m−N+1)), the same delay for all workers.
 

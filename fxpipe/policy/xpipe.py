@@ -1,4 +1,4 @@
-"""A minibatch's first microbatch predicts, the others see what it saw."""
+"""The first microbatch of a minibatch predicts weights; the others see the same weights."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fxpipe.schedule.versions import Versions
 
 @dataclass(frozen=True)
 class XPipe(PredictingPolicy):
-    """One prediction for each phase of a minibatch, made by its first microbatch and read again by the others.
+    """One prediction for each phase of a minibatch, made by its first microbatch and read by all.
 
     Worker k of N, M microbatches: s_F = [(N + M − k/2 − 2)/M] updates ahead for a forward, s_B = [(M + ⌊k/2⌋ − 1)/M]
-    for a backward, rounded to the nearest integer, halves down, so that with one microbatch it is SpecTrain. Both count
-    from the version that the first microbatch sees in the full pipeline; a weight copy has the same target. Here M = 2:
+    for a backward, rounded to the nearest integer, halves down; with one microbatch it is SpecTrain. Both count from
+    the version that the first microbatch can read in steady state; a weight copy has the same target. Here M = 2:
 
         worker 0: F0@0     F0.1@0   ..       B0@0     F1@0+1   B0.1@0   F1.1@0+1 B1@1     ..       B1.1@1
         worker 1: ..       F0@0+1   B0@0     F0.1@0+1 B0.1@0   F1@1+1   B1@1     F1.1@1+1 B1.1@1
 
-    Nothing is late on a single worker, and nothing is predicted there, but for an update that the schedule makes late.
+    On a single worker no weights are stale and nothing is predicted, unless the schedule makes updates late.
 
-    Memory: two predicted copies of the weights, one for each phase that is under way.
+    Memory: two predicted copies of the weights, one for each phase in progress.
     From: Guan et al. 2019 (XPipe), arXiv 1911.04610.
     """
 

@@ -1,4 +1,4 @@
-"""The options of a run: plain data that every layer passes on whole, and that travels to worker processes.
+"""The options of a run: plain data that every layer passes on whole, also to worker processes.
 
 A field made by `option` is also a flag of `fxpipe run`. Imports no torch.
 """
@@ -32,7 +32,7 @@ def steps_or_epoch(given: int | str) -> int | str:
         return EPOCH
     if text.isdecimal() and int(text) > 0:
         return int(text)
-    raise FxpipeError(f"{given!r} is no number of steps", hint="a number above 0, or epoch")
+    raise FxpipeError(f"{given!r} is not a number of steps", hint="give a number above 0, or epoch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,30 +44,30 @@ class PipelineOptions:
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
         seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
         weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
-            means the build's values, or model()'s where the build has none.
-        clip_norm: scale the gradients of all workers together to this norm if theirs is greater; None does not clip.
-        loss_scale, loss_scale_interval: of a build with `--autocast fp16`: what the loss is multiplied by at first, and
-            after how many updates without an overflow that is doubled (see `fxpipe.runtime.worker.loss_scaler`).
-        ema: keep a moving average of the trained weights, of which each update leaves this share (see
-            `fxpipe.runtime.worker.averages`); None keeps none.
+            means the build's values, or model()'s if the build has none.
+        clip_norm: scale the gradients of all workers down to this total norm if it is larger; None does not clip.
+        loss_scale, loss_scale_interval: for a build with `--autocast fp16`: the first factor of the loss, and after how
+            many updates without an overflow it doubles (see `fxpipe.runtime.worker.loss_scaler`).
+        ema: keep a moving average of the trained weights; each update keeps this share of it (see
+            `fxpipe.runtime.worker.averages`). None keeps no average.
         log_staleness: compare the weights that forwards use with those that their updates change.
         backend: the engine of all stages; None or 'auto' means those of the build.
-        steps_per_epoch: the steps after which a scheduler for every epoch makes one, and whatever else is done every
-            epoch; None takes the number of batches of `train_data()`, where there is that hook.
-        checkpoint_every: save the whole run after every so many steps (`500`), so much time (`10min`), every `epoch`,
-            or only when `asked` by a callback or a signal; None never.
-        keep: how many checkpoints stay.
-        resume: the checkpoint to go on from: its folder, or `newest` for the newest whole one of the output folder.
-            Options that its numbers depend on are those of the checkpoint where they are not given.
-        offload: keep what forwards save in the CPU's memory until their backwards, where the build is for CUDA.
-        throttle: the links between processes that messages are to take as long as (`100Mbit,20ms`; see
-            `fxpipe.planner.throttle`); None does not slow them.
+        steps_per_epoch: how many steps an epoch has, for schedulers and everything else that is done every epoch; None
+            takes the number of batches of `train_data()`, if there is that hook.
+        checkpoint_every: save the whole run every N steps (`500`), every so often (`10min`), every `epoch`, or only
+            when `asked` by a callback or a signal; None never.
+        keep: how many checkpoints to keep.
+        resume: the checkpoint to continue from: its folder, or `newest` for the newest whole one in the output folder.
+            Options that change the numbers, and are not given, are those of the checkpoint.
+        offload: for a CUDA build: keep saved values in the CPU's memory until their backward.
+        throttle: slow messages between processes down to these links (`100Mbit,20ms`; see `fxpipe.planner.throttle`);
+            None does not.
         trace: the file for every worker's spans, in Chrome's trace format; None writes none.
-        new_shapes: for batches of so many shapes that the build has no stages for, worker 0 makes some during the run,
-            with the model and the loss of the model file; 0 refuses them. None means 8; but 0 where `fxpipe run` or
-            `Build.join` has a build of one shape, because nothing is read ahead there.
-        accept_optimizer_per_worker: as for a compile, for an optimizer that is given to `Build.local` or `Build.join`,
-            or that is another since the model file was compiled.
+        new_shapes: during the run, worker 0 makes stages for at most this many new shapes of batches, with the model
+            and the loss of the model file; 0 refuses new shapes. None means 8, or 0 if `fxpipe run` or `Build.join`
+            runs a build of one shape, since no batch is read ahead there.
+        accept_optimizer_per_worker: as for a compile, if the optimizer is given to `Build.local` or `Build.join`, or
+            has changed since the model file was compiled.
     """
 
     schedule: str | None = option(
@@ -100,7 +100,7 @@ class PipelineOptions:
         kept=True,
         above=0,
         metavar="SCALE",
-        help="With --autocast fp16: factor on the loss at first; halved whenever gradients overflow.",
+        help="With --autocast fp16: first factor of the loss; halved whenever gradients overflow.",
     )
     loss_scale_interval: int = option(
         2000,
@@ -132,8 +132,8 @@ class PipelineOptions:
     checkpoint_every: int | str | None = option(
         None,
         metavar="STEPS|TIME",
-        help="Save a checkpoint every so many steps (500) or minutes (10min), every epoch, or when asked by a callback "
-        "or a signal.",
+        help="Save a checkpoint every N steps (500) or minutes (10min), every epoch, or when asked by a callback or a "
+        "signal.",
     )
     keep: int = option(3, minimum=1, metavar="N", help="Keep the newest N checkpoints.")
     resume: str | None = option(
@@ -141,18 +141,18 @@ class PipelineOptions:
         path="any",
         flag_value="newest",
         metavar="CHECKPOINT",
-        help="Go on from a checkpoint; without a value, from the newest in OUT.",
+        help="Continue from a checkpoint; without a value, from the newest in OUT.",
     )
     backend: str | None = option(
         None, choices=BACKENDS, help="What executes the stages; auto is the build's. [default: auto]"
     )
     offload: bool = option(
-        False, help="Keep what forwards save for backwards in the CPU's memory, not the GPU's (CUDA builds)."
+        False, help="Keep saved values in the CPU's memory, not the GPU's, until their backward (CUDA builds)."
     )
     throttle: str | None = option(
         None,
         metavar="RATE[,TIME]|FILE",
-        help="Slow messages down to links such as 100Mbit,20ms, or to those in a file of `fxpipe doctor --links`.",
+        help="Slow messages down to links such as 100Mbit,20ms, or those in a file of `fxpipe doctor --links`.",
     )
     trace: str | None = option(
         None,
@@ -181,29 +181,28 @@ class RunOptions(PipelineOptions):
     Attributes:
         build: the build directory.
         model_file: the user's file; None means the one the plan names.
-        steps, epochs: how long; one epoch if neither is given.
-        eval_every: evaluate after every so many steps, or every `epoch`, too; None evaluates only the trained weights.
-        save_best: a metric: the weights of the best evaluation so far are kept as `best.safetensors` (see `Goal`).
-        patience: end the run when a metric has not improved in so many evaluations.
-        patience_metric: which one, as `save_best` names it; None means that of `save_best`.
-        min_delta: what counts as an improvement of it is more than this.
-        log: where the run's numbers go, too: `tensorboard`, `wandb`, `mlflow` or the name of a logger that the model
-            file registers (`fxpipe.observe.logger`), each perhaps with `=` and a folder, project or experiment.
-        peak: FLOP/s that the device of one process can do at most, for `mfu`; None means that of the table of devices
-            (`fxpipe.planner.device`), where it has this device.
+        steps, epochs: how long to train; one epoch if neither is given.
+        eval_every: evaluate every N steps or every `epoch`, and at the end; None evaluates only at the end.
+        save_best: a metric: keep the weights of the best evaluation so far as `best.safetensors` (see `Goal`).
+        patience: end the run when a metric has not improved in this many evaluations.
+        patience_metric: the metric that `patience` watches, written as in `save_best`; None means that of `save_best`.
+        min_delta: the metric has improved if it is better by more than this.
+        log: also log the run's numbers to `tensorboard`, `wandb`, `mlflow` or a logger that the model file registers
+            (`fxpipe.observe.logger`), each optionally with `=` and a folder, project or experiment.
+        peak: peak FLOP/s of the device of one process, for `mfu`; None takes it from the table of devices
+            (`fxpipe.planner.device`), if the device is there.
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
-        keep_going: train on when a loss is not finite; otherwise the run ends there, with an error.
+        keep_going: continue when a loss is not finite; otherwise the run ends there, with an error.
         threads: CPU threads of a worker; None shares the cores among the local workers.
-        stall_timeout: seconds without any progress after which a run of several processes says who waits for whom;
-            after 10 times as many (30 times before training begins) it ends. 0 does neither.
-        max_restarts: how many times `launch` starts all workers again when one was lost (see `WorkerLost`).
-        settings: what `fxpipe.setting` gives in the model file, each as `name=value`, in place of what the build was
-            compiled with.
+        stall_timeout: seconds without progress after which a run of several processes says which worker waits for
+            which; after 10 times as many (30 times before training begins) the run ends. 0 does neither.
+        max_restarts: how many times `launch` restarts all workers after one was lost (see `WorkerLost`).
+        settings: values of `fxpipe.setting` in the model file, each as `name=value`, instead of those of the compile.
         arguments: the model file's own command line; None means that of the compile.
         progress: show progress on stderr.
-        exchange: set by `launch`: the folder in which workers leave their errors and the summary.
-        plan_digest: set by whoever checked the build: the digest of its plan, so that the workers read no other; None
-            takes the plan that is there.
+        exchange: set by `launch`: the folder into which workers write their errors and the summary.
+        plan_digest: set by the process that checked the build: the digest of its plan, so that workers accept no other;
+            None accepts any plan.
     """
 
     build: str
@@ -235,7 +234,7 @@ class RunOptions(PipelineOptions):
     patience_metric: str | None = option(
         None,
         metavar="METRIC",
-        help="Metric that --patience watches. [default: that of --save-best]",
+        help="Metric that --patience watches. [default: the one of --save-best]",
     )
     min_delta: float = option(
         0.0,
@@ -254,11 +253,11 @@ class RunOptions(PipelineOptions):
         kind=rate,
         shown=True,
         metavar="FLOPS",
-        help="Peak FLOP/s of one device, such as 312T, to compute the model FLOPs utilisation (MFU). [default: that of "
-        "a known GPU]",
+        help="Peak FLOP/s of one device, such as 312T, to compute the model FLOPs utilisation (MFU). [default: by "
+        "the GPU's name]",
     )
     out: str | None = option(None, on_command_line="out", path="any", help="Folder for metrics and weights.")
-    keep_going: bool = option(False, help="Go on when a loss is infinite or NaN, instead of ending with an error.")
+    keep_going: bool = option(False, help="Continue when a loss is infinite or NaN, instead of ending with an error.")
     threads: int | None = option(
         None,
         minimum=1,
@@ -270,7 +269,8 @@ class RunOptions(PipelineOptions):
         60.0,
         minimum=0,
         metavar="SECONDS",
-        help="Say who waits for whom after so long without progress, and end after 10 times as long; 0 does neither.",
+        help="After this time without progress, say which worker waits for which; after 10 times as long, end the run; "
+        "0 does neither.",
     )
     max_restarts: int = option(
         0,
@@ -306,4 +306,4 @@ OF_EVALUATIONS = ("eval_every", "save_best", "patience", "patience_metric", "min
 """The options that need a build with evaluation."""
 KEPT = tuple(name for name, flag in flags(PipelineOptions).items() if flag.kept)
 SHOWN = tuple(name for name, flag in flags(RunOptions).items() if flag.shown)
-"""The options that a checkpoint has, and those that `run.json` has, in their order there."""
+"""The options in a checkpoint, and those in `run.json`, in their order there."""

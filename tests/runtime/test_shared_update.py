@@ -149,7 +149,7 @@ def test_what_needs_the_whole_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CutError, match="--shard optimizer and --autocast fp16"):
         built("dict", 2, "optimizer", autocast="fp16")
     for policy in ("spectrain", "latest+ef"):
-        with pytest.raises(PolicyError, match="with --shard optimizer each has that of its own share alone"):
+        with pytest.raises(PolicyError, match="with --shard optimizer each has only its own share"):
             built("dict", 2, "optimizer", schedule="async", policy=policy)
     built("dict", 2, "optimizer", schedule="async", policy="latest").save(tmp_path / "build")
     with pytest.raises(PolicyError, match="predicts weights"):

@@ -1,4 +1,4 @@
-"""Error feedback: every update is made twice, and taken back once after as many updates as its gradients are late."""
+"""Error feedback: every step is made twice, and taken back once after τ updates if gradients are τ updates late."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Late:
 
     Attributes:
         steps: the optimizer's last steps u, oldest first; at most `delay` of them between updates.
-        spare: memory for the next one.
+        spare: memory for the next step.
     """
 
     delay: int
@@ -33,24 +33,24 @@ class _Late:
 class ErrorFeedback:
     """Turns any optimizer's update into the one with error feedback, for gradients that arrive τ updates late.
 
-    u_t is the optimizer's whole step, rate and weight decay included: W before `optimizer.step()` less W after it.
+    u_t is the optimizer's whole step, including rate and weight decay: W before `optimizer.step()` minus W after it.
 
         W ← W − 2·u_t + u_{t−τ},   u_i = 0 before the first update
 
     So after any number of updates the weights are X − (u_{t−1} + … + u_{t−τ}), where X = W_0 − (u_0 + … + u_{t−1}) has
-    every step once: the model looks as far ahead as its gradients are late, by the steps that were really made. With
-    τ = 0 this is the optimizer itself, bit for bit: nothing is computed. What a step does not move has u_t = 0.
+    every step once: the weights look τ updates ahead, by the steps that were really made. With τ = 0 this is the
+    optimizer itself, bit for bit: nothing is computed. Parameters that a step does not move have u_t = 0.
 
     Cost: τ + 1 copies of the late parameters, τ steps and the weights before the present one; four passes over them.
 
-    From: Zmushko et al. 2026 (ICML), arXiv 2606.30634, for τ = 1; the formula for longer delays is ours.
+    From: Zmushko et al. 2026 (ICML), arXiv 2606.30634, for τ = 1; the formula for longer delays is our own.
 
     Args:
-        optimizer: its groups' options say that each has momentum; without it, the feedback harms.
-        delays: τ of each parameter, by the parameter; 0 if it is missing. Those in no group are never moved.
+        optimizer: the options of every group must show that it has momentum; without it, the feedback harms.
+        delays: τ of each parameter; 0 if it is missing. Parameters in no group are never moved.
 
     Raises:
-        PolicyError: a group without momentum, or whose options do not say.
+        PolicyError: a group has no momentum, or its options do not say.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, delays: Mapping[Tensor, int]) -> None:
@@ -65,7 +65,7 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Call before every `optimizer.step()`, and before what it compares with: keeps a copy of the weights."""
+        """Call before every `optimizer.step()`: keeps a copy of the weights."""
         for late in self._late:
             if late.spare is None:
                 late.spare = [torch.empty_like(weight, requires_grad=False) for weight in late.weights]
@@ -73,7 +73,7 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Call right after every `optimizer.step()`: turns the copy into u_t, and the update into that above."""
+        """Call right after every `optimizer.step()`: turns the copy into u_t, and applies the formula above."""
         for late in self._late:
             assert late.spare is not None, "before_step() comes first"
             made, late.spare = late.spare, None
@@ -85,7 +85,7 @@ class ErrorFeedback:
                 foreach_add_(late.weights, late.spare)
 
     def state(self) -> list[tuple[Tensor, int, list[Tensor]]]:
-        """Each late parameter, how late it is, and its last steps, oldest first. For `load`."""
+        """Each late parameter, its delay, and its last steps, oldest first. For `load`."""
         return [
             (weight, late.delay, [made[place] for made in late.steps])
             for late in self._late
@@ -94,10 +94,10 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def load(self, remembered: Sequence[tuple[Tensor, int, list[Tensor]]]) -> None:
-        """Remember what another's `state` gave.
+        """Continue from another instance's `state`.
 
-        Where parameters are late by other numbers of updates here, the weights become X, and the feedback begins anew.
-        What was not trained before has made no steps.
+        If parameters have other delays here, the weights become X, and the feedback starts again. Parameters that were
+        not trained before have no past steps.
         """
         known = {id(weight): (delay, steps) for weight, delay, steps in remembered}
         for late in self._late:
@@ -120,7 +120,7 @@ class ErrorFeedback:
 
 
 def momentum_of(group: Mapping[str, Any]) -> float | None:
-    """The share of earlier gradients in a step, by what a group calls it; None if its options do not say."""
+    """The momentum of a group, under any of its usual names; None if its options do not say."""
     betas = group.get("betas")
     first = betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("beta1")
     value = group.get("momentum", first)
@@ -138,12 +138,12 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         where = f" in parameter group {number}" if len(optimizer.param_groups) > 1 else ""
         if momentum_of(group) is None:
             raise PolicyError(
-                f"error feedback needs momentum, without which it harms, and {kind}{where} has no option that says so",
-                hint="SGD, RMSprop or Muon with momentum, Adam, AdamW or NAdam, or leave out +ef; an optimizer of your "
-                "own says it with `momentum` or `betas` in its defaults",
+                f"error feedback harms without momentum, and no option of {kind}{where} says that it has momentum",
+                hint="use SGD, RMSprop or Muon with momentum, Adam, AdamW or NAdam, or leave out +ef; your own "
+                "optimizer can say it with `momentum` or `betas` in its defaults",
             )
         if not has_momentum(group):
             raise PolicyError(
-                f"error feedback needs momentum, without which it harms, and {kind}{where} has none",
+                f"error feedback harms without momentum, and {kind}{where} has none",
                 hint=f"give {kind} momentum > 0, or leave out +ef",
             )

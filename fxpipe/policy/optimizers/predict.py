@@ -1,4 +1,4 @@
-"""Predicts weights some updates ahead, along the direction in which the optimizer moved last."""
+"""Predicts weights some updates ahead, in the direction in which the optimizer moved last."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class Predictor:
     """Predicts a worker's weights `steps` updates ahead: Ŵ = W − steps·(the learning rate)·(the direction).
 
     The direction depends on the optimizer (`fxpipe.policy.optimizers.rules` has the table): momentum, Adam's quotient,
-    or, for any other optimizer, the last update itself. Each parameter group has its own rule,
-    chosen once; the options that the rule needs, such as `lr`, are read for every prediction, so that a scheduler may
-    change them.
+    or, for any other optimizer, the last update itself. Each parameter group has its own rule, chosen once; the options
+    that the rule needs, such as `lr`, are read for every prediction, so a scheduler can change them.
 
     Nothing is changed in place: neither a live parameter nor the optimizer's state. A prediction has separate memory,
     reused from what `give_back` has returned: new memory in every step would cost more (page faults) than the
@@ -30,7 +29,7 @@ class Predictor:
     Args:
         optimizer: holds the state that is read; it may load another state at any time.
         parameters: what can be predicted, in the caller's order. A parameter in no group is frozen.
-        weight_form: for every optimizer, Ŵ = W + steps·(W_t − W_{t−1}), no matter what the learning rate does.
+        weight_form: for every optimizer, Ŵ = W + steps·(W_t − W_{t−1}), whatever the learning rate is.
 
     Attributes:
         rules: the name of each parameter group's rule.
@@ -58,9 +57,9 @@ class Predictor:
 
     @torch.no_grad()
     def predict(self, steps: int, subset: Sequence[int] | None = None) -> list[Tensor]:
-        """The parameters (those of these indices) `steps` updates ahead, in memory that no one else reads.
+        """The parameters (those with these indices) `steps` updates ahead, in memory of their own.
 
-        With steps = 0, for a frozen parameter, and before a parameter's first update, it is the live parameter itself.
+        With steps = 0, for a frozen parameter, and before a parameter's first update: the live parameter itself.
         """
         wanted = list(self.parameters if subset is None else (self.parameters[index] for index in subset))
         if steps == 0:
@@ -76,7 +75,7 @@ class Predictor:
         return wanted
 
     def give_back(self, predicted: Sequence[Tensor], subset: Sequence[int]) -> None:
-        """Return the memory of these results of `predict(steps, subset)`, which no one reads any more."""
+        """Give back the memory of results of `predict(steps, subset)` that are no longer read."""
         for tensor, index in zip(predicted, subset, strict=True):
             parameter = self.parameters[index]
             if tensor is not parameter:
@@ -94,7 +93,7 @@ class Predictor:
 
     @torch.no_grad()
     def observe(self) -> None:
-        """Call once the weights have changed, before the rates do: the last-update rule turns its copy into the update.
+        """Call after weights have changed and before rates do: the last-update rule turns its copy into the update.
 
         That is right after every `optimizer.step()` and everything else that belongs to the update.
         """
@@ -104,13 +103,13 @@ class Predictor:
             foreach_add_(updates, self._observed)
 
     def state(self) -> list[tuple[Tensor, Tensor, float | None]]:
-        """What it remembers of the last update: a parameter, its update and the rate of that. For `load`."""
+        """What it remembers of the last update: each parameter, its update and its rate. For `load`."""
         return [
             (p, self._update[id(p)], self._used[self._group[id(p)]]) for p in self._observed if id(p) in self._update
         ]
 
     def load(self, remembered: Sequence[tuple[Tensor, Tensor, float | None]]) -> None:
-        """Remember what another predictor's `state` gave, of some of the parameters."""
+        """Continue from another predictor's `state`, for some of the parameters."""
         observed = {id(p) for p in self._observed}
         for parameter, update, used in remembered:
             if id(parameter) in observed:
@@ -144,6 +143,6 @@ class Predictor:
         return out
 
     def _repeats(self, steps: int, number: int) -> float:
-        """How many times the last update fits into the next ones: more than `steps` if the rate grows."""
+        """How many times to repeat the last update for the next `steps`: more than `steps` if the rate grows."""
         present, used = rate_of(self.optimizer.param_groups[number]), self._used[number]
         return steps if self.weight_form or not present or not used else steps * present / used

@@ -1,7 +1,7 @@
 """Where an optimizer will take the weights next: one rule for each family of optimizers.
 
-Words: W are the current weights, after t updates; s is the number of updates to look ahead; lr is the learning rate of
-the next update, which stands for those after it, too; reach = s·lr.
+Notation: W are the current weights, after t updates; s is the number of updates to look ahead; lr is the learning rate
+of the next update, and is used for those after it, too; reach = s·lr.
 
 | rule        | for                                 | Ŵ, the weights s updates ahead                               |
 |-------------|-------------------------------------|--------------------------------------------------------------|
@@ -10,15 +10,15 @@ the next update, which stands for those after it, too; reach = s·lr.
 | nadam       | NAdam                               | W·(1 − reach·decay) − lr·(Σ c_i)·m/(√v̂+ε)                    |
 | last-update | any other, and for all: weight form | W + (reach/the last update's lr)·(W_t − W_{t−1}), or s·(…)   |
 
-m̂ = m/(1−β₁ᵗ) and v̂ = v/(1−β₂ᵗ), or the greatest v with amsgrad; decay is AdamW's, zero for Adam, whose own weight
-decay is in its moments. With nesterov, the applied direction also contains the gradient: the buffer approximates it.
-NAdam steps along the gradient and m, weighted by its schedule of momentum, μ_t = β₁·(1 − 0.96^(t·momentum_decay)/2).
-The gradient to come is not known, and m stands for it, so that c = (1 − μ_t)/(1 − μ₁⋯μ_t) + μ_{t+1}/(1 − μ₁⋯μ_{t+1}).
-Half of its last update is the last gradient, noise that would be repeated s times: in a small GPT that is 1.5 to 2.3
-times as far off as stale weights, this rule 0.6 to 1.02 times.
+m̂ = m/(1−β₁ᵗ) and v̂ = v/(1−β₂ᵗ), or the greatest v with amsgrad; decay is AdamW's, and zero for Adam, which has its
+weight decay in its moments. With nesterov, the applied direction also contains the gradient; the buffer approximates
+it. NAdam steps along the gradient and m, weighted by its momentum schedule, μ_t = β₁·(1 − 0.96^(t·momentum_decay)/2).
+The next gradient is unknown and is replaced by m, so c = (1 − μ_t)/(1 − μ₁⋯μ_t) + μ_{t+1}/(1 − μ₁⋯μ_{t+1}). The
+last-update rule would not do for NAdam: half of an update is the last gradient, whose noise would be repeated s times.
+In a small GPT its error is 1.5 to 2.3 times that of stale weights; the error of the nadam rule is 0.6 to 1.02 times.
 
-All rules but the last one repeat the optimizer's own update with its current state; that one repeats the last update as
-it was: s times in the weight form, or if there is no rate.
+All rules but the last repeat the optimizer's own update with its current state; the last one repeats the last update
+itself: s times in the weight form, or if there is no rate.
 
 From: SpecTrain (Chen, Yang, Cheng 2018, arXiv 1809.02839) for momentum, PipeOptim (Guan et al. 2023, arXiv
 2312.00839) for Adam and AdamW, Kosson et al. 2020 (arXiv 2003.11666) for the weight form, Dozat 2016 (Nesterov in Adam)
@@ -42,12 +42,12 @@ Group = dict[str, Any]
 
 @dataclass
 class Look:
-    """What a rule reads, for some parameters of one group, and where it writes.
+    """What a rule reads for some parameters of one group, and where it writes.
 
     Attributes:
-        out: memory for the predictions, laid out like `weights`; its contents are lost.
+        out: memory for the predictions, in the layout of `weights`; its contents are overwritten.
         states: the optimizer's state of each parameter.
-        group: the parameter group's options, as they are now.
+        group: the parameter group's present options.
         steps: how many updates ahead.
     """
 
@@ -71,7 +71,7 @@ class Rule:
     """How the optimizer moves one parameter group.
 
     Attributes:
-        write: writes the predictions; None for the last update, which only `Predictor` holds.
+        write: writes the predictions; None for the last-update rule, since only `Predictor` has the update.
         state: an entry of a parameter's state; without it there is no direction yet.
     """
 
@@ -81,16 +81,16 @@ class Rule:
 
 
 def rate_of(group: Mapping[str, Any]) -> float | None:
-    """The learning rate of a parameter group; None where it has none, or the optimizer finds its own at every step."""
+    """The learning rate of a parameter group; None if it has none, or if the optimizer computes it at every step."""
     rate = group.get("lr")
     return None if rate is None else float(rate)
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
-    """The rule of a parameter group: by the exact type of what steps it and the group's options as they are now.
+    """The rule of a parameter group, by the exact type of its optimizer and its present options.
 
-    A subclass may do anything, so its last update is repeated; so is that of complex parameters if the rule divides,
-    and of what has no momentum, whose next step would be its last one again.
+    The last-update rule is used for subclasses, which may do anything; for complex parameters, if the rule of their
+    optimizer divides; and for groups without momentum.
     """
     kind = stepped_by(optimizer, group)
     if kind in (torch.optim.SGD, torch.optim.RMSprop) and group["momentum"] != 0:
@@ -149,9 +149,9 @@ def _along_moments(look: Look, made: list[float], factors: list[float]) -> None:
 
 
 def _numbers(states: list[dict[str, Any]], name: str) -> list[float]:
-    """An entry of each parameter's state, such as how many updates it has had: a number, or a tensor on any device.
+    """An entry of each parameter's state, such as its number of updates: a number, or a tensor on any device.
 
-    Those on a device are read at once.
+    Tensors on a device are read in one transfer.
     """
     found = [state[name] for state in states]
     if all(isinstance(each, Tensor) and each.device.type != "cpu" for each in found):

@@ -104,7 +104,7 @@ class Addresses:
 
 
 def _edge_channel(edge: EdgeSpec) -> Channel:
-    """A channel keeps the order of its messages, so it has one phase at each end: ends interleave phases differently."""
+    """A channel keeps the order of its messages, so it has one phase at each end: the orders of phases differ."""
     return ("edge", edge.src, edge.dst, edge.kind, edge.src_phase, edge.dst_phase)
 
 
