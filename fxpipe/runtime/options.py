@@ -269,8 +269,7 @@ class RunOptions(PipelineOptions):
         60.0,
         minimum=0,
         metavar="SECONDS",
-        help="After this time without progress, say which worker waits for which; after 10 times as long, end the run; "
-        "0 does neither.",
+        help="Name waiting workers after this long without progress, and end after 10 times as long; 0 does neither.",
     )
     max_restarts: int = option(
         0,

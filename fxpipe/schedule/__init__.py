@@ -1,8 +1,8 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
 action → merge → base → gpipe, one_f_one_b, asynchronous, zero_bubble, and, with several workers on a rank,
-table → interleaved, v_shaped; then replicas, order (the laws, and a run in which nothing is
-computed) → versions (which weights every action sees) → check (the user's verdict and picture).
+table → interleaved, v_shaped; then replicas, order (the laws, and a run without computing anything)
+→ versions (the weights that every action sees) → check (the verdict and the picture for users).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KINDS: tuple[type[Schedule], ...] = (
 )
 SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in _KINDS}
 _WORDS = (NAME, "auto")
-"""What `--schedule` takes besides names of schedules."""
+"""What `--schedule` accepts in addition to names of schedules."""
 
 _Kind = TypeVar("_Kind", bound=type[Schedule])
 
@@ -38,29 +38,29 @@ _Kind = TypeVar("_Kind", bound=type[Schedule])
 def register(kind: _Kind) -> _Kind:
     """A class decorator: from now on, `--schedule` knows this schedule by its name, and a search tries it.
 
-    In a model file, a compile knows it, with a flush or without. Its order of actions is written into the plan, so that
-    whatever reads the build knows it, too, without importing the file.
+    In a model file, a compile knows it, with a flush or without. Its order of actions is written into the plan, so what
+    reads the build knows it without importing the file.
 
     Raises:
-        ScheduleError: it has no name, or one that means something to fxpipe; or its updates are late.
+        ScheduleError: it has no name, or one that fxpipe uses; or its updates are late.
     """
     name = getattr(kind, "name", "")
     if not isinstance(name, str) or not _is_name(name):
         raise ScheduleError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", of letters, digits and -')
     if name in _WORDS or (name in SCHEDULES and _is_own(SCHEDULES[name])):
-        raise ScheduleError(f"there is a schedule '{name}' already", hint=f"another name for {kind.__name__}")
+        raise ScheduleError(f"there is already a schedule '{name}'", hint=f"give {kind.__name__} another name")
     if kind.late or not isinstance(getattr(kind, "synchronous", None), bool):
         raise ScheduleError(
             f"schedule '{name}' {'makes updates late' if kind.late else 'does not say whether it has a flush'}",
-            hint="synchronous: ClassVar[bool] = True, with all updates before the next minibatch's first forward; or "
-            "False; and late = 0",
+            hint="set synchronous: ClassVar[bool] = True, with all updates before the next minibatch's first forward; "
+            "or False; and late = 0",
         )
     SCHEDULES[name] = kind
     return kind
 
 
 def _is_name(text: str) -> bool:
-    """Whether a text may be the name of a schedule, of fxpipe's own or of a model file."""
+    """Whether a text may be the name of a schedule, of fxpipe or of a model file."""
     return bool(text) and text.replace("-", "").replace("_", "").isalnum()
 
 
@@ -69,10 +69,10 @@ def _is_own(kind: type[Schedule]) -> bool:
 
 
 def lines_of(schedule: Schedule) -> tuple[str, ...]:
-    """What a plan keeps of the rows: nothing of fxpipe's own schedules, which their names say.
+    """The rows that a plan stores; none for fxpipe's own schedules, whose names are enough.
 
     Raises:
-        ScheduleError: the rows of a registered one are wrong, or its code raises an error.
+        ScheduleError: the rows of a registered schedule are wrong, or its code raises an error.
     """
     if isinstance(schedule, RowsOfText | EndlessRows):
         return schedule.lines
@@ -80,7 +80,7 @@ def lines_of(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _checked(schedule: Schedule) -> RowsOfText | EndlessRows:
-    """A registered schedule as its text, which obeys the laws."""
+    """A registered schedule as text, checked by the laws."""
     named = f"schedule '{schedule.name}' of {schedule.workers} workers and {schedule.microbatches} microbatches"
     try:
         made = from_csv(to_csv(schedule), named, schedule.name) if schedule.synchronous else endless(schedule)
@@ -98,7 +98,7 @@ def _checked(schedule: Schedule) -> RowsOfText | EndlessRows:
 
 
 def kind_of(name: str) -> type[Schedule]:
-    """The schedules called `name`, of any number of workers; or that of a file or a text, as `of_text`.
+    """The schedule class called `name`, for any number of workers; or the schedule in a file or a text, as `of_text`.
 
     Raises:
         ScheduleError: no schedule has this name, or the text is wrong.
@@ -108,7 +108,7 @@ def kind_of(name: str) -> type[Schedule]:
     if name not in SCHEDULES:
         raise ScheduleError(
             f"there is no schedule '{name}'{near(name, SCHEDULES)}",
-            hint=f"one of: {', '.join(SCHEDULES)}; or, of a compile, one that its model file registers",
+            hint=f"give one of: {', '.join(SCHEDULES)}; or, for a compile, one that the model file registers",
         )
     return SCHEDULES[name]
 
@@ -117,10 +117,11 @@ def make(name: str, workers: int, microbatches: int = 1, placement: tuple[int, .
     """The schedule called `name`.
 
     Args:
-        placement: the rank of each worker; empty stands for the schedule's usual one.
+        placement: the rank of each worker; empty means the schedule's usual placement.
 
     Raises:
-        ScheduleError: no schedule has this name, or it cannot have so many workers or microbatches, there.
+        ScheduleError: no schedule has this name, or it cannot have this number of workers or microbatches, or this
+            placement.
     """
     made = kind_of(name)(workers, microbatches, placement)
     if not _is_own(type(made)):
@@ -139,10 +140,10 @@ def of_text(text: str) -> RowsOfText | EndlessRows | None:
 
 
 def schedule_text(text: str) -> str:
-    """How `--schedule` is read: a name; or the text of what is in a file, so that no process has to find it again.
+    """Read `--schedule`: a name, or the contents of a file, so that other processes need not find the file.
 
-    Builds that were made with a file call theirs 'csv', a name for these alone: see `of_plan`. A name that only a model
-    file may know is accepted.
+    Builds that were made with a file call their schedule 'csv', a name only for them: see `of_plan`. Accepts a name
+    that only a model file may know.
 
     Raises:
         ScheduleError: there is no such schedule, or the file is wrong.
@@ -154,15 +155,15 @@ def schedule_text(text: str) -> str:
 
 
 def of_plan(plan: Plan, name: str | None = None) -> Schedule:
-    """The schedule of a plan, or another one for its workers: of the pipeline of one replica, where these are equally
-    many; else of all.
+    """The schedule of a plan, or another one for its workers. If all workers have equally many replicas, it is the
+    schedule of one replica's pipeline; else of all.
 
     Args:
         name: a name, a file (`….csv`), or the text of one.
 
     Raises:
-        ScheduleError: there is no such schedule, or it is for other workers, ranks or microbatches, or not for
-            workers with different numbers of replicas.
+        ScheduleError: there is no such schedule, or it is for other numbers of workers, ranks or microbatches, or not
+            for workers with different numbers of replicas.
     """
     if name is None or name == plan.schedule:
         made = from_csv("\n".join(plan.rows), "the plan's schedule", plan.schedule) if plan.rows else None
@@ -185,7 +186,7 @@ def of_plan(plan: Plan, name: str | None = None) -> Schedule:
             )
     if made.placement != placement:
         raise ScheduleError(
-            f"the schedule has its stages on ranks {list(made.placement)}, the build on {list(placement)}",
+            f"the schedule has its stages on ranks {list(made.placement)}, the build has them on {list(placement)}",
             hint="compile the model for it: fxpipe compile MODEL --schedule FILE.csv",
         )
     return made

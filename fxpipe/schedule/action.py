@@ -1,4 +1,4 @@
-"""What a worker does next, and its written form: `F3`, `B3.1`, `W3.1`."""
+"""An action of a worker, and its written form: `F3`, `B3.1`, `W3.1`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 
 LOOKAHEAD = 4
-"""Actions whose receives are posted before they run: two of each phase in the steady state of 1F1B."""
+"""How many actions ahead receives are posted: two of each phase in the steady state of 1F1B."""
 
 _NUMBER = "0|[1-9][0-9]*"
 _WRITTEN = re.compile(rf"(?P<phase>[FBW])(?P<minibatch>{_NUMBER})(?:\.(?P<microbatch>[1-9][0-9]*))?")
@@ -20,9 +20,9 @@ _WRITTEN = re.compile(rf"(?P<phase>[FBW])(?P<minibatch>{_NUMBER})(?:\.(?P<microb
 class Action:
     """The forward, the backward or the weight gradients of one microbatch.
 
-    `F3` is the forward of minibatch 3's first microbatch, `B3.1` the backward of its second, `W3.1` makes its weight
-    gradients, in schedules that have these apart from the backward. Every action has one written form; `parse` is the
-    inverse of `str`.
+    `F3` is the forward of minibatch 3's first microbatch, `B3.1` the backward of its second. `W3.1` makes the weight
+    gradients of that, in schedules that separate them from the backward. Every action has one written form; `parse` is
+    the inverse of `str`.
     """
 
     phase: Phase
@@ -34,7 +34,7 @@ class Action:
         return f"{text}.{self.microbatch}" if self.microbatch else text
 
     def of(self, minibatch: int) -> Action:
-        """The same of another minibatch."""
+        """The same action of another minibatch."""
         return Action(self.phase, minibatch, self.microbatch)
 
     @staticmethod
@@ -48,7 +48,7 @@ class Action:
         if written is None:
             raise ScheduleError(
                 f"'{text}' is not an action",
-                hint="an action is F, B or W, the minibatch, and .microbatch unless that is 0: F3, B3.1, W3.1",
+                hint="an action is F, B or W, the minibatch, and .microbatch unless it is 0: F3, B3.1, W3.1",
             )
         return Action(cast(Phase, written["phase"]), int(written["minibatch"]), int(written["microbatch"] or 0))
 

@@ -1,4 +1,4 @@
-"""PipeDream's 1F1B: one forward, one backward, forever, without a flush; and with each update a minibatch later."""
+"""PipeDream's 1F1B: one forward, one backward, without a flush; and the same with each update a minibatch later."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Async(Schedule):
 
     @classmethod
     def usual_microbatches(cls, workers: int, samples: int) -> int:
-        """As many as leave every worker's weights one update old at most: N, or the nearest divisor from N−1 to 2N.
+        """So many that weights are at most one update old on every worker: N, or the nearest divisor from N−1 to 2N.
 
         Without such a divisor, the largest one below. Two workers are one update late with a single microbatch, which
-        is then the fastest. benchmarks/accuracy has what each choice costs.
+        is then the fastest. benchmarks/accuracy measures the cost of each choice.
         """
         if workers < 3:
             return 1
@@ -54,7 +54,7 @@ class Async(Schedule):
 
 
 class AsyncLate(Async):
-    """The order of `async`; a minibatch's update is made when the next minibatch is over, and a flush makes the last.
+    """The order of `async`, but a minibatch's update is made when the next minibatch is over, or by a flush.
 
         worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4
         worker 1: .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4
@@ -63,10 +63,10 @@ class AsyncLate(Async):
     B1 ends with the update of minibatch 0. Worker k of N misses one update more than with `async`: its F of minibatch m
     sees version m − (N−1−k) − 1 of its weights, its B version m − 1.
 
-    It is for replicas (`--dp`): their sum of minibatch m is under way during all of minibatch m + 1, where `async`
-    waits for what the backward of m does not hide. Without replicas there is nothing to wait for, and all it does is to
-    miss one more update, and to hold one more sum of gradients. With one worker it is data parallelism whose gradients
-    are one step old. From: Li et al. 2018 (Pipe-SGD), NeurIPS, arXiv 1811.03619, for one worker.
+    It is for replicas (`--dp`): they sum the gradients of minibatch m during all of minibatch m + 1, while `async`
+    waits for the part of the sum that the backward of m does not hide. Without replicas there is no such sum, and it
+    only misses one more update and holds one more set of gradients. With one worker it is data parallelism with
+    gradients one step old. From: Li et al. 2018 (Pipe-SGD), NeurIPS, arXiv 1811.03619, for one worker.
     """
 
     name: ClassVar[str] = "async-late"

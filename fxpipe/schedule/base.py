@@ -22,24 +22,24 @@ T = TypeVar("T")
 class Schedule(ABC):
     """The order of actions on each of `workers` workers, with `microbatches` microbatches per minibatch.
 
-    A worker updates its weights as part of the last action of a minibatch's last microbatch: that is its B, or its W in
-    a schedule that has weight gradients apart. Where updates are late, it is that of a later minibatch; a flush makes
-    those that are left.
+    A worker updates its weights as part of the last action of a minibatch's last microbatch: its B, or its W in a
+    schedule with separate weight gradients. If updates are late, it is the last action of a later minibatch, and a
+    flush makes the remaining updates.
 
-    A rank is a process with one device. It runs one worker, or several: then their actions take turns there, in an
-    order that is the schedule's, too. A schedule that says nothing of it lets whatever can begin first go first.
+    A rank is a process with one device. It runs one or several workers, whose actions take turns in an order that the
+    schedule decides, too. By default, the action that can begin first runs first.
 
     Attributes:
         name: its name on the command line.
         synchronous: every action of minibatch m sees exactly the updates of the minibatches before m.
         weights_apart: each microbatch has an action W after its B, which makes its weight gradients.
-        late: how many minibatches after its own a minibatch's update is made.
-        usual_virtual: how many workers a rank has, where nothing is asked.
-        placement: the rank that each worker runs on; empty stands for `usual_placement`.
-        takes_replicas: workers may have different numbers of replicas: rows follow from how many processes there are.
-        replicas: how many each worker has, where they have different numbers (`fxpipe.schedule.replicas`); else empty:
-            equally many replicas are as many pipelines, of which this is one.
-        replica_of: of those, the worker for whose replicas this is; None for the schedule of all.
+        late: how many minibatches later a minibatch's update is made.
+        usual_virtual: how many workers a rank has by default.
+        placement: the rank that each worker runs on; empty means `usual_placement`.
+        takes_replicas: workers may have different numbers of replicas; rows then depend on the number of processes.
+        replicas: how many each worker has, if the numbers differ (`fxpipe.schedule.replicas`). Else empty: equal
+            numbers are independent pipelines, and this is the schedule of one of them.
+        replica_of: the worker for whose replicas this schedule is; None for the schedule of all.
     """
 
     name: ClassVar[str]
@@ -69,8 +69,8 @@ class Schedule(ABC):
         """Refuse a placement that the schedule cannot have.
 
         Raises:
-            ScheduleError: it names no rank for a worker, or leaves a rank without one; worker 0 is not on rank 0; or
-                the schedule cannot have several workers on a rank.
+            ScheduleError: a worker has no rank, or a rank no worker; worker 0 is not on rank 0; or the schedule cannot
+                have several workers on a rank.
         """
         ranks = set(self.placement)
         if len(self.placement) != self.workers or ranks != set(range(len(ranks))) or self.placement[0] != 0:
@@ -83,16 +83,16 @@ class Schedule(ABC):
 
     @classmethod
     def one_worker_on_each_rank(cls, asked: str) -> ScheduleError:
-        """What says that a schedule without a flush cannot have what is asked."""
+        """The error of a schedule that has only one worker on each rank."""
         return ScheduleError(
             f"schedule '{cls.name}' has one worker on each rank, not {asked}",
-            hint="for several stages on a rank: --schedule interleaved, zb-v, or another one with a flush",
+            hint="for several stages on a rank, use --schedule interleaved, zb-v, or another one with a flush",
         )
 
     def of_worker(self, worker: int) -> Schedule:
-        """What each replica of a worker does, in its own microbatches: microbatch i of one of r is i·r + j of all.
+        """The schedule of each replica of a worker, in its own microbatches: microbatch i of replica j of r is i·r + j.
 
-        Only the worker's own row means something: the others' are as they would be if they had as many replicas.
+        Only the worker's own row is valid: the other rows are computed as if these workers had as many replicas.
         """
         if not self.replicas or self.replica_of is not None:
             return self
@@ -100,14 +100,14 @@ class Schedule(ABC):
 
     @property
     def of_all(self) -> Schedule:
-        """The schedule of all, of that of a worker's replicas."""
+        """The schedule of all replicas, if this is of one worker's."""
         if self.replica_of is None:
             return self
         return replace(self, microbatches=self.microbatches * self.replicas[self.replica_of], replica_of=None)
 
     def ahead(self, worker: int) -> int:
-        """How many forwards a worker does before its first backward: one for each worker after it; of replicas, as
-        many as keep all processes from its own on busy."""
+        """How many forwards a worker does before its first backward: one for each worker after it; with replicas,
+        enough to keep all processes from its own on busy."""
         if not self.replicas:
             return self.workers - 1 - worker
         turns = 1 if self.replica_of is None else self.replicas[self.replica_of]
@@ -115,17 +115,17 @@ class Schedule(ABC):
 
     @property
     def filled_by(self) -> int:
-        """How many microbatches enter the pipeline before the first one leaves it: its workers, or its processes."""
+        """How many microbatches enter the pipeline before the first leaves it: one for each worker, or process."""
         return self.ahead(0) + 1
 
     @property
     def filling(self) -> int:
-        """How many minibatches enter the pipeline before the first one leaves it."""
+        """How many minibatches enter the pipeline before the first leaves it."""
         return ceil(self.filled_by / self.microbatches)
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """How many ranks there are."""
         return max(self.placement) + 1
 
     @property
@@ -139,7 +139,7 @@ class Schedule(ABC):
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """What each microbatch has an action of, in that order."""
+        """The phases of the actions of each microbatch, in order."""
         return ("F", "B", "W") if self.weights_apart else ("F", "B")
 
     @cached_property
@@ -148,19 +148,18 @@ class Schedule(ABC):
         return self.phases[-1]
 
     def runs_in(self, phase: Phase) -> Phase:
-        """The phase of the action that does the work of a phase: without actions of their own, weight gradients are
-        made in B."""
+        """The phase of the action that does the work of a phase: without actions W, B makes weight gradients."""
         return phase if phase in self.phases else self.last_phase
 
     def ends(self, action: Action) -> bool:
-        """Whether this is the worker's last action of its minibatch: all gradients of that are there."""
+        """Whether this is the worker's last action of its minibatch, after which all its gradients exist."""
         return action.phase == self.last_phase and action.microbatch == self.microbatches - 1
 
     def updated_by(self, action: Action, start: int = 0) -> int | None:
         """The minibatch whose update is part of this action; None if no update is.
 
         Args:
-            start: the minibatch before which the pipeline was empty.
+            start: the first minibatch after the pipeline was empty.
         """
         minibatch = action.minibatch - self.late
         return minibatch if self.ends(action) and minibatch >= start else None
@@ -171,24 +170,24 @@ class Schedule(ABC):
 
     @classmethod
     def usual_microbatches(cls, workers: int, samples: int) -> int:
-        """How many microbatches to make of a minibatch of `samples`, where nothing is asked; a divisor of `samples`.
+        """The default number of microbatches of a minibatch of `samples`; a divisor of `samples`.
 
-        With a flush, as many as keep all workers busy: the smallest divisor that is not below their number, else the
+        With a flush, enough to keep all workers busy: the smallest divisor that is not below their number, else the
         largest.
         """
         return min((d for d in divisors(samples) if d >= workers), default=samples)
 
     @classmethod
     def usual_placement(cls, ranks: int, virtual: int | None = None) -> tuple[int, ...]:
-        """Where the workers run, if each rank is to have `virtual` of them; None: as many as the schedule is made for.
+        """The rank of each worker, if each rank has `virtual` workers; None for the number that the schedule needs.
 
-        By default one after the other in rounds: with two ranks 0, 1, 0, 1.
+        By default workers go round the ranks: with two ranks 0, 1, 0, 1.
 
         Raises:
-            ScheduleError: the schedule cannot have so many.
+            ScheduleError: the schedule cannot have this number.
         """
         if ranks < 1 or (virtual is not None and virtual < 1):
-            raise ScheduleError(f"there are no {virtual or 1} workers on each of {ranks} ranks")
+            raise ScheduleError(f"a pipeline cannot have {virtual or 1} workers on each of {ranks} ranks")
         count = virtual or cls.usual_virtual
         if count > 1 and not cls.synchronous:
             raise cls.one_worker_on_each_rank(str(count))
@@ -196,10 +195,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
-        """The endless schedule of `worker` from minibatch `start` on, beginning with an empty pipeline."""
+        """The endless schedule of `worker` from minibatch `start` on, with an empty pipeline at first."""
 
     def row(self, rank: int, start: int = 0) -> Iterator[Event]:
-        """The endless schedule of a rank: the actions of its workers, in the order in which it does them."""
+        """The endless schedule of a rank: the actions of all its workers, in order."""
         if not self.several:
             worker = self.placement.index(rank)
             yield from ((worker, action) for action in self.actions(worker, start))
@@ -213,13 +212,13 @@ class Schedule(ABC):
         return merged([list(self.until(worker, 1)) for worker in range(self.workers)], self.placement)
 
     def until(self, worker: int, stop: int, start: int = 0) -> Iterator[Action]:
-        """The finite schedule of minibatches [start, stop): the endless one without the later minibatches.
+        """The finite schedule of minibatches [start, stop): the endless one without later minibatches.
 
             actions(0):        F0 F1 B0 F2 B1 F3 B2 …
             until(0, stop=2):  F0 F1 B0    B1
 
         It ends with the last update of its minibatches. A schedule that lacks a backward would never end: it is cut off
-        after more later actions than a pipeline could hold, and `check` names what is missing.
+        after more later actions than a pipeline can hold, and `check` names the missing action.
         """
         return self._finite(
             self.actions(worker, start), lambda action: action, stop, (stop - start) * self.microbatches
@@ -231,22 +230,22 @@ class Schedule(ABC):
         return self._finite(self.row(rank, start), lambda event: event[1], stop, left)
 
     def row_after(self, rank: int, step: int, start: int, stop: int | None = None) -> Iterator[Event]:
-        """The rest of a rank's row that began with minibatch `start`: what it has of the minibatches from `step` on.
+        """The rest of a rank's row that began with minibatch `start`: the actions of minibatches from `step` on.
 
-        They come in the row's own order, which a pipeline that fills again must keep: the row is made from some
-        minibatches earlier, where no effect of its start is left.
+        They keep the row's order, also while the pipeline fills again: the row is computed from a few minibatches
+        earlier, so that its start has no effect any more.
         """
         begin = self._again(step, start)
         row = self.row(rank, begin) if stop is None else self.row_until(rank, stop, begin)
         return (event for event in row if event[1].minibatch >= step)
 
     def _again(self, step: int, start: int) -> int:
-        """Where a row that began with minibatch `start` begins again, to be what it was from minibatch `step` on."""
+        """Where to start a row again so that it is the same from minibatch `step` on as if it began with `start`."""
         settled = 3 * self.filling + 4  # as `Versions` studies it
         return max(start, step - settled)
 
     def _finite(self, row: Iterable[T], action_of: Callable[[T], Action], stop: int, left: int) -> Iterator[T]:
-        """What of an endless row is before minibatch `stop`, which has so many last actions of microbatches."""
+        """The part of an endless row before minibatch `stop`; it has `left` last actions of microbatches."""
         patience = 4 * self.workers * self.microbatches
         if left <= 0:
             return
@@ -264,6 +263,6 @@ class Schedule(ABC):
 
 
 def divisors(number: int) -> list[int]:
-    """The numbers that divide one, in rising order."""
+    """The divisors of a number, in rising order."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

@@ -1,4 +1,4 @@
-"""The verdict on a schedule, and its picture; nothing is computed."""
+"""The verdict on a schedule, and its picture, without computing anything."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fxpipe.schedule.replicas import unreceived_of_replica
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` learned.
+    """What `check` found.
 
     Attributes:
         in_flight: for each worker, the largest number of microbatches whose F is done and whose B is not.
-        held: the same until the last action of each: it holds saved values of that many at once. Without actions W,
-            that is `in_flight`.
+        held: the same, until the last action of each microbatch: a worker holds saved values of that many. Without
+            actions W, it is `in_flight`.
     """
 
     in_flight: tuple[int, ...]
@@ -28,13 +28,13 @@ class Report:
 
 
 def check(schedule: Schedule, minibatches: int, start: int = 0) -> Report:
-    """Prove that the schedule of `minibatches` minibatches from `start` on is lawful and runs to its end.
+    """Prove that the schedule of `minibatches` minibatches from `start` on obeys the laws and runs to its end.
 
-    Every worker does every action once, F before its B, B before its W, each kind in order, and nothing deadlocks.
+    Every worker does every action once, F before its B, B before its W, each phase in order, and nothing deadlocks.
     Linear in the number of actions.
 
     Raises:
-        ScheduleError: the schedule is unlawful; the picture in the message marks the offending actions: `>F3<`.
+        ScheduleError: the schedule breaks a law; the picture in the message marks the wrong actions: `>F3<`.
     """
     rows = read(schedule, minibatches, start)
     play(schedule, rows)
@@ -46,24 +46,24 @@ def check(schedule: Schedule, minibatches: int, start: int = 0) -> Report:
 
 
 def held(schedule: Schedule) -> tuple[int, ...]:
-    """For each worker, the most microbatches whose F is done and whose last action is not, in a full pipeline."""
+    """For each worker, the most microbatches whose F is done and whose last action is not, with a full pipeline."""
     own = [schedule.of_worker(worker) for worker in range(schedule.workers)]
     return tuple(_at_once(of.until(worker, _full(of)), of.last_phase) for worker, of in enumerate(own))
 
 
 @cache
 def unreceived(schedule: Schedule) -> int:
-    """How many microbatches after an action, by the worker's own forwards, all that it has sent has been received."""
+    """How many of its own forwards after an action a worker knows that all messages of the action are received."""
     if schedule.replica_of is not None:
         whole = schedule.of_all
         return unreceived_of_replica(schedule, _at_once(whole.until(0, _full(whole)), "B"))
     report = check(schedule, 2 if schedule.synchronous else 2 * schedule.filled_by + 2)
-    # Who has ended B of a microbatch has ended W of the one that many earlier.
+    # A worker that has ended B of a microbatch has ended W of the one that many earlier.
     return report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
 
 
-def _together(schedule: Schedule) -> list[tuple[int, int]]:
-    """For each worker, how many microbatches are between F and B, and between B and W, when its rank holds most."""
+def _fullest(schedule: Schedule) -> list[tuple[int, int]]:
+    """For each worker, the microbatches between F and B, and between B and W, when its rank holds most."""
     found = [(0, 0)] * schedule.workers
     for rank in range(schedule.ranks):
         now, most = dict.fromkeys(schedule.hosted(rank), (0, 0)), 0
@@ -86,11 +86,11 @@ def _counted(schedule: Schedule, counts: tuple[int, int], action: Action) -> tup
 def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
     """How many microbatches a worker has between F and B, and between B and W, at its fullest moments.
 
-    Those are the moments that no other one exceeds in both. Without actions W, the second number is 0. Of a worker that
-    shares its rank, it is the moment at which the rank holds most.
+    These are the moments that no other moment exceeds in both numbers. Without actions W, the second number is 0. If
+    the worker shares its rank, it is the moment when the rank holds most.
     """
     if schedule.several:
-        return (_together(schedule)[worker],)
+        return (_fullest(schedule)[worker],)
     schedule = schedule.of_worker(worker)
     found: set[tuple[int, int]] = {(0, 0)}
     counts = 0, 0
@@ -106,7 +106,7 @@ def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], st
         worker 0: F0 F1 .. B0 .. B1
         worker 1: .. F0 B0 F1 B1
 
-    Where a rank runs several workers, it has one row: `rank 0: 0:F0 1:F0 .. 1:B0 0:B0`.
+    A rank with several workers has one row: `rank 0: 0:F0 1:F0 .. 1:B0 0:B0`.
 
     Args:
         label: the text of a cell, given worker and action.
@@ -119,7 +119,7 @@ def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], st
 
 
 def _full(schedule: Schedule) -> int:
-    """After how many minibatches the pipeline has been full."""
+    """How many minibatches a run needs to have filled the pipeline."""
     return 1 if schedule.synchronous else schedule.filled_by + 1
 
 

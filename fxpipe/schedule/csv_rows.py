@@ -1,9 +1,9 @@
 """Schedules as text: torch's CSV of pipeline schedules, read, checked and written.
 
 A line has the actions of one rank in a minibatch, `0F0,0F1,2I0,2W0`: the number of the stage (here: the worker), what
-it does, and the number of the microbatch. F is a forward; I makes the gradients of inputs and W those of weights; B is
-both at once, as BW is. `(0F1;3B0)OVERLAP_F_B` is two actions, one after the other here. What a rank sends, receives,
-gathers or reduces may be in a file, too (`0SEND_F1`, `1UNSHARD`): it is left out, for it follows from the rest. So are
+it does, and the number of the microbatch. F is a forward; I makes the gradients of inputs, W the gradients of weights;
+B and BW make both. `(0F1;3B0)OVERLAP_F_B` is two actions, here one after the other. A file may also have sends,
+receives, gathers and reductions (`0SEND_F1`, `1UNSHARD`): they are ignored, since they follow from the rest. So are
 empty cells.
 
 The form is that of `torch.distributed.pipelining`, whose schedules have `_load_csv` and `_dump_csv`, and of
@@ -29,7 +29,7 @@ from fxpipe.schedule.table import Table
 
 ENDING = ".csv"
 NAME = "csv"
-"""What a plan calls the schedule whose rows it has."""
+"""The name in a plan of a schedule whose rows it has."""
 
 _NUMBER = "0|[1-9][0-9]{0,5}"
 _CELL = re.compile(rf"(?P<worker>{_NUMBER})(?P<kind>BW|[FBIW])(?P<microbatch>{_NUMBER})")
@@ -44,7 +44,7 @@ class RowsOfText(Table):
 
     Attributes:
         lines: one for each rank, as `to_csv` writes them.
-        title: its name: that of a schedule that a model file registered, if it is one.
+        title: its name: of the schedule that a model file registered, or `NAME`.
     """
 
     name: ClassVar[str] = NAME
@@ -62,21 +62,21 @@ class RowsOfText(Table):
 
 @dataclass(frozen=True)
 class RowsOfTextApart(RowsOfText):
-    """The same with weight gradients apart."""
+    """The same with separate weight gradients (W)."""
 
     weights_apart: ClassVar[bool] = True
 
 
 AGAIN = "|"
-"""What parts the beginning of an endless row from what it repeats."""
+"""Separates the beginning of an endless row from the part that it repeats."""
 
 
 @dataclass(frozen=True)
 class EndlessRows(Schedule):
-    """A schedule without a flush: what each worker does at first, then what it repeats with each minibatch.
+    """A schedule without a flush: each worker's first actions, then those that it repeats for each minibatch.
 
-    A line is `0F0,0F1|0F2,0B0`: after it come F3 and B1, with one microbatch a minibatch. Microbatches are counted from
-    the beginning.
+    A line is `0F0,0F1|0F2,0B0`: with one microbatch in a minibatch, F3 and B1 follow. Microbatches are counted from the
+    beginning.
 
     Attributes:
         lines: one for each worker.
@@ -93,7 +93,7 @@ class EndlessRows(Schedule):
         super().__post_init__()
 
     def ahead(self, worker: int) -> int:
-        """Its forwards before its first backward, but for one."""
+        """The number of its forwards before its first backward, minus one."""
         phases = [action.phase for action in islice(self.actions(worker), 1 + len(self.lines[worker]))]
         return max(phases.index("B") - 1, 0) if "B" in phases else 0
 
@@ -111,16 +111,16 @@ class EndlessRows(Schedule):
 
 @dataclass(frozen=True)
 class EndlessRowsApart(EndlessRows):
-    """The same with weight gradients apart."""
+    """The same with separate weight gradients (W)."""
 
     weights_apart: ClassVar[bool] = True
 
 
 def endless(schedule: Schedule) -> EndlessRows:
-    """A schedule without a flush as its rows, which obey the laws.
+    """A schedule without a flush as rows, checked by the laws.
 
     Raises:
-        ScheduleError: a worker does not begin to repeat itself soon, or the rows break a law.
+        ScheduleError: a worker does not soon repeat the same actions, or the rows break a law.
     """
     period = len(schedule.phases) * schedule.microbatches
     lines = []
@@ -135,9 +135,9 @@ def endless(schedule: Schedule) -> EndlessRows:
         begin = next((i for i in range(len(row) // 2) if again.issuperset(range(i, len(row) - period))), None)
         if begin is None:
             raise ScheduleError(
-                f"schedule '{schedule.name}' has no flush, and worker {worker} does not repeat itself after "
+                f"schedule '{schedule.name}' has no flush, and worker {worker} does not repeat the same actions after "
                 f"{3 * schedule.filling + 4} minibatches",
-                hint="one that begins with some forwards, and then does the same for each minibatch",
+                hint="begin with some forwards, and then do the same for each minibatch",
             )
         backward = "I" if schedule.weights_apart else "B"
         cells = [f"{worker}{backward if phase == 'B' else phase}{place}" for phase, place in row[: begin + period]]
@@ -153,7 +153,7 @@ def _endless(text: str, where: str, title: str) -> EndlessRows:
     microbatches = sum(kind == "F" for _, kind, _ in again[0])
     if not all(again) or not microbatches or owners != [{worker} for worker in range(len(lines))]:
         raise ScheduleError(
-            f"{where}: a row is to say what its stage does at first, and repeats", hint="0F0,0F1|0F2,0B0"
+            f"{where}: a row needs a beginning, a | and the part to repeat", hint="for example 0F0,0F1|0F2,0B0"
         )
     kind = EndlessRowsApart if any(kind == "W" for _, kind, _ in again[0]) else EndlessRows
     made = kind(len(lines), microbatches, lines=tuple(lines), title=title)
@@ -162,18 +162,18 @@ def _endless(text: str, where: str, title: str) -> EndlessRows:
 
 
 def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsOfText | EndlessRows:
-    """The schedule that a text describes: how many workers, microbatches and ranks there are, it says itself.
+    """The schedule that a text describes, which also gives the numbers of workers, microbatches and ranks.
 
-    Where it has weight gradients apart anywhere, a B that has no W of its own stands for both, one after the other; a B
-    that has one is an I, as in files of older versions of torch.
+    If it has any W, a B without its own W means both, one after the other; a B with one is an I, as in files of older
+    versions of torch.
 
     Args:
-        where: what messages call it.
+        where: its name in messages.
         title: its name.
 
     Raises:
-        ScheduleError: a cell means nothing, a stage is on two ranks, an action is missing or there twice, actions are
-            out of order, or the rows deadlock; the message has the grid with the place marked.
+        ScheduleError: a cell is not an action, a stage is on two ranks, an action is missing or there twice, actions
+            are out of order, or the rows deadlock; the message has the grid with the place marked.
     """
     if AGAIN in text:
         return _endless(text, where, title)
@@ -186,7 +186,8 @@ def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsO
     if workers > MOST_WORKERS or microbatches > MOST_MICROBATCHES:
         what = f"{workers} stages and {microbatches} microbatches"
         raise ScheduleError(
-            f"{where} has {what}: there can be {MOST_WORKERS} and {MOST_MICROBATCHES}", hint="numbers begin with 0"
+            f"{where} has {what}; at most {MOST_WORKERS} and {MOST_MICROBATCHES} are possible",
+            hint="count stages and microbatches from 0",
         )
     placement = _placement(cells, workers, where)
     apart = any(kind in "IW" for row in cells for _, kind, _ in row)
@@ -219,12 +220,12 @@ def to_csv(schedule: Schedule) -> str:
     """The text of a schedule's minibatch, a line for each rank, for torch and for `from_csv`.
 
     Raises:
-        ScheduleError: the schedule has no flush, so that no minibatch stands alone.
+        ScheduleError: the schedule has no flush, so its minibatches overlap.
     """
     if not schedule.synchronous:
         raise ScheduleError(
             f"schedule '{schedule.name}' cannot be written as a file: its minibatches overlap",
-            hint="schedules with a flush can be, such as 1f1b and interleaved; --synchronous compares these alone",
+            hint="use a schedule with a flush, such as 1f1b or interleaved; --synchronous compares only these",
         )
     backward = "I" if schedule.weights_apart else "B"
     rows = (
@@ -240,7 +241,7 @@ def _cells(line: str, where: str) -> Iterator[tuple[int, str, int]]:
     """The actions of a row: worker, F, B, I or W, and microbatch.
 
     Raises:
-        ScheduleError: a cell is none.
+        ScheduleError: a cell is not an action.
     """
     cells = [cell.strip().strip('"') for cell in line.split(",")]
     for place, cell in enumerate(cells):
@@ -255,9 +256,9 @@ def _cells(line: str, where: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _placement(cells: Sequence[Sequence[tuple[int, str, int]]], workers: int, where: str) -> list[int]:
-    """The rank of each worker: that of the row which has it.
+    """The rank of each worker: the row that has it.
 
-    A cell that is there twice is refused: what comes after a rank's last action would never be looked at.
+    Refuses a cell that is there twice: what comes after a rank's last action would never be checked.
     """
     placement: dict[int, int] = {}
     seen: set[tuple[int, str, int]] = set()
@@ -265,9 +266,9 @@ def _placement(cells: Sequence[Sequence[tuple[int, str, int]]], workers: int, wh
         for place, (worker, kind, j) in enumerate(row):
             if placement.setdefault(worker, rank) != rank:
                 what = f": stage {worker} is on rank {placement[worker]} and on rank {rank}"
-                hint = "every stage is in one row"
+                hint = "put all actions of a stage into one row"
             elif row[place] in seen:
-                what, hint = f" is wrong: stage {worker} does {kind}{j} twice", "every action is there once"
+                what, hint = f" is wrong: stage {worker} does {kind}{j} twice", "write every action once"
             else:
                 seen.add(row[place])
                 continue
@@ -277,13 +278,13 @@ def _placement(cells: Sequence[Sequence[tuple[int, str, int]]], workers: int, wh
     missing = [worker for worker in range(workers) if worker not in placement]
     if missing:
         raise ScheduleError(
-            f"{where}: it has stage {workers - 1}, and none of stage {missing[0]}", hint="stages are 0, 1, 2, …"
+            f"{where}: it has stage {workers - 1}, but no stage {missing[0]}", hint="number the stages 0, 1, 2, …"
         )
     return [placement[worker] for worker in range(workers)]
 
 
 def _written(row: Sequence[tuple[int, str, int]], apart: bool, own: set[tuple[int, int]]) -> Iterator[str]:
-    """The cells of a row as `to_csv` would write them."""
+    """The cells of a row as `to_csv` writes them."""
     for worker, kind, j in row:
         if kind in ("B", "BW") and apart:
             yield f"{worker}I{j}"

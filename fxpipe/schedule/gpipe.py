@@ -17,7 +17,7 @@ class GPipe(Schedule):
         worker 1: ..   F0   F0.1 ..   ..   B0   B0.1 ..   ..   F1   F1.1 ..   ..   B1   B1.1
         worker 2: ..   ..   F0   F0.1 B0   B0.1 ..   ..   ..   ..   F1   F1.1 B1   B1.1
 
-    A worker holds the saved values of every microbatch at once. From: Huang et al. 2019, arXiv 1811.06965.
+    A worker holds the saved values of all microbatches at once. From: Huang et al. 2019, arXiv 1811.06965.
     """
 
     name: ClassVar[str] = "gpipe"

@@ -18,9 +18,9 @@ class Interleaved(Table):
         rank 0: 0:F0   0:F0.1 2:F0   2:F0.1 ..     2:B0   ..     2:B0.1 0:B0   0:B0.1
         rank 1: ..     1:F0   1:F0.1 3:F0   3:B0   3:F0.1 3:B0.1 1:B0   1:B0.1
 
-    Rank r begins with 2(R−1−r) + (V−1)R forwards. Of times F and B of a worker, the bubble of a minibatch is
-    (R−1)(F+B), for M a multiple of R: 1F1B, whose stages are V times as long, has V times as much. Messages are V times
-    as many. From: Narayanan et al. 2021 (Megatron-LM), SC, arXiv 2104.04473.
+    Rank r begins with 2(R−1−r) + (V−1)R forwards. If F and B are a worker's times, the bubble of a minibatch is
+    (R−1)(F+B), for M a multiple of R; the bubble of 1F1B is V times as long, as its stages are. There are V times as
+    many messages. From: Narayanan et al. 2021 (Megatron-LM), SC, arXiv 2104.04473.
     """
 
     name: ClassVar[str] = "interleaved"
@@ -54,9 +54,9 @@ class Interleaved(Table):
         return rows
 
     def _turns(self, workers: range) -> Iterator[tuple[int, int]]:
-        """Which worker has which microbatch next: R of them on one worker, the same on the next one, and so on.
+        """The worker and microbatch of each turn: R microbatches on one worker, the same on the next one, and so on.
 
-        The last group is whole, too: microbatches that are not there are left out of the rows.
+        The last group is whole, too; the rows leave out microbatches that do not exist.
         """
         for first in range(0, self.microbatches, self.ranks):
             for worker in workers:

@@ -1,4 +1,4 @@
-"""The rows of several workers as the row of the rank that runs them."""
+"""Merges the rows of several workers into the row of their rank."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
 
 SENDER: dict[Phase, int] = {"F": -1, "B": 1}
-"""Whose action of the same microbatch an action waits for, counted from its own worker; W waits for none."""
+"""The worker whose action of the same microbatch an action waits for, relative to its own; W waits for none."""
 
 _FIRST: dict[Phase, int] = {"B": 0, "F": 1, "W": 2}
 
 
 def sender(worker: int, action: Action, workers: int) -> Event | None:
-    """The action on another worker for which the pipeline makes an action wait; None where there is none."""
+    """The action on another worker whose message an action waits for; None if there is none."""
     step = SENDER.get(action.phase)
     return (worker + step, action) if step and 0 <= worker + step < workers else None
 
 
 def merged(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> list[list[Event]]:
-    """The rows of the ranks, given those of the workers, if every action takes one unit of time.
+    """The rows of the ranks, given the rows of the workers, if every action takes one unit of time.
 
-    A rank does what it can do first; of several actions a backward, then a forward, then weight gradients, and of the
-    same kind that of the later worker. Actions that can never run, of rows that deadlock, are left out.
+    A rank runs the action that can run first; of several, a backward, then a forward, then weight gradients, and in the
+    same phase the later worker's. Actions that can never run, because rows deadlock, are left out.
     """
     found: list[list[Event]] = [[] for _ in range(max(placement) + 1)]
     place = [0] * len(rows)

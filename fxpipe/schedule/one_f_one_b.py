@@ -1,4 +1,4 @@
-"""1F1B with a flush: GPipe's arithmetic with a bounded number of microbatches in flight."""
+"""1F1B with a flush: computes the same as GPipe, with fewer microbatches in flight."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The laws of a schedule, and a run of it in which nothing is computed.
+"""The laws of a schedule, and a run of it without computing anything.
 
-`read` returns the finite rows of a schedule and checks each worker by itself; `play` runs the rows against each other,
+`read` returns the finite rows of a schedule and checks each worker separately; `play` runs the rows against each other,
 with one unit of time per action, and finds deadlocks.
 """
 
@@ -18,12 +18,12 @@ from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.merge import sender
 
 IDLE = ".."
-"""The cell of a unit of time in which nothing is done."""
+"""The cell of a unit of time without an action."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """One action of a run: when it happened, and what on other workers it had to wait for."""
+    """One action of a run: when it ran, and the actions on other workers that it waited for."""
 
     worker: int
     action: Action
@@ -32,19 +32,19 @@ class TimedAction:
 
 
 def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Event]]:
-    """Every rank's actions for `minibatches` minibatches from `start` on; what each worker does is lawful by itself.
+    """Every rank's actions for `minibatches` minibatches from `start` on, with each worker's row checked.
 
-    The law: every action once, no others, F before its B, B before its W if there are W, and all F in order, all B and
-    all W: messages come in the order in which they were sent, the update belongs to the last of a minibatch's actions,
-    and sums of gradients, as buffers that forwards change, have one order. A rank does what its workers do, each in
-    that order, and nothing else.
+    The law: every action once and no others, F before its B, B before its W if there are W, and all F, all B and all W
+    in order. For messages arrive in the order of sending, the update is part of a minibatch's last action, and sums of
+    gradients and buffers that forwards change must have one order. A rank does its workers' actions, each worker's in
+    this order, and nothing else.
 
     Raises:
         ScheduleError: rows break this law; the picture marks the first offence of each worker.
     """
     wanted = len(schedule.phases) * schedule.microbatches * minibatches
     stop = start + minibatches
-    rows = [  # at most one action more than there should be
+    rows = [  # at most one action too many
         list(islice(schedule.row_until(rank, stop, start), wanted * len(schedule.hosted(rank)) + 1))
         for rank in range(schedule.ranks)
     ]
@@ -57,7 +57,7 @@ def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Even
         for place, (worker, action) in enumerate(row):
             if worker not in places:
                 cells[rank][place] = marked(label(worker, action))
-                problems.append(f"rank {rank} does {action} of worker {worker}, which is not there")
+                problems.append(f"rank {rank} does {action} of worker {worker}, which is not on this rank")
                 break
             places[worker].append(place)
         for worker in reversed(hosted):
@@ -73,7 +73,7 @@ def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Even
 
 
 def _offence(row: Sequence[Action], schedule: Schedule, wanted: range) -> tuple[int, Action, str] | None:
-    """The first offence in a row: its place (the end for a missing action), the action, what happened."""
+    """The first wrong action in a row: its place (the end if missing), the action, and the problem."""
     done: set[Action] = set()
     latest = {phase: Action(phase, wanted.start) for phase in schedule.phases}
     before = dict(zip(schedule.phases[1:], schedule.phases, strict=False))
@@ -107,12 +107,12 @@ def play(
     rows: Sequence[Sequence[Event]],
     needs: Callable[[int, Action], Iterable[Event]] = lambda worker, action: (),
 ) -> list[TimedAction]:
-    """Run the ranks' rows: the actions in an order in which each comes after all that it depends on.
+    """Run the ranks' rows: yield the actions in an order in which each comes after all that it depends on.
 
     F waits for the F of the previous worker, B for the B of the next worker, W for nothing on other workers, and all
-    for what `needs` adds. Edges of other kinds add nothing: a saved value, no matter where it was made, is older than
-    the backward that reaches its reader. Every action starts as early as it can and takes one unit of time. Linear in
-    the number of dependencies.
+    for what `needs` adds. Edges of other kinds add nothing: a saved value, from any worker, is older than the backward
+    that reaches its reader. Every action starts as early as it can and takes one unit of time. Linear in the number of
+    dependencies.
 
     Raises:
         ScheduleError: the run deadlocks; the picture marks each waiting action.
@@ -155,12 +155,12 @@ def timeline(schedule: Schedule, steps: Iterable[TimedAction], label: Callable[[
 
 
 def label_of(schedule: Schedule) -> Callable[[int, Action], str]:
-    """The label of an action in a picture that shows actions only; with its worker, where a rank has several."""
+    """The label of an action in a picture of actions, with its worker if a rank has several."""
     return (lambda worker, action: f"{worker}:{action}") if schedule.several else (lambda worker, action: str(action))
 
 
 def picture(rows: Sequence[Sequence[str]], of: str = "worker") -> str:
-    """One line per worker, or rank, the cells in columns of one width.
+    """One line per worker or rank, with cells of the same width.
 
     worker 0: F0 F1 .. B0
     worker 1: .. F0 B0

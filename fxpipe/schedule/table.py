@@ -1,4 +1,4 @@
-"""Schedules that are tables: what each rank does of one minibatch, the same for all of them."""
+"""Schedules that are tables: each rank's actions of one minibatch, the same for every minibatch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fxpipe.schedule.base import Schedule
 class Table(Schedule):
     """A schedule with a flush that is given by the rows of its ranks.
 
-    The flush is each rank's own: a rank begins with a minibatch once it is through with the one before.
+    Each rank flushes separately: it begins a minibatch when it has ended the one before.
     """
 
     synchronous: ClassVar[bool] = True
 
     @abstractmethod
     def rows(self) -> list[list[Event]]:
-        """What each rank does of minibatch 0."""
+        """Each rank's actions of minibatch 0."""
 
     @cached_property
     def table(self) -> list[list[Event]]:
-        """`rows`, made once."""
+        """`rows`, computed once."""
         return self.rows()
 
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:

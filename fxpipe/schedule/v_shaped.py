@@ -1,7 +1,7 @@
 """Schedules in the form of a V: rank r runs worker r and, on the way back, worker 2R−1−r.
 
-So the first rank has the last worker, too, and begins with backwards at once; and what one of its workers holds long,
-the other holds for a short time. The ranks hold equally much.
+So the first rank also has the last worker, and begins backwards early. If one worker of a rank holds saved values for a
+long time, the other holds them for a short time: all ranks need the same memory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fxpipe.schedule.table import Table
 
 
 class VShaped(Table):
-    """Two workers on each rank, down the ranks and back; weight gradients are apart.
+    """Two workers on each rank, down the ranks and back; weight gradients (W) are separate.
 
-    A schedule is made for as many microbatches as it needs to have its form; of those that are not there nothing is
-    done.
+    The rows are computed for the number of microbatches that the form needs; actions of microbatches that do not exist
+    are left out.
     """
 
     weights_apart: ClassVar[bool] = True
@@ -46,11 +46,11 @@ class VShaped(Table):
 
     @abstractmethod
     def of_rank(self, rank: int, microbatches: int) -> list[Event]:
-        """What a rank does of a minibatch with so many microbatches."""
+        """A rank's actions of a minibatch with this number of microbatches."""
 
     @property
     def least(self) -> int:
-        """How many microbatches the schedule is made for, at least."""
+        """The least number of microbatches for which the rows are computed."""
         return 1
 
     def rows(self) -> list[list[Event]]:
@@ -62,7 +62,7 @@ class VShaped(Table):
 
 
 class _RankRow:
-    """A rank's row in the making: of each worker and phase, the next microbatch comes next."""
+    """A rank's row under construction: each worker and phase counts its next microbatch."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -70,32 +70,32 @@ class _RankRow:
         self._put_off: deque[int] = deque()
 
     def add(self, worker: int, *phases: Phase) -> None:
-        """The next action of each of these phases."""
+        """Add the next action of each of these phases."""
         for phase in phases:
             microbatch = self._next.get((worker, phase), 0)
             self._next[worker, phase] = microbatch + 1
             self.events.append((worker, Action(phase, 0, microbatch)))
 
     def put_off(self, worker: int) -> None:
-        """The next backward, whose weight gradients come later."""
+        """Add the next backward, whose weight gradients come later."""
         self.add(worker, "B")
         self._put_off.append(worker)
 
     def make_up(self) -> None:
-        """The weight gradients that have been put off longest, if there are any."""
+        """Add the oldest W that was put off, if there is any."""
         if self._put_off:
             self.add(self._put_off.popleft(), "W")
 
 
 class ZeroBubbleV(VShaped):
-    """Zero bubble with the memory of 1F1B: a V whose weight gradients fill what waits.
+    """Zero bubble with the memory of 1F1B: a V whose weight gradients fill the waiting time.
 
         rank 0: 0:F0   0:F0.1 ..     3:F0   3:B0   3:W0   3:F0.1 3:B0.1 3:W0.1 0:B0   0:W0   ..     0:B0.1 0:W0.1
         rank 1: ..     1:F0   2:F0   1:F0.1 2:F0.1 2:B0   2:W0   1:B0   1:W0   2:B0.1 2:W0.1 1:B0.1 1:W0.1
 
-    Every rank holds something of at most 2R microbatches, each on one of its two workers: as much as the first worker
-    of 1F1B with R workers holds. If F, B and W of a worker take the same time and there are 2R−1 microbatches or
-    more, no rank waits between its first action and its last, so that there is no bubble: minibatches fit together.
+    Every rank holds saved values of at most 2R microbatches, each on one of its two workers: as much as the first
+    worker of 1F1B with R workers. If F, B and W of a worker take the same time and there are 2R−1 microbatches or more,
+    no rank waits between its first and last action. So there is no bubble: minibatches fit together.
     From: Qi et al. 2024 (Zero Bubble Pipeline Parallelism, ICLR, arXiv 2401.10241), section 6.
     """
 
@@ -132,14 +132,14 @@ class ZeroBubbleV(VShaped):
 
 
 class DualPipeV(VShaped):
-    """DeepSeek's DualPipe, one half of it folded into a V: in its middle a rank does a forward and a backward in turn.
+    """One half of DeepSeek's DualPipe, folded into a V: in its middle a rank alternates forwards and backwards.
 
         rank 0: 0:F0   0:F0.1 ..     3:F0   3:B0   3:W0   3:F0.1 3:B0.1 3:W0.1 0:B0   0:W0   ..     0:B0.1 0:W0.1
         rank 1: ..     1:F0   2:F0   1:F0.1 2:F0.1 2:B0   2:W0   1:B0   1:W0   2:B0.1 2:W0.1 1:B0.1 1:W0.1
 
-    Every rank holds something of at most 2R+1 microbatches, each on one of its two workers. A forward and the backward
-    next to it are of different microbatches, so that messages of the one can hide behind the other. From: DeepSeek-AI
-    2024 (DeepSeek-V3, arXiv 2412.19437) and their code; torch has the same order.
+    Every rank holds saved values of at most 2R+1 microbatches, each on one of its two workers. A forward and the
+    backward next to it are of different microbatches, so one can hide the other's messages. From: DeepSeek-AI 2024
+    (DeepSeek-V3, arXiv 2412.19437) and their code; torch has the same order.
     """
 
     name: ClassVar[str] = "dualpipev"
@@ -187,19 +187,19 @@ class DualPipeV(VShaped):
 
 
 class Building(VShaped):
-    """A V made of one block, what the ranks do of a microbatch, again and again every six units of time.
+    """A V made of one block, the ranks' actions of a microbatch, repeated every six units of time.
 
-    In a block, the forward of the next rank begins `steps` units after that of the one before, on the way down and on
-    the way up, and so do the backwards on their way. What a rank holds is how long a microbatch stays there, in blocks:
-    the shorter the steps, the less. The pauses at the turns are the shortest with which no rank has two things to do at
-    once; weight gradients come into the next free units. Where a rank would wait, it makes weight gradients that it has
-    put off; once its forwards are over, it puts them off as long as a backward can go on.
+    In a block, the forward of the next rank begins `steps` units after the previous rank's, on the way down and on the
+    way up; so do the backwards on their way. A rank holds as many microbatches as the time that each stays there, in
+    blocks: shorter steps need less memory. The pauses at the turns are the shortest with which no rank has two actions
+    at once; weight gradients get the next free units. A rank that would wait makes weight gradients that it has put
+    off; after its forwards, it puts them off as long as a backward can run.
 
     From: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory, NeurIPS, arXiv 2405.15362).
 
     Attributes:
-        steps: of forwards down and up, of backwards down and up; the first and the last add up to the same as the other
-            two, so that all ranks hold the same.
+        steps: of forwards down and up, of backwards down and up; the first and the last have the same sum as the other
+            two, so that all ranks need the same memory.
     """
 
     steps: ClassVar[tuple[int, int, int, int]]
@@ -223,8 +223,8 @@ class VHalf(Building):
         rank 0: 0:F0   ..     ..     3:F0   3:B0   0:F0.1 3:W0   ..     3:F0.1 3:B0.1 0:B0   3:W0.1 0:B0.1 0:W0   0:W0.1
         rank 1: ..     1:F0   2:F0   ..     ..     2:B0   1:F0.1 2:F0.1 1:B0   2:W0   2:B0.1 1:B0.1 2:W0.1 1:W0   1:W0.1
 
-    A rank holds something of about R + 2 microbatches, each on one of its two workers; 1F1B, in such halves of stages,
-    of 2R. With F, B and W of the same length, the bubble is about half of 1F1B's. See `Building`.
+    A rank holds saved values of about R + 2 microbatches, each on one of its two workers; 1F1B, counted in such
+    half-sized stages, of 2R. If F, B and W take the same time, the bubble is about half of 1F1B's. See `Building`.
     """
 
     name: ClassVar[str] = "v-half"
@@ -232,12 +232,12 @@ class VHalf(Building):
 
 
 class VMin(Building):
-    """The least memory with which a V never stands still: about a third of 1F1B's, for two thirds of its bubble.
+    """The least memory with which a V runs steadily: about a third of 1F1B's, for two thirds of its bubble.
 
         rank 0: 0:F0   ..     ..     3:F0   3:B0   3:W0   0:F0.1 0:B0   0:W0   3:F0.1 3:B0.1 3:W0.1 ..     0:B0.1 0:W0.1
         rank 1: ..     1:F0   2:F0   ..     ..     2:B0   1:B0   1:F0.1 2:F0.1 2:W0   1:W0   2:B0.1 1:B0.1 2:W0.1 1:W0.1
 
-    A rank holds something of about 2(R + 4)/3 microbatches, each on one of its two workers. See `Building`.
+    A rank holds saved values of about 2(R + 4)/3 microbatches, each on one of its two workers. See `Building`.
     """
 
     name: ClassVar[str] = "v-min"
@@ -249,7 +249,7 @@ PERIOD = 6
 
 
 def _block(ranks: int, steps: tuple[int, int, int, int]) -> list[dict[tuple[int, Phase], int]]:
-    """By rank: when it does what of microbatch 0."""
+    """By rank: the time of each worker's actions of microbatch 0."""
     down, up, back_down, back_up = steps
     last = ranks - 1
     for pauses in sorted(product(range(1, PERIOD + 1), repeat=3), key=sum):
@@ -284,8 +284,8 @@ def _block(ranks: int, steps: tuple[int, int, int, int]) -> list[dict[tuple[int,
 def _filled(rows: list[list[Event]], workers: int) -> list[list[Event]]:
     """The rows in the order in which they run best, if every action takes one unit of time.
 
-    A rank does what its row says; while that cannot run, or is a W after the last F and a B could run, something else:
-    in the first case the oldest W that it can, in the second that B.
+    A rank follows its row, with two exceptions: if the next action cannot run yet, it runs the oldest W that can; if
+    the next action is a W after the last F, and a B can run, it runs that B.
     """
     found: list[list[Event]] = [[] for _ in rows]
     left = [deque(row) for row in rows]
@@ -314,7 +314,7 @@ def _filled(rows: list[list[Event]], workers: int) -> list[list[Event]]:
                     continue
                 chosen = put_off
             now.append((rank, chosen))
-        assert now, "a row waits for what no rank does"
+        assert now, "a row waits for an action that no rank does"
         for rank, event in now:
             left[rank].remove(event)
             forwards[rank] -= event[1].phase == "F"

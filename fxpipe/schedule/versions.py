@@ -1,4 +1,4 @@
-"""Which version of which weights every action sees, counted from the schedule alone."""
+"""The versions of weights that every action sees, computed from the schedule alone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Versions:
     worker, F after the F of the previous worker, B after the B of the next worker; an update is part of the action that
     ends its minibatch. Timing plays no part, so every run sees the same.
 
-    A schedule with a flush adds an order of its own: what a worker does of a minibatch comes after the updates of all
-    workers of the minibatch before. Where updates belong to B, the pipeline makes it so by itself. Where they belong to
-    W, of which nothing tells other workers, an action waits for the weights it reads.
+    A schedule with a flush adds one more order: a worker's actions of a minibatch come after all workers' updates of
+    the minibatch before. If updates are part of B, the pipeline's messages enforce this. If they are part of W, which
+    sends no message, an action waits for the weights that it reads.
 
     Waiting for such a version cannot deadlock, not even at the end of a finite run: the update belongs to an earlier
     minibatch, and an order without cycles stays so when later minibatches are left out.
@@ -41,18 +41,17 @@ class Versions:
     M of them, worker k's F of microbatch j sees version m − ⌈(N−1−k−j)/M⌉ of its own weights. PipeDream-2BW's delay of
     one is the case M ≥ N−1. So a lag belongs to a microbatch.
 
-    Where updates are late by a minibatch, as with `async-late`, all this is one update more, but where the bound holds
-    already: a B on a worker before the owner.
+    If updates are late by a minibatch, as with `async-late`, each lag is one update more, except for a B on a worker
+    before the owner, where the bound already decides.
 
     Raises:
-        ScheduleError: the schedule is unlawful or deadlocks, or its lags are not fixed.
+        ScheduleError: the schedule breaks a law or deadlocks, or its lags are not fixed.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         workers, microbatches = schedule.workers, schedule.microbatches
-        # A flush ends every effect of one minibatch on the next; without one, the effect of the start takes a while to
-        # end.
+        # After a flush a minibatch has no effect on the next; without one, the start has an effect for a while.
         studied = range(3 if schedule.synchronous else 3 * schedule.filling + 4)
         # The last minibatches of a finite run lack the later forwards that an endless run has between them.
         rows = read(schedule, len(studied) + (1 if schedule.synchronous else 2 * schedule.filling))
@@ -71,12 +70,11 @@ class Versions:
                 self._steady(schedule, reader, action, versions)
 
     def lag(self, phase: Phase, reader: int, owner: int, microbatch: int = 0) -> int:
-        """How many updates late what a microbatch does in a phase on `reader` sees the weights of `owner`."""
+        """How many updates late a microbatch sees the weights of `owner` in a phase on `reader`."""
         return self._lags[self.schedule.runs_in(phase), microbatch, reader][owner]
 
     def version(self, action: Action, reader: int, owner: int, start: int = 0) -> int:
-        """The version that `action` on `reader` sees, in a run that began with an empty pipeline at minibatch
-        `start`."""
+        """The version that `action` on `reader` sees, in a run whose pipeline was empty at minibatch `start`."""
         return max(start, action.minibatch - self.lag(action.phase, reader, owner, action.microbatch))
 
     def _steady(self, schedule: Schedule, reader: int, action: Action, versions: tuple[int, ...]) -> None:
@@ -86,21 +84,21 @@ class Versions:
             if version != other:
                 raise ScheduleError(
                     f"schedule '{schedule.name}' has no fixed lag: {action} on worker {reader} sees version "
-                    f"{version} of worker {owner}'s weights, its lag in steady state says {other}"
+                    f"{version} of worker {owner}'s weights, but by its lag in steady state it would see {other}"
                 )
 
 
 @lru_cache(maxsize=16)
 def versions_of(schedule: Schedule) -> Versions:
-    """The versions of a schedule, kept for those who ask again: 64 workers with 64 microbatches take a second."""
+    """The versions of a schedule, computed once: 64 workers with 64 microbatches take a second."""
     return Versions(schedule)
 
 
 @lru_cache(maxsize=64)
 def most_missed(schedule: Schedule) -> int:
-    """How many updates the forwards of any worker miss of its own weights, at most, in steady state.
+    """How many updates of its own weights the forwards of any worker miss at most, in steady state.
 
-    Read from the workers' rows one by one: far less work than all versions.
+    It reads only the workers' rows, which is much faster than computing all versions.
     """
     return max(own_lag(schedule.of_worker(worker), worker) for worker in range(schedule.workers))
 
@@ -117,7 +115,7 @@ def own_lag(schedule: Schedule, worker: int) -> int:
 
 
 def _flush(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> Callable[[int, Action], Iterable[Event]]:
-    """What each worker's first action of a minibatch waits for under a flush: all updates of the one before."""
+    """What each worker's first action of a minibatch waits for under a flush: all updates of the minibatch before."""
     if not schedule.synchronous:
         return lambda worker, action: ()
     first: dict[tuple[int, int], Action] = {}
@@ -142,7 +140,7 @@ def _seen(schedule: Schedule, steps: Iterable[TimedAction]) -> dict[Event, tuple
         worker, action = step.worker, step.action
         clock = clocks[worker]
         for other in (done[event] for event in step.after):
-            if other is not clock:  # most are: only an update makes a new one
+            if other is not clock:  # most are the same: only an update makes a new one
                 clock = tuple(map(max, clock, other))
         newest = action.minibatch
         seen[worker, action] = clock if max(clock) <= newest else tuple([min(v, newest) for v in clock])

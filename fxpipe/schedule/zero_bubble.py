@@ -1,4 +1,4 @@
-"""Zero bubble: what no worker waits for, the weight gradients, fills the time in which 1F1B waits."""
+"""Zero bubble: weight gradients, which no worker waits for, fill the time in which 1F1B waits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fxpipe.schedule.base import Schedule
 class ZeroBubble(Schedule):
     """One forward, one backward, one W within each minibatch; later workers put W off, so that B leaves sooner.
 
-    Worker k of N starts with d(N−1−k) forwards, and is d·k microbatches late with its W, where d is `depth`. So it
-    holds something of at most d(N−1)+1 microbatches, whatever k: those of which it has done F and not yet W.
+    Worker k of N starts with d(N−1−k) forwards, and is d·k microbatches late with its W, where d is `depth`. So every
+    worker holds saved values of at most d(N−1)+1 microbatches: those whose F is done and whose W is not.
 
-    Of times F, B and W for the three actions, the same on every worker, a minibatch of M ≥ d(N−1)+1 microbatches takes
-    M(F+B+W) and the bubble.
+    If the actions take times F, B and W on every worker, a minibatch of M ≥ d(N−1)+1 microbatches takes M(F+B+W) plus
+    the bubble.
 
     Attributes:
         depth: how many microbatches a worker is ahead of the next one.
@@ -44,13 +44,13 @@ class ZeroBubble(Schedule):
 
 
 class ZeroBubbleH1(ZeroBubble):
-    """1F1B with weight gradients apart: a third of its bubble, if F, B and W take the same time.
+    """1F1B with separate weight gradients (W): a third of its bubble, if F, B and W take the same time.
 
         worker 0: F0   F0.1 F0.2 ..   ..   B0   W0   F0.3 B0.1 W0.1 B0.2 W0.2 B0.3 W0.3
         worker 1: ..   F0   F0.1 ..   B0   F0.2 B0.1 W0   F0.3 B0.2 W0.1 B0.3 W0.2 W0.3
         worker 2: ..   ..   F0   B0   F0.1 B0.1 F0.2 B0.2 W0   F0.3 B0.3 W0.1 W0.2 W0.3
 
-    The bubble is (N−1)(F+B−W) while W ≤ F, that of 1F1B (N−1)(F+B+W). Every worker holds something of at most N
+    If W ≤ F, the bubble is (N−1)(F+B−W); 1F1B's is (N−1)(F+B+W). Every worker holds saved values of at most N
     microbatches, as the first worker of 1F1B does. torch calls it ZB1P. From: Qi et al. 2024 (Zero Bubble Pipeline
     Parallelism, ICLR, arXiv 2401.10241), ZB-H1.
     """
@@ -66,11 +66,11 @@ class ZeroBubbleH2(ZeroBubble):
         worker 1: ..   F0   F0.1 F0.2 B0   F0.3 B0.1 F0.4 B0.2 W0   F0.5 B0.3 W0.1 B0.4 W0.2 B0.5 W0.3 W0.4 W0.5
         worker 2: ..   ..   F0   B0   F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 F0.4 B0.4 W0   F0.5 B0.5 W0.1 W0.2 W0.3 W0.4 W0.5
 
-    The bubble is (N−1)(F+B−2W) while W ≤ F and that is not below zero, else none. Every worker holds something of at
-    most 2N−1 microbatches. The flush stays: each worker makes its update after its own last W and goes on, later
-    workers later, so that the minibatches are parallelograms that fit together. The paper lets workers update before
-    the norm of all gradients is known, and takes back what was wrong; here, clipping by that norm makes the workers
-    wait for each other. From: Qi et al. 2024 (Zero Bubble Pipeline Parallelism, ICLR, arXiv 2401.10241), ZB-H2.
+    If W ≤ F, the bubble is (N−1)(F+B−2W), or none if that is negative. Every worker holds saved values of at most 2N−1
+    microbatches. The flush stays: each worker updates after its own last W and continues, later workers later, so the
+    minibatches are parallelograms that fit together. In the paper, workers update before the norm of all gradients is
+    known, and undo a wrong update; here, clipping by that norm makes the workers wait for each other. From: Qi et al.
+    2024 (Zero Bubble Pipeline Parallelism, ICLR, arXiv 2401.10241), ZB-H2.
     """
 
     name: ClassVar[str] = "zb-h2"

@@ -119,7 +119,7 @@ def test_only_latest_makes_sense_with_a_flush(text: str, schedule: Schedule) -> 
     make("latest").check(schedule)
     with pytest.raises(PolicyError, match="weights are never stale") as caught:
         make(text).check(schedule)
-    assert caught.value.hint == "policy latest, or schedule async"
+    assert caught.value.hint == "use policy latest or schedule async"
 
 
 def test_2bw_needs_as_many_microbatches_as_two_versions_allow() -> None:

@@ -70,7 +70,7 @@ def refused(text: str) -> str:
     [
         ("0F0,0B0\n1F0,1X0", "'1X0' is not an action", ">1X0<"),
         ("0F0,0B0,1F0\n1F0,1B0", "stage 1 is on rank 0 and on rank 1", ">1F0<"),
-        ("0F0,0B0\n2F0,2B0", "it has stage 2, and none of stage 1", ""),
+        ("0F0,0B0\n2F0,2B0", "it has stage 2, but no stage 1", ""),
         ("0F0,0B0\n1F0", "worker 1 never does B0", ">B0<"),
         ("0F0,0F0,0B0\n1F0,1B0", "stage 0 does F0 twice", ">0F0<"),
         ("0B0,0F0\n1F0,1B0", "worker 0 does B0 before F0", ">B0<"),

@@ -65,9 +65,9 @@ def test_registering_again_takes_the_place() -> None:
     [
         ({"name": ""}, "Own has no name"),
         ({"name": "a,b"}, "Own has no name"),
-        ({"name": "1f1b"}, "there is a schedule '1f1b' already"),
-        ({"name": "auto"}, "there is a schedule 'auto' already"),
-        ({"name": "csv"}, "there is a schedule 'csv' already"),
+        ({"name": "1f1b"}, "there is already a schedule '1f1b'"),
+        ({"name": "auto"}, "there is already a schedule 'auto'"),
+        ({"name": "csv"}, "there is already a schedule 'csv'"),
         ({"synchronous": None}, "schedule 'own' does not say whether it has a flush"),
         ({"late": 1}, "schedule 'own' makes updates late"),
     ],
@@ -126,7 +126,7 @@ def test_one_without_a_flush_that_never_repeats_itself_is_refused() -> None:
 
     schedule.register(type("Own", (Schedule,), {"actions": actions, "name": "own", "synchronous": False}))
     with pytest.raises(
-        ScheduleError, match="'own' has no flush, and worker 0 does not repeat itself after 7 minibatches"
+        ScheduleError, match="'own' has no flush, and worker 0 does not repeat the same actions after 7 minibatches"
     ):
         make("own", 1)
 

@@ -126,7 +126,7 @@ def test_refusals() -> None:
         with_replicas(make("1f1b", 2, 4), (3, 1))
     assert "--microbatches 3 or 6" in str(refused.value.hint)
     for name in ("zb-h1", "interleaved", "zb-v"):
-        with pytest.raises(ScheduleError, match="equally many replicas, not 2, 1"):
+        with pytest.raises(ScheduleError, match="the same number of replicas for each worker, not 2, 1"):
             with_replicas(make(name, 2, 4), (2, 1))
-    with pytest.raises(ScheduleError, match="the replicas of 3 workers, there are 2"):
+    with pytest.raises(ScheduleError, match="replicas of 3 workers, and the build has 2"):
         with_replicas(make("1f1b", 2, 4), (2, 1, 1))

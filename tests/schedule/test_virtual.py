@@ -201,6 +201,6 @@ def test_a_rank_does_only_what_is_its_own() -> None:
             first, second = super().rows()
             return [first, [(0, Action("F", 0)), *second]]
 
-    with pytest.raises(ScheduleError, match="rank 1 does F0 of worker 0, which is not there") as caught:
+    with pytest.raises(ScheduleError, match="rank 1 does F0 of worker 0, which is not on this rank") as caught:
         check(Stray(4, 2), 1)
     assert ">0:F0<" in str(caught.value)
