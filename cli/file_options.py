@@ -43,9 +43,9 @@ class Written:
 
 def options_of(command: str, *classes: type[Any]) -> dict[str, click.Option]:
     """The options of a command of fxpipe: those that are fields of these classes; all, where none is named."""
-    from fxpipe.cli.main import cli
-
-    found = cli.commands[command]
+    fxpipe = click.get_current_context().find_root().command
+    assert isinstance(fxpipe, click.Group)
+    found = fxpipe.commands[command]
     assert isinstance(found, Command)
     options = {str(option.name): option for group in found.groups.values() for option in group}
     names = {name for kind in classes for name in flags(kind)} or options

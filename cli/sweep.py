@@ -138,7 +138,8 @@ def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequen
     from fxpipe.runtime.options import RunOptions
 
     given = [text for pair in choice for text in pair]
-    with run_command.make_context("run", [build, *given, *fixed, *own]) as read:
+    parent = click.get_current_context()
+    with run_command.make_context("run", [build, *given, *fixed, *own], parent) as read:
         taken = given_to_run(build, read.params, read.params["config"], say=False)
         asked = {name: one for name, one in read.params.items() if name not in _OF_ONE_RUN}
         if read.params["print_config"]:
