@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +78,10 @@ def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonSta
 
 @contextlib.contextmanager
 def _clocks_ahead(python: PythonState) -> Iterator[None]:
-    """Inside, the clocks of the module `time` are ahead, also where code has one under a name of its own."""
+    """Inside, the clocks of the module `time` are ahead, also where code has one under a name of its own.
+
+    Only for this thread: in a run, others look meanwhile whether the processes still move.
+    """
     changed = {}
     for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time"):
         for called, seconds in ((name, LATER), (f"{name}_ns", int(LATER * 1e9))):
@@ -95,7 +99,8 @@ def _clocks_ahead(python: PythonState) -> Iterator[None]:
 
 
 def _ahead(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
-    return lambda: clock() + seconds
+    own = threading.get_ident()
+    return lambda: clock() + seconds if threading.get_ident() == own else clock()
 
 
 def told(changes: Sequence[Change]) -> list[Change]:

@@ -6,7 +6,10 @@ import functools
 import io
 import logging
 import re
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +99,28 @@ def test_state_that_no_step_needs_is_told(change: Callable[[Net, Tensor], Tensor
     (warning,) = fxpipe.capture(Net(change), loss, data()).warnings
     assert warning.startswith(f"the step changes {names}: every step of a run sees the value from before capture")
     assert state() == before, "capture leaves no trace"
+
+
+def test_clocks_go_ahead_for_the_step_and_not_for_other_threads(tmp_path: Path) -> None:
+    """While a run makes stages for a new shape, another thread may end a process whose store was silent too long."""
+
+    def noted(file: Path) -> None:
+        with file.open("a") as opened:
+            opened.write(f"{time.monotonic()}\n")
+
+    def latest(file: Path) -> float:
+        return max(map(float, file.read_text().split()))
+
+    def reads_clocks(net: Net, x: Tensor) -> Tensor:
+        other = threading.Thread(target=noted, args=[tmp_path / "other"])
+        other.start()
+        other.join()
+        noted(tmp_path / "own")
+        return counted(net, x)  # state that changes: so the step is called again
+
+    fxpipe.capture(Net(reads_clocks), loss, data())
+    assert latest(tmp_path / "own") > time.monotonic() + 3600
+    assert latest(tmp_path / "other") <= time.monotonic()
 
 
 def same_call(net: Net, x: Tensor) -> Tensor:
