@@ -12,7 +12,7 @@ from fxpipe.errors import listed
 from fxpipe.optimizer.state_outside import state_outside
 from fxpipe.task.several_optimizers import parts_of
 from fxpipe.tracing.holders import Attributes, Content, Memory
-from fxpipe.tracing.lasting_state import told
+from fxpipe.tracing.lasting_state import noteworthy
 
 
 class UnsavedState:
@@ -33,7 +33,7 @@ class UnsavedState:
 
     def warning(self) -> str | None:
         """What to say at a checkpoint, once: what has changed since, and how to keep it."""
-        changes = [c for c in told(self._python.changes(self._before)) if not isinstance(c.holder, Memory)]
+        changes = [c for c in noteworthy(self._python.changes(self._before)) if not isinstance(c.holder, Memory)]
         if self._said or not changes:
             return None
         self._said = True

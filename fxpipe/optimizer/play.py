@@ -23,7 +23,7 @@ from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.task.paced_scheduler import paced
 from fxpipe.task.several_optimizers import name_of
 from fxpipe.torch_private import LightDispatchMode, pytree
-from fxpipe.tracing.lasting_state import told
+from fxpipe.tracing.lasting_state import noteworthy
 from fxpipe.tracing.model_state import PythonState, Snapshot, put_back
 
 ELEMENTS = 64
@@ -148,7 +148,7 @@ class Copies:
                         with suppress(Exception):  # it may know a run's steps, or wait for a metric
                             scheduler.step()
                 weights.append(_values(copies))
-            outside = tuple(change.place for change in told(python.changes(first)))
+            outside = tuple(change.place for change in noteworthy(python.changes(first)))
         kinds = tuple(name_of(optimizer) for optimizer in made)
         options = before, _options(copies, made)
         if gradients is None:

@@ -25,6 +25,6 @@ def nodes(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def functions(tensor: torch.Tensor) -> list[str]:
-    """The names of the user's functions among them, which have a backward of their own: `Written`."""
+    """The names of the user's autograd.Functions behind a tensor, such as `Written`."""
     kinds: dict[Any, None] = dict.fromkeys(type(node) for node in nodes(tensor) if isinstance(node, BackwardCFunction))
     return [written_as(kind).__qualname__ for kind in kinds if written_as(kind) is not BackwardHookFunction]

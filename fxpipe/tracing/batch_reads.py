@@ -1,7 +1,7 @@
-"""What a step reads of the numbers and strings in its batch, found while it is traced.
+"""Finds, while a step is traced, which numbers and strings of its batch it reads.
 
-A number is traced as a tensor without dimensions, which keeps to the types that Python's number would give. A string is
-an object that notes every use. A step that asks for the value of one is traced again, with that one a constant.
+A number is traced as a tensor without dimensions that promotes types as a Python number does. A string becomes an
+object that notes every use. If the step asks for the value of one, it is traced again with that one as a constant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _TracedNumber(NamedTuple):
-    """A tensor that stands for a number, held so that no other has its id, and the leaves that it was made of."""
+    """A tensor in place of a number, kept alive so that its id stays unique, and the leaves that it was made of."""
 
     tensor: torch.Tensor
     leaves: frozenset[str]
@@ -38,7 +38,7 @@ class BatchReads:
     """The numbers and strings of a batch in one trace of a step.
 
     Attributes:
-        places: by the names of those whose values the step has read, the line where.
+        places: by the name of each one whose value the step has read, the line that reads it.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class BatchReads:
         return self._keep(tensor, frozenset([leaf]))
 
     def text(self, leaf: str, value: Any) -> Any:
-        """What stands for a string, or a list of them, until the step uses it."""
+        """A placeholder for a string, or a list of them, until the step uses it."""
         return _kind_of(type(value))(value, lambda: self._read([leaf]))
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any, traced: Callable[..., Any]) -> Any:
@@ -98,7 +98,7 @@ class BatchReads:
 
 
 def _as_python(number: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.dtype:
-    """The type in which a number meets other tensors, so that they give what Python's number would."""
+    """The type of a number next to other tensors that gives the result the type a Python number would give."""
     kind = {torch.int64: 1, torch.bool: True}.get(number.dtype, 1.0)
     wide = max(others, key=lambda t: (t.is_complex(), t.is_floating_point(), t.dtype != torch.bool, t.dim()))
     if wide.dim() and ((wide.is_floating_point() and number.dtype == torch.int64) or wide.dtype in _HALF):
@@ -111,7 +111,7 @@ _NOT_READS = {"__class__", "__new__", "__init__", "__getattribute__", "__setattr
 
 
 def _kind_of(of: type) -> type:
-    """A class of objects that act as one of another class, and call a function before they are used."""
+    """A class of objects that act as objects of another class, and call a function before each use."""
     if of in _KINDS:
         return _KINDS[of]
 
@@ -138,10 +138,10 @@ def _kind_of(of: type) -> type:
 
 
 def of_what_is_read(batch: Batch, trace: Callable[[Batch, BatchReads], Made]) -> tuple[Made, Mapping[str, str | None]]:
-    """What a trace of a step returns, in which just those numbers and strings are constants whose values it reads.
+    """Trace a step with only those numbers and strings as constants whose values it reads.
 
     Returns:
-        That, and the lines where constants are read, by their names.
+        What `trace` returns, and by the name of each constant the line that reads it.
 
     Raises:
         CaptureError: as `trace`.
@@ -156,7 +156,7 @@ def of_what_is_read(batch: Batch, trace: Callable[[Batch, BatchReads], Made]) ->
         except CaptureError:
             if not batch.plain:
                 raise
-            if not reads.places:  # what fails may be a call that takes no tensor for a number
+            if not reads.places:  # maybe a call failed that takes no tensor as a number
                 reads.places = dict.fromkeys(batch.plain)
         places |= reads.places
         batch = replace(batch, constants=(*batch.constants, *reads.places))

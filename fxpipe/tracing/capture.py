@@ -1,4 +1,4 @@
-"""Capture: an ordinary training step becomes one joint graph of forward, loss and backward; metrics, one of forward.
+"""Capture: an ordinary training step becomes one joint graph of forward, loss and backward; metrics, a forward.
 
 This file, with `joint` (which reads what comes out), is all that depends on torch's private tracing API,
 `aot_export_joint_with_descriptors`. It traces the eager module (never an exported one, which loses the backward of a
@@ -6,9 +6,8 @@ custom autograd.Function). The model's tensors are handed in as plain inputs, ea
 input whose gradients autograd itself sums, and a buffer shared by two modules is updated in order.
 
 When torch changes that API: this file needs a functional ATen graph of `(loss, gradients)` with mutated inputs as
-outputs, every input and output told apart (`meta["desc"]`), forward and backward nodes told apart
-(`meta["partitioner_tag"]`), a backward node's forward node (`meta["seq_nr"]`), and `current_meta["custom"]` copied to
-each node.
+outputs, the kind of every input and output (`meta["desc"]`), the phase of every node (`meta["partitioner_tag"]`), a
+backward node's forward node (`meta["seq_nr"]`), and `current_meta["custom"]` copied to each node.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.joint import Reader, Traced, frozen_updates
 from fxpipe.tracing.known_values import KnownValues
-from fxpipe.tracing.lasting_state import Unknown, still_changing, told
+from fxpipe.tracing.lasting_state import Unknown, noteworthy, still_changing
 from fxpipe.tracing.refusals import dense, evaluated, explain, own_gradients, scalar
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.step_metrics import forget_numbers, metric_tensors
 
 OF_HOOKS = "gradient hooks see one microbatch's gradient at a time"
-"""Begins a warning, for programs of one of several microbatches."""
+"""Begins a warning that matters only with several microbatches."""
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,13 +68,13 @@ def capture(
 
     Args:
         model: any module; put in train mode if it is not (its submodules stay as the user left them). If its parameters
-            have no values (`fxpipe.task.meta`), they count as being where the batch is.
+            have no values (`fxpipe.task.meta`), they count as on the batch's device.
         loss: returns a scalar tensor, or that and a dictionary of metrics: scalar tensors and numbers.
         batch: a pytree of tensors and plain constants; its shapes are the build's shapes.
         autocast: 'bf16' or 'fp16' to run the step under torch.autocast; nothing scales the loss yet.
-        constant_batch: the tensors of the batch whose values the step may read, as numbers, shapes and branches: by
-            their names, `batch['grid']`, or their keys. Every later batch must have the same.
-        state_notes: whether to find out what the step's changes of Python state do to its later calls.
+        constant_batch: names (`batch['grid']`) or keys of the tensors in the batch whose values the step may read, as
+            numbers, shapes and branches. Every later batch must have the same values.
+        state_notes: whether to find out if Python state that the step changes matters to its later calls.
 
     Raises:
         CaptureError: with the user's line, when the step cannot be one graph.
@@ -115,7 +114,7 @@ class CapturedEvaluation:
     Attributes:
         metrics: all their names, in the order of the user's dictionary.
         constants: those that are plain numbers.
-        gathered: those that have dimensions, where they are gathered.
+        gathered: those that have dimensions, if they are gathered.
     """
 
     program: Program
@@ -172,7 +171,7 @@ def _evaluation(model: nn.Module, metrics: Metrics, example: _Example, gathers: 
     with eval_mode(model), tensors.python.preserved():
         graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.values), *example.inputs], watch)
     computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
-    notes += [f"it changes {change}: the change is not kept" for change in told(tensors.changes)]
+    notes += [f"it changes {change}: the change is not kept" for change in noteworthy(tensors.changes)]
     traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed, evaluates=True)
     program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.batch.tree), device, None)
     constants = {name: float(v) for name, v in found.items() if name not in computed}
@@ -182,9 +181,9 @@ def _evaluation(model: nn.Module, metrics: Metrics, example: _Example, gathers: 
 
 @dataclass(frozen=True)
 class _Example:
-    """A batch as capture wants it, with its leaves as they are laid out, and the tensors that are traced.
+    """A batch for capture: its leaves with the layouts of their tensors, and the tensors that are traced.
 
-    Every tensor has memory of its own.
+    Every tensor has its own memory.
     """
 
     batch: Batch
@@ -289,12 +288,12 @@ def _trace(
             value = value.clone()  # a loss that is a parameter
         return [value, *(new[row].detach().clone() for row in replaced), *named.values()]
 
-    with tensors.python.preserved():  # what the backward changes, and the forward draws: the rest is put back
+    with tensors.python.preserved():  # undoes changes of the backward, draws of the forward
         before = tensors.python.snapshot()
         graph_module, notes = _export(step, [*tensors.inputs, *example.inputs], watch)
         tensors.changes += tensors.python.changes(before)
     if tensors.hooked:
-        notes.append(f"{OF_HOOKS}: those of {', '.join(tensors.hooked)}")
+        notes.append(f"{OF_HOOKS}: {', '.join(tensors.hooked)}")
     if named:
         forget_numbers(graph_module.graph, len(named))
     own = [f"the backward of {name}" for name in functions]
@@ -307,10 +306,10 @@ def _trace(
 def _state_notes(
     model: nn.Module, loss: Loss, example: _Example, tensors: HeldTensors, device: str, autocast: str | None, nodes: int
 ) -> list[str]:
-    """What the user should know of the Python state that the step changes.
+    """Notes for the user on the Python state that the step changes.
 
     Raises:
-        CaptureError: its later calls compute something else for it.
+        CaptureError: the changed state changes what its later calls compute.
     """
     changes = tensors.changes
     fake = KernelStrides(allow_non_fake_inputs=True)
@@ -341,12 +340,12 @@ def _state_notes(
         tensors.hook(held)
         stack.enter_context(fake)
         with contextlib.suppress(Unknown):
-            last = told(still_changing(run, watch, tensors.python, nodes))
+            last = noteworthy(still_changing(run, watch, tensors.python, nodes))
             places = {change.place for change in last}
             changes = [change for change in changes if change.place in places]
             met = {change.place for change in changes}
             changes += [change for change in last if change.place not in met]  # in what the first call has made
-    names = list(dict.fromkeys(str(change) for change in told(changes)))
+    names = list(dict.fromkeys(str(change) for change in noteworthy(changes)))
     if not names:
         return []
     return [
@@ -356,7 +355,7 @@ def _state_notes(
 
 
 def _gradients(loss: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
-    """As torch.autograd.grad, which as a torch call would hide from a recorder what hooks call."""
+    """torch.autograd.grad, whose own call, seen by a recorder, would hide from it what hooks call."""
     with DisableTorchFunction():
         one = torch.ones_like(loss)
     found: tuple[torch.Tensor | None, ...] = run_backward(
@@ -380,7 +379,7 @@ def _export(
             _tracing() as drew,
             checks.left_out() as unchecked,
         ):
-            warnings.simplefilter("ignore")  # of the tracer; the user's appeared when the model was made
+            warnings.simplefilter("ignore")  # the tracer's own; the user's appeared when the model was made
             warnings.filterwarnings("error", message=".*autograd kernel was not registered")  # a gradient would be lost
             traced = aot_export_joint_with_descriptors(stack, _Bare(function), made)
     except FxpipeError:
@@ -403,7 +402,7 @@ def _same_type(new: Any, old: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[Callable[[], bool]]:
-    """Tells afterwards whether Python's or numpy's random generator was used; restores all generators."""
+    """Yields a function that says if Python's or numpy's random generator was used; restores all generators."""
     log = logging.getLogger(FakeTensorMode.__module__)  # it would report errors that we explain anyway
     level = log.level
     log.setLevel(logging.CRITICAL)

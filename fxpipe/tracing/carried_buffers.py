@@ -13,8 +13,8 @@ from fxpipe.ir.program import Program, value
 def buffers_carried(programs: Sequence[Program]) -> tuple[Program, ...]:
     """Evaluations of one model, each for a shape of batch, without new values of buffers that no metric depends on.
 
-    What a metric depends on may be what an earlier batch has left, of this shape or another: so a buffer counts that a
-    metric reads, and one that the new value of such a buffer reads.
+    A metric may depend on what an earlier batch, of any shape, left in a buffer. So a buffer is carried if a metric
+    reads it, or if the new value of a carried buffer reads it.
     """
     read: set[str] = set()
     wanted: set[str] | None = None
@@ -40,7 +40,7 @@ def _needed(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _with_buffers(program: Program, names: set[str]) -> Program:
-    """The program with the new values of these buffers alone."""
+    """The program with the new values of only these buffers."""
     first = {b.node: b.names[0] for b in program.buffers}
     rest = [first[o.target] for o in program.outputs if o.kind == "buffer" and first[o.target] not in names]
     if not rest:

@@ -1,13 +1,13 @@
-"""Corrects the strides, and once the device, of torch's fake tensors where kernels do otherwise.
+"""Corrects strides of torch's fake tensors, and in one case the device, where kernels give others.
 
 Fake tensors compute the results of these operators by Python decompositions, which combine the arguments in another
-order than the kernel does. If the arguments have different layouts, the fake result has the layout of one of them and
-the real result that of another (torch 2.11 to 2.15). A graph traced this way contains views that the real values do not
-allow. Margin losses of a single sample have a dimension more in torch's fakes than in its kernels, which is corrected
-here as well. When torch has fixed this, these corrections change nothing and can go.
+order than the kernel does. If the arguments have different layouts, the fake result may have the layout of one and
+the real result the layout of another (torch 2.11 to 2.15). A graph traced this way contains views that the real values
+do not allow. Margin losses of a single sample have a dimension more in torch's fakes than in its kernels, which is
+corrected here as well. When torch has fixed this, these corrections change nothing and can go.
 
-These are the operators that networks are made of. What others give is laid out anew, where it may lie otherwise than
-foretold (`fxpipe/passes/keep_layouts.py`).
+These are the operators that networks are made of. The result of another one is copied into the traced layout where
+the real one may differ (`fxpipe/passes/keep_layouts.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Layout = Callable[..., torch.Tensor]  # from an operator's arguments, a tensor w
 
 
 def _in_order(*places: int) -> Layout:
-    """The layout of a kernel that works element by element: that of its first argument that has a layout."""
+    """The layout of an elementwise kernel's result: the layout of the first argument that has one."""
     return lambda *args: functools.reduce(torch.mul, [args[i] for i in places])
 
 
@@ -47,11 +47,11 @@ def _channels_last_like(place: int) -> Layout:
 
 
 def _margin_loss(place: int, dims: int) -> Layout:
-    """The shape of a margin loss: without reduction a number for every sample, which is no vector if there is no batch.
+    """The shape of a margin loss: without reduction a number for every sample, or a scalar if there is no batch.
 
     Args:
-        place: that of the reduction, which is a mean where it is not given.
-        dims: those of the targets of a batch.
+        place: where the argument `reduction` is; the default is the mean.
+        dims: how many dimensions the targets of a batch have.
     """
 
     def layout(*args: Any) -> torch.Tensor:
@@ -91,7 +91,7 @@ _CPU_LAYOUTS: dict[Any, Layout] = {
     aten.roll.default: _channels_last_like(0),
 }
 
-# Where their targets are. Kernels take bytes, which torch's fakes do not (torch 2.13).
+# The place of the targets. Kernels take uint8 targets, torch's fakes do not (torch 2.13).
 _LIKELIHOODS = {aten.nll_loss_forward.default: 1, aten.nll_loss_backward.default: 2}
 
 

@@ -47,8 +47,8 @@ class HeldTensors:
     Attributes:
         parameters: how many rows are parameters.
         registered: how many are parameters or buffers; plain attributes follow.
-        changes: what the step made of the Python state that it reaches, when it was last called inside `replaced`.
-        stand_ins: inside `replaced`, what replaces a tensor, by the id of each tensor that the model holds.
+        changes: how the last call inside `replaced` changed the Python state that the step reaches.
+        stand_ins: inside `replaced`, the tensor to use instead, by the id of each tensor that the model holds.
 
     Args:
         state: names of parameters that are the step's state and not trained: they count as buffers.
@@ -105,13 +105,13 @@ class HeldTensors:
 
     @functools.cached_property
     def python(self) -> PythonState:
-        """All else that the step can reach."""
+        """All other state that the step can reach."""
         hooks = [hook for p in self.values[: self.parameters] for hook in (backward_hooks(p) or {}).values()]
         return PythonState(self.model, (*self._functions, *hooks))
 
     @contextlib.contextmanager
     def replaced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, the model has `given` in place of its rows; afterwards it is as it was, but for what it has drawn.
+        """Inside, the model has `given` in place of its rows; afterwards its state from before, but for generators.
 
         Other holders of the model's tensors (an object, a closure) keep them: `stand_ins` says what to use instead.
         """
@@ -119,7 +119,7 @@ class HeldTensors:
         attributes = {key: self._attributes(tensor) for key, (tensor, _) in self._row_of.items()}
         filled: set[int] = set()
         try:
-            with self.python.preserved(draws=False):  # so that two calls draw otherwise
+            with self.python.preserved(draws=False):  # so that two calls draw different numbers
                 for module in self.model.modules():
                     for key, value in list(module.__dict__.items()):
                         if key not in _INTERNAL or key in _REGISTERED:
@@ -194,7 +194,7 @@ class HeldTensors:
         return found
 
     def put_back(self) -> None:
-        """Inside `replaced`: undo what `rebound` tells, which is the pipeline's to keep."""
+        """Inside `replaced`: undo the replacements that `rebound` returns: the pipeline keeps those values."""
         rows = self.rebound()
         for place in self._places:
             if place.row in rows:
@@ -259,19 +259,19 @@ class HeldTensors:
             )
 
     def _attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """What the stand-in of a tensor has in `__dict__`, now that it has what the user has set on the tensor."""
+        """The `__dict__` of the stand-in of a tensor, with the attributes that the user has set on the tensor."""
         own = vars(self.stand_ins[id(tensor)])
         own.update({name: value for name, value in vars(tensor).items() if name not in own})
         return dict(own)
 
     def _refuse_attributes(self, before: dict[int, dict[str, Any]]) -> None:
-        """Refuse what the step sets on the model's tensors themselves: their stand-ins have it, and lose it."""
+        """Refuse attributes that the step sets on the model's tensors: stand-ins get them, and they are lost."""
         for key, (tensor, row) in self._row_of.items():
             for name, value in vars(self.stand_ins[key]).items():
                 users = name in vars(tensor) or (name not in before[key] and not name.startswith("_"))
                 if users and before[key].get(name, self) is not value:
                     raise CaptureError(
-                        f"the step sets {name} on {self.names[row][0]}, and nothing keeps what is set on a tensor",
+                        f"the step sets {name} on {self.names[row][0]}: attributes of tensors are not kept",
                         hint="set it on the module",
                         page="python-state",
                     )

@@ -79,7 +79,7 @@ class Globals:
     """Some names of a module, which functions read or assign.
 
     Args:
-        own: the module is the user's; of another one, functions, classes and modules are no state.
+        own: the module is the user's; of others, functions, classes and modules are not state.
     """
 
     def __init__(self, module: dict[str, Any], prefix: str = "", own: bool = True) -> None:
@@ -103,7 +103,7 @@ class Globals:
 
 
 class ClassAttributes:
-    """What a class of the user's holds for all of its objects: not its functions, not what Python put there."""
+    """The attributes of a user's class, without its functions and what Python adds."""
 
     def __init__(self, thing: type, name: str) -> None:
         self.thing, self.name = thing, name
@@ -145,13 +145,13 @@ class Cell:
 
 
 class Members:
-    """A list, deque, set or dictionary, or what is derived from one: then its own methods are passed by."""
+    """A list, deque, set or dictionary, or an object of a derived class, whose own methods are not used."""
 
     def __init__(self, container: Any, name: str) -> None:
         self.container, self.name = container, name
         self.kind: Any = next(kind for kind in KINDS if isinstance(container, kind))
         if isinstance(container, OrderedDict):
-            self.kind = OrderedDict  # which keeps its order beside the dictionary
+            self.kind = OrderedDict  # which keeps its order outside of the dictionary
 
     def read(self) -> Content:
         if self.kind is set:
@@ -172,7 +172,7 @@ class Members:
 
 
 class Single:
-    """What has one value that is read and written by calls."""
+    """A holder of one value, which calls read and write."""
 
     def __init__(self, thing: Any, name: str) -> None:
         self.thing, self.name = thing, name
@@ -203,10 +203,10 @@ class Bytes(Single):
 
 
 class Generator(Single):
-    """The state of a generator of random numbers of Python's or numpy's.
+    """The state of a random generator of Python or numpy.
 
     Args:
-        shared: it is the process's own, which `random` and `numpy.random` draw from.
+        shared: it is the generator of the process, which `random` and `numpy.random` draw from.
     """
 
     def __init__(self, thing: Any, name: str, shared: bool = False) -> None:
@@ -230,7 +230,7 @@ class Generator(Single):
 
 
 class Advancing(Single):
-    """How far an iterator of Python's is, as far as it tells. It cannot be put back."""
+    """The position of an iterator of Python's, if it can be read. It cannot be put back."""
 
     def read(self) -> Content:
         frame = getattr(self.thing, "gi_frame", None)
@@ -243,12 +243,12 @@ class Advancing(Single):
         return {"": object() if left < 0 else str(left).encode()}
 
     def write(self, content: Mapping[Any, Any]) -> None:
-        """It stays where it is."""
+        """Do nothing."""
 
 
 class Memory(Single):
-    """What a function under functools.lru_cache has kept. A new entry is forgotten with all others: it is a tensor of
-    the trace, and they are computed again."""
+    """The cache of a function under functools.lru_cache. If it has grown, all entries are dropped and computed again:
+    the new one is a tensor of the trace."""
 
     def read(self) -> Content:
         return {"": str(self.thing.cache_info().misses).encode()}

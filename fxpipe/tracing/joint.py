@@ -1,6 +1,6 @@
 """Reads the traced joint graph into a Program: flat, nodes named after modules, each with its record, and the tables.
 
-torch's descriptors (`meta["desc"]`) tell inputs and outputs apart, `partitioner_tag` tells forward and backward apart;
+torch's descriptors (`meta["desc"]`) say what an input or output is, `partitioner_tag` whether a node is of the forward;
 `seq_nr` leads from a backward node to the origin of its forward node.
 """
 
@@ -171,7 +171,7 @@ class Reader:
         return slots
 
     def _caches(self, slots: Sequence[fx.Node]) -> tuple[int, ...]:
-        """The rows that the step fills again, in another shape and without reading them: the program does without them.
+        """The rows that the step replaces by another shape, without reading them: the program leaves them out.
 
         Raises:
             CaptureError: it reads one, or one is saved with the weights.

@@ -1,13 +1,13 @@
 """Traces an operator that has a kernel and a gradient formula as itself, not as a decomposition that torch prefers.
 
 torch's Python dispatcher, under which a joint graph is traced, has Python code in place of the autograd of some
-operators, and that code is not always the kernel's equal (torch 2.13):
+operators, and that code does not always compute what the kernel does (torch 2.13):
 
-- `multilabel_margin_loss_forward` sums over all labels, also those behind the first −1;
+- `multilabel_margin_loss_forward` sums over all labels, also after the first −1;
 - `multi_margin_loss` passes a gradient where an entry is exactly at the margin, and keeps a NaN that the kernel drops;
-- resizing (`upsample_…`) gathers and scatters by index, which rounds otherwise, in bf16 by percents.
+- resizing (`upsample_…`) gathers and scatters by index, which rounds differently, in bf16 by percents.
 
-Eager PyTorch runs the kernels, so a captured step does too. When torch has mended its decompositions, this only keeps
+Eager PyTorch runs the kernels, so a captured step does too. When torch has fixed its decompositions, this only keeps
 graphs short.
 """
 
@@ -41,7 +41,7 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 def replaced() -> list[OpOverload]:
-    """The operators that torch would trace as Python code though they have a kernel or C++ code that leads to one.
+    """The operators that torch would trace as Python code although they have a kernel, or C++ code that calls one.
 
     Registrations make packets and overloads attributes of their namespaces: no other needs to be looked up.
     """

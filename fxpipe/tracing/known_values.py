@@ -1,9 +1,9 @@
 """Tensors whose values a step may read while it is traced: those of the batch that are constants of the capture.
 
-What a step computes of constants alone is known, too: it is computed beside the trace. Numbers, lists, branches and
-shapes that come of it are those of the batch at capture; whoever takes a later batch checks that it has the same
-constants (`fxpipe.task.batch`). Small tensors that a step makes of numbers (`torch.tensor([2])`) are known as long as
-nothing unknown is written into them.
+What a step computes from constants alone is known, too: it is computed with values as well. Numbers, lists, branches
+and shapes that follow from it are fixed at capture; whoever takes a later batch checks that it has equal constants
+(`fxpipe.task.batch`). Small tensors that a step makes of numbers (`torch.tensor([2])`) are known until something
+unknown is written into them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KnownValues:
     """The tensors of one call of a step that have values while it is traced."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}  # by id of the step's; held, so that no other tensor has such an id
+        self._known: dict[int, _Known] = {}  # by id of the step's tensor, kept alive so that ids stay unique
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -58,8 +58,8 @@ class KnownValues:
         """What a torch call returns.
 
         Args:
-            traced: makes the call, traced, with the arguments that it is given; a third says what it counts as, where
-                that is a call with others.
+            traced: makes the traced call with the arguments that it is given; a third argument, if given, is compared
+                between runs of the step instead of these.
         """
         tensors = list(tensors_in((args, kwargs)))
         if not tensors:
@@ -153,7 +153,7 @@ class KnownValues:
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """What a traced tensor holds now: another object once it was written into."""
+    """What a traced tensor holds now: another object after a write."""
     return held_by(tensor) if isinstance(tensor, FunctionalTensor) else tensor
 
 
@@ -181,7 +181,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Arguments of a torch call with other things in place of tensors; a list in which none is another stays itself."""
+    """Arguments of a torch call with each tensor changed; a list in which nothing changes stays the same object."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):

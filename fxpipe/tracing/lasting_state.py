@@ -1,9 +1,9 @@
-"""Does Python state that a step changes decide what its later calls compute? Tried on fake tensors, as eager would.
+"""Tries on fake tensors whether Python state that a step changes decides what its later calls compute.
 
-A graph holds a step as it was at its first call. So the step runs again and again, forward and backward, without its
-Python state being put back, and then with counters far ahead and lists grown long. If what decides its results stays
-the same, the state does not matter: it may be a log. If not, capture would train something else than eager does, and is
-refused.
+A graph holds a step as it was at its first call. So the step runs again and again, forward and backward, as in eager
+training: its Python state is kept; and then with counters far ahead and lists grown long. If what decides its results
+stays the same, the state does not matter: it may be a log. If not, the graph would compute something else than eager
+does, and capture is refused.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from fxpipe.tracing.origin import TracedStep
 from fxpipe.tracing.step_calls import Departure
 
 RUNS = 4
-"""Calls of the step whose state goes on: caches are filled by the first, and the rest must be alike."""
+"""Calls of the step that keep its state: the first fills caches, the others must be equal."""
 
 AHEAD = (10, 100, 1_000, 10_000, 1_000_000)
 """What counters are set to, and how many members lists are grown by: where branches of later steps begin."""
 
 MORE = 12
-"""Calls after these, where there is what cannot be set: draws of random numbers, iterators, sets, texts."""
+"""Further calls where state cannot be set: draws of random numbers, iterators, sets, texts."""
 
 NODES = 2_500
-"""Nodes of the first `RUNS` together, at most, where the step changes nothing that is seen: calls take time."""
+"""Most nodes of the first `RUNS` calls together, where the step changes nothing visible: calls take time."""
 
 LATER = 86_400.0
 """Seconds that clocks are set ahead by, in the last call."""
 
 
 class Unknown(Exception):
-    """The step cannot be called again and again on fake tensors."""
+    """The step cannot be called repeatedly on fake tensors."""
 
 
 def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonState, nodes: int) -> list[Change]:
-    """What the step goes on changing that does not matter to its results.
+    """The changes that the step still makes, without an effect on its results.
 
     Args:
-        run: calls the step; `watch.calls` compares those that its results depend on.
-        nodes: of the step, which say what a call costs; 0 if it is known to change something.
+        run: calls the step; `watch.calls` compares the torch calls that its results depend on.
+        nodes: how many the step has, a measure of what a call costs; 0 if it is known to change something.
 
     Raises:
-        CaptureError: it does matter.
-        Unknown: it cannot be told.
+        CaptureError: they have an effect.
+        Unknown: it cannot be found out.
     """
     first, last = python.snapshot(), list[Change]()
     runs = min(RUNS, NODES // nodes) if nodes else RUNS
@@ -103,9 +103,9 @@ def _ahead(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
     return lambda: clock() + seconds if threading.get_ident() == own else clock()
 
 
-def told(changes: Sequence[Change]) -> list[Change]:
-    """The changes that a user should know of though no result depends on them: an object's own are its affair, and of
-    the process's generators of random numbers `fxpipe.tracing.capture` tells."""
+def noteworthy(changes: Sequence[Change]) -> list[Change]:
+    """The changes that a user should know of though no result depends on them: not an object's own, and not the
+    process's random generators, which `fxpipe.tracing.capture` reports."""
     return [c for c in changes if c.kind != "object" and not getattr(c.holder, "shared", False)]
 
 
@@ -133,17 +133,17 @@ def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first:
 def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> CaptureError:
     if not changes:
         return CaptureError(
-            "the step's later calls compute something else, and fxpipe does not see for what: a clock, a file, what a "
-            "C library or an installed package keeps. A graph would keep the first call",
+            "the step's later calls compute something else, and fxpipe does not see why: a clock, a file, state of a "
+            "C library or an installed package. A graph would repeat the first call",
             where=watch.where(found.place),
-            hint="let train_data() find it out and put it into the batch, as a tensor; or keep it in a buffer of the "
+            hint="read it in train_data() and put it into the batch as a tensor; or keep it in a buffer of the "
             "model that the step changes by torch calls",
             page="python-state",
         )
     if all(isinstance(change.holder, Generator) for change in changes):
         return CaptureError(
-            f"the step draws random numbers from {listed([c.place for c in changes], 4)}, and its later calls compute "
-            "something else for them: a graph would keep the first call",
+            f"the step draws random numbers from {listed([c.place for c in changes], 4)}, so its later calls compute "
+            "something else: a graph would repeat the first call",
             where=watch.where(found.place),
             hint="draw with torch (torch.rand, F.dropout, torch.where over a drawn mask), or draw in train_data() and "
             "pass it in the batch",
@@ -151,7 +151,7 @@ def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> 
         )
     stale = {id(tensor) for tensor in found.stale}
     holding = [c for c in changes if _holds(c, stale)] if stale else []
-    values = told(changes)
+    values = noteworthy(changes)
     names = list(dict.fromkeys(str(change) for change in holding or values or changes))
     if stale:
         cure = (
@@ -165,7 +165,7 @@ def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> 
             "the model once"
         )
     return CaptureError(
-        f"the step changes {listed(names, 4)}, and its later calls compute something else for it: a graph would keep "
+        f"the step changes {listed(names, 4)}, so its later calls compute something else: a graph would repeat "
         "the first call",
         where=watch.where(found.place),
         hint=cure,
@@ -184,7 +184,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_restless(change: Change) -> bool:
-    """Whether it may go on to what the calls so far have not come to."""
+    """Whether it may still become what no call so far has seen."""
     if isinstance(change.holder, (Advancing, Bytes, Generator)):
         return True
     return change.kind != "object" and not (_is_count(change) or _grown(change))
@@ -204,7 +204,7 @@ def _grown(change: Change) -> Any:
 
 
 def _put_ahead(change: Change, target: int) -> None:
-    """Set a counter so that this run and the next pass the target; give a list more of its last member."""
+    """Set a counter so that this run and the next pass the target; repeat a list's last member."""
     if _is_count(change):
         step = change.new - change.old
         value = type(change.new)((target if step > 0 else -target) - step)

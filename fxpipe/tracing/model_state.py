@@ -1,4 +1,4 @@
-"""Keeps what a step reaches in Python (attributes, globals, closures, containers), and tells what the step changed."""
+"""Keeps what a step reaches in Python (attributes, globals, closures, containers), and finds what the step changed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Snapshot = list[tuple[Holder, Content]]
 
 
 class Change(NamedTuple):
-    """What the step made of a value that it can reach.
+    """A change that the step has made to a value that it can reach.
 
     Attributes:
-        key: where its holder has it; `WHOLE` if it is the holder itself, a container of another size.
+        key: the value's key in its holder; `WHOLE` if it is the holder itself, a container of another size.
         kind: 'value' of a number, a text or the like; 'size' of a container; 'object' for anything else.
     """
 
@@ -56,8 +56,8 @@ class PythonState:
     """All that a step can reach in Python.
 
     Args:
-        functions: the step's; the model's own code is looked into anyway.
-        passed: objects that are passed by.
+        functions: the step's; the model's own code is always looked into.
+        passed: objects to skip.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PythonState:
         self.holders = self._walk.found
 
     def look_again(self) -> Snapshot:
-        """Take in what the step has made since, and say what it holds."""
+        """Add what the step has made since, and return a snapshot."""
         known = len(self.holders)
         self._walk.go_on()
         return [(holder, holder.read()) for holder in self.holders[known:]]
@@ -89,7 +89,7 @@ class PythonState:
             put_back(before)
 
     def name_of(self, value: Any) -> str | None:
-        """How the user writes a value that something holds; None if nothing known does."""
+        """The user's expression for a value that a known holder has; None if there is none."""
         for holder in self.holders:
             for key, held in holder.read().items():
                 if held is value:
@@ -97,12 +97,12 @@ class PythonState:
         return None
 
     def changes(self, before: Snapshot) -> list[Change]:
-        """What is not as it was in a snapshot."""
+        """What differs from a snapshot."""
         return [change for holder, content in before for change in _changes(holder, content)]
 
 
 def put_back(before: Snapshot) -> None:
-    """Have everything hold what it held at a snapshot."""
+    """Restore what everything held at a snapshot."""
     for holder, content in before:
         if not _same(holder.read(), content):
             holder.write(content)
@@ -131,7 +131,7 @@ def _changes(holder: Holder, old: Content) -> Iterator[Change]:
 
 
 def _change(holder: Holder, key: Any, was: Any, now: Any) -> Iterator[Change]:
-    """What one value has become; of an object that another one of its class replaces, what is not the same in it."""
+    """How one value has changed; if another object of its class replaces it, how that one differs."""
     if _is_plain(was) and _is_plain(now):
         if not _equal(was, now):
             yield Change(holder, key, "value", was, now)

@@ -93,8 +93,8 @@ def recording(
     Args:
         watch: one for all calls of a step.
         given: the tensors that the step is called with.
-        stand_ins: by the id of a tensor, what to call torch with instead; for the model's own tensors that an object, a
-            closure or functools.partial holds.
+        stand_ins: by the id of a tensor, the tensor to call torch with instead; for the model's own tensors that an
+            object, a closure or functools.partial holds.
         known: the tensors whose values it may read.
         reads: the numbers and strings of the batch.
 
@@ -185,7 +185,7 @@ class _Recorder(TorchFunctionMode):
         """What a torch call returns, now that it is known where it comes from.
 
         Args:
-            counts_as: the arguments by which it is the same call at every run of the step, if not by these.
+            counts_as: the arguments to compare between runs of the step, instead of these.
         """
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute
@@ -209,7 +209,7 @@ class _Recorder(TorchFunctionMode):
         return mapped(value, lambda tensor: self.stand_ins.get(id(tensor), tensor))
 
     def is_update(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether `tensor.data = value` is a copy_: the model's own tensor, not trained, and a fresh value."""
+        """Whether `tensor.data = value` may be a copy_: into an untrained tensor of the model, of a new value."""
         return (
             id(tensor) in self.own
             and not tensor.requires_grad
@@ -305,7 +305,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def version_hint() -> str:
-    """The hint for errors that come if torch's tracing internals have changed."""
+    """The hint for errors that may come from changed tracing internals of torch."""
     return f"fxpipe is tested with torch {', '.join(TESTED)}; this is torch {torch.__version__}"
 
 

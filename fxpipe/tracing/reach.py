@@ -2,8 +2,8 @@
 
 A function reaches what its code names: globals, variables of enclosing functions, default arguments, its own
 attributes, what it sets on modules. An object reaches its attributes and the code of its class, a cache what it has
-kept. Code of torch, of Python and of installed packages
-is not looked into; their objects are. The walk is breadth first and ends after `MOST` holders.
+kept. Code of torch, of Python and of installed packages is not looked into; their objects are. The walk is breadth
+first and ends after `MOST` holders.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxpipe.tracing import holders, user_lines
 from fxpipe.tracing.holders import Holder
 
 MOST = 10_000
-"""Holders outside the model's modules: enough for what people write, and milliseconds to look through."""
+"""Most holders outside the model's modules: enough for what people write, and milliseconds to look through."""
 
 _ATOMS = (*holders.PLAIN, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size, torch.Generator, enum.Enum)
 _WRAPPERS: dict[type, tuple[str, ...]] = {
@@ -60,11 +60,11 @@ _SPACES = (
 
 
 class Walk:
-    """Goes from what a step is made of to all that holds state which it can read or write.
+    """Walks from a step's functions and model to all holders of state that it can read or write.
 
     Args:
         roots: functions of the step.
-        passed: objects that are passed by.
+        passed: objects to skip.
 
     Attributes:
         found: the holders so far; the model's modules and their containers come first.
@@ -72,7 +72,7 @@ class Walk:
 
     def __init__(self, model: nn.Module, roots: Iterable[Any], passed: Iterable[Any] = ()) -> None:
         self.found: list[Holder] = []
-        self.seen = {id(each): each for each in passed}  # the objects, so that none goes and another gets its id
+        self.seen = {id(each): each for each in passed}  # the objects, kept alive so that ids stay unique
         self.queue: deque[tuple[Any, str]] = deque()
         self.names: dict[int, holders.Globals] = {}  # by module
         self.draws(random.random, "random")
@@ -102,8 +102,8 @@ class Walk:
         self.found.append(holders.Generator(function.__self__, name, shared=True))
 
     def run(self, most: int, only: tuple[type, ...] = (object,)) -> None:
-        """Look at what was met, until there is no more of it or so many holders are found; leave what is of no such
-        type for later."""
+        """Look at what was met, until nothing is left or `most` holders are found; leave objects of other types for
+        later."""
         end, later = len(self.found) + most, []
         while self.queue and len(self.found) < end:
             value, name = self.queue.popleft()
@@ -192,7 +192,7 @@ class Walk:
         self.use(function.__globals__, set(_mentioned(code)))
 
     def use(self, module: dict[str, Any], names: set[str]) -> None:
-        """A function mentions these names, of its own module or of others that it has under one of them."""
+        """Note that a function mentions these names, of its own module or of a module that one of them is."""
         spaces: list[tuple[dict[str, Any], str, bool]] = [(module, "", True)]
         met = {id(module)}
         for space, prefix, own in spaces:

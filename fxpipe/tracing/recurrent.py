@@ -6,10 +6,10 @@ All are defects of `torch._decomp.decompositions`; the first two do not show whe
   (torch 2.11 to 2.15).
 - `select_one_layer_lstm_function` looks only at the input: an LSTM that reads the data directly becomes
   `mkldnn_rnn_layer` in inference mode, which has no backward (torch 2.11 to 2.15).
-- `one_layer_lstm` returns the last states with a dimension in front, which the states before have not (torch 2.11).
+- `one_layer_lstm` returns the last states with one dimension more than the first states (torch 2.11).
 
-On CUDA a layer whose parameters are replaced, as here by stand-ins, lays them out anew for cuDNN, by their addresses,
-which stand-ins have not (torch 2.11); a trace has no use for it.
+On CUDA a layer whose parameters are replaced, as here by stand-ins, moves them together in memory for cuDNN. That needs
+addresses, which stand-ins do not have (torch 2.11); a trace does not need it.
 
 When torch has fixed them, these replacements compute the same and can go.
 """
@@ -28,7 +28,7 @@ from fxpipe.torch_private import RNN_HELPER, decompositions
 
 @contextlib.contextmanager
 def trainable() -> Iterator[None]:
-    """Inside, recurrent layers are traced as they train."""
+    """Inside, recurrent layers are traced as in training."""
     helper: Any = getattr(decompositions, RNN_HELPER, None)
     select: Any = getattr(decompositions, "select_one_layer_lstm_function", None)
     layers: Any = nn.RNNBase
@@ -51,7 +51,7 @@ def trainable() -> Iterator[None]:
 def _one_layer_lstm(
     input: torch.Tensor, hidden: Sequence[torch.Tensor], *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """torch's, with last states of the shapes of the first."""
+    """torch's function, with last states of the shapes of the first ones."""
     value, last = decompositions.one_layer_lstm(input, hidden, *rest, **options)
     pairs = zip(last, hidden, strict=True)
     return value, tuple(new if new.dim() == old.dim() else new.squeeze(0) for new, old in pairs)

@@ -21,7 +21,7 @@ from fxpipe.tracing.step_metrics import check_metric
 
 _USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
 _NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__", "__complex__")
-"""Calls that turn a tensor into a number; a branch asks for its truth, which torch answers by the first."""
+"""Calls that turn a tensor into a number; a branch calls bool(), for which torch calls the first."""
 
 
 _IN_NESTED = re.compile(r"[/\\]torch[/\\]nested[/\\]")
@@ -53,9 +53,9 @@ CAUSAL = Refusal(
     "data-dependent",
 )
 VARIANCE = Refusal(
-    "the step depends on the values of a tensor: F.gaussian_nll_loss looks whether a variance is negative, and "
+    "the step depends on the values of a tensor: F.gaussian_nll_loss checks whether a variance is negative, and "
     "branches on that",
-    "write it out: 0.5 * (var.log() + (mean - target) ** 2 / var), of a var that is clamped to a smallest one",
+    "write it out, with var clamped to a minimum: 0.5 * (var.log() + (mean - target) ** 2 / var)",
     "data-dependent",
 )
 NUMBER = Refusal(
@@ -73,7 +73,7 @@ SHAPE = Refusal(
 CTC = Refusal(
     "the step depends on the values of a tensor: F.ctc_loss keeps for its backward a tensor whose shape depends on "
     "values, the lengths, even where they are constants",
-    "there is no cure for torch's own; the page has a function of plain operators that computes the same",
+    "use the function on the page, which computes the same with plain operators",
     "data-shapes",
 )
 NUMPY = Refusal("the step leaves torch for numpy", "use torch functions instead, or do it in train_data()", "numpy")
@@ -126,7 +126,7 @@ CAUSES = (
         r"support the deepcopy protocol",
         Refusal(
             "the step copies a module or a parameter (copy.deepcopy), which no graph can hold",
-            "make the copy in model() and keep it as a module, with requires_grad_(False) if it is not to be trained",
+            "make the copy in model() and keep it as a module, with requires_grad_(False) if it is not trained",
             "kept-tensors",
         ),
     ),
@@ -286,14 +286,14 @@ def dense(tensors: HeldTensors) -> None:
 
 
 def within_backward(parameter: str | None, where: str | None) -> None:
-    """Check that a constant that only the backward reads is no parameter.
+    """Check that a constant that only the backward reads is not a parameter.
 
     Raises:
-        CaptureError: it is: what an autograd.Function computes anew with it would bypass the graph.
+        CaptureError: it is one: what an autograd.Function computes with it again would bypass the graph.
     """
     if parameter is not None:
         raise CaptureError(
-            f"the backward of an autograd.Function computes with parameter {parameter} anew, as reversible blocks do: "
+            f"the backward of an autograd.Function computes with parameter {parameter} again, as reversible blocks do: "
             "its gradient would bypass the graph",
             where=where,
             hint="call the blocks as ordinary modules, without the Function; torch.utils.checkpoint.checkpoint around "
@@ -303,7 +303,7 @@ def within_backward(parameter: str | None, where: str | None) -> None:
 
 
 def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTensors) -> None:
-    """Check that only the model's parameters would get a gradient: capture holds all others as they are.
+    """Check that only the model's parameters would get a gradient: capture treats all others as constants.
 
     Raises:
         CaptureError: the loss has a gradient with respect to a tensor from elsewhere.

@@ -1,14 +1,14 @@
-"""The torch calls of a step, compared between its runs: a graph holds it as it was at one of them.
+"""Compares the torch calls of a step between its runs, because a graph repeats one run.
 
-A call is compared with its numbers, the identity of its tensors, and the values of constants. Three ask:
+A call is compared with its numbers, the identity of its tensors, and the values of constants. This is done twice:
 
 - Tracing calls the step at least twice, from the same Python state: to learn about its outputs, then to record it. All
   calls must be the same: capture would freeze what Python draws, counts or reads from a clock. Only the first run may
   differ: it may have filled a cache.
-- `lasting_state` runs it on fake tensors with its state going on, as in eager training; and then with counters far
-  ahead. Only calls that the results depend on are compared, so that logging may do as it likes. A tensor that was made
-  without the step's arguments, such as a table of positions, goes by how it was made: a cache of it is no difference,
-  whichever run filled it. One that an earlier run computed from the step's arguments is state of the step.
+- `lasting_state` runs it on fake tensors, keeping its state as in eager training; and then with counters far ahead.
+  Only calls that the results depend on are compared: logging may differ. A tensor that was made without the step's
+  arguments, such as a table of positions, is identified by how it was made, so it does not matter which run put it into
+  a cache. One that an earlier run computed from the step's arguments is state of the step.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fxpipe.tracing.user_lines import is_within_users
 
 Place = tuple[str, int]
 Call = tuple[str, Any, Any]
-"""Of a torch function: its name, and tokens for its arguments."""
+"""The name of a torch function, and tokens for its arguments."""
 
 _MARK = "_fxpipe_made"
-"""On a tensor: the run of the step that made it, and its token."""
+"""An attribute of a tensor: the run of the step that made it, and its token."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _TRACED = (FakeTensor, FunctionalTensor)
@@ -59,12 +59,12 @@ class _Made(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """Where a run computes in another way than the first.
+    """Where a run computes something else than the first.
 
     Attributes:
         place: the line.
-        before, now: what the first run has called there, and this one; None where it calls no more.
-        stale: the tensors of earlier runs that it reads, if it is for them.
+        before, now: the calls there, of the first run and of this one; None if it makes no more calls.
+        stale: the tensors of earlier runs that it reads, if they are the cause.
     """
 
     place: Place
@@ -77,8 +77,8 @@ class StepCalls:
     """The torch calls of each run of a step.
 
     Args:
-        every: compare all calls; else those that the results depend on, and those of the backward: hooks, and functions
-            of the user's.
+        every: compare all calls; else only those that the results depend on, and those of the backward: hooks and
+            functions of the user's.
 
     Attributes:
         runs: how often the step has been called.
@@ -108,7 +108,7 @@ class StepCalls:
         self._changed: Any = None
 
     def know_constants(self, mode: FakeTensorMode) -> None:
-        """From now on, what the mode makes of a tensor with values goes by them: no call tells those of
+        """From now on, identify what the mode makes of a tensor with values by them: no call has those of
         `torch.from_numpy(array)`."""
         converter: Any = mode.fake_tensor_converter
         convert = converter.from_real_tensor
@@ -155,7 +155,7 @@ class StepCalls:
             where: returns the line of this call, and the user's line that led to it.
         """
         if self._backward <= len(self._calls) and not is_within_users(sys._getframe(1)):
-            return  # how torch foretells what its own kernels return
+            return  # torch predicts what its own kernels return
         for tensor in self._outside:
             self.outside.setdefault(id(tensor), (tensor, where()))
         results = list(_traced(result))

@@ -63,7 +63,7 @@ def _scalar(name: Any, value: Any, device: str, where: str | None) -> Tensor:
         raise CaptureError(
             f"loss(model, batch) returned a metric named {name!r}, which the step has already",
             where=where,
-            hint="name it otherwise: 'ce'",
+            hint="choose another name, such as 'ce'",
         )
     if not isinstance(value, Tensor):
         return torch.full((), float(value), dtype=torch.float32, device=device)
@@ -74,9 +74,9 @@ def _scalar(name: Any, value: Any, device: str, where: str | None) -> Tensor:
 
 
 def forget_numbers(graph: fx.Graph, count: int) -> None:
-    """Take autograd's numbers from the forward nodes that serve the step's metrics alone: they have no backward.
+    """Remove autograd's numbers from the forward nodes that serve only the step's metrics: they have no backward.
 
-    What no gradient goes through has the number of the call that comes after it, whose backward it would be given.
+    A node without gradient has the number of the next call, and would be given that call's backward.
 
     Args:
         graph: the traced one.

@@ -14,10 +14,10 @@ which any release may change."""
 
 
 def standing(version: TorchVersion) -> str:
-    """`yes`, or `no: …` with where the version stands among those that are.
+    """`yes` for a tested version, else `no: …` with its place among the tested ones.
 
     Args:
-        version: `torch.__version__`; its local label, such as `+cpu`, tells builds of one release apart.
+        version: `torch.__version__`; its local label, such as `+cpu`, says which build of a release it is.
     """
     if version.partition("+")[0] in TESTED:
         return "yes"
@@ -25,5 +25,5 @@ def standing(version: TorchVersion) -> str:
     if not older:
         return f"no: older than {TESTED[0]}, the oldest that fxpipe supports"
     if older == len(TESTED):
-        return f"no: newer than {TESTED[-1]}, the newest that is"
-    return f"no: between {TESTED[older - 1]} and {TESTED[older]}, which are"
+        return f"no: newer than {TESTED[-1]}, the newest that is tested"
+    return f"no: between {TESTED[older - 1]} and {TESTED[older]}, which are tested"

@@ -29,7 +29,7 @@ def refused() -> Iterator[None]:
     """Inside, torch.manual_seed and its like, a GradScaler's calls, and hooks for saved tensors are errors.
 
     Raises:
-        CaptureError: from the call; or in the end, of a generator that was reached in another way.
+        CaptureError: from the call; or at the end, if a generator was seeded in another way.
     """
     generator, saved = torch.default_generator, list[tuple[Any, str, Any]]()
     state = _state(generator)
@@ -72,7 +72,7 @@ def _seeding(owner: str) -> Refuse:
 
 
 def _standing_in(name: str, _: Any) -> Any:
-    """A generator in the place of torch's own: what a step calls of it is no torch call."""
+    """In the place of torch's own generator: what a step calls of it is not a torch call."""
     methods = {method: functools.partial(_seed, f"torch.{name}.{method}") for method in _OF_GENERATOR}
     return type("Generator", (torch.Generator,), methods)()
 

@@ -1,8 +1,8 @@
 """Leaves torch's own checks of values, which no graph can hold, out of the step.
 
 `torch._check_tensor_all` and `torch._check_tensor_all_with` raise if an element is False. Libraries call them to
-tell torch.compile what is true: transformers compares the image tokens of a text with its images. The user is told
-about them. `torch.distributions` checks its parameters and samples unless the default validate_args is False.
+inform torch.compile: transformers compares the image tokens of a text with its images. The user gets a note for each.
+`torch.distributions` checks its parameters and samples unless the default validate_args is False.
 """
 
 from __future__ import annotations

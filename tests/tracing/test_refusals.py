@@ -260,7 +260,7 @@ class Blocks(nn.Module):
 
 def test_a_reversible_block_is_named_and_its_cure_trains() -> None:
     with pytest.raises(
-        CaptureError, match=r"computes with parameter block\.(weight|bias) anew, as reversible"
+        CaptureError, match=r"computes with parameter block\.(weight|bias) again, as reversible"
     ) as caught:
         fxpipe.capture(Blocks(reversible=True), loss, data())
     assert caught.value.page == "backward"

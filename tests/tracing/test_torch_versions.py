@@ -36,12 +36,12 @@ def test_they_are_in_order() -> None:
         ("2.15.0+cu130", "yes"),
         ("2.10.1", "no: older than 2.11.0, the oldest that fxpipe supports"),
         ("2.11.0a0+git1", "no: older than 2.11.0, the oldest that fxpipe supports"),
-        ("2.12.0", "no: between 2.11.0 and 2.13.0, which are"),
-        ("2.13.1+cpu", "no: between 2.13.0 and 2.15.0, which are"),
-        ("2.15.0.dev20260901", "no: between 2.13.0 and 2.15.0, which are"),
-        ("2.15.1", "no: newer than 2.15.0, the newest that is"),
-        ("2.100.0", "no: newer than 2.15.0, the newest that is"),
-        ("3.0.0", "no: newer than 2.15.0, the newest that is"),
+        ("2.12.0", "no: between 2.11.0 and 2.13.0, which are tested"),
+        ("2.13.1+cpu", "no: between 2.13.0 and 2.15.0, which are tested"),
+        ("2.15.0.dev20260901", "no: between 2.13.0 and 2.15.0, which are tested"),
+        ("2.15.1", "no: newer than 2.15.0, the newest that is tested"),
+        ("2.100.0", "no: newer than 2.15.0, the newest that is tested"),
+        ("3.0.0", "no: newer than 2.15.0, the newest that is tested"),
     ],
 )
 def test_where_a_version_stands(monkeypatch: pytest.MonkeyPatch, version: str, said: str) -> None:
