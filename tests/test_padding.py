@@ -63,7 +63,7 @@ def test_a_loss_of_the_mean_over_all_tokens_is_warned_of() -> None:
         return each.mean(), {"largest": each.max(), "smallest": each.min()}
 
     warnings = built(mean).warnings
-    assert sum("padding changes the loss" in w and "(so for 1 more of the shapes)" in w for w in warnings) == 1
+    assert sum("padding changes the loss" in w and "(the same for 1 more shapes)" in w for w in warnings) == 1
     assert not any("padding changes the metric 'largest'" in w for w in warnings)
 
 
@@ -103,5 +103,5 @@ def test_values_without_a_length_and_captured_programs_are_refused() -> None:
     with pytest.raises(TaskError, match="not to multiples of what"):
         built(pad_to=None)
     program = fxpipe.capture(model_of(), loss, batch_of(8))
-    with pytest.raises(BatchError, match="there is nothing to pad"):
+    with pytest.raises(BatchError, match="it cannot be padded"):
         fxpipe.lower(program, workers=2, pad=PAD, pad_to=8)

@@ -135,7 +135,7 @@ def test_batches_of_another_shape_compute_the_same_again(tmp_path: Path) -> None
 
 
 def test_a_wrong_level_is_refused() -> None:
-    with pytest.raises(CutError, match="recompute='some' is none of none, auto, full"):
+    with pytest.raises(CutError, match="recompute='some' is not one of none, auto, full"):
         lowered("gpt", recompute="some")
 
 

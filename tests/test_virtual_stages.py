@@ -79,7 +79,7 @@ def test_stages_with_a_process_each_do_not_run_as_a_v(schedule: str) -> None:
         ({"schedule": "zb-v", "virtual": 3}, "2 workers on each rank, not 3"),
         ({"schedule": to_csv(make("zb-v", 6, 4))}, "for 3 ranks, not 2"),
         ({"schedule": to_csv(make("zb-v", 4, 2))}, "for 2 microbatches, not 4"),
-        ({"schedule": to_csv(make("zb-v", 4, 4)), "virtual": 2}, "says itself how many stages"),
+        ({"schedule": to_csv(make("zb-v", 4, 4)), "virtual": 2}, "itself says how many stages"),
         ({"schedule": "no.csv"}, "cannot be read"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How far a step is from eager PyTorch's: the steps' numbers, and their relative errors."""
+"""How far a step is from eager PyTorch's: the numbers of both, and their relative errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from fxpipe.stages.compare import wide_dtype
 
 LIMIT = 1e-4
-"""The largest relative error that is right without more ado; `own_rounding` looks at what is off by more."""
-FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
+"""The largest relative error that counts as right; `own_rounding` examines larger ones."""
+FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's if larger
 SMALLEST = 1e-3
-"""A metric that is nearer to zero than this is measured against this."""
+"""The error of a metric nearer to zero than this is relative to this."""
 CANCELS = 1e5
-"""A loss whose terms cancel is rounding: its error is relative to so many last bits of the largest gradient's norm."""
+"""A loss whose terms cancel is rounding: its error is relative to this many last bits of the largest gradient's
+norm."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,14 @@ class Agreement:
 
     Attributes:
         gradients, buffers: of each parameter's gradient, and of each buffer's new value, by name.
-        not_compared: why nothing is known of loss and gradients, whose errors are then none; '' if they were compared.
-        not_finite: what is infinite or NaN in eager PyTorch itself: there only the places of that were compared.
-            Buffers, such as masks, may be infinite.
+        not_compared: why loss and gradients were not compared, and have no errors; '' if they were.
+        not_finite: what is infinite or NaN in eager PyTorch itself: of these only the positions of such values were
+            compared. Buffers, such as masks, may be infinite.
         zero: the parameters whose gradients are zero in eager PyTorch, so that this batch says little of them.
-        metrics: of each metric, against what it is of the whole batch, or what its values on the microbatches make.
-        rounding: the errors that rounding explains, by gradient, or `THE_LOSS`: above, they are none.
-        cause: why rounding does not explain an error that is left.
-        notes: what else to say of how it was compared.
+        metrics: of each metric, against its value on the whole batch, or what its values on the microbatches make.
+        rounding: the errors that rounding explains, by gradient, or `THE_LOSS`; the fields above leave them out.
+        cause: why rounding does not explain a remaining error.
+        notes: remarks on how it was compared.
     """
 
     loss: float
@@ -48,7 +49,7 @@ class Agreement:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The largest error, and of what it is, in words."""
+        """The largest error, and the name of what has it."""
         found = {"the loss": self.loss} | {f"the gradient of {n}": error for n, error in self.gradients.items()}
         found |= {f"the new value of {n}": error for n, error in self.buffers.items()}
         found |= {f"the metric {n}": error for n, error in self.metrics.items()}
@@ -64,7 +65,7 @@ class Agreement:
 
 
 def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
-    """The one of several with the largest error, which says so where another could not be compared."""
+    """The agreement with the largest error of several, with a note if another could not be compared."""
     found = list(agreements)
     worst = max(found, key=lambda agreement: agreement.largest)
     return replace(
@@ -83,9 +84,9 @@ def _each(*names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Step:
-    """What one minibatch gives: the loss, the mean gradients and the buffers' values after it, by first names.
+    """The result of one minibatch: the loss, the mean gradients and the buffers' values after it, by first names.
 
-    `metrics` has those of each batch that was stepped on: one of a whole minibatch, or one of each microbatch.
+    `metrics` has an entry for each batch stepped on: the whole minibatch, or each microbatch.
     `draws_again`: backward has drawn random numbers.
     """
 
@@ -100,8 +101,8 @@ def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
     """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero.
 
     Args:
-        floor: errors of gradients are relative to this part of the largest gradient's norm, if theirs is less; those
-            of the loss to no more of it, either (`CANCELS`).
+        floor: errors of gradients are relative to this part of the largest gradient's norm, if their own is less; the
+            error of the loss, too, but to no more than `CANCELS` allows.
     """
     # In float64: the norm of a float16 may be infinite. An infinite gradient would hide what is wrong with all others.
     norms = {n: g.detach().to(wide_dtype(g)).norm().item() for n, g in eager.gradients.items()}
@@ -123,7 +124,7 @@ def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
 
 
 def of_minibatch(eager: Step, weights: Sequence[float] = ()) -> list[dict[str, float]]:
-    """What the metrics of a minibatch may be, by those of its microbatches: means, sums, weighted means."""
+    """What the metrics of a minibatch may be, computed from its microbatches: means, sums, weighted means."""
     rows, count = eager.metrics, len(eager.metrics)
     names = rows[0] if rows else ()
     found = [{n: sum(row[n] for row in rows) / divisor for n in names} for divisor in (count, 1)]
@@ -133,7 +134,7 @@ def of_minibatch(eager: Step, weights: Sequence[float] = ()) -> list[dict[str, f
 
 
 def metric_errors(found: Step, expected: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """How far each metric is from the nearest of what it may be, relative to that."""
+    """How far each metric is from the nearest of its possible values, relative to that value."""
     (own,) = found.metrics
     return {name: min(_off(value, one[name]) for one in expected) for name, value in own.items()}
 
@@ -151,7 +152,7 @@ def _eps(loss: torch.Tensor) -> float:
 def relative_error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
     """The norm of the difference over the norm of what is expected, or over `floor` if that is more.
 
-    Infinite where nothing or another shape was found, or where other values are not finite than should be.
+    Infinite if `found` is missing or of another shape, or if other values are infinite or NaN than expected.
     """
     if found is None or found.shape != expected.shape:
         return math.inf

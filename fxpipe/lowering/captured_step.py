@@ -1,4 +1,4 @@
-"""The step as the options ask for it: captured on one of its microbatches, and compared with eager PyTorch."""
+"""The step as the options ask for it: captured on one microbatch, and compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CapturedStep:
     Attributes:
         program: of one microbatch.
         whole_loss: the pass that makes the microbatches' losses the whole batch's; None for one microbatch.
-        shapes: the same of minibatches of other shapes.
+        shapes: the captured steps of minibatches of other shapes.
         options: as asked, with the number of microbatches.
     """
 
@@ -48,19 +48,18 @@ def captured_step(
     last: Batch | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> CapturedStep:
-    """Capture the step, and choose the number of microbatches where none is asked.
+    """Capture the step, and choose the number of microbatches if none is given.
 
-    A schedule without a flush trains as well with one microbatch, only with staler weights: so it is one where the
-    batch cannot be cut as the schedule would like it, or its loss is not one of microbatches, and a warning says why
-    and what it costs; likewise where the batch, or the last one of an epoch, is too small for as many as the schedule
-    would like.
+    Without a flush a schedule also works with one microbatch, only with staler weights. So it gets one where the batch
+    cannot be cut into the number that suits the schedule, or where microbatches would change the loss; likewise fewer
+    where the batch, or the last one of an epoch, is too small. A warning says why and what it costs.
 
     Args:
         batch: one whole minibatch.
         shapes: more minibatches: those of another shape, or with other constants, are captured, too.
-        last: a smaller one, such as comes last in an epoch. The number of microbatches that is chosen divides it, too;
-            where its step cannot be captured, a warning says so.
-        say: is told which further shape is being captured.
+        last: a smaller minibatch, such as the last of an epoch. The number of microbatches that is chosen divides it,
+            too; where its step cannot be captured, a warning says so.
+        say: is called with the further shape that is being captured.
 
     Raises:
         FxpipeError: as `capture_microbatch` and `checked_loss`.
@@ -98,8 +97,8 @@ def _chosen(
         late = _late(step.options)
         return _late_warned(
             step,
-            f"one microbatch a minibatch, so that forwards miss {late} updates: not "
-            f"{'several' if decided is None else decided.count}, since {error.what}",
+            f"one microbatch a minibatch, so that forwards miss {late} updates; "
+            f"{'several' if decided is None else decided.count} are not possible: {error.what}",
             "--microbatches says what can be done about it",
         )
     late = _late(step.options)
@@ -108,7 +107,7 @@ def _chosen(
     if step.options.count < without.count:
         return _late_warned(
             step,
-            f"{_microbatches(step.options.count)}, so that forwards miss {late} updates: not {without.count}, which do "
+            f"{_microbatches(step.options.count)}, so that forwards miss {late} updates; {without.count} do "
             f"not divide the last, smaller batch of an epoch ({last})",
             f"drop_last=True gives {without.count}",
         )
@@ -123,10 +122,10 @@ def _chosen(
 def _decided(
     options: CompileOptions, batches: Sequence[Batch], last: Batch | None
 ) -> tuple[CompileOptions, CompileOptions]:
-    """The options with the number of microbatches, and with what it were without the last, smaller batch.
+    """The options with the number of microbatches, and what that would be without the last, smaller batch.
 
     Raises:
-        BatchError: a batch cannot be cut; the last one may be such.
+        BatchError: a batch cannot be cut; perhaps the last one.
     """
     without = options.for_batches(batches)
     if last is None:
@@ -142,7 +141,7 @@ def _microbatches(count: int) -> str:
 
 
 def _idle(step: CapturedStep, usual: int, last: Batch | None) -> CapturedStep:
-    """With a warning of what it costs a schedule with a flush that the last batch allows no more microbatches.
+    """With a warning of the idle time if the last batch allows fewer microbatches, for a schedule with a flush.
 
     Of workers that are equally fast, each is idle for (N−1)/(M+N−1) of the time with M microbatches (Huang et al. 2019,
     GPipe, section 2.3).
@@ -150,8 +149,8 @@ def _idle(step: CapturedStep, usual: int, last: Batch | None) -> CapturedStep:
     count, others = step.options.count, step.options.workers - 1
     idle, less = (others / (m + others) for m in (count, usual))
     text = (
-        f"{_microbatches(count)}, which leaves workers idle about {idle:.0%} of the time: {usual}, with {less:.0%}, "
-        f"do not divide the last, smaller batch of an epoch ({last}); drop_last=True in the DataLoader "
+        f"{_microbatches(count)}, which leaves workers idle about {idle:.0%} of the time; {usual} would leave "
+        f"{less:.0%}, but do not divide the last, smaller batch of an epoch ({last}); drop_last=True in the DataLoader "
         f"gives {usual}, or choose a batch size that leaves no such rest"
     )
     return _warned(step, text)
@@ -228,7 +227,7 @@ def _check_shares(batch: Batch, options: CompileOptions) -> None:
     try:
         size = options.cut(batch).samples
     except BatchError:
-        return  # the step may not read what is of another size, or capture says it
+        return  # the step may not read leaves of other sizes; else capture refuses
     if size % options.count == 0:
         return
     own = options.own_count
@@ -242,7 +241,7 @@ def _check_shares(batch: Batch, options: CompileOptions) -> None:
 
 
 def _check_divisible(program: Program, first: Batch, other: Batch, options: CompileOptions) -> None:
-    """Refuse a batch that the microbatches do not divide where those of the first are cut.
+    """Refuse a batch whose leaves cannot be cut into microbatches where those of the first batch are.
 
     Raises:
         BatchError: names the numbers that divide both.

@@ -1,4 +1,4 @@
-"""Which edges get codecs: as asked, or for `auto` just those whose links the workers wait for."""
+"""Which edges get codecs: as asked, or with `auto` only the edges whose links the workers wait for."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ WORTH = 0.02
 """How much faster a pipeline must become for codecs that lose something to be worth it."""
 
 SLACK = 0.005
-"""How much slower it may become by leaving a codec out where it hardly matters."""
+"""How much slower it may become without a codec that hardly matters."""
 
 PLAIN = Encoding()
-"""Values travel as they are."""
+"""Values travel without codecs."""
 
 Way = tuple[str, int, int]
-"""A kind of edge, and the workers that it is between."""
+"""A kind of edge, and the two workers that it connects."""
 
 
 def way_of(edge: EdgeSpec) -> Way:
-    """The way that an edge takes."""
+    """The way of an edge."""
     return edge.kind, edge.src, edge.dst
 
 
 def of_edges(encoding: Encoding, ways: Collection[Way] | None, edges: Sequence[EdgeSpec]) -> dict[str, str]:
-    """The codec of each edge that gets one, by the edges' names.
+    """The codecs by edge name, for the edges that get one.
 
     Args:
-        ways: those that are encoded; None for all.
+        ways: the ways to encode; None for all.
     """
     taken = (e for e in edges if ways is None or way_of(e) in ways)
     return {e.name: text for e in taken if (text := encoding.codec_of(e.kind, e.tensor))}
 
 
 def like(plan: Plan) -> Codecs:
-    """What was asked for a plan, for the edges of another shape of batch; after `auto` the same ways get codecs."""
+    """The codecs asked for in a plan, for the edges of another shape of batch; `auto` encodes the same ways."""
     asked = Encoding.parse(plan.codec)
     if not asked.auto:
         return partial(of_edges, asked, None)
@@ -73,7 +73,7 @@ def like(plan: Plan) -> Codecs:
 def emit_encoded(
     emitter: Emitter, encoding: Encoding, observers: Sequence[Observer], lines: PassLines
 ) -> tuple[Program, Build]:
-    """Cut and emit a program whose edges have codecs; the build warns of those that lost much in the accuracy study.
+    """Cut and emit a program whose edges have codecs; the build warns of codecs that lost much in the accuracy study.
 
     Raises:
         CutError: as `choose_cuts`.
@@ -93,7 +93,7 @@ def emit_encoded(
 
 
 def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float, float]:
-    """The cuts, the encoding, the ways that it is for, and the seconds of a minibatch without codecs and with them."""
+    """The cuts, the encoding, the ways to encode, and the seconds of a minibatch without codecs and with them."""
     choice = emitter.choose(emitter.setting)
     trial = _Forecasts(emitter, choice)
     plain = best = trial.seconds(PLAIN, frozenset())
@@ -136,7 +136,7 @@ class _Forecasts:
         return forecast(*encoded(plan, costs, codecs, self._times)).seconds_per_minibatch
 
     def fewest(self, encoding: Encoding, ways: frozenset[Way], best: float) -> frozenset[Way]:
-        """The ways without those that hardly matter: the links that are busy least go first.
+        """The ways without those that hardly matter: those on the least busy links go first.
 
         Takes a number of forecasts that is logarithmic in the ways.
         """
@@ -152,7 +152,7 @@ class _Forecasts:
         return frozenset(ordered[low:])
 
     def _occupies(self, way: Way) -> float:
-        """How long a link is busy with what takes this way and all others between its workers, in this direction."""
+        """How many seconds a link is busy with this way and all others between its workers in this direction."""
         _, src, dst = way
         plan = self._build.plan
         links = self._build.costs.links.on([plan.rank_of(worker) for worker in range(plan.workers)])
@@ -163,7 +163,7 @@ class _Forecasts:
 def encoded(
     plan: Plan, costs: BuildCosts, codecs: Mapping[str, str], times: Mapping[str, CodecTimes]
 ) -> tuple[Plan, BuildCosts]:
-    """A plan and its costs as they would be if these of its edges had these codecs."""
+    """A plan and its costs with these codecs on these edges."""
     edges = tuple(_encoded(edge, codecs.get(edge.name, "")) for edge in plan.edges)
     workers = list(costs.workers)
     for edge in edges:

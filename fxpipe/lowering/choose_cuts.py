@@ -1,4 +1,4 @@
-"""Where forward and backward are cut: as given, before the modules that were named, or as the planner finds best."""
+"""Where forward and backward are cut: as given, before named modules, or as the planner finds best."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WORTH = 0.02
 
 @dataclass(frozen=True)
 class Choice:
-    """The cuts, and what came of choosing them.
+    """The cuts, and what the choice found.
 
     Attributes:
-        partitions: those that the planner compared, the chosen one last; none where the cuts were given.
+        partitions: the partitions that the planner compared, the chosen one last; empty if the cuts were given.
         rooms: how much each worker may keep between the actions of microbatches; empty where nothing limits it.
     """
 
@@ -40,14 +40,14 @@ def choose_cuts(
     """The cuts of a program whose units are numbered.
 
     Args:
-        profile: what its units cost.
+        profile: the costs of its units.
         setting: what the planner plans for.
-        known: what it would find, if that is known.
+        known: the planner's result, if it is already known.
 
     Raises:
-        TooLittleMemory: nothing fits; says what would.
+        TooLittleMemory: nothing fits; the error says what would.
         CutError: more workers than units, an unknown path, cuts out of order, cuts for another number of workers or
-            units, or one that would part the readers of a buffer from the unit that updates it.
+            units, or a cut that would separate readers of a buffer from the unit that updates it.
     """
     if options.planned:
         found = (known,) if known is not None else _planned(profile, options, setting)
@@ -68,7 +68,7 @@ def choose_cuts(
 
 
 def _rooms(partition: Partition, options: CompileOptions, setting: Setting) -> tuple[Room, ...]:
-    """What each worker's memory leaves for the values that it keeps between actions."""
+    """How much each worker's memory leaves for the values that it keeps between actions."""
     if not options.recomputes:
         return ()
     if options.recompute == "full":
@@ -89,7 +89,7 @@ def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tup
         )
     widest = "bidirectional" if options.cuts == "auto" else str(options.cuts)
     if options.replicas and not options.kind.synchronous and options.cuts == "auto":
-        widest = "same"  # others would have copies of weights, which such a run refuses (`fxpipe.policy.recipe`)
+        widest = "same"  # other cuts would need copies of weights, which such a run refuses (`fxpipe.policy.recipe`)
     found = advised_partitions(profile, setting, options.stages, ("same", widest))
     chosen = found[widest]
     if options.cuts == "auto" and "same" in found:
@@ -103,8 +103,8 @@ def _gain(separate: Partition, same: Partition) -> float:
 
 
 def lost_in_noise(compared: Sequence[Partition], profile: Profile) -> str:
-    """Why forward and backward have the same cuts although others are faster, by the partitions that `choose_cuts`
-    compared; '' where that is not so."""
+    """Why forward and backward share cuts although separate ones are faster, from the partitions that `choose_cuts`
+    compared; '' if they are not."""
     *others, chosen = compared
     noise, gain = profile.noise(len(chosen.loads)), max((_gain(other, chosen) for other in others), default=0.0)
     if chosen.mode != "same" or not WORTH < gain <= noise:
@@ -114,7 +114,7 @@ def lost_in_noise(compared: Sequence[Partition], profile: Profile) -> str:
 
 def _pinned(units: Sequence[str], options: CompileOptions) -> Cuts:
     asked = (("--fp-cut", options.forward_at), ("--bp-cut", options.backward_at))
-    alone = not (options.forward_at and options.backward_at)  # these cuts are those of both phases
+    alone = not (options.forward_at and options.backward_at)  # both phases have these cuts
     found = [_positions(units, paths, option, options.stages, alone) for option, paths in asked if paths]
     count = len(units)
     return Cuts((0, *found[0], count), (0, *found[-1], count))
@@ -152,7 +152,7 @@ def _refuse_parted_buffers(units: Sequence[str], profile: Profile, forward: Iter
     for position in forward:
         if position in profile.uncut:
             raise CutError(
-                f"the forward cut before unit {position} ({units[position]}) parts the readers of buffer "
+                f"the forward cut before unit {position} ({units[position]}) separates readers of buffer "
                 f"{profile.uncut[position]} from the unit that updates it",
                 hint="move the cut before or after all modules that use this buffer",
             )

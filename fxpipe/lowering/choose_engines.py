@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fxpipe.build.build import Build
 
 BUDGET = 1.0
-"""Seconds for which a part is measured on all its engines together, after each has run `LEAST` times."""
+"""Seconds for which a part is measured on all engines together, after each has run `LEAST` times."""
 
 LEAST, MOST = 3, 50
 """Rounds; in each, every engine runs once, in turn."""
@@ -63,8 +63,8 @@ def choose_engines(
         leaves: the batch leaves of one microbatch by their names.
         backend: 'auto', or an engine for all parts, which is then only checked and timed against eager.
         threads: CPU threads of one worker; by default its share of the cores, as in a run.
-        budget: seconds of measuring a part, on all its engines together.
-        known: what engines made of an earlier build; used if it is of the same parts.
+        budget: seconds of measuring a part, on all engines together.
+        known: what engines made of an earlier build; used if the parts are the same.
         say: is called with the part that is being built and timed.
 
     Raises:
@@ -79,7 +79,7 @@ def choose_engines(
         worker_threads(threads, plan.processes),
         torch.random.fork_rng([torch.cuda.current_device()] if plan.device == "cuda" else []),
         torch.no_grad(),
-        without_codecs(),  # they are not the engine's, and would show a difference of rounding as one of a whole step
+        without_codecs(),  # an engine does not run them, and they turn a rounding error into a whole quantization step
     ):
         cache = Path(temporary) / ENGINES_FOLDER
         if known is not None and known.is_dir():
@@ -141,7 +141,7 @@ def _with_engines(plan: Plan, times: Sequence[EngineTime]) -> Plan:
 
 
 def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]:
-    """An engine waits for all that a part receives before it starts, and sends all that it makes at its end."""
+    """The timings if an engine receives everything before a part starts, and sends everything after it ends."""
     edges = {e.name: e for e in plan.edges}
 
     def on_engine(worker: int, phase: Phase) -> bool:
@@ -155,7 +155,7 @@ def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]
 
 
 def _chosen(files: Mapping[str, bytes], names: set[str | None]) -> dict[str, bytes]:
-    """The files of the engines that were chosen: each has a file or a folder of its own, and its digest."""
+    """The files of the chosen engines: each has its own file or folder, and its digest."""
     wanted = {entry for name in names if name is not None for entry in names_of(name)}
     return {path: content for path, content in files.items() if path.partition("/")[0] in wanted}
 
@@ -165,7 +165,7 @@ class _EngineTrial:
     """One part on all engines.
 
     Attributes:
-        strict: whether an engine that fails is an error; otherwise it is left out.
+        strict: whether an engine that fails is an error; else it is left out.
     """
 
     part: PurePart
@@ -176,7 +176,7 @@ class _EngineTrial:
     budget: float
 
     def times(self, there: Mapping[str, str | None]) -> tuple[list[EngineTime], dict[str, str]]:
-        """A row for eager and one for each engine, and the names under which the engines' work is kept."""
+        """A row for eager and one for each engine, and the names of the engines' kept files."""
         part = self.part
         rows, ready = {}, {}
         for name, reason in there.items():
@@ -205,7 +205,7 @@ class _EngineTrial:
         return found, {name: made.kept for name, made in ready.items()}
 
     def _check(self, made: EnginePart) -> float:
-        """The engine's largest error. Raises BackendError: it is too large, or the engine fails when it runs."""
+        """The engine's largest error. Raises BackendError if it is too large, or the engine fails when it runs."""
         expected = self.call.run(made.judge(self.emitted), seed=0).flat()
         try:
             found = self.call.run(made, seed=0).flat()
@@ -218,7 +218,7 @@ class _EngineTrial:
     def _measure(self, functions: Mapping[str, Function]) -> dict[str, list[float]]:
         """Seconds of every call, engines in turn; the first round warms up."""
         spans: dict[str, list[float]] = {name: [] for name in functions}
-        most = LEAST if len(functions) == 1 else MOST  # a single one is compared with nothing
+        most = LEAST if len(functions) == 1 else MOST  # a single engine is not compared
         clock = clock_of(self.part.device)
         for measured in Rounds(self.budget, LEAST, most, warm=1).run():
             for name, function in functions.items():

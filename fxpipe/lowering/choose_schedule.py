@@ -1,4 +1,4 @@
-"""Which schedule, with how many microbatches and which cuts: what `schedule="auto"` takes."""
+"""Chooses schedule, number of microbatches and cuts for `schedule="auto"`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fxpipe.task.hooks import Loss
 Say = Callable[[str], None]
 
 _CAPTURED_FOR = "1f1b"
-"""A step is the same for every schedule; this one wants no default of its own."""
+"""A step is the same for every schedule; this one has no defaults of its own."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Compared:
     """Schedules, each with several numbers of microbatches.
 
     Attributes:
-        best: what takes least time.
-        rows: what was compared, the best first; then the numbers of microbatches that no schedule can have.
-        samples: of a minibatch; None for a profile.
-        ratios: what travels for each byte of values.
+        best: the fastest.
+        rows: all candidates, the best first; then the numbers of microbatches that no schedule can use.
+        samples: in a minibatch; None for a profile.
+        ratios: the bytes that travel for each byte of values.
     """
 
     best: SimulatedPlan
@@ -51,13 +51,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class ChosenSchedule:
-    """What the search took, and what it knew.
+    """The choice of the search, and its results.
 
     Attributes:
         step: captured, with the schedule and the microbatches among its options.
-        known: its partition, by what travels for each byte of values.
-        costs: of the step as that schedule has it.
-        rows: what was compared, the chosen one first.
+        known: its partition, by the bytes that travel for each byte of values.
+        costs: of the step with that schedule.
+        rows: all candidates, the chosen one first.
     """
 
     step: CapturedStep
@@ -79,10 +79,10 @@ def choose_schedule(
 
     Args:
         batch, shapes, last: as for `captured_step`.
-        say: is told what is being done.
+        say: is called with what is being done.
 
     Raises:
-        CutError: nothing fits into memory; says what would. Or as `choose_cuts`.
+        CutError: nothing fits into memory; the error says what would. Or as `choose_cuts`.
         ScheduleError: workers are to have different numbers of replicas.
         FxpipeError: as `captured_step`, where no number of microbatches can be captured.
     """
@@ -100,7 +100,7 @@ def choose_schedule(
         return found[count].input
 
     def fixed(count: int) -> Cuts | None:
-        """The cuts, where they are given."""
+        """The cuts, if they are given."""
         one, own = found[count], found[count].step.options
         return None if own.planned else choose_cuts(one.program, one.whole, own, own.setting(one.program.device)).cuts
 
@@ -128,16 +128,16 @@ def compare(
     modes: Sequence[str] | None = None,
     fixed: Callable[[int], Cuts | None] = lambda count: None,
 ) -> Compared:
-    """Plan and simulate every schedule, or the one that is named, with several numbers of microbatches.
+    """Plan and simulate every schedule, or the named one, with several numbers of microbatches.
 
     Args:
-        read: captures and costs the step with so many microbatches.
-        counts: what is tried, and `otherwise` what is where none of these can be captured.
-        modes: the kinds of cuts; none: all that a schedule has a use for. None: as the options have it.
-        fixed: gives the cuts, where they are given.
+        read: captures and costs the step with a number of microbatches.
+        counts: the numbers to try; `otherwise` those to try if none of these can be captured.
+        modes: the kinds of cuts; if empty, all that a schedule can use; None: as the options say.
+        fixed: gives the cuts, if they are given.
 
     Raises:
-        CutError: nothing fits into memory; says what would.
+        CutError: nothing fits into memory; the error says what would.
         FxpipeError: as `read`, where no number of microbatches can be captured.
     """
     ratios = ratios_of(PLAIN if options.encoding.auto else options.encoding)
@@ -146,7 +146,7 @@ def compare(
     failures: list[FxpipeError] = []
 
     def sized(count: int) -> Sized | None:
-        """With so many microbatches; None: it cannot be captured so."""
+        """With this number of microbatches; None if it cannot be captured."""
         try:
             found = read(count, lambda text: say(f"{counted(count)}: {text}"))
         except FxpipeError as error:
@@ -158,7 +158,7 @@ def compare(
         return Sized(setting, found.whole, found.apart, samples=found.samples, fixed=fixed(count))
 
     def larger(count: int) -> Sized | None:
-        """With more; batch norms see microbatches: their number then changes what is trained."""
+        """With more microbatches, if batch norms do not change what is trained with them."""
         more = None if any(found.batch_norm for found in inputs) else counts.after(count)
         return None if more is None else sized(more)
 
@@ -178,7 +178,7 @@ def compare(
 
 
 def counts_of(options: CompileOptions, batches: Sequence[Batch]) -> Counts:
-    """The numbers of microbatches to try: the one that is asked, or such as divide all of these minibatches."""
+    """The numbers of microbatches to try: the given one, or divisors of all of these minibatches."""
     if options.microbatches is not None:
         return Counts((options.microbatches,))
     try:
@@ -189,12 +189,12 @@ def counts_of(options: CompileOptions, batches: Sequence[Batch]) -> Counts:
 
 
 def for_count(options: CompileOptions, count: int) -> CompileOptions:
-    """The options to capture and cost a step with so many microbatches, for whichever schedule."""
+    """The options to capture and cost a step with this number of microbatches, for any schedule."""
     return replace(options, schedule=_CAPTURED_FOR, policy=None, microbatches=count)
 
 
 def question(options: CompileOptions, momentum: bool = False) -> Question:
-    """What is searched, as the options ask it."""
+    """The search's question, from the options."""
     flush = options.synchronous or options.autocast == FLOAT16  # whose loss is scaled, see `check_loss_scaling`
     modes = () if options.cuts == "auto" or not options.planned else (str(options.cuts),)
     return Question(options.workers, schedules_of(flush), options.policy, momentum, modes, options.virtual)

@@ -1,4 +1,4 @@
-"""What codecs change of one step: the emitted stages with them against the same stages without."""
+"""How codecs change one step: the emitted stages with codecs against the same stages without."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from fxpipe.build.build import Build
 from fxpipe.lowering.agreement import relative_error
 from fxpipe.lowering.compare_with_eager import emitted_step
-from fxpipe.lowering.replicas_apart import of_one_replica
+from fxpipe.lowering.independent_replicas import of_one_replica
 from fxpipe.stages.compare import wide_dtype
 from fxpipe.task.loss_weights import LossWeight
 
 
 @dataclass(frozen=True)
 class CodecEffect:
-    """How far a step with codecs is from the same step without.
+    """How far a step with codecs is from the same step without them.
 
     Attributes:
         loss: the relative difference.
-        gradients: that of all gradients together, by their norm.
-        worst: the parameter whose gradient changes most, and by how much; those of less than a thousandth of the
-            largest gradient's norm are measured against that.
+        gradients: the relative difference of all gradients together, by their norm.
+        worst: the parameter whose gradient changes most, and by how much; relative to at least a thousandth of the
+            largest gradient's norm.
     """
 
     loss: float

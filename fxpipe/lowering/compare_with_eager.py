@@ -1,8 +1,8 @@
-"""Does the emitted code compute what eager PyTorch computes? One synchronous step of both, compared.
+"""Compares one synchronous step of the emitted code with eager PyTorch.
 
-The stages run one after the other in this process, microbatch by microbatch, on the example batch. Compared with a
-batch that is not cut, dropout drops nothing; microbatch by microbatch, forward draws random numbers in eager's own
-order, so that dropout stays on and the masks are the same.
+The stages run one after the other in this process, microbatch by microbatch, on the example batch. In the comparison
+with the whole batch, dropout drops nothing. Microbatch by microbatch, forward draws random numbers in eager's order, so
+dropout stays on with the same masks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fxpipe.build.build import Build
 from fxpipe.codecs import without_codecs
 from fxpipe.errors import CaptureError
 from fxpipe.lowering.agreement import FLOOR, LIMIT, Agreement, Step, _each, compare, metric_errors, of_minibatch
+from fxpipe.lowering.independent_replicas import of_one_replica
 from fxpipe.lowering.own_rounding import THE_LOSS, Exact, all_float64, in_float64, wide, without_rounding
-from fxpipe.lowering.replicas_apart import of_one_replica
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
@@ -48,21 +48,21 @@ def compare_with_eager(
 ) -> Agreement:
     """Run one minibatch both ways; the model is left as it was.
 
-    Eager PyTorch steps on the whole batch, where only batch norm takes the microbatches apart, and random numbers are
-    the same for every sample in both. Whatever cannot be compared so is compared microbatch by microbatch, with the
-    random numbers of a run: the new values of buffers, and a loss that is not meant to be the whole batch's
-    (`Plan.differs_from_whole`). Codecs do nothing meanwhile: `codec_effect` says what they change. Where values differ
-    beyond `LIMIT`, both steps in float64 say whether that is rounding (`without_rounding`).
+    Eager PyTorch steps on the whole batch; only batch norm sees one microbatch at a time, and random numbers are the
+    same for every sample in both. What cannot be compared this way is compared microbatch by microbatch, with the
+    random numbers of a run: the new values of buffers, and a loss that differs from the whole batch's by design
+    (`Plan.differs_from_whole`). Codecs are off: `codec_effect` says what they change. Where values differ by more than
+    `LIMIT`, both steps in float64 say whether that is rounding (`without_rounding`).
 
     Args:
         loss_weight: the hook that the build was compiled with, if any.
 
     Raises:
-        RunError: the emitted code fails, where eager PyTorch does not.
+        RunError: the emitted code fails, and eager PyTorch does not.
     """
     build, batch = of_one_replica(build, batch)
     plan = build.plan
-    eager = eager_step(plan, model, loss, batch, seed)  # first: a step that cannot run is not the emitted code's
+    eager = eager_step(plan, model, loss, batch, seed)  # first: if it cannot run, the emitted code is not to blame
     emitted = emitted_step(build, batch, seed, loss_weight)
     metrics = of_minibatch(eager, _weights(plan, batch, loss_weight))
     own = partial(_without_rounding, build, model, loss, batch, seed, loss_weight)
@@ -78,7 +78,7 @@ def compare_with_eager(
         emitted = emitted_step(build, batch, seed, loss_weight)
     whole = own(emitted, eager, FLOOR_OF_SUMS if plan.batch_norm else FLOOR, whole=True)
     whole = replace(whole, metrics=metric_errors(emitted, eager.metrics))
-    changed = bool(plan.made or plan.whole_numbers)  # the loss of a microbatch is not the user's function of it
+    changed = bool(plan.made or plan.whole_numbers)  # a microbatch's loss is not the user's function of that microbatch
     if changed:
         finite = tuple(name for name in by_parts.not_finite if name in by_parts.buffers)
         by_parts = replace(by_parts, loss=0.0, gradients={}, rounding={}, not_finite=finite)
@@ -87,7 +87,7 @@ def compare_with_eager(
         why = f"{', '.join(sorted(steady.unknown))} cannot draw alike for a batch and its microbatches"
         return replace(by_parts, not_compared=why) if changed else by_parts
     gradients = {n: max(error, by_parts.gradients.get(n, 0.0)) for n, error in whole.gradients.items()}
-    if plan.batch_norm and not changed:  # rounding grows through it, and other kernels serve other sizes
+    if plan.batch_norm and not changed:  # it amplifies rounding, and kernels differ by size
         gradients = by_parts.gradients
         whole = replace(whole, rounding={n: e for n, e in whole.rounding.items() if n == THE_LOSS})
     metric = {n: min(error, by_parts.metrics.get(n, error)) for n, error in whole.metrics.items()}
@@ -111,11 +111,11 @@ def _without_rounding(
     whole: bool = False,
     steady: bool = False,
 ) -> Agreement:
-    """Compared, without what rounding explains.
+    """The agreement without errors that rounding explains.
 
     Args:
-        whole: as of `eager_step`.
-        steady: random numbers are the same for every sample; so they are where `whole` is asked.
+        whole: as in `eager_step`.
+        steady: draws the same random numbers for every sample; always so if `whole`.
     """
 
     def exact() -> Exact | None:
@@ -140,7 +140,7 @@ def _without_draws(
     loss_weight: LossWeight | None,
     drawn: Agreement,
 ) -> Agreement:
-    """The agreement where eager's backward draws other random numbers than its forward: with the same for every sample.
+    """The agreement where eager's backward draws other random numbers than its forward: compared with steady numbers.
 
     Args:
         drawn: the agreement with random numbers.
@@ -158,18 +158,18 @@ def _without_draws(
 
 
 _DRAWS_AGAIN = (
-    "eager PyTorch draws others in backward than in forward (torch.utils.checkpoint with preserve_rng_state=False), "
-    "so its gradients are of another loss than the one it returns; a stage draws once"
+    "eager PyTorch draws other random numbers in backward than in forward (torch.utils.checkpoint with "
+    "preserve_rng_state=False), so its gradients do not belong to the loss that it returns; a stage draws once"
 )
 
 
 class SumOfMicrobatches:
-    """The loss and the gradients of a minibatch, from those of its microbatches.
+    """The loss and the gradients of a minibatch, summed over its microbatches.
 
     Args:
         divisor: what the sums are divided by.
-        metrics: the names of what comes after the loss, in one tensor.
-        scale: what the losses together were multiplied by before backward, which divided it, too; None if nothing was.
+        metrics: the names of the values after the loss, in one tensor.
+        scale: the factor on the losses before backward, which divided them, too; None if there was none.
     """
 
     def __init__(self, divisor: int, metrics: Sequence[str] = (), scale: float | None = None) -> None:
@@ -199,7 +199,7 @@ class SumOfMicrobatches:
 
 
 def _weights(plan: Plan, batch: Any, loss_weight: LossWeight | None) -> list[float]:
-    """How much each microbatch counts, if that is not the same."""
+    """How much each microbatch counts, if not all count the same."""
     if not plan.loss_weight or loss_weight is None:
         return []
     return [float(w) for w in weights_of(loss_weight, _cut(plan, batch), 0, "cpu")]
@@ -214,7 +214,7 @@ def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int =
     """One minibatch in eager PyTorch; the model is left as it was.
 
     Args:
-        whole: whether on the whole batch, of which batch norm alone sees one microbatch at a time, or microbatch by
+        whole: on the whole batch, of which only batch norm sees one microbatch at a time; else microbatch by
             microbatch as the plan cuts it.
     """
     parts = [Batch.of(batch)] if whole else _cut(plan, batch)
@@ -246,15 +246,15 @@ def run_eagerly(
 ) -> Step:
     """The sums of the losses and gradients of some batches in eager PyTorch; the model is left as it was.
 
-    The model itself runs, with its own tensors: nothing of how capture looks at a model is taken for granted.
+    The model itself runs, with its own tensors: independent of how capture treats a model.
 
     Args:
         parts: the batches, one after the other.
         parameters: the names of each parameter, and whether it is trained.
         context: what the loss is computed in.
         divisor: what the sums are divided by.
-        scale: what the losses together are multiplied by before backward, and their gradients divided by afterwards.
-        seed: of torch's generators at the first batch; the next number at the next one.
+        scale: what the summed losses are multiplied by before backward, and their gradients divided by afterwards.
+        seed: of torch's generators at the first batch; each next batch has the next number.
     """
     held = HeldTensors(model)
     known = dict(model.named_parameters(remove_duplicate=False))
@@ -275,7 +275,7 @@ def run_eagerly(
             total = total + value.detach().cpu() / divisor
         gradients = {}
         for names, trained in parameters:
-            # Names of one memory may be tensors of their own, each with its gradient.
+            # Several tensors may share one memory, each with its own gradient.
             tied = {id(known[name]): known[name].grad for name in names if name in known}
             found = [gradient for gradient in tied.values() if gradient is not None]
             if found and (trained or any(gradient.any() for gradient in found)):
@@ -290,7 +290,7 @@ def _eager(loss: Loss, call: str) -> Iterator[None]:
     """Errors in here are eager PyTorch's own: the step that was captured does not train without fxpipe.
 
     Raises:
-        CaptureError: says so, with eager's message.
+        CaptureError: with eager's message.
     """
     try:
         yield
@@ -298,14 +298,13 @@ def _eager(loss: Loss, call: str) -> Iterator[None]:
         raise CaptureError(
             f"eager PyTorch itself fails on this step, in {call}: {type(error).__name__}: {error}",
             where=user_lines.user_traceback(error) or user_lines.definition(loss),
-            hint="there is nothing to compare with: mend the step until it trains without fxpipe, which is "
-            "loss(model, batch).backward(), again and again",
+            hint="make the step train without fxpipe first: loss(model, batch).backward() must run repeatedly",
         ) from error
 
 
 @contextlib.contextmanager
 def _buffers_kept(held: HeldTensors, names: Sequence[str]) -> Iterator[None]:
-    """Afterwards, these buffers have the values of before.
+    """Afterwards, these buffers have their former values.
 
     A batch norm in a region of `torch.utils.checkpoint` updates its statistics again when backward computes the region
     again; a stage updates them once a step, of which capture warns.
@@ -322,7 +321,7 @@ def _buffers_kept(held: HeldTensors, names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, tensors have no gradients yet; afterwards they have the values, gradients and flags of before."""
+    """Inside, tensors have no gradients yet; afterwards they have their former values, gradients and flags."""
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
     before = [(t.detach(), t.detach().clone()) for t in tensors]
@@ -351,7 +350,7 @@ def emitted_step(
     """One minibatch by the emitted stages, for the build's first shape of batch.
 
     Args:
-        with_codecs: whether values are packed as they are in a run; else they cross as they are.
+        with_codecs: whether values are packed as in a run; else they are not packed.
         precise: in float64.
     """
     plan = build.plan

@@ -1,4 +1,4 @@
-"""A program with costs is cut, wired and emitted: what `lower` does once, and several times to compare."""
+"""Cuts, wires and emits a program with costs: once in `lower`, several times to compare."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from fxpipe.schedule import of_plan
 from fxpipe.simulator.memory import process_peaks
 
 Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
-"""Gives edges their codecs, by the edges' names."""
+"""Gives edges their codecs, by edge name."""
 
 
 def no_codecs(edges: Sequence[EdgeSpec]) -> Mapping[str, str]:
-    """Values travel as they are."""
+    """Values travel without codecs."""
     return {}
 
 
 @dataclass(frozen=True)
 class Emitter:
-    """Cuts and emits a program, as often as it is asked to.
+    """Cuts and emits a program, any number of times.
 
     Attributes:
         program: with costs.
-        costs: its own.
+        costs: the program's.
         setting: what the planner plans for.
-        codec_times: what codecs take.
+        codec_times: the seconds that codecs take.
         first: the number of the next pass.
-        known: the partitions that are known already, by what travels for each byte of values.
+        known: partitions that are already known, by the bytes that travel for each byte of values.
         reduce: puts gradients into buckets for the workers' replicas; None where no worker has several.
     """
 
@@ -74,11 +74,11 @@ class Emitter:
 
     @cached_property
     def profile(self) -> Profile:
-        """What its units cost."""
+        """The costs of its units."""
         return self.costs.profile(self.planned, self.options.recomputes)
 
     def choose(self, setting: Setting) -> Choice:
-        """The cuts, as asked for or as the planner finds best.
+        """The cuts, as given or as the planner finds best.
 
         Raises:
             CutError: as `choose_cuts`.
@@ -136,7 +136,7 @@ class Emitter:
 
 
 def _full(plan: Plan, costs: BuildCosts, demand: Demand, setting: Setting) -> Iterator[str]:
-    """Processes whose forecast is above the memory that was given, which the planner only estimates."""
+    """A warning for each process whose forecast exceeds the given memory, which the planner only estimates."""
     if not setting.memory:
         return
     needed = process_peaks(plan, costs, demand) if plan.virtual else [row.memory_bytes for row in costs.workers]
@@ -158,4 +158,4 @@ def _idle(plan: Plan) -> tuple[str, ...]:
     if not idle:
         return ()
     workers = f"workers {', '.join(map(str, idle))} have" if len(idle) > 1 else f"worker {idle[0]} has"
-    return (f"{workers} nothing to do: on these links more workers make nothing faster",)
+    return (f"{workers} nothing to do: on these links more workers do not help",)

@@ -1,7 +1,7 @@
 """Evaluation in the pipeline: `metrics(model, batch)` becomes a function for each worker, for every shape of batch.
 
-It is captured in eval mode and cut as training has spread the weights, so that every worker evaluates what it holds.
-Where that is impossible a build says why, and runs evaluate the final weights in one process.
+It is captured in eval mode and cut as training distributes the weights, so every worker evaluates what it holds. If
+that is impossible, the build says why, and runs evaluate the final weights in one process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOO_MANY = ("eval_data() gives", "pad them (--pad-to), or use drop_last=True")
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The captured evaluations, one for each shape of batch, or the `reason` why there are none; and doubts to tell."""
+    """The captured evaluations, one for each shape of batch, or the `reason` why there are none; and warnings."""
 
     captured: tuple[CapturedEvaluation, ...] = ()
     reason: str = ""
@@ -62,12 +62,12 @@ def capture_evaluations(
     """Capture `metrics(model, batch)` for every shape of batch; where that fails, the reason.
 
     Args:
-        batches: all that will be evaluated on; read once. Random generators are left as they were.
+        batches: all batches of the evaluation; read once. Random generators are left unchanged.
         device: where the model is.
-        of_all: makes numbers of the tensors with dimensions that the metrics of all batches are; without it, none has.
-        loss_weight: the hook that will weigh the batches: tried on one of each shape.
-        constant_batch: tensors of a batch that are constants of its capture: other values are another shape.
-        padding: how runs will pad the batches; on those that it changes, the metrics are compared.
+        of_all: makes numbers of the metrics with dimensions, gathered from all batches; without it, none may have any.
+        loss_weight: the hook that will weigh the batches: tried on one batch of each shape.
+        constant_batch: tensors of a batch that are constants of its capture: other values count as another shape.
+        padding: how runs will pad the batches; metrics are compared on batches that it changes.
 
     Raises:
         TaskError: the hook fails on a batch.
@@ -123,11 +123,11 @@ def _reason(error: FxpipeError) -> str:
 
 
 def with_evaluations(build: Build, evaluations: Evaluations, command: str, observers: Sequence[Observer] = ()) -> Build:
-    """The build with the files, the plan and the tensors that evaluating in its pipeline takes.
+    """The build with the files, the plan and the tensors for evaluating in its pipeline.
 
     Args:
-        command: what is written into the files' headers.
-        observers: are told of every pass.
+        command: for the files' headers.
+        observers: are called for every pass.
     """
     build = dataclasses.replace(build, warnings=(*build.warnings, *evaluations.doubts))
     if evaluations.reason:
@@ -181,16 +181,16 @@ def carried_on(plan: Plan) -> dict[str, set[int]]:
 
 
 def check_carried(plan: Plan) -> None:
-    """Refuse evaluations that would carry a buffer on several workers: each would see only its own changes.
+    """Refuse evaluations that would carry a buffer on several workers: each worker would see only its own changes.
 
     Raises:
         CutError: names the buffers.
     """
-    apart = sorted(name for name, workers in carried_on(plan).items() if len(workers) > 1)
-    if apart:
+    scattered = sorted(name for name, workers in carried_on(plan).items() if len(workers) > 1)
+    if scattered:
         raise CutError(
-            f"metrics(model, batch) changes {listed(apart)} from batch to batch, and batches of different shapes would "
-            "do so on different workers",
+            f"metrics(model, batch) changes {listed(scattered)} from batch to batch, and batches of different shapes "
+            "would do so on different workers",
             hint="let eval_data() give batches of one shape: drop_last=True, or pad them",
         )
 
@@ -217,11 +217,11 @@ def spec_of(
 
 
 def with_totals(build: Build, totals: Program, command: str, shape: int = 0) -> Build:
-    """The build with the file, and the rows of the plan, that computing totals takes; worker 0 reads their constants.
+    """The build with the file and the plan's rows for computing totals; worker 0 reads their constants.
 
     Args:
         totals: of a minibatch, which its loss is divided by: what `WholeLoss` left of the training program.
-        command: what is written into the file's header.
+        command: for the file's header.
         shape: the number of its batches' shape.
     """
     passes, lines = evaluation_passes(1, {}, shape, command, TOTALS), PassLines()
@@ -236,7 +236,7 @@ def with_totals(build: Build, totals: Program, command: str, shape: int = 0) -> 
 
 
 def buffers_read(plan: Plan, program: Program, stages: Sequence[StageSpec]) -> tuple[BufferSpec, ...]:
-    """The plan's buffers, and those that evaluation alone reads; its workers are among the readers."""
+    """The plan's buffers, and those that only evaluation reads; workers that evaluate are among the readers."""
     readers: dict[str, tuple[int, ...]] = {}
     for worker, stage in enumerate(stages):
         for name in stage.forward.buffers:
@@ -252,7 +252,7 @@ def buffers_read(plan: Plan, program: Program, stages: Sequence[StageSpec]) -> t
 
 
 def with_readers(buffers: Sequence[BufferSpec], more: Sequence[BufferSpec]) -> tuple[BufferSpec, ...]:
-    """Buffers that nobody updates get the readers that they have in `more` too, whose own buffers follow."""
+    """The buffers; those that no worker updates also get their readers in `more`, whose own buffers follow."""
     read = {b.name: b.workers for b in more}
     readers = {b.name: tuple(dict.fromkeys((*b.workers, *read.get(b.name, ())))) for b in buffers}
     shared = (b if b.home is not None else dataclasses.replace(b, workers=readers[b.name]) for b in buffers)

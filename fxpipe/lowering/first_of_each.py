@@ -16,14 +16,14 @@ SHAPES = 8
 
 
 def first_of_each(batches: Iterable[Batch], padding: Sequence[PadSpec] = (), values: int = SHAPES) -> Iterator[Batch]:
-    """The first batch of every shape, as it comes; and more of that shape, with other numbers or strings.
+    """The first batch of every shape, unpadded; and more of that shape, with other numbers or strings.
 
     Args:
-        padding: counts the shapes after it, and of each tells batches that it changes from those that it leaves alone.
+        padding: counts shapes after padding, and separately for batches that it changes and that it leaves alone.
         values: how many more.
 
     Raises:
-        BatchError: a batch is no pytree of tensors.
+        BatchError: a batch is not a pytree of tensors.
     """
     seen: dict[tuple[Any, ...], set[str]] = {}
     for batch in batches:
@@ -38,8 +38,8 @@ def check_number(batches: Sequence[Any], data: str, hint: str) -> None:
     """Refuse batches of too many shapes.
 
     Args:
-        batches: one of each, or what was captured of each.
-        data: what gives the batches, and `hint` what to do about too many shapes, in words.
+        batches: one of each shape, or what was captured of each.
+        data: what gives the batches, in words; `hint` what to do about too many shapes.
 
     Raises:
         BatchError: there are too many.
@@ -49,10 +49,10 @@ def check_number(batches: Sequence[Any], data: str, hint: str) -> None:
 
 
 def fits(program: Program, batch: Batch, microbatches: int = 1) -> bool:
-    """Whether a program computes the step of a batch: they differ in nothing that the step reads.
+    """Whether a program computes the step of a batch: batch and program differ in nothing that the step reads.
 
     Args:
-        microbatches: into how many a batch is cut, of which the program is captured on one.
+        microbatches: how many a batch is cut into; the program is captured on one.
     """
     given = [b.leaf for b in program.batch if b.leaf.name.startswith("batch")]
     return Splitter(given, program.batch_spec, microbatches).fits(batch)

@@ -1,7 +1,7 @@
 """Compile and train in one call: `fxpipe.fit`.
 
-It is `fxpipe.compile` and a run of the build, as `fxpipe run` makes it. Its worker processes get the caller's objects
-as a model file that unpickles them, `OUT/fit/model.py`; so every command takes what `fit` has left.
+It is `fxpipe.compile` and a run of the build, like `fxpipe run`. The worker processes load the caller's objects from a
+model file that unpickles them, `OUT/fit/model.py`; so every command works on what `fit` leaves.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Fitted(NamedTuple):
 
     Attributes:
         model: the caller's own, with the trained weights and buffers.
-        summary: what `OUT/run.json` has: `losses`, one a step; `evaluation`, the metrics at the end, where there are
+        summary: the content of `OUT/run.json`: `losses`, one a step; `evaluation`, the metrics at the end, if there are
             any; `samples_per_second`, and where the time went.
     """
 
@@ -88,8 +88,8 @@ def fit(
 
     Args:
         model, loss: `loss(model, batch)` is the training step: a scalar, or that and a dictionary of metrics.
-        data: the batches of an epoch (a list, a DataLoader), or a function that makes them. The first is captured.
-        eval_data: likewise, what `metrics=` is computed on, at the end and every `eval_every` steps.
+        data: the batches of an epoch (a list, a DataLoader), or a function that returns them. The first is captured.
+        eval_data: likewise, the batches for `metrics=`, at the end and every `eval_every` steps.
         out: the folder for metrics, weights and the build.
         local: all workers in this process.
         changes: hooks (`optimizer=`, `lr_scheduler=`, `metrics=`, `on_step=`, …: `fxpipe.task.hooks.Hooks`), options of
@@ -139,10 +139,10 @@ def _function(name: str, data: Any) -> Callable[[], Iterable[Any]]:
 
 
 def _options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of the compile, and those of the run; what both have is the compile's, and the build's run takes it over.
+    """The options of the compile and of the run; one that both have goes to the compile, and the run takes it over.
 
     Raises:
-        FxpipeError: an option is neither's.
+        FxpipeError: neither has such an option.
     """
     of_compile, of_run = ({field.name for field in fields(kind)} for kind in (CompileOptions, RunOptions))
     for name in given:
@@ -183,7 +183,7 @@ def _write_model_file(folder: Path, model: nn.Module, hooks: Hooks) -> None:
     for name, value in {"model": model, **found}.items():
         try:
             pickled = cloudpickle.dumps(value)
-        except Exception as error:  # whatever an object raises that does not travel
+        except Exception as error:  # an object that cannot be pickled may raise anything
             raise FxpipeError(
                 f"{name} cannot be sent to the worker processes: {type(error).__name__}: {first_line(error)}",
                 hint="give a function that makes it there, such as data=lambda: DataLoader(…); or start the script "

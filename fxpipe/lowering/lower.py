@@ -21,9 +21,9 @@ from fxpipe.lowering.choose_engines import choose_engines
 from fxpipe.lowering.choose_schedule import ChosenSchedule, choose_schedule
 from fxpipe.lowering.emit import Emitter
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations, with_totals
+from fxpipe.lowering.independent_replicas import with_replicas
 from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.lowering.padding_doubts import padding_doubts
-from fxpipe.lowering.replicas_apart import with_replicas
 from fxpipe.lowering.shapes import CapturedShape, with_shape
 from fxpipe.lowering.step_costs import has_no_values, step_costs
 from fxpipe.optimizer.per_worker import check_per_worker
@@ -60,15 +60,16 @@ def compile(
 
     Args:
         model, loss, batch: `loss(model, batch)` is the step; `batch` is one whole minibatch.
-        options, changes: what is asked; `fxpipe.lowering.options.CompileOptions` says what there is.
+        options, changes: `fxpipe.lowering.options.CompileOptions` lists the options.
         shapes: more minibatches: those of another shape than `batch`, or with other constants, get stages of their own.
             Where batches are padded (`pad_to`), their padded shapes count.
-        last: a smaller minibatch, such as comes last in an epoch: likewise, or a warning says why not.
-        evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the batches, whole
-            ones, that runs will evaluate on: read once here, for their shapes. With `metrics_of_all` after them,
-            `metrics` may return tensors with dimensions, too.
-        observers: are told of every pass.
-        say: is told which shape of batch is being worked on, and which part is being put onto engines.
+        last: a smaller minibatch, such as the last of an epoch: likewise, or a warning says why not.
+        evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the whole batches
+            that runs will evaluate on: read once here, for their shapes. With `metrics_of_all` after them, `metrics`
+                may
+            return tensors with dimensions, too.
+        observers: are called for every pass.
+        say: is called with the shape of batch in work, and with the part that is being put onto engines.
 
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
@@ -77,7 +78,7 @@ def compile(
         changes["schedule"] = AUTO
     options, model = changed(options, changes), uncompiled(model)
     _refuse_sync_batch_norm(model, options)
-    _ = options.encoding  # refused before the work
+    _ = options.encoding  # an error comes before the work
     first, *others = (Batch.of(one, options.constant_batch) for one in (batch, *shapes))
     rest = None if last is None else Batch.of(last, options.constant_batch)
     first = first.with_floats_of(others)
@@ -119,7 +120,7 @@ def compile(
 
 
 def _refuse_sync_batch_norm(model: nn.Module, options: CompileOptions) -> None:
-    """Refuse a model that asks for statistics of all replicas' samples: each replica would take those of its own."""
+    """Refuse a model that asks for statistics over all replicas: each replica would use only its own samples."""
     if not options.replicas and options.dp == 1:
         return
     found = [
@@ -129,15 +130,15 @@ def _refuse_sync_batch_norm(model: nn.Module, options: CompileOptions) -> None:
     ]
     if found:
         raise CutError(
-            f"SyncBatchNorm ({listed(found, 3)}) would not see the samples of other replicas: each one's "
-            "microbatches are normalised by themselves",
-            hint="nn.BatchNorm1d, 2d or 3d says that this is meant; nn.GroupNorm and nn.LayerNorm look at one sample "
-            "at a time",
+            f"SyncBatchNorm ({listed(found, 3)}) would not see the samples of other replicas: each microbatch "
+            "is normalised separately",
+            hint="nn.BatchNorm1d, 2d or 3d does the same explicitly; nn.GroupNorm and nn.LayerNorm normalise one "
+            "sample at a time",
         )
 
 
 def _bare(model: nn.Module) -> Callable[[], nn.Module] | None:
-    """Gives the model without values, for an optimizer that asks for it; None of a module that cannot be copied."""
+    """A function that copies the model without values, for optimizers; None if the model cannot be copied."""
     with suppress(Exception):
         found = without_values(model)
         return lambda: found
@@ -161,28 +162,28 @@ def lower(
 
     Args:
         program: captured on one microbatch.
-        options, changes: what is asked; `fxpipe.lowering.options.CompileOptions` says what there is.
-        whole_loss: what `checked_loss` found; by default what the options ask for, without comparing.
-        shapes: what `capture_shape` made of batches of other shapes: cut as this program is.
-        evaluations: what `capture_evaluations` made of the validation hooks; they are cut where the weights will be.
-        chosen: what the search found, where it chose the schedule.
-        reduce: says how many replicas each worker has, and puts their gradients into buckets, in place of the options.
-        observers: are told of every pass.
-        say: is told which shape of batch is being worked on, and which part is being put onto engines.
+        options, changes: `fxpipe.lowering.options.CompileOptions` lists the options.
+        whole_loss: the result of `checked_loss`; by default what the options say, without comparing.
+        shapes: results of `capture_shape` for batches of other shapes: cut as this program is.
+        evaluations: results of `capture_evaluations`; they are cut where the weights will be.
+        chosen: the result of the search, if it chose the schedule.
+        reduce: in place of the options, the number of replicas of each worker; puts their gradients into buckets.
+        observers: are called for every pass.
+        say: is called with the shape of batch in work, and with the part that is being put onto engines.
 
     Raises:
         CutError: the cuts asked for are impossible, or nothing fits into memory.
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
-        TaskError: the optimizer cannot be used, or not with one for each worker; or it asks for the model.
-        BatchError: batches are to be padded, which is done before a step is captured.
-        BackendError: the engine asked for is not there, cannot run a part, or computes something else; or costs or
-            engines are to be measured where parameters have no values (`fxpipe.task.meta`).
+        TaskError: the optimizer cannot be used, or needs to be one for all workers, or asks for the model.
+        BatchError: batches are to be padded, which must happen before capture.
+        BackendError: the engine asked for is not available, cannot run a part, or computes something else; or costs or
+            engines are to be measured, and parameters have no values (`fxpipe.task.meta`).
         FxpipeError: an option that does not exist.
     """
     options = changed(options, changes)
     if options.schedule == AUTO:
         raise ScheduleError(
-            "schedule 'auto' decides the number of microbatches, too, which a captured program has already",
+            "schedule 'auto' chooses the number of microbatches, but this program was captured with one",
             hint="name the schedule, or give the model to fxpipe.compile, which captures",
         )
     options.check()
@@ -191,8 +192,8 @@ def lower(
         options.encoding.check_scaled()
     if options.pad_to is not None:
         raise BatchError(
-            "a captured program has the lengths of its batch: there is nothing to pad",
-            hint="give pad and pad_to to fxpipe.compile, which captures, too",
+            "this program was captured with the lengths of its batch: it cannot be padded",
+            hint="give pad and pad_to to fxpipe.compile, which captures",
         )
     options = replace(options, optimizer=of_parameters(options.optimizer, None))
     reduce = reduce or options.reduce
@@ -241,13 +242,13 @@ def _check_values(program: Program, options: CompileOptions) -> None:
         raise BackendError(f"cost='measured' runs the step, but {without}", hint="use cost='analytic'")
     if options.backend != "eager":
         raise BackendError(
-            f"backend={options.backend!r} is tried on the stages, but {without}",
+            f"backend={options.backend!r} runs the stages to check them, but {without}",
             hint="compile with backend='eager'; a run of the build can take another engine",
         )
 
 
 def _with_optimizer(build: Build, options: CompileOptions) -> Build:
-    """The build, now that it is known who owns which parameters, for the optimizer that will train them."""
+    """The build for the optimizer that will train it, now that each parameter has an owner."""
     accepted = options.accept_optimizer_per_worker
     found = check_per_worker(build.plan, options.optimizer, options.lr_scheduler, accepted=accepted)
     return build if found is None else replace(build, warnings=(*build.warnings, found))

@@ -1,4 +1,4 @@
-"""The plan of a program whose stages are emitted: what a run must know of it."""
+"""The plan of a program whose stages are emitted: what a run must know about it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
     """The plan of an emitted program; `Build.save` adds what concerns the folder.
 
     Args:
-        setting: the schedule, the policy and the microbatches of its runs, unless they are given others.
+        setting: the default schedule, policy and number of microbatches of its runs.
     """
     assert program.cuts is not None
     cuts = program.cuts

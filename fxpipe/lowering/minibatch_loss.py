@@ -1,4 +1,4 @@
-"""Microbatches: captured along the right dimensions, and compared with the whole batch before anything is cut."""
+"""Captures microbatches along the right dimensions, and compares them with the whole batch before anything is cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxpipe.lowering.where_samples_meet import where_samples_meet
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Share
-from fxpipe.passes.analysis.whole_call import beside
+from fxpipe.passes.analysis.whole_call import next_to
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
@@ -34,21 +34,21 @@ from fxpipe.task.hooks import Loss
 from fxpipe.tracing.capture import OF_HOOKS, autocasting, capture
 
 SMALL = 1e-5
-"""How far apart two losses may be, relative to the larger one, to count as one number of different rounding."""
+"""The largest difference of two losses, relative to the larger, that counts as rounding."""
 
 UNLIKE = 1e-3
 """The same for two metrics."""
 
 GROWN = 1e-2
-"""The same through batch norms: of a few values that are nearly alike, a norm makes last bits large."""
+"""The same through batch norms, which amplify the last bits of values that are nearly equal."""
 
 
 def capture_microbatch(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> Program:
-    """Capture the step on the first microbatch, whose leaves are cut where the graph says that samples are.
+    """Capture the step on the first microbatch; leaves are cut where the graph says that samples are.
 
     Args:
         batch: one whole minibatch.
-        options: how many microbatches, and where leaves are cut, if it is said.
+        options: how many microbatches, and where leaves are cut, if given.
 
     Raises:
         BatchError: the batch cannot be cut.
@@ -70,7 +70,7 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Batch, options: Comp
             first = first or program
             if whole is None or options.outer is not None:
                 whole = _captured_whole(model, loss, _whole_batch(replace(batch, cut=dims), options), options)
-            program = beside(program, whole)
+            program = next_to(program, whole)
             if _is_proved(program, dims):
                 return program
             best = best or program
@@ -80,19 +80,19 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Batch, options: Comp
         return best
     assert failed is not None
     if isinstance(failed, CaptureError) and failed.page in ("python-state", "randomness"):
-        raise failed  # what later calls do is looked for with microbatches alone
+        raise failed  # only with microbatches are later calls examined
     if isinstance(failed, CaptureError) and not isinstance(_captured_whole(model, loss, batch, options), str):
         raise CaptureError(
             f"the step can be captured on the whole batch, but not on one of its microbatches: {failed.what}",
             where=failed.where,
-            hint="use --microbatches 1; or find what is as large as the whole batch: a tensor of the model, a number",
+            hint="use --microbatches 1; or find the tensor or number of the model that has the size of the whole batch",
             page=failed.page,
         )
     raise failed
 
 
 def _whole_batch(batch: Batch, options: CompileOptions) -> Batch:
-    """The batch that a minibatch's loss is of: of replicas that train apart, the first one's share."""
+    """The batch of a minibatch's loss: with independent replicas, the share of the first one."""
     return batch if options.outer is None else batch.share(options.count, options.dp)
 
 
@@ -121,7 +121,7 @@ def _check_constants(parts: Sequence[Batch]) -> None:
         for expected, found in zip(first, other, strict=True):
             if repr(found.constant) != repr(expected.constant):
                 raise BatchError(
-                    f"{found.name} is a constant of the capture, and microbatches have different ones: "
+                    f"{found.name} is a constant of the capture, and differs between microbatches: "
                     f"{said(expected.constant)} and {said(found.constant)}",
                     hint="use --microbatches 1, or batches of samples that have the same",
                 )
@@ -132,7 +132,7 @@ def _is_proved(program: Program, dims: Dims) -> bool:
 
 
 def _ways(batch: Batch) -> list[Dims]:
-    """Where samples may be, likeliest first: dimension 0 of all leaves, or of all but one; 1; or where a size is."""
+    """Where samples may be, likeliest first: dimension 0 of all leaves, or of all but one; 1; or that of a size."""
     tensors = {name: tuple(tensor.shape) for name, tensor in batch.tensors.items() if tensor.dim()}
     uncut: Dims = dict.fromkeys(batch.names)
     found: list[Dims] = [{**uncut, **dict.fromkeys(tensors, 0)}]
@@ -151,16 +151,16 @@ def checked_loss(
 
     The program gets a warning where a difference from eager PyTorch is float32's own rounding.
 
-    Eager PyTorch steps on the whole batch, the program on every microbatch; random numbers are the same for every
-    sample in both, and batch norm takes the microbatches apart in both. Without values of the parameters (`--meta`)
-    nothing is tried.
+    Eager PyTorch steps on the whole batch, the program on every microbatch. In both, random numbers are the same for
+    every sample, and batch norm sees one microbatch at a time. Without values of the parameters (`--meta`) nothing is
+    compared.
 
     Args:
-        program: as captured.
+        program: the captured one.
 
     Raises:
-        BatchError: loss or gradients differ beyond rounding, and the options do not accept that.
-        CaptureError: so they do with one microbatch.
+        BatchError: loss or gradients differ beyond rounding, and the options do not accept it.
+        CaptureError: the same with one microbatch.
     """
     tried = options.whole_loss()
     if has_no_values(program):
@@ -205,37 +205,37 @@ def checked_loss(
 
 
 def _is_rough(made: Program, tried: WholeLoss | None, limit: float) -> bool:
-    """Whether rounding grows so large in a step that its loss alone can be compared, if what it computes is proved."""
+    """Whether a step amplifies rounding so much that only its loss can be compared, if what it computes is proved."""
     if tried is None:
         return limit > EXACT or bool(microbatches_of(made).batch_norms)
     return bool(made.batch_norm) and (_is_weighed(made) or not _unproved(made))
 
 
 def _unlike(found: Step, eager: Step, limit: float) -> tuple[str, ...]:
-    """A sentence for each metric that the microbatches do not make the whole batch's."""
+    """A sentence for each metric that differs between the microbatches and the whole batch."""
     return tuple(
-        f"the metric {name!r} is a mean over microbatches: {found.metrics[0][name]:.4g} on the first batch, of which "
-        f"eager PyTorch makes {eager.metrics[0][name]:.4g} as a whole"
+        f"the metric {name!r} is a mean over microbatches: {found.metrics[0][name]:.4g} on the first batch; "
+        f"eager PyTorch computes {eager.metrics[0][name]:.4g} on the whole batch"
         for name, error in metric_errors(found, eager.metrics).items()
         if error > limit
     )
 
 
 def _limit(program: Program) -> float:
-    """How far errors of rounding may go, relative."""
+    """The largest relative error that counts as rounding."""
     dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
     return tolerance(dtypes, program.autocast)
 
 
 def _made(program: Program, whole_loss: WholeLoss | None) -> Program:
-    """The captured program as it can run."""
+    """The captured program in a form that can run."""
     for step in front_passes(False, whole_loss, bool(program.metrics()), program.scales_loss):
         program = step(program)
     return program
 
 
 def _scale(program: Program) -> float | None:
-    """What the loss is multiplied by before backward, to be compared; None without float16."""
+    """The factor on the loss before backward in the comparison; None without float16."""
     return TRIED_SCALE if program.scales_loss else None
 
 
@@ -254,7 +254,7 @@ def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatc
 
 
 def _step(program: Program, parts: Sequence[Batch], options: CompileOptions) -> Step:
-    """Loss and gradients of a minibatch, by the program that `WholeLoss` made."""
+    """Loss and gradients of a minibatch, from the program that `WholeLoss` made."""
     batches = [_fed(program, part) for part in parts]
     made: dict[str, list[Tensor]] = {}
     if program.totals is not None:
@@ -285,7 +285,7 @@ def _step(program: Program, parts: Sequence[Batch], options: CompileOptions) -> 
 
 
 def _added_up(totals: Program, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The totals of a minibatch, by the names of their leaves."""
+    """The totals of a minibatch, by leaf name."""
     adding = KeepLayouts()(Fold()(totals))
     names = [o.target for o in adding.outputs]
     nodes = {b.leaf.name: b.node for b in adding.batch if b.node and b.leaf.name in names}
@@ -297,7 +297,7 @@ def _added_up(totals: Program, batches: Sequence[Mapping[str, Tensor]]) -> dict[
 
 
 def _fed(program: Program, batch: Batch) -> dict[str, Tensor]:
-    """What a program is fed of a batch, by placeholder."""
+    """The values of a batch for a program, by placeholder."""
     given = [(i, b.node) for i, b in enumerate(program.batch) if b.node and b.leaf.name.startswith("batch")]
     return {node: _copied(batch.values[i], program.device) for i, node in given}
 
@@ -315,14 +315,14 @@ def _run(program: Program, values: Mapping[str, Tensor], batch: Mapping[str, Ten
         raise BatchError(
             f"eager PyTorch computes the step on the whole batch, but on one of its {count} microbatches it fails: "
             f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            hint="use --microbatches 1, or say with microbatch_dims which leaves are cut and where; a leaf that holds "
-            "indices of samples points into the whole batch",
+            hint="use --microbatches 1, or say with microbatch_dims which leaves are cut and where; a leaf with "
+            "indices of samples refers to the whole batch",
             page="microbatches",
         ) from error
 
 
 def _count_differently(parts: Sequence[Batch], program: Program, options: CompileOptions) -> bool:
-    """Whether comparing these microbatches tells right weights from wrong ones; so it does without the hook."""
+    """Whether these microbatches differ enough to find wrong weights: without the hook, results must differ."""
     if options.loss_weight is None:
         return True
     weights = torch.stack(weights_of(options.loss_weight, parts, 0, program.device))
@@ -334,7 +334,7 @@ def _is_weighed(program: Program) -> bool:
 
 
 def _unproved(program: Program) -> list[str]:
-    """Why it is not derived that the microbatches give the whole batch's loss; empty if it is."""
+    """Why it is not proved that the microbatches give the whole batch's loss; empty if it is."""
     return [w.partition(": ")[2] for w in program.warnings if w.startswith(UNPROVED)]
 
 
@@ -343,17 +343,17 @@ def _same(found: Tensor, expected: Tensor, far: float = SMALL) -> bool:
 
 
 def _unseen(found: Tensor, eager: Step, agreement: Agreement) -> CaptureError:
-    """The error that says how far the program is from the step that it was captured of."""
+    """The error that says how far the program is from the eager step that it captured."""
     return CaptureError(
-        "the captured step computes something else than eager PyTorch on the same batch: "
-        + _apart(f"its loss is {found:.6g}, eager PyTorch's {eager.loss:.6g}", found, eager, agreement),
-        hint="something changes the step that capture does not see: a value from outside the model and the batch, such "
-        "as a file, the clock or a counter, or torch traces an operator otherwise than it runs it",
+        "the captured step computes something different from eager PyTorch on the same batch: "
+        + _difference(f"its loss is {found:.6g}, eager PyTorch's {eager.loss:.6g}", found, eager, agreement),
+        hint="capture does not see what changes the step: a value from outside the model and the batch (a file, "
+        "the clock, a counter); or torch traces an operator differently from how it runs it",
     )
 
 
-def _apart(losses: str, found: Tensor, eager: Step, agreement: Agreement) -> str:
-    """How far two steps are apart: by their losses, or if these are one, by a gradient."""
+def _difference(losses: str, found: Tensor, eager: Step, agreement: Agreement) -> str:
+    """How far two steps differ: by their losses, or if these are equal, by a gradient."""
     name, error = agreement.worst_gradient
     return f"{losses}, and the gradient of {name} differs by {error:.1e}" if _same(found, eager.loss) else losses
 
@@ -371,10 +371,10 @@ def _where_samples_meet(
     """Why the microbatches' loss is not the whole batch's.
 
     Args:
-        program, made: as captured, and as it can run.
+        program, made: the captured one, and the one that can run.
     """
     if _is_weighed(made):
-        return ["each microbatch's loss is weighed by loss_weight(batch)"]
+        return ["each microbatch's loss is weighted by loss_weight(batch)"]
     known = _unproved(made)
     if not known or made.batch_norm or isinstance(whole := _captured_whole(model, loss, batch, options), str):
         return known
@@ -386,13 +386,13 @@ def _differs(
     why: Sequence[str], found: Tensor, eager: Step, agreement: Agreement, options: CompileOptions
 ) -> BatchError:
     """The error that says how far the microbatches' loss is from the whole batch's, why, and what cures it."""
-    numbers = f"the loss of the whole batch is {eager.loss:.6g}, that of its {options.count} microbatches {found:.6g}"
-    numbers = _apart(numbers, found, eager, agreement)
+    numbers = f"the loss of the whole batch is {eager.loss:.6g}, of its {options.count} microbatches {found:.6g}"
+    numbers = _difference(numbers, found, eager, agreement)
     return BatchError(
         "; ".join([numbers, *why]),
-        hint="use --microbatches 1; or compute of each sample, and take the mean of, what is computed of all samples "
-        "together, such as the balance of a router; or, if the loss is a mean over what microbatches have different "
-        "numbers of, weigh them by a hook loss_weight(batch); or say where the samples are (microbatch_dims in the "
-        "model file); or, if the difference is meant, use --accept-microbatch-loss",
+        hint="use --microbatches 1. If something is computed over all samples together (a router's balance), compute "
+        "it for each sample and take the mean; if the loss is a mean over different numbers in each microbatch, "
+        "weight them with the hook loss_weight(batch); if samples are along other dimensions, set microbatch_dims in "
+        "the model file; if the difference is intended, use --accept-microbatch-loss",
         page="microbatches",
     )

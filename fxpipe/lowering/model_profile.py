@@ -23,13 +23,13 @@ from fxpipe.task.model_view import of_parameters, without_values
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What a captured step's units cost, and where that is from.
+    """The costs of a captured step's units, and their source.
 
     Attributes:
-        step: as it was captured.
+        step: the captured step.
         program: with its units numbered, without metrics.
-        whole, apart: as in `PlanInput`.
-        costs_of_whole, costs_of_apart: those of their nodes, and the optimizer's.
+        whole, `apart`: as in `PlanInput`.
+        costs_of_whole, costs_of_apart: the costs of their nodes, and of the optimizer.
     """
 
     step: CapturedStep
@@ -41,7 +41,7 @@ class StepProfile:
 
     @property
     def input(self) -> PlanInput:
-        """What is planned."""
+        """The input of the planner."""
         program, optimizer, count = self.program, self.costs_of_whole.optimizer, self.step.options.count
         first = next(b.leaf.tensor for b in self.step.program.batch if b.leaf.tensor is not None)
         return PlanInput(
@@ -70,10 +70,10 @@ def profile_model(
 
     Args:
         batch: one whole minibatch.
-        options: what a compile would be asked; of it, what capture and costs are concerned with.
-        three_way: whether `apart` is wanted; else it is `whole`.
-        say: is told what is being done.
-        yardstick: makes the costs comparable with those of other numbers of microbatches; None: there are none.
+        options: the options of a compile, of which those matter that concern capture and costs.
+        three_way: whether `apart` is needed; else it is `whole`.
+        say: is called with what is being done.
+        yardstick: makes the costs comparable with those of other numbers of microbatches, if there are others.
 
     Raises:
         FxpipeError: the step cannot be captured, or fails.

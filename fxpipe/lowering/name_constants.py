@@ -13,9 +13,9 @@ from fxpipe.task.batch import tensor_spec
 
 
 def name_constants(program: Program, prefix: str, known: Mapping[str, torch.Tensor]) -> Program:
-    """A constant gets the name of an equal one that the build has, else one of its own, which begins with `prefix`.
+    """A constant gets the name of an equal one in the build; else a new name, which begins with `prefix`.
 
-    So do the constants of the program's totals, which are the program's own.
+    The same is done for the constants of the program's totals.
 
     Args:
         known: the build's tensors by name.

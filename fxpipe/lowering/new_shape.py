@@ -1,4 +1,4 @@
-"""One more shape of batch for a build that there is already, from the user's model and loss."""
+"""Adds one more shape of batch to an existing build, from the user's model and loss."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fxpipe.task.batch import Batch, tensor_spec
 from fxpipe.task.meta import on_meta
 from fxpipe.task.step_hooks import StepHooks
 
-COMMAND = "a shape of batch that was met during a run"
-"""Stands where stages of a compile have its command."""
+COMMAND = "a shape of batch that a run met"
+"""What stages have in the place of a compile's command."""
 
 
 def folder_with_new_shape(
     folder: Path, digest: str, plan: Plan, constants: Mapping[str, Tensor], batch: Any, hooks: StepHooks
 ) -> Build:
-    """The build in a folder, with the shapes that a run has made and one more.
+    """The build in a folder, with the shapes added by a run and one more.
 
     Args:
         digest: of the build's plan when the run began.
@@ -45,15 +45,15 @@ def folder_with_new_shape(
 
 
 def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:
-    """The build with stages for the shape of a batch: as a compile makes them that meets the batch.
+    """The build with stages for the shape of a batch, the same as from a compile that meets the batch.
 
-    The step is captured, compared with eager PyTorch, and cut where the first shape is. Random generators move.
+    The step is captured, compared with eager PyTorch, and cut where the first shape's is. Random generators move.
 
     Args:
         batch: one whole minibatch, of a shape that the build does not have.
 
     Raises:
-        FxpipeError: as `capture_shape` and `with_shape`; or the model is another than was compiled.
+        FxpipeError: as `capture_shape` and `with_shape`; or it is not the model that was compiled.
     """
     plan = build.plan
     constants = [leaf.name for leaf in plan.given if leaf.tensor is None and leaf.read]
@@ -71,9 +71,9 @@ def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:
         raise BatchError(f"the model has a buffer {kept[0]}, which the build does not know", hint=_AGAIN)
     if more and not hooks.same and (name := _other_value(build, model)):
         raise TaskError(
-            f"the step has constants of its own, and model() gives other values than it was compiled with, such as "
-            f"those of {name}: the constants may be others as well",
-            hint=f"seed what model() draws in model(); or {_AGAIN}",
+            f"the step has constants of its own, and model() gives other values than when it was compiled, such as "
+            f"those of {name}: the constants may differ as well",
+            hint=f"set the random seed in model(); or {_AGAIN}",
         )
     return made
 
@@ -82,9 +82,9 @@ _AGAIN = "compile with a batch of this shape (--scan N; in Python shapes=...)"
 
 
 def options_of(plan: Plan, batch: Batch, hooks: StepHooks) -> CompileOptions:
-    """What a plan was compiled with, as far as it matters for one more shape.
+    """The options a plan was compiled with, as far as they matter for one more shape.
 
-    Leaves are cut where those of the first shape are, if the batch has the same leaves; else it is found again.
+    Leaves are cut where those of the first shape are, if the batch has the same leaves; else the cuts are found again.
     """
     dims = {leaf.name: leaf.dim if leaf.tensor else None for leaf in plan.given}
     cuts = Cuts.of(plan)
@@ -101,13 +101,13 @@ def options_of(plan: Plan, batch: Batch, hooks: StepHooks) -> CompileOptions:
 
 
 def _made(plan: Plan, hooks: StepHooks) -> nn.Module:
-    torch.manual_seed(0)  # as a compile that is given no seed
+    torch.manual_seed(0)  # as a compile without a seed does
     model = on_meta(hooks.model).model if plan.meta else hooks.model()
     return model if plan.device == "cpu" else model.to(plan.device)
 
 
 def _check_model(plan: Plan, program: Program) -> None:
-    """Refuse a model whose parameters are not those of the build."""
+    """Refuse a model whose parameters differ from the build's."""
     found = {p.names[0]: replace(tensor_spec(program.values[p.node]), stride=()) for p in program.parameters}
     known = {p.name: replace(p.tensor, stride=()) for p in plan.parameters}
     if wrong := sorted(name for name in found.keys() | known.keys() if found.get(name) != known.get(name)):
@@ -118,7 +118,7 @@ def _check_model(plan: Plan, program: Program) -> None:
 
 
 def _other_value(build: Build, model: nn.Module) -> str | None:
-    """The first tensor of the model that the build has with another value."""
+    """The first tensor of the model whose value differs in the build."""
     for name, tensor in model.state_dict().items():
         known = build.tensors.get(name)
         if known is None or tensor.is_meta:

@@ -1,4 +1,4 @@
-"""What a compile is asked, as one value (`fxpipe/task/model_options.py`: how the model is made). Imports no torch."""
+"""The options of a compile as one value (`fxpipe/task/model_options.py`: how the model is made). Imports no torch."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 IN_PYTHON = "fxpipe.compile(...)"
 AUTO = "auto"
-"""In place of a schedule's name: the one that takes least time, see `fxpipe.search`."""
+"""In place of a schedule's name: the fastest one, see `fxpipe.search`."""
 
 OUTER = "diloco"
-"""The kind of outer steps that there is."""
+"""The only kind of outer steps."""
 
 DILOCO = OuterSpec(every=64, lr=0.7, momentum=0.9)
-"""The outer steps of Douillard et al. 2023 (arXiv 2311.08105), more often than theirs, after 500 updates."""
+"""The outer steps of Douillard et al. 2023 (arXiv 2311.08105), which step after 500 updates, not 64."""
 
 SCANNED = 8
-"""Batches that are read for their shapes, where nothing is asked."""
+"""How many batches are read for their shapes by default."""
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
@@ -62,16 +62,16 @@ def compile_schedule(text: str) -> str:
 
 
 def not_synchronous(schedule: str) -> ScheduleError:
-    """Says why a schedule is not what `synchronous` asks for."""
+    """The error for a schedule that `synchronous` does not allow."""
     return ScheduleError(
-        f"schedule '{schedule}' is not synchronous: its forwards miss updates, so that it does not train exactly as "
+        f"schedule '{schedule}' is not synchronous: its forwards miss updates, so it does not train exactly as "
         "one worker would",
-        hint="leave the schedule out for the fastest that does, or leave --synchronous out",
+        hint="leave out the schedule, for the fastest synchronous one, or leave out --synchronous",
     )
 
 
 def options_like(plan: Plan) -> dict[str, Any]:
-    """The options of a compile that go on as a plan does: what its runs and its checkpoints depend on."""
+    """The compile options that another compile must share with a plan: its runs and checkpoints depend on them."""
     outer = {} if plan.outer is None else {"outer": OUTER, **{f"outer_{n}": v for n, v in asdict(plan.outer).items()}}
     return {
         "schedule": "\n".join(plan.rows) if plan.schedule == NAME else plan.schedule,
@@ -107,74 +107,73 @@ def _replicas(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What a compile is asked; the fields with flags are options of `fxpipe compile`, too.
+    """The options of a compile; the fields with flags are options of `fxpipe compile`, too.
 
     Attributes:
-        workers: how many processes a run has, each with a device. Each runs a worker, which has a stage.
-        virtual: how many workers each process runs in turn: a stage for each. As the schedule has it where None.
+        workers: how many processes a run has, each with a device. Each runs one worker, which has one stage.
+        virtual: how many workers each process runs in turn, each with its own stage. None: as the schedule needs.
         dp: how many replicas each worker has: processes with the same stage and the same weights, which share each
             minibatch's microbatches and add up their gradients.
-        outer: 'diloco' lets replicas train apart, each on its share of every minibatch, and bring their weights
-            together by outer steps (`fxpipe/runtime/worker/outer_step.py`); None adds up gradients in every step.
-        outer_every, outer_lr, outer_momentum: after how many updates, and by which SGD with Nesterov momentum; where
-            None, those of `DILOCO`.
+        outer: 'diloco' lets replicas train independently, each on its share of every minibatch, and combines their
+            weights in outer steps (`fxpipe/runtime/worker/outer_step.py`); None adds up gradients in every step.
+        outer_every, outer_lr, outer_momentum: after how many updates an outer step comes, and the learning rate and
+            Nesterov momentum of its SGD; None takes `DILOCO`'s.
         outer_delay: 1 applies the result of an exchange one outer step later, so that nothing waits for it.
-        replicas: of each worker its own number of them, in place of `dp`; they share all microbatches. Only with a
-            schedule that has a worker in each process and no weight gradients apart.
-        shard: 'optimizer': each replica of a worker has the optimizer's state of its own share of the worker's
-            parameters, and updates these alone; then the replicas hand out the new weights.
+        replicas: the number of replicas for each worker, in place of `dp`; they share all microbatches. Only with a
+            schedule that has one worker in each process and does not separate weight gradients.
+        shard: 'optimizer': each replica of a worker keeps the optimizer's state for its own share of the worker's
+            parameters, and updates only these; then the replicas exchange the new weights.
         cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
-            (weight gradients apart, too), or 'auto': bidirectional where they gain more than 2%. Or the cuts
-            themselves, as unit numbers, instead of all choosing.
+            (separate cuts for weight gradients, too), or 'auto': bidirectional if they gain more than 2%. Or the cuts
+            themselves, as unit numbers; then nothing is chosen.
         forward_at, backward_at: module paths to cut before, one for each boundary between workers; the planner chooses
-            where both are empty, and one of them alone serves both. Where both are given, a path may be repeated: a
-            worker between two cuts at one place has nothing to do in that phase.
-        schedule: a name of `fxpipe.schedule.SCHEDULES`, where registered ones are, too; a file in torch's format
-            (`….csv`), or the text of one. 'auto': that which takes least time, with the number of microbatches and the
-            cuts that it takes it with.
-        synchronous: train exactly as one worker would: only schedules with a flush. `compile(…, synchronous=True)`
-            without a schedule takes the fastest of them.
-        policy: where None, that of `fxpipe.policy.default_for`.
-        microbatches: how many make a minibatch, or, with `dp`, the share of each replica; the step is captured on one
-            of them. None: a divisor of the batch near the number of workers, which is 1 for async and two workers; 1
-            for async, too, where microbatches would change the loss.
-        microbatch_dims: along which dimension the leaves of a batch are cut into microbatches: in the place of every
-            leaf a number, or None if every microbatch gets it whole; or by the leaves' names, `batch[0]`. Found by how
-            the step uses them if it is not given.
+            if both are empty, and one alone is used for both. If both are given, a path may be repeated: a worker
+            between two cuts at one place has nothing to do in that phase.
+        schedule: a name in `fxpipe.schedule.SCHEDULES`, which includes registered ones; a file in torch's format
+            (`….csv`), or the text of one. 'auto' chooses the fastest, with its number of microbatches and its cuts.
+        synchronous: train exactly as one worker would: only schedules with a flush are allowed. `compile(…,
+            synchronous=True)` without a schedule takes the fastest of them.
+        policy: None takes `fxpipe.policy.default_for`.
+        microbatches: how many microbatches a minibatch has, or with `dp` each replica's share; the step is captured on
+            one of them. None: a divisor of the batch near the number of workers, which is 1 for async with two workers;
+            1 for async, too, if microbatches would change the loss.
+        microbatch_dims: along which dimension the leaves of a batch are cut into microbatches: a pytree with a number
+            in place of each leaf, or None if every microbatch gets the whole leaf; or a dictionary by the leaves'
+            names, `batch[0]`. By default found from how the step uses the leaves.
         constant_batch: tensors of the batch whose values the step reads as numbers, shapes and branches: by their
-            names, `batch['grid']`, or their keys. They become constants of the build, which every batch must have.
+            names, `batch['grid']`, or their keys. They become constants of the build, the same in every batch.
         scan: how many batches of a model file's data are read for their shapes, each of which gets stages of its own,
             as a DataLoader's last, smaller batch does; in Python, `compile(..., shapes=…)`.
-        pad: what is appended to which leaves of every batch, by their names or keys, as `{"input_ids": 0, "labels":
-            -100}`: along dimension 1, or `(value, dimension)`; or a function that makes that of a batch. A model file
-            says it; only with `pad_to`.
-        pad_to: of what the lengths of these leaves are made multiples, before anything sees a batch; the loss is
-            compared with that of batches that are not padded.
+        pad: the values that are appended to leaves of every batch, by their names or keys, as `{"input_ids": 0,
+            "labels": -100}`: along dimension 1, or `(value, dimension)`; or a function that returns that for a batch.
+            Set in a model file; only with `pad_to`.
+        pad_to: the lengths of these leaves are padded to multiples of this, before anything sees a batch; the loss is
+            compared with the loss without padding.
         loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch, and a batch in an
             evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
-        accept_microbatch_loss: compile even if the microbatches make another loss than the whole batch.
-        codec: what packs values to cross links: 'none', a codec's name, 'auto' for int8 on just those edges whose links
+        accept_microbatch_loss: compile even if the microbatches give another loss than the whole batch.
+        codec: what compresses values on links: 'none', a codec's name, 'auto' for int8 on only the edges whose links
             the workers wait for, or one for each kind: 'activation=int4,gradient=int8,weights=int8'.
-        autocast: 'bf16' or 'fp16' captures the step under torch.autocast; for a program that is captured already it
-            says nothing. With 'fp16' a run scales the loss, and the schedule has a flush.
+        autocast: 'bf16' or 'fp16' captures the step under torch.autocast; no effect on a program that is already
+            captured. With 'fp16' a run scales the loss, and the schedule has a flush.
         threads: CPU threads while measuring.
         backend: the engine of all stages' parts, or 'auto' to take for each the fastest that agrees with eager.
         cost: 'measured' on this machine or 'analytic' from shapes; measured where None, if the parameters have values.
-        split_backward: let operators that make input and weight gradients in one call make them in two, so that
-            cuts of weight gradients can part them; three-way planning does so anyway.
-        recompute: what backwards compute again of forward instead of saving it: 'none'; what it takes to fit into
-            `memory`, in the least time, with 'auto'; or with 'full' all that does not enter a worker, and can be.
-        device: what 'analytic' computes for; one core of a server where None.
-        links: between the workers; what this kind of device usually has where None.
-        speeds, memory: of each worker, relative to the device and in bytes; equal and without limit where empty.
-        optimizer: as for a run: its update is timed, its state weighed, and it is tried whether each worker may have
-            its own. SGD with momentum where None.
-        lr_scheduler: as for a run: it is tried with the optimizer.
-        accept_optimizer_per_worker: go on where one optimizer over all parameters would train otherwise than one for
-            each worker, with a warning; without one where it is only not known whether it would.
-        known_costs: the `node_costs.json` of an earlier compile; used if program, device and torch are the same. What
-            engines made for that compile is taken likewise.
-        command: what is written into the stages' headers.
+        split_backward: split operators that make input and weight gradients in one call into two calls, so that cuts of
+            weight gradients can separate them; three-way planning always does so.
+        recompute: which forward values backwards compute again instead of saving them: 'none'; 'auto', those that let
+            it fit into `memory` in the least time; 'full', all but those that enter a worker or cannot be recomputed.
+        device: what 'analytic' computes for; None is one core of a server.
+        links: between the workers; None is what this kind of device usually has.
+        speeds, memory: of each worker, relative to the device and in bytes; empty: equal, and without limit.
+        optimizer: as for a run: its update is timed, its state counted, and a trial finds whether each worker may have
+            its own. None is SGD with momentum.
+        lr_scheduler: as for a run: tried with the optimizer.
+        accept_optimizer_per_worker: continue with a warning if one optimizer over all parameters would train
+            differently from one for each worker; without a warning if this is only unknown.
+        known_costs: the `node_costs.json` of an earlier compile; used if program, device and torch are the same. The
+            engines' files of that compile are reused in the same way.
+        command: for the stages' headers.
     """
 
     workers: int = option(
@@ -328,7 +327,7 @@ class CompileOptions:
     recompute: Recomputation = option(
         "auto",
         choices=get_args(Recomputation),
-        help="What backwards compute again instead of keeping it; auto: as much as it takes to fit into --memory.",
+        help="What backwards compute again instead of keeping it; auto: as much as needed to fit into --memory.",
     )
     device: Device | None = None
     links: Links | None = None
@@ -347,73 +346,71 @@ class CompileOptions:
 
     @property
     def encoding(self) -> Encoding:
-        """Which codecs are asked for.
+        """The codecs that are asked for.
 
         Raises:
-            CodecError: there is none of that name, or it is for other edges.
+            CodecError: no codec has that name, or it is for other edges.
         """
-        from fxpipe.codecs.encoding import Encoding  # which needs torch
+        from fxpipe.codecs.encoding import Encoding  # needs torch
 
         return Encoding.parse(self.codec)
 
     @property
     def count(self) -> int:
-        """How many microbatches a minibatch has, over all replicas."""
+        """The number of microbatches of a minibatch, over all replicas."""
         return self.own_count * self.dp
 
     @property
     def own_count(self) -> int:
-        """How many of them each replica does."""
+        """The number of microbatches of each replica."""
         return 1 if self.microbatches is None else self.microbatches
 
     @property
     def joint(self) -> int:
-        """How many replicas share a minibatch and its loss: those that train apart have each its own."""
+        """How many replicas share a minibatch and its loss: one if they train independently."""
         return self.dp if self.outer is None else 1
 
     @property
     def outer_spec(self) -> OuterSpec | None:
-        """How replicas that train apart come together; None where they add up gradients.
+        """How replicas that train independently combine their weights; None if they add up gradients.
 
         Raises:
-            CutError: there are no replicas; or an option of outer steps makes no sense, or comes without them.
+            CutError: there are no replicas; or an option of outer steps is out of range, or given without outer steps.
         """
         asked = {name: getattr(self, f"outer_{name}") for name in ("every", "lr", "momentum", "delay")}
         given = {name: number for name, number in asked.items() if number is not None}
         if self.outer is None:
             if given:
-                raise CutError(
-                    f"outer_{min(given)} is given, and no outer steps are asked for", hint=f"--outer {OUTER}"
-                )
+                raise CutError(f"outer_{min(given)} is given without --outer", hint=f"--outer {OUTER}")
             return None
         if self.dp == 1:
-            what = "and there is one" if not self.replicas else "as many of each worker"
-            raise CutError(f"outer steps bring replicas together, {what}", hint="--dp R with R above 1")
+            what = "and there is one" if not self.replicas else "the same number for each worker"
+            raise CutError(f"outer steps need replicas, {what}", hint="--dp R with R above 1")
         if self.shard is not None:
             raise CutError(
-                f"--outer and --shard {self.shard}: replicas that train apart share nothing out",
-                hint="leave one of them out",
+                f"--outer and --shard {self.shard}: independent replicas do not shard",
+                hint="leave out one of them",
             )
         if self.kind.late:
             raise CutError(
-                f"--outer and schedule '{self.schedule}': replicas that train apart have no sums that could be late",
+                f"--outer and schedule '{self.schedule}': independent replicas have no sums that could be late",
                 hint="--schedule async",
             )
         spec = replace(DILOCO, **given)
         rates = math.isfinite(spec.lr) and spec.lr > 0 and 0 <= spec.momentum < 1
         if spec.every < 1 or not rates or spec.delay not in (0, 1):
             raise CutError(
-                f"outer steps make no sense with {', '.join(f'{name}={number!r}' for name, number in given.items())}",
-                hint="every at least 1, lr above 0, momentum from 0 to below 1, delay 0 or 1",
+                f"outer steps are impossible with {', '.join(f'{name}={number!r}' for name, number in given.items())}",
+                hint="outer_every must be at least 1, lr above 0, momentum from 0 to below 1, delay 0 or 1",
             )
         return spec
 
     def cut(self, batch: Batch) -> Batch:
-        """A batch that is cut where it is asked; the errors are those of `Batch.along`."""
+        """A batch, cut along the given dimensions; errors as `Batch.along`."""
         return batch if self.microbatch_dims is None else batch.along(self.microbatch_dims)
 
     def padding(self, batches: Sequence[Batch]) -> tuple[PadSpec, ...]:
-        """How batches are padded, as it is asked; the arguments and errors are those of `padding_of`."""
+        """How batches are padded, from the options; arguments and errors as `padding_of`."""
         from fxpipe.task.padding import padding_of
 
         return padding_of(self.pad, self.pad_to, batches)
@@ -429,7 +426,7 @@ class CompileOptions:
 
     @property
     def reduce(self) -> Reduce | None:
-        """The pass that puts gradients into buckets for replicas; None where none add them up."""
+        """The pass that puts gradients into buckets for replicas; None if they add up none."""
         from fxpipe.passes.reduce import Reduce
 
         if self.processes == self.workers or self.outer is not None:
@@ -438,7 +435,7 @@ class CompileOptions:
 
     @property
     def processes(self) -> int:
-        """How many a run has."""
+        """How many processes a run has."""
         return sum(self.replicas) or self.workers * self.dp
 
     @property
@@ -448,7 +445,7 @@ class CompileOptions:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether operators that make input and weight gradients in one call are to make them in two."""
+        """Whether operators that make input and weight gradients in one call are split into two."""
         return self.split_backward or self.weights_apart or (self.planned and self.cuts == "three-way")
 
     @property
@@ -459,15 +456,15 @@ class CompileOptions:
 
     @property
     def weights_apart(self) -> bool:
-        """Whether stages make weight gradients in a function of their own: as the schedule has it."""
+        """Whether the schedule needs weight gradients in a separate function of each stage."""
         return self.kind.weights_apart
 
     @property
     def from_file(self) -> RowsOfText | EndlessRows | None:
-        """The schedule, if it is that of a file.
+        """The schedule, if it is from a file.
 
         Raises:
-            ScheduleError: the file is wrong, or for another number of processes or microbatches than is asked.
+            ScheduleError: the file is wrong, or for another number of processes or microbatches.
         """
         made = of_text(self.schedule)
         if made is None:
@@ -482,7 +479,7 @@ class CompileOptions:
                 hint="leave out --microbatches",
             )
         if self.virtual is not None:
-            raise ScheduleError("the schedule says itself how many stages a process runs", hint="leave out --virtual")
+            raise ScheduleError("the schedule itself says how many stages a process runs", hint="leave out --virtual")
         return made
 
     @property
@@ -490,31 +487,31 @@ class CompileOptions:
         """The kind of the schedule.
 
         Raises:
-            ScheduleError: there is none of that name.
+            ScheduleError: no schedule has that name.
         """
         return kind_of(self.schedule)
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The rank, which is the number of the process, of each worker.
+        """The rank (process number) of each worker.
 
         Raises:
-            ScheduleError: the schedule cannot have so many workers on a rank.
+            ScheduleError: the schedule cannot have this number of workers on a rank.
         """
         made = self.from_file
         return self.kind.usual_placement(self.workers, self.virtual) if made is None else made.placement
 
     @property
     def stages(self) -> int:
-        """How many there are; each has a worker."""
+        """How many stages there are; each has a worker."""
         return len(self.placement)
 
     @property
     def made_schedule(self) -> Schedule:
-        """The schedule, with one microbatch where their number is not known yet.
+        """The schedule, with one microbatch if their number is not known yet.
 
         Raises:
-            ScheduleError: an unknown name, or it cannot have so many workers.
+            ScheduleError: an unknown name, or it cannot have this number of workers.
         """
         made: Schedule | None = self.from_file
         if made is None:
@@ -524,7 +521,7 @@ class CompileOptions:
         return with_replicas(made, self.replicas)
 
     def for_batches(self, batches: Sequence[Batch]) -> CompileOptions:
-        """With the number of microbatches decided where it is not asked: it divides all of these minibatches.
+        """With a number of microbatches that divides all of these minibatches, if none is given.
 
         Raises:
             BatchError: a batch cannot be cut.
@@ -535,20 +532,20 @@ class CompileOptions:
             return self.of_microbatches(made.microbatches)
         kind = self.kind
         if not self.replicas and kind.usual_microbatches(self.workers, 2 * self.workers) == 1:
-            return self.of_microbatches(1)  # of any batch, also of one that cannot be cut
+            return self.of_microbatches(1)  # works for any batch, even one that cannot be cut
         samples, multiple = math.gcd(*(self.cut(batch).samples for batch in batches)), math.lcm(*self.replicas)
-        # What replicas cannot share is refused with the batch.
+        # A batch that replicas cannot share is refused when it is cut.
         shares, ranks = max(1, samples // (self.dp * multiple)), -(-self.processes // (self.dp * multiple))
         return self.of_microbatches(multiple * kind.usual_microbatches(ranks, shares))
 
     def of_microbatches(self, count: int) -> CompileOptions:
-        """With so many microbatches, also in the command that makes the build again."""
+        """With this number of microbatches, also in the command that makes the build again."""
         own, dashes, arguments = self.command.partition(" -- ")
         command = self.command if own == IN_PYTHON else f"{own} --microbatches {count}{dashes}{arguments}"
         return replace(self, microbatches=count, command=command)
 
     def for_task(self, task: Task) -> CompileOptions:
-        """With what a model file and this machine decide where nothing was asked."""
+        """With what a model file and this machine decide where no option is given."""
         from fxpipe.threads import threads_for
 
         threads = threads_for(self.threads, self.processes)
@@ -569,7 +566,7 @@ class CompileOptions:
         """Refuse what makes no sense for any model.
 
         Raises:
-            CutError: a word that is none of an option's choices; cuts that are both chosen and given.
+            CutError: a word that is not one of an option's choices; cuts that are both chosen and given.
             ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
         """
         for name in ("cuts", "recompute", "cost", "shard", "outer"):
@@ -577,7 +574,7 @@ class CompileOptions:
             known = flag.choices
             if given not in (flag.default, *known) and not (name == "cuts" and isinstance(given, Cuts)):
                 nearest = near(given, known) if isinstance(given, str) else ""
-                raise CutError(f"{name}={given!r} is none of {', '.join(known)}{nearest}")
+                raise CutError(f"{name}={given!r} is not one of {', '.join(known)}{nearest}")
         if (self.forward_at or self.backward_at) and self.cuts != "auto":
             raise CutError(
                 "cuts are chosen or pinned, not both", hint="leave out cuts=, or forward_at= and backward_at="
@@ -594,7 +591,7 @@ class CompileOptions:
             encoding.check_scaled()
 
     def _check_replicas(self) -> None:
-        """Refuse numbers of replicas that are none, or said twice.
+        """Refuse impossible numbers of replicas, or two ways of giving them.
 
         Raises:
             CutError: with what to give instead.
@@ -603,10 +600,10 @@ class CompileOptions:
             return
         numbers = ",".join(map(str, self.replicas))
         if not all(isinstance(count, int) and 1 <= count <= MOST_WORKERS for count in self.replicas):
-            raise CutError(f"{numbers} are no numbers of replicas", hint="one for each worker, such as 2,1,1")
+            raise CutError(f"{numbers} are not numbers of replicas", hint="one for each worker, such as 2,1,1")
         if self.dp > 1:
             raise CutError(
-                f"all workers have {self.dp} replicas, or each its own number ({numbers}), not both",
+                f"all workers have {self.dp} replicas, or each has its own number ({numbers}), not both",
                 hint="--dp or --replicas",
             )
         if len(self.replicas) != self.workers:
@@ -616,7 +613,7 @@ class CompileOptions:
             )
         if len(set(self.replicas)) == 1:
             raise CutError(
-                f"all workers have {self.replicas[0]} replicas", hint=f"--dp {self.replicas[0]} in place of --replicas"
+                f"all workers have {self.replicas[0]} replicas", hint=f"--dp {self.replicas[0]} instead of --replicas"
             )
 
     def _check_shard(self) -> None:
@@ -625,30 +622,30 @@ class CompileOptions:
         if self.replicas:
             numbers = ",".join(map(str, self.replicas))
             raise CutError(
-                f"--shard {self.shard} is for workers with equally many replicas, not {numbers}",
-                hint="--dp R in place of --replicas, or leave --shard out",
+                f"--shard {self.shard} is for workers with equal numbers of replicas, not {numbers}",
+                hint="--dp R instead of --replicas, or leave --shard out",
             )
         if self.dp == 1:
             raise CutError(
-                f"--shard {self.shard} shares out among the replicas of a worker, and each has one",
+                f"--shard {self.shard} divides the optimizer's state among a worker's replicas, but each has one",
                 hint="add --dp R, or leave --shard out",
             )
         if self.autocast == FLOAT16:
             raise CutError(
-                f"--shard {self.shard} and --autocast fp16: a replica sees its own gradients alone, and not whether "
+                f"--shard {self.shard} and --autocast fp16: a replica sees only its own gradients, not whether "
                 "those of others overflow",
                 hint="compile with --autocast bf16, which needs no loss scale, or leave --shard out",
             )
 
     def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:
-        """What the planner plans for.
+        """The planner's setting.
 
         Args:
-            device: 'cpu' or 'cuda'; says what links there usually are.
-            optimizer: what it costs, and whether it has momentum (see `default_for`).
+            device: 'cpu' or 'cuda'; decides which links are usual.
+            optimizer: its costs, and whether it has momentum (see `default_for`).
 
         Raises:
-            ScheduleError, PolicyError: as for `check`.
+            ScheduleError, PolicyError: as `check`.
         """
         schedule = self.made_schedule
         policy = make_policy(self.policy or default_for(schedule, optimizer.momentum))

@@ -1,7 +1,8 @@
-"""What steps in float64 say of a difference from eager PyTorch: whether it is rounding, of whatever dtype.
+"""Finds with steps in float64 whether a difference from eager PyTorch is rounding, for any dtype.
 
 If the terms of a sum cancel, as in the gradient of a bias before a norm, eager's float32 value is only rounding:
-another order of summation gives another value, and neither is wrong. In bfloat16 all values are such, to some digits.
+another order of summation gives another value, and neither is wrong. In bfloat16 all values are like this, to some
+digits.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from fxpipe.torch_private import TorchDispatchMode, pytree
 THE_LOSS = "the loss"
 
 ALIKE = 1e-2
-"""How far eager's gradients, all together, may be from those in float64: beyond it, that is another step, such as one
-that draws other random numbers, and says nothing of rounding."""
+"""How far all of eager's gradients together may be from those in float64. If they are farther, float64 computes another
+step, such as one with other random numbers, and says nothing about rounding."""
 
 LARGEST_OWN = 0.1
 """The same for one gradient, relative as in `compare`: a real difference of this size would not be seen."""
@@ -35,10 +36,10 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Exact(NamedTuple):
-    """One step in float64, as eager PyTorch makes it and as the stages do.
+    """One step in float64, by eager PyTorch and by the stages.
 
     Attributes:
-        found: None where the stages cannot be run so, or have not been.
+        found: None if the stages cannot run it, or have not yet.
     """
 
     eager: Step
@@ -48,18 +49,18 @@ class Exact(NamedTuple):
 def without_rounding(
     agreement: Agreement, found: Step, eager: Step, limit: float, floor: float, exact: Callable[[], Exact | None]
 ) -> Agreement:
-    """The agreement without the errors beyond `limit` that rounding explains; `rounding` has those, `cause` says why
-    not.
+    """The agreement without errors above `limit` that rounding explains: `rounding` has them. `cause` says why it does
+    not explain the others.
 
     An error is explained if `found` is at most `SLACK` times as far from eager's step in float64 as eager's own step
     is, in this value or, relative to their norms, in all gradients together. If the stages give the same step in
-    float64, eager's own may be as far from it as it likes; else at most as far as `ALIKE` and `LARGEST_OWN` say, since
-    a real difference could hide in more. Buffers and metrics are left as they are.
+    float64, eager's own step may be any distance from it; else at most `ALIKE` and `LARGEST_OWN`, since a real
+    difference could hide in a larger one. Buffers and metrics stay as they are.
 
     Args:
         agreement: of `found` with `eager`, by `compare` with this `floor`.
-        limit: what counts as right without more ado.
-        exact: makes the step in float64, or None if that cannot be; not called where nothing is off.
+        limit: what counts as right.
+        exact: makes the step in float64, or None if that is impossible; called only if an error is above `limit`.
     """
     wrong = [name for name, error in agreement.gradients.items() if limit < error < math.inf]
     off = limit < agreement.loss < math.inf
@@ -95,16 +96,16 @@ def without_rounding(
     return replace(agreement, loss=loss, gradients=gradients, rounding=explained, cause=_ROUGHER if proved else "")
 
 
-_NO_FLOAT64 = "eager PyTorch cannot make this step in float64, so rounding cannot be told from a fault"
-_IN_FLOAT64_TOO = "in float64, where nothing is rounded, {} differs by {:.1e} as well: it is no rounding"
-_OTHER_DRAWS = "eager PyTorch's step in float64 is another one, so rounding cannot be told from a fault"
+_NO_FLOAT64 = "eager PyTorch cannot make this step in float64, so fxpipe cannot distinguish rounding from a fault"
+_IN_FLOAT64_TOO = "in float64, where nothing is rounded, {} differs by {:.1e} as well: this is not rounding"
+_OTHER_DRAWS = "eager PyTorch's step in float64 is another one, so fxpipe cannot distinguish rounding from a fault"
 _ROUGHER = (
     f"in float64 both are equal, but the stages' values are rounded more than {SLACK} times as roughly as eager's"
 )
 
 
 def rounding_text(agreement: Agreement) -> str:
-    """What rounding explains, in words; '' if that is nothing."""
+    """What rounding explains, in words; '' if nothing."""
     if not agreement.rounding:
         return ""
     parts = [
@@ -112,7 +113,7 @@ def rounding_text(agreement: Agreement) -> str:
         for name, error in sorted(agreement.rounding.items(), key=lambda item: -item[1])
     ]
     return (
-        f"no more than rounding is what differs from eager PyTorch in {listed(parts, 4)}: eager's own values are about "
+        f"only rounding differs from eager PyTorch in {listed(parts, 4)}: eager's own values are about "
         "as far from those in float64"
     )
 
@@ -135,12 +136,12 @@ def in_float64(step: Callable[[nn.Module, Any], Step], model: nn.Module, batch: 
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In float64, if it is of a narrower type of fractions."""
+    """In float64, if its floating-point type is narrower."""
     return tensor.double() if tensor.dtype in NARROW else tensor
 
 
 class _Wide(TorchDispatchMode):
-    """Makes float64 where a call asks for a narrower type of fractions."""
+    """Makes float64 where a call asks for a narrower floating-point type."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (args, kwargs or {}))
@@ -153,7 +154,7 @@ def _wide_type(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def all_float64() -> Iterator[None]:
-    """Inside, steps whose tensors are float64 stay so: whatever casts, factories and autocast ask for."""
+    """Inside, steps whose tensors are float64 keep that type: casts, factories and autocast do not narrow it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -170,7 +171,7 @@ def _comparable(eager: Step, true: Step) -> bool:
 
 
 def _is_the_same_step(eager: Step, true: Step) -> bool:
-    """Whether two steps are one, but for float32's rounding."""
+    """Whether two steps are equal except for float32's rounding."""
     if _distance(eager.loss, true.loss) > ALIKE * max(_norm(true.loss), 1e-6):
         return False
     off = math.hypot(*(_distance(g, true.gradients[n]) for n, g in eager.gradients.items()))

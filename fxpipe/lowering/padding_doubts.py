@@ -1,4 +1,4 @@
-"""Does padding change what is trained or measured? Batches as the data give them and padded, in eager PyTorch."""
+"""Finds in eager PyTorch whether padding changes what is trained or measured."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from fxpipe.tracing.capture import autocasting
 from fxpipe.tracing.eval_mode import eval_mode
 
 ROUGH = 1e-2
-"""What counts as rounding, relative, where numbers are narrower than float32; else `EXACT`. Padding that a model does
-not mask changes more."""
+"""The relative difference that counts as rounding for numbers narrower than float32; else `EXACT`. Padding that a model
+does not mask changes more."""
 
 
 def padding_doubts(
     model: nn.Module, loss: Loss, batches: Sequence[Batch], padding: Sequence[PadSpec], options: CompileOptions
 ) -> tuple[str, ...]:
-    """What to warn of: loss, gradients, metrics or `loss_weight` that padding changes, or that could not be compared.
+    """Warnings: loss, gradients, metrics or `loss_weight` that padding changes, or that could not be compared.
 
-    For every shape, eager PyTorch steps on the first batch that padding changes, as it is and padded; random numbers
+    For every shape, eager PyTorch steps on the first batch that padding changes, unpadded and padded; random numbers
     are the same for every sample and token in both.
 
     Args:
         batches: as the data give them.
 
     Raises:
-        BatchError: eager PyTorch steps on a batch as it is, and fails on it padded.
+        BatchError: eager PyTorch steps on a batch, and fails on it when padded.
     """
     if not padding:
         return ()
@@ -88,31 +88,31 @@ def _of_step(
         yield from _weights(weight_of(hook, batch.given), weight_of(hook, after.given), place)
     if steady.unknown:
         drawn = ", ".join(sorted(steady.unknown))
-        yield f"whether padding changes the loss was not compared: {drawn} cannot draw alike for it and for the batch"
+        yield f"whether padding changes the loss was not compared: {drawn} cannot draw the same numbers for both"
         return
     agreement, limit = compare(made, own, FLOOR_OF_SUMS), _limit(model.parameters(), options.autocast)
     name, error_of_gradient = agreement.worst_gradient
     if not agreement.loss <= limit:
         yield (
-            f"padding changes the loss {place}: {own.loss:.6g} as it is, {made.loss:.6g} padded: it trains something "
+            f"padding changes the loss {place}: {own.loss:.6g} unpadded, {made.loss:.6g} padded: it trains something "
             "else; let the model mask what is appended, and the loss leave it out"
         )
     elif not error_of_gradient <= limit:
         yield (
-            f"padding changes gradients {place}: that of {name} by {error_of_gradient:.1e}, relative, though the loss "
+            f"padding changes gradients {place}: {name}'s by {error_of_gradient:.1e} (relative), though the loss "
             "is the same; let the model mask what is appended"
         )
     yield from _metrics("metric", own, made, limit, place)
 
 
 def _needs_more(error: CaptureError, batch: Batch, after: Batch, padding: Sequence[PadSpec]) -> BatchError:
-    """The error where the padded batch cannot be computed with: perhaps a leaf is as long, and not padded."""
+    """The error if the padded batch fails: perhaps another leaf of the same length is not padded."""
     before, now = ({name: tuple(tensor.shape) for name, tensor in one.tensors.items()} for one in (batch, after))
     lengths = {a for name in before for a, b in zip(before[name], now[name], strict=True) if a != b}
     named = [rule.leaf for rule in padding]
     alike = [name for name, shape in before.items() if not is_named(name, named) and lengths & set(shape[1:])]
     return BatchError(
-        f"eager PyTorch steps on a batch of {batch}, and fails on it padded to {after}: {error.what}",
+        f"eager PyTorch steps on a batch of {batch}, but fails on it padded to {after}: {error.what}",
         where=error.where,
         hint=f"pad does not name {', '.join(alike)}, which has the same length: name it, too"
         if alike
@@ -124,13 +124,13 @@ def _needs_more(error: CaptureError, batch: Batch, after: Batch, padding: Sequen
 def evaluation_doubts(
     model: nn.Module, metrics: Metrics, batches: Iterable[Batch], padding: Sequence[PadSpec]
 ) -> tuple[str, ...]:
-    """What to warn of: metrics of an evaluation that padding changes; the model is in eval mode.
+    """Warnings: metrics of an evaluation that padding changes; the model is in eval mode.
 
     Args:
-        batches: as the data give them, on the model's device; those that padding leaves alone are passed over.
+        batches: as the data give them, on the model's device; those that padding does not change are skipped.
     """
     if are_on_meta(list(model.parameters())):
-        return ()  # said of the loss
+        return ()  # the warning on the loss says it
 
     def measured(model: nn.Module, batch: Any) -> Any:
         with torch.no_grad():
@@ -164,16 +164,14 @@ def _metrics(what: str, own: Step, made: Step, limit: float, place: str) -> Iter
     for name, error in metric_errors(made, own.metrics).items():
         if not error <= limit:
             yield (
-                f"padding changes the {what} {name!r} {place}: {own.metrics[0][name]:.6g} as it is, "
+                f"padding changes the {what} {name!r} {place}: {own.metrics[0][name]:.6g} unpadded, "
                 f"{made.metrics[0][name]:.6g} padded: leave out what is appended"
             )
 
 
 def _weights(own: float, made: float, place: str) -> Iterator[str]:
     if own != made:
-        yield (
-            f"padding changes loss_weight(batch) {place}: {own:g} as it is, {made:g} padded: count what is not appended"
-        )
+        yield (f"padding changes loss_weight(batch) {place}: {own:g} unpadded, {made:g} padded: do not count padding")
 
 
 def _limit(parameters: Iterable[Tensor], autocast: str | None) -> float:
@@ -182,10 +180,10 @@ def _limit(parameters: Iterable[Tensor], autocast: str | None) -> float:
 
 
 def _told(doubts: Iterable[str]) -> tuple[str, ...]:
-    """The first of each kind, and how many more batches say the same."""
+    """The first doubt of each kind, and for how many more batches it holds."""
     kinds: dict[str, list[str]] = {}
     for doubt in doubts:
         kinds.setdefault(doubt.partition(" of a batch of ")[0], []).append(doubt)
     return tuple(
-        first + (f" (so for {len(rest)} more of the shapes)" if rest else "") for first, *rest in kinds.values()
+        first + (f" (the same for {len(rest)} more shapes)" if rest else "") for first, *rest in kinds.values()
     )

@@ -15,10 +15,11 @@ from fxpipe.torch_private import schema_of
 
 
 class SeparateBatchNorm(TorchFunctionMode):
-    """Inside, a batch norm in training takes a batch apart, and normalises one microbatch after the other.
+    """Inside, a batch norm in training splits a batch and normalises one microbatch after the other.
 
-    All else sees the whole batch: so eager PyTorch's loss is the whole batch's, as a pipeline of microbatches means it.
-    It holds in backward, too, which computes regions of `torch.utils.checkpoint` again.
+    Everything else sees the whole batch: so eager PyTorch's loss is the whole batch's with batch norms as in a
+        pipeline.
+    It works in backward, too, where regions of `torch.utils.checkpoint` are computed again.
 
     Args:
         microbatches: how many a batch has, along dimension 0 of what is normalised.
@@ -43,7 +44,7 @@ class SeparateBatchNorm(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        """What the mode does, without it: torch takes it off while a method such as `backward` runs."""
+        """What the mode does, without the mode: torch removes it while a method such as `backward` runs."""
         original = torch.batch_norm
         torch.batch_norm = lambda *args, **kwargs: self.__torch_function__(original, (), args, kwargs)
         try:

@@ -1,6 +1,6 @@
-"""Batches of several shapes: the step for each further shape becomes stages of its own, cut where the first's are.
+"""Batches of several shapes: the step for each further shape becomes separate stages, cut where the first's are.
 
-Every worker owns the same parameters and updates the same buffers whatever the batch; only the work differs.
+Every worker owns the same parameters and updates the same buffers for any batch; only the work differs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from fxpipe.task.hooks import Loss
 from fxpipe.tracing.joint import NO_GRADIENT
 
 VALUES = 4
-"""How many values a number or a string may have that the step reads: each takes stages of its own."""
+"""How many values a number or string that the step reads may have: each has its own stages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CapturedShape:
-    """The step for batches of one further shape, as captured, and the pass that makes its loss the whole batch's.
+    """The captured step for batches of one further shape, and the pass that makes its loss the whole batch's.
 
     Attributes:
-        left_out: what to warn of if the step cannot be cut, instead of refusing it.
+        left_out: if the step cannot be cut, the warning to give instead of an error.
     """
 
     program: Program
@@ -57,10 +57,10 @@ class CapturedShape:
 
 
 def further_shapes(program: Program, microbatches: int, batches: Iterable[Batch]) -> list[Batch]:
-    """The first batch of every shape but that of a captured program.
+    """The first batch of every shape except the captured program's.
 
     Args:
-        microbatches: into how many a batch is cut, of which the program is captured on one.
+        microbatches: how many a batch is cut into; the program is captured on one.
 
     Raises:
         BatchError: there are too many shapes.
@@ -76,20 +76,20 @@ def further_shapes(program: Program, microbatches: int, batches: Iterable[Batch]
 
 
 def constants_of(program: Program, batch: Batch) -> tuple[str, ...]:
-    """The leaves of a batch whose values a program has: those that were asked for, and those that its step reads."""
+    """The leaves of a batch whose values are in a program: those asked for, and those that its step reads."""
     found = [b.leaf.name for b in program.batch if b.leaf.tensor is None and b.leaf.read]
     return tuple(dict.fromkeys([*batch.constants, *(name for name in found if name in batch.names)]))
 
 
 def refuse_changing(program: Program, batches: Sequence[Batch], asked: Sequence[str]) -> None:
-    """Refuse numbers and strings that the step reads, and that change from batch to batch.
+    """Refuse numbers and strings that the step reads and that change from batch to batch.
 
     Args:
         batches: the one that the program was captured on, and those that do not fit it.
-        asked: the leaves that are constants by the user's word, however many values they have.
+        asked: the leaves that the user declared constant, with any number of values.
 
     Raises:
-        BatchError: says which they are, where they are read, and how to write that.
+        BatchError: names them, says where they are read, and how to avoid that.
     """
     wrong, places = [], {b.leaf.name: b.where for b in program.batch if b.where is not None}
     for row in program.batch:
@@ -103,9 +103,9 @@ def refuse_changing(program: Program, batches: Sequence[Batch], asked: Sequence[
     if wrong:
         what = "; ".join(f"{name} ({', '.join(values[:3])}, …)" for name, values in wrong)
         raise BatchError(
-            f"the step reads the value of what changes from batch to batch: {what}",
+            f"the step reads values that change from batch to batch: {what}",
             where=next((places[name] for name, _ in wrong if name in places), None),
-            hint="compute with a number as with a tensor, without if, min, float() or math: torch.where, clamp, exp of "
+            hint="use a number as a tensor, without if, min, float() or math: torch.where, clamp, exp of "
             "a torch.tensor(number) that train_data() gives; or compute in train_data() what the step needs. "
             f"constant_batch = {[wrong[0][0]]} in the model file makes stages for every value",
             page="batch-shapes",
@@ -113,7 +113,8 @@ def refuse_changing(program: Program, batches: Sequence[Batch], asked: Sequence[
 
 
 def capture_shape(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> CapturedShape:
-    """Capture the step for a batch of another shape, cut into as many microbatches, and compare its loss with eager's.
+    """Capture the step for a batch of another shape, cut into the same number of microbatches; compare with eager's
+    loss.
 
     Raises:
         FxpipeError: as `capture_microbatch` and `checked_loss`.
@@ -179,11 +180,11 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
 
 
 def cuts_like(plan: Plan, program: Program) -> Cuts:
-    """Where to cut a program whose units are numbered so that its workers own what those of the plan do.
+    """The cuts of a program with numbered units that let its workers own what the plan's workers own.
 
-    Each cut is before the unit of the same module as in the plan, the same call of it, moved as little as it takes
-    that gradients are made by the owners of their parameters, buffers updated at home, and weights that one worker's
-    forward reads read there.
+    Each cut is before the unit of the same call of the same module as in the plan. It is moved as little as needed for
+    parameters' owners to make gradients, for buffers to be updated at home, and for one worker's forward to read the
+    weights that it reads in the plan.
 
     Raises:
         CutError: there are no such cuts.
@@ -215,9 +216,9 @@ def cuts_like(plan: Plan, program: Program) -> Cuts:
 
 
 def again_like(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
-    """By worker, what its backward computes again, as in the plan: the forward's nodes of the same names.
+    """By worker, what its backward computes again, as in the plan: forward nodes of the same names.
 
-    Those are left out for which a backward would need weights, or buffers that are updated, which the plan's has not.
+    Nodes are left out if the backward would need weights, or updated buffers, that it does not have in the plan.
     """
     sources = sources_of(program)
     nodes = {node.name: node for node in program if info(node).phase == "F"}
@@ -238,14 +239,15 @@ def again_like(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
 
 
 def _moved(bounds: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
-    """The bounds where their places are now, none before an earlier one."""
+    """The bounds at their new places, none before an earlier bound."""
     return tuple(accumulate((places[bound] for bound in bounds), max))
 
 
 def _same_places(old: Sequence[str], new: Sequence[str]) -> list[int]:
-    """For each place between the old units, and both ends, the one between the new: before the same call of a module.
+    """For each place between the old units, and for both ends, the place between the new: before the same call of a
+    module.
 
-    Calls are counted from the start for the earlier half of a module's, and from the end for the later.
+    Calls of a module are counted from the start in their earlier half, and from the end in the later half.
     """
     places: dict[str, list[int]] = {}
     for i, unit in enumerate(new):
@@ -269,7 +271,7 @@ def _same_places(old: Sequence[str], new: Sequence[str]) -> list[int]:
 
 
 def _within(bounds: Sequence[int], placed: Iterable[tuple[int, int]], what: str) -> tuple[int, ...]:
-    """The bounds, moved as little as it takes that each unit that is `placed` is on its worker."""
+    """The bounds, moved as little as needed for each `placed` unit to be on its worker."""
     placed = list(placed)
     found = list(bounds)
     for k in range(1, len(bounds) - 1):
@@ -278,7 +280,7 @@ def _within(bounds: Sequence[int], placed: Iterable[tuple[int, int]], what: str)
         if least > most:
             raise CutError(
                 f"the step for a batch of another shape cannot be cut so that {what} stay on their workers: unit "
-                f"{least - 1} belongs before worker {k}, and unit {most} on it or after it",
+                f"{least - 1} belongs before worker {k}, and unit {most} on or after it",
                 hint="use fewer workers, pin the cuts (--fp-cut, --bp-cut) where all batches run the same modules in "
                 "one order, or pad the batches to one shape",
                 page="batch-shapes",
@@ -291,7 +293,7 @@ def _check_alike(plan: Plan, made: Plan, number: int) -> None:
     """Refuse stages that read or make other things than those of the first shape."""
     wrong, names = [], list[str]()
     if made.loss_worker != plan.loss_worker:
-        wrong.append(f"the loss is on worker {made.loss_worker} instead of {plan.loss_worker}")
+        wrong.append(f"the loss is on worker {made.loss_worker} , not {plan.loss_worker}")
     if made.loss_of_microbatches != plan.loss_of_microbatches:
         wrong.append(
             f"the loss is the {made.loss_of_microbatches} of the microbatches', not their {plan.loss_of_microbatches}"

@@ -11,12 +11,13 @@ from fxpipe.torch_private import TorchDispatchMode, schema_of
 
 
 class SteadyRandomness(TorchDispatchMode):
-    """Inside, operators that draw give the same number for every element, whatever the shape: dropout drops nothing.
+    """Inside, operators that draw random numbers give the same number for every element, whatever the shape: dropout
+    drops nothing.
 
     It works below autograd, so that eager PyTorch and a captured program see the same numbers.
 
     Attributes:
-        unknown: the random operators met that it does not know; their numbers are random.
+        unknown: random operators that were met and are not known here; their numbers stay random.
     """
 
     def __init__(self) -> None:

@@ -24,11 +24,11 @@ from fxpipe.threads import threads as worker_threads
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a step costs.
+    """The costs of a training step.
 
     Attributes:
-        nodes: what was measured; None where it is computed.
-        device: what it is computed for.
+        nodes: the measured costs; None if they are computed.
+        device: the device that they are computed for.
         optimizer: its update and its state.
     """
 
@@ -42,7 +42,7 @@ class StepCosts:
         return Cost(None if self.nodes is None else self.nodes.seconds, self.device)
 
     def profile(self, program: Program, levels: bool) -> Profile:
-        """What the units of the program cost, whose nodes have these costs; with `levels` as of `profile_of`."""
+        """The costs of the program's units, whose nodes have these costs; `levels` as in `profile_of`."""
         found = profile_of(program, self.optimizer.seconds_per_byte, levels)
         if self.nodes is None:
             return replace(found, device=f"{self.device.name}, computed")
@@ -51,7 +51,7 @@ class StepCosts:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why the costs are in doubt."""
+        """Warnings about the costs."""
         return (*(self.nodes.warnings if self.nodes else ()), *([self.optimizer.doubt] if self.optimizer.doubt else ()))
 
 
@@ -64,7 +64,7 @@ def step_costs(
     """The costs of a program whose units are numbered, measured on its own device or left to be computed.
 
     Args:
-        optimizer: its costs, where they are known already.
+        optimizer: its costs, if they are already known.
         yardstick: makes what is measured comparable with other programs' costs.
 
     Raises:
@@ -80,7 +80,7 @@ def step_costs(
         with worker_threads(options.threads, 1):
             optimizer = optimizer_costs(trained(program), make, timed=measured, bandwidth=device.bandwidth)
         if options.optimizer is None:
-            optimizer = replace(optimizer, momentum=False)  # that of a run may have none
+            optimizer = replace(optimizer, momentum=False)  # a run's optimizer may have none
     return StepCosts(nodes, device, optimizer)
 
 

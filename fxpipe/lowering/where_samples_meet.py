@@ -1,8 +1,9 @@
-"""Why the microbatches' losses are not the whole batch's: the call in which samples meet, and which reaches the loss.
+"""Finds why the microbatches' losses are not the whole batch's: the call in which samples meet and that affects the
+loss.
 
-What is derived of a step ends at the first call that is not known to treat samples alike, and this need not be the
-cause: a sort by expert moves tokens, and what each becomes is as if nothing had been moved. So the values of both steps
-are compared, call by call. What is not derived, but is seen to be rows, a sum or a mean, is taken for that:
+The analysis of a step ends at the first call that is not known to treat samples alike, and this need not be the cause:
+a sort by expert moves tokens, and the result for each is as if nothing had moved. So the values of both steps are
+compared, call by call. A value that is not proved to be rows, a sum or a mean, but looks like it, counts as that:
 
     sort ✗   experts ✗   put back: rows ✓   cross_entropy: mean ✓   ┐
     counts: mean ✓   odds: mean ✓   counts * odds: neither ✗ ── sum ┴ loss
@@ -28,18 +29,18 @@ Fed = Mapping[str, Tensor]
 
 
 def where_samples_meet(program: Program, whole: Program, parts: Sequence[Fed], batch: Fed, far: float) -> str | None:
-    """The reason, in words; None if no value is seen that is another one than the microbatches'.
+    """The reason, in words; None if every value agrees with the microbatches'.
 
     Args:
-        program: captured on a microbatch; `beside` has put it next to `whole`, the step on the whole batch.
-        parts, batch: what the two are fed, by placeholder.
-        far: how far values may be apart, relative, to count as one.
+        program: captured on a microbatch; `next_to` has put it next to `whole`, the step on the whole batch.
+        parts, batch: the inputs of the two, by placeholder.
+        far: the largest relative difference of values that count as equal.
     """
     folded = Fold()(program)
     found = microbatches_of(folded)
     named = partners(program, whole)
     lost = {node.name for node, known in found.known.items() if isinstance(known, Lost) and node.name in named}
-    lost.discard(str(folded.loss_node))  # it is known to be another one, however near
+    lost.discard(str(folded.loss_node))  # it is known to differ, even if the values are near
     mine = [_Forward(program, lost).values(part) for part in parts]
     theirs = _Forward(whole, {named[name] for name in lost}).values(batch)
     seen: dict[str, Known] = {}
@@ -60,7 +61,7 @@ class _Forward(fx.Interpreter):
         self._kept: dict[str, Any] = {}
 
     def values(self, fed: Fed) -> dict[str, Any]:
-        """By name, of one batch."""
+        """By name, for one batch."""
         self._kept = {}
         feed = {**self._program.values, **fed}
         with torch.no_grad():
@@ -77,7 +78,7 @@ class _Forward(fx.Interpreter):
 
 
 def _seen(whole: Any, parts: Sequence[Any], far: float) -> Known | None:
-    """What the microbatches' values are of the whole batch's, as far as their numbers say; None if they say nothing."""
+    """How the microbatches' values relate to the whole batch's, judged by numbers; None if these do not show it."""
     if not isinstance(whole, Tensor) or not all(
         isinstance(part, Tensor) and part.dim() == whole.dim() for part in parts
     ):

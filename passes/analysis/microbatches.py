@@ -41,7 +41,7 @@ def microbatches_of(
     """Derive what each forward value is; linear in the graph, for each value that must be known of the whole batch.
 
     Args:
-        program: at level FOLDED, captured on one microbatch. If `beside` (`whole_call.py`) has put it next to the step
+        program: at level FOLDED, captured on one microbatch. If `next_to` (`whole_call.py`) has put it next to the step
             on the whole batch, all that is derived is held against that.
         dims: by leaf of the batch, the dimension along which it is cut; None if every microbatch gets all of it. By
             default what the leaves themselves say.

@@ -1,7 +1,7 @@
 """What each call of a microbatch's step is in the step on the whole batch: its numbers and its shapes there.
 
 A graph holds sizes as numbers: `x.sum() / len(x)` and `x.sum() / 8` are one graph, and `x[:4]` of four samples is no
-call at all. So the step is captured on the whole batch, too, and `beside` puts the two graphs next to each other, call
+call at all. So the step is captured on the whole batch, too, and `next_to` puts the two graphs next to each other, call
 by call: a number that is another one there depends on how many samples there are.
 """
 
@@ -48,7 +48,7 @@ class WholeCall:
 
 
 def whole_call(node: fx.Node) -> WholeCall | str | None:
-    """What `beside` found for a node: None if it was not asked, or for a call that computes nothing."""
+    """What `next_to` found for a node: None if it was not asked, or for a call that computes nothing."""
     return node.meta.get(WHOLE)
 
 
@@ -91,7 +91,7 @@ def type_of(node: fx.Node, place: Place) -> str:
     return kind[len("Optional[") : -1] if kind.startswith("Optional[") else kind
 
 
-def beside(program: Program, whole: Program | str) -> Program:
+def next_to(program: Program, whole: Program | str) -> Program:
     """The program, each of whose forward calls knows what it is in the step on the whole batch.
 
     Calls are taken in their order; those that compute nothing are passed over. A backward call knows it where its
@@ -134,7 +134,7 @@ def beside(program: Program, whole: Program | str) -> Program:
 
 
 def partners(program: Program, whole: Program) -> dict[str, str]:
-    """By the name of a forward value, that of the same one in the step on the whole batch; see `beside`."""
+    """By the name of a forward value, that of the same one in the step on the whole batch; see `next_to`."""
     program = program.copy()
     pairs = _inputs(program, whole)
     _pair(_forward(program, metric_nodes(program)), _forward(whole, metric_nodes(whole)), pairs)

@@ -103,7 +103,7 @@ def test_every_batch_must_have_the_same_constants(tmp_path: Path) -> None:
 
 
 def test_microbatches_must_have_the_same_constants() -> None:
-    with pytest.raises(BatchError, match=r"microbatches have different ones: .* and ") as error:
+    with pytest.raises(BatchError, match=r"differs between microbatches: .* and ") as error:
         built(2, ((1, 2, 3), (1, 3, 2), (1, 1, 6), (1, 6, 1)))
     assert "--microbatches 1" in str(error.value)
 

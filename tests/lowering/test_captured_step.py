@@ -59,7 +59,7 @@ def test_a_loss_that_is_not_one_of_microbatches_has_one() -> None:
     made = built(contrastive, 8)
     assert made.plan.microbatches == 1
     (warning,) = about_microbatches(made)
-    assert warning.startswith("one microbatch a minibatch, so that forwards miss 3 updates: not 4, since ")
+    assert warning.startswith("one microbatch a minibatch, so that forwards miss 3 updates; 4 are not possible: ")
     assert "spectrain lost 6% to 8% of the synchronous result where forwards missed 3 (benchmarks/accuracy)" in warning
     with pytest.raises(BatchError):
         built(contrastive, 8, microbatches=4)
@@ -73,7 +73,7 @@ def test_a_batch_that_cannot_be_cut_is_one_microbatch() -> None:
     )
     assert made.plan.microbatches == 1
     (warning,) = about_microbatches(made)
-    assert "not several, since a batch of scalars cannot be split" in warning
+    assert "several are not possible: a batch of scalars cannot be split" in warning
 
 
 @pytest.mark.parametrize(("workers", "samples", "missed", "studied"), [(4, 2, 2, 2), (9, 7, 2, 2), (9, 2, 4, 7)])

@@ -204,13 +204,13 @@ def test_replicas_that_read_other_batches_are_told_in_the_outer_step(tmp_path: P
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"outer_every": 4}, "outer_every is given, and no outer steps are asked for"),
-        ({"outer": "diloco"}, "outer steps bring replicas together, and there is one"),
-        ({"outer": "fedavg", "dp": 2}, "outer='fedavg' is none of diloco"),
-        ({"outer": "diloco", "dp": 2, "outer_every": 0}, "outer steps make no sense with every=0"),
-        ({"outer": "diloco", "dp": 2, "outer_momentum": 1.0}, "outer steps make no sense with momentum=1.0"),
-        ({"outer": "diloco", "dp": 2, "outer_lr": float("nan")}, "outer steps make no sense with lr=nan"),
-        ({"outer": "diloco", "dp": 2, "outer_delay": 2}, "outer steps make no sense with delay=2"),
+        ({"outer_every": 4}, "outer_every is given without --outer"),
+        ({"outer": "diloco"}, "outer steps need replicas, and there is one"),
+        ({"outer": "fedavg", "dp": 2}, "outer='fedavg' is not one of diloco"),
+        ({"outer": "diloco", "dp": 2, "outer_every": 0}, "outer steps are impossible with every=0"),
+        ({"outer": "diloco", "dp": 2, "outer_momentum": 1.0}, "outer steps are impossible with momentum=1.0"),
+        ({"outer": "diloco", "dp": 2, "outer_lr": float("nan")}, "outer steps are impossible with lr=nan"),
+        ({"outer": "diloco", "dp": 2, "outer_delay": 2}, "outer steps are impossible with delay=2"),
     ],
 )
 def test_outer_steps_without_sense_are_refused(asked: dict[str, Any], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Replicas that train apart: what is compiled is the pipeline of one of them, for its share of a minibatch."""
+"""Replicas that train independently: compiled is the pipeline of one of them, for its share of a minibatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpipe.task.batch import Batch
 
 
 def with_replicas(build: Build, options: CompileOptions) -> Build:
-    """The build of one replica's pipeline as that of all; as it is where they add up their gradients.
+    """The build of all replicas from the pipeline of one; unchanged if they add up their gradients.
 
     Raises:
         CutError: as `CompileOptions.outer_spec`.
@@ -29,7 +29,7 @@ def with_replicas(build: Build, options: CompileOptions) -> Build:
 
 
 def of_one_replica(build: Build, batch: Any) -> tuple[Build, Batch]:
-    """A replica's pipeline, as if it were the only one, and its share of a batch, padded; both as they are of others.
+    """One replica's pipeline, as if it were alone, and its padded share of a batch; both unchanged in other builds.
 
     Raises:
         BatchError: the batch cannot be cut.
