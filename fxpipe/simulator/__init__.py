@@ -1,4 +1,4 @@
-"""How long a schedule takes on given workers and links; nothing is computed. Pure Python: no torch but in `of_build`.
+"""How long a schedule takes on given workers and links. Pure Python: only `of_build` imports torch.
 
 scenario (the inputs) → simulate (the run) → result. `of_build` and `of_partition` make the
 inputs from a build or a partition; they are not imported here.

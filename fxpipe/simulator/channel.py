@@ -1,6 +1,6 @@
-"""One kind of message on its way, when each message arrives, and what of it waits its turn on a link.
+"""Messages between two workers: when each arrives, and which wait for their turn on the link.
 
-Which messages wait, and how, `fxpipe.plan.urgency` says.
+`fxpipe.plan.urgency` decides which messages wait, and how.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fxpipe.planner.links import Links
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A message that waits its turn.
+    """A message that waits for its turn.
 
     Attributes:
-        left: its bytes that have not been carried.
-        begins: when the first of them was; None before.
+        left: its bytes that have not been carried yet.
+        begins: when the first byte was carried; None before that.
     """
 
     channel: Channel
@@ -30,7 +30,7 @@ class Waiting:
 
     @property
     def chunks(self) -> int:
-        """In how many chunks the rest will go."""
+        """How many chunks the rest has."""
         return max(1, ceil(self.left / CHUNK))
 
 
@@ -38,10 +38,10 @@ class Waiting:
 class Direction:
     """One direction of a link, and when it is free for the next message, in seconds.
 
-    Who sends at a time must first let it carry all that begins earlier: `carry(time)`.
+    Before a send at a time, call `carry(time)`, so that it carries all that begins earlier.
 
     Attributes:
-        waiting: how many messages wait their turn.
+        waiting: how many messages wait for their turn.
     """
 
     free: float = 0.0
@@ -49,13 +49,13 @@ class Direction:
     _queues: dict[int, deque[Waiting]] = field(default_factory=lambda: {SAVED: deque(), WEIGHTS: deque()})
 
     def put(self, message: Waiting, time: float) -> None:
-        """A message is sent at `time`, and waits its turn."""
+        """A message is sent at `time`, and waits for its turn."""
         self.free = max(self.free, time)
         self._queues[message.channel.turn].append(message)
         self.waiting += 1
 
     def carry(self, until: float) -> list[Waiting]:
-        """Carry all chunks that begin before `until`; the messages of which these were the last."""
+        """Carry all chunks that begin before `until`; returns the messages that are then complete."""
         arrived: list[Waiting] = []
         while self.free < until and (message := self._first()) is not None:
             if self._carry(message, until):
@@ -63,7 +63,7 @@ class Direction:
         return arrived
 
     def carry_all(self, wanted: Waiting) -> list[Waiting]:
-        """Carry the rest of a message, and what goes before it; nothing urgent is sent before its last chunk begins."""
+        """Carry the rest of a message, and what precedes it; no urgent message is sent before its last chunk begins."""
         arrived: list[Waiting] = []
         while wanted not in arrived and (message := self._first()) is not None:
             self._carry(message, inf)
@@ -71,7 +71,7 @@ class Direction:
         return arrived
 
     def expected(self) -> Iterator[tuple[float, Waiting]]:
-        """When each message that waits would arrive if no other were sent."""
+        """When each waiting message would arrive if no other were sent."""
         time = self.free
         for queue in self._queues.values():
             for message in queue:
@@ -83,7 +83,7 @@ class Direction:
         return next((queue[0] for queue in self._queues.values() if queue), None)
 
     def _carry(self, message: Waiting, until: float) -> bool:
-        """Carry those chunks of the first message that begin before `until`: at least one does; whether that is all."""
+        """Carry the chunks of the first message that begin before `until`, at least one; whether that completes it."""
         chunk, chunks = message.channel.seconds(CHUNK), message.chunks
         message.begins = self.free if message.begins is None else message.begins
         if self.free + (chunks - 1) * chunk >= until:
@@ -104,14 +104,14 @@ class Channel:
     Args:
         direction: shared with the other channels from `src` to `dst`.
         count: how many messages there are.
-        turn: whether they are urgent or wait their turn (see `fxpipe.plan.urgency`).
+        turn: whether they are urgent or wait for their turn (see `fxpipe.plan.urgency`).
 
     Attributes:
         copy: seconds that the processor of each end is busy with one message.
-        ready: by number, when an otherwise idle receiver has the message; None before that is known: it was not sent,
-            or waits its turn.
+        ready: by number, when a receiver that is idle has the message; None while that is unknown: it was not sent, or
+            waits for its turn.
         copied: by number, whether the receiver has spent its `copy`.
-        asleep: the number that the receiver waits for, −1 if it does not wait.
+        asleep: the number that the receiver waits for; −1 if it does not wait.
     """
 
     __slots__ = (
@@ -134,23 +134,23 @@ class Channel:
         self._bandwidth = links.bandwidth_of(src, dst)
         self._occupies = links.seconds(src, dst, size)
         self._latency = links.latency_of(src, dst)
-        # Both ends copy while the message is on its way: it has arrived when both link and copying are done.
+        # Both ends copy while the link carries the message: it has arrived when both are done.
         self._travels = max(self._occupies, self.copy) + self._latency
 
     def send(self, number: int, time: float) -> None:
-        """Send a message at `time` or as soon as the direction is free."""
+        """Send a message at `time`, or later when the direction is free."""
         start = max(time, self.direction.free)
         self.direction.free = start + self._occupies
         self.ready[number] = start + self._travels
 
     def wait(self, number: int, time: float) -> None:
-        """Send a message at `time` that waits its turn; it is `ready` once the direction has carried it."""
+        """Send a message at `time` that waits for its turn; it is `ready` once the direction has carried it."""
         self.direction.put(Waiting(self, number, self.bytes), time)
 
     def arrives(self, begins: float, ends: float) -> float:
-        """When an otherwise idle receiver has a message of which the direction carries the first and the last then."""
+        """When an idle receiver has a message that the direction carries from `begins` to `ends`."""
         return max(ends, begins + self.copy) + self._latency
 
     def seconds(self, size: float) -> float:
-        """How long so many bytes of a message occupy the direction."""
+        """How long this many bytes occupy the direction."""
         return size / self._bandwidth

@@ -1,4 +1,4 @@
-"""Forecasts a run of a build from all that its compile knew."""
+"""Forecasts a run of a build from the costs that the compile knew."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fxpipe.simulator.simulate import simulate, steady_minibatches
 def forecast(
     plan: Plan, costs: BuildCosts, *, schedule: str | None = None, policy: str | None = None, links: Links | None = None
 ) -> Simulation:
-    """Simulate a build, with the measured times of its stages if it has them, on the links it was planned for.
+    """Simulate a build on the links it was planned for, with the measured times of its stages if it has them.
 
     Args:
         schedule, policy: None means the build's own.
-        links: instead of those that it was planned for.
+        links: to use instead.
 
     Raises:
         BuildError: the costs are empty, as in a loaded build without `costs.json`.
@@ -31,18 +31,18 @@ def forecast(
 
 
 LEAST = 0.98
-"""What a schedule with late updates must take of the time of one without, to be worth its staleness."""
+"""A schedule with late updates is worth its staleness if its time is at most this share of the other schedule's."""
 
 
 def late_instead(plan: Plan, costs: BuildCosts, seconds: float) -> tuple[str, float] | None:
-    """The schedule of late updates in place of a build's own, whose updates wait for sums over replicas; None if it
-    is not faster.
+    """A schedule with late updates that is faster than the build's own, whose updates wait for sums over replicas; None
+    if there is none.
 
     Args:
-        seconds: of a minibatch with the build's own.
+        seconds: of a minibatch with the build's own schedule.
 
     Returns:
-        Its name, and its seconds of a minibatch.
+        Its name, and its seconds for a minibatch.
     """
     if plan.dp == 1 or plan.schedule != Async.name:
         return None
@@ -51,7 +51,7 @@ def late_instead(plan: Plan, costs: BuildCosts, seconds: float) -> tuple[str, fl
 
 
 def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Simulation]:
-    """What `forecast` simulates, and the simulation, for a build and a recipe.
+    """The scenario that `forecast` simulates, and the simulation, for a build and a recipe.
 
     Raises:
         BuildError: like `forecast`.

@@ -1,21 +1,20 @@
-"""A worker's memory, action by action: what it holds all the time, what microbatches in flight keep, what code adds.
+"""A worker's memory, action by action: what it always holds, what microbatches in flight keep, what its code adds.
 
-It is that of a worker with a process of its own; `process_peaks` adds up several. While an action runs, a worker holds
+The worker has its own process; `process_peaks` adds up several workers. While an action runs, a worker holds
 
     weights, gradients summed so far, the optimizer's state, buffers   always; gradients until their update
-  + common weights and momentum of outer steps                         where replicas train apart
+  + common weights and momentum of outer steps                         if replicas train separately
   + what the policy keeps, and weight copies                           `fxpipe.policy.held_weights`
   + the values that other microbatches in flight have left             `PartMemory.left`
-  + the tensors of the microbatches that were read and wait            worker 0
-  + what was sent and is not sure to have been received                `fxpipe.schedule.check.unreceived`
+  + the tensors of microbatches that were read and wait                worker 0
+  + what was sent and may not be received yet                          `fxpipe.schedule.check.unreceived`
   + the receives posted for the next actions                           `fxpipe.schedule.action.LOOKAHEAD`
   + the most that the code of the action holds at once                 `PartMemory.peak`
 
-and while its update runs, in place of the last two lines' code, what the optimizer's step takes (`StepMemory`).
+and while its update runs, what the optimizer's step takes (`StepMemory`) instead of the code's peak.
 
-Not counted: what operators and codecs allocate for themselves while they run, the user's data, checkpoints being
-written, averages of weights, evaluations, and what an allocator loses in gaps. Of a build for several shapes of batch,
-it is that of the first.
+Not counted: what operators and codecs allocate while they run, the user's data, checkpoints being written, averages of
+weights, evaluations, and gaps of an allocator. If a build has several shapes of batch, the first one counts.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class ActionMemory:
 
     Attributes:
         before: when it begins, without what only its code needs.
-        during: the most while it runs, its update included.
+        during: the most while it runs, including its update.
         after: when it is over.
     """
 
@@ -53,7 +52,7 @@ class ActionMemory:
 
 
 def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
-    """The most that each worker holds at once in a run that fills its pipeline; see the module."""
+    """The peak memory of each worker in a run that fills its pipeline; see the module."""
     peaks = []
     for worker in range(plan.workers):
         own = demand.of_worker(worker)
@@ -62,17 +61,17 @@ def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]
 
 
 def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
-    """The most that each process holds at once, with all its workers: of one worker, that of `peak_bytes`.
+    """The peak memory of each process with all its workers; with one worker, as `peak_bytes`.
 
-    While one of its workers acts, the others hold what their last action has left. Messages between them count as if
-    they travelled, at both ends, though they stay where they are: at the turn of a V that is more than is needed.
+    While one of its workers acts, the others hold what their last action has left. Messages between them count at both
+    ends, although they stay where they are: at the turn of a V this is too much.
     """
     rows = (list(demand.schedule.row_until(rank, filling(demand))) for rank in range(plan.ranks))
     return tuple(_peak(plan, costs, demand, row) for row in rows)
 
 
 def _peak(plan: Plan, costs: BuildCosts, demand: Demand, row: Sequence[Event]) -> int:
-    """The most that a process holds which does the actions of a row."""
+    """The peak memory of a process that does the actions of a row."""
     walks = {
         worker: memory_of(plan, costs, demand, worker, [action for of, action in row if of == worker])
         for worker in {of for of, _ in row}
@@ -88,7 +87,7 @@ def _peak(plan: Plan, costs: BuildCosts, demand: Demand, row: Sequence[Event]) -
 
 
 def filling(demand: Demand) -> int:
-    """After how many minibatches a run has held all that it ever holds: with copies, their first blocks are free."""
+    """After how many minibatches a run has reached its peak memory; the first blocks of weight copies are free then."""
     schedule = demand.schedule
     once = 1 if schedule.synchronous else 3 * schedule.filling  # as `Versions` studies it
     blocks = any(demand.readers(worker) for worker in range(schedule.workers))
@@ -96,21 +95,21 @@ def filling(demand: Demand) -> int:
 
 
 def memory_of(plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action]) -> list[ActionMemory]:
-    """A worker's row, from an empty pipeline on; the optimizer's state is counted from the beginning."""
+    """Memory around each action of a worker's row, from an empty pipeline; the optimizer already has its state."""
     return _RowWalk(plan, costs, demand, worker, row).all()
 
 
 def largest_share(plan: Plan, worker: int) -> list[int]:
-    """Bytes of each parameter that a replica of a worker updates: the one that has most of them.
+    """Bytes of each parameter that the replica with the largest share updates.
 
-    All replicas update all, unless they share them out.
+    Every replica updates all parameters, unless replicas share the update.
     """
     shares = ([p.tensor.bytes for p in plan.updated(worker, replica)] for replica in range(plan.replicas_of(worker)))
     return max(shares, key=sum)
 
 
 class _RowWalk:
-    """One worker's row."""
+    """Walks one worker's row."""
 
     def __init__(self, plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action]) -> None:
         self.schedule, self.row = demand.schedule, row
@@ -133,7 +132,7 @@ class _RowWalk:
         if plan.outer is not None:
             own = sum(tensor.bytes for tensor in trained)
             self._fixed += plan.outer.kept * own
-            self._step = max(self._step, 3 * own)  # what is sent, what comes, the sum
+            self._step = max(self._step, 3 * own)  # sent, received, and the sum
         if step.keeps_update and demand.policy.predicts and not demand.policy.weight_form:
             self._fixed += sum(updated)
         leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]
@@ -147,7 +146,7 @@ class _RowWalk:
         self._slack = _slack(demand.schedule)
         self._last = next(reversed(self.parts)) if self.parts else "B"
         self._left: dict[tuple[int, int], float] = {}
-        self._sums = self._closed = 0.0  # of the present minibatch, and of those whose updates are to come
+        self._sums = self._closed = 0.0  # of this minibatch, and of earlier ones that are not updated yet
         self._waiting = 0.0  # of the batch
         self._forwards = 0
         self._sent: deque[tuple[int, float]] = deque()
@@ -155,7 +154,7 @@ class _RowWalk:
         self._sent_blocks: deque[tuple[int, float]] = deque()
 
     def all(self) -> list[ActionMemory]:
-        """What is held around each action."""
+        """The memory around each action."""
         return [self._act(place, action) for place, action in enumerate(self.row)]
 
     def _act(self, place: int, action: Action) -> ActionMemory:
@@ -197,23 +196,23 @@ class _RowWalk:
         return ActionMemory(action, before, most, self._now() + weights.after + posted)
 
     def _posted(self, place: int) -> float:
-        """Receives of the actions after this one, which are there already."""
+        """The receives of the next actions, which are posted already."""
         coming = self.row[place + 1 : place + 1 + LOOKAHEAD]
         return sum(self._receives[action.phase] for action in coming)
 
     def _now(self) -> float:
-        """Between two calls, but for weights and posted receives."""
+        """What is held between two calls, without weights and posted receives."""
         sent = sum(size for _, size in self._sent) + sum(size for _, size in self._sent_blocks)
         sent += sum(size for _, size, key in self._shared if key not in self._left)
         return self._fixed + self._sums + self._closed + sum(self._left.values()) + self._waiting + sent
 
 
 def _slack(schedule: Schedule) -> int:
-    """As `unreceived`, of the blocks of weight copies: no reader's lag reaches further."""
+    """As `unreceived`, for blocks of weight copies: no reader's lag is longer."""
     return unreceived(schedule) + schedule.workers * schedule.microbatches
 
 
 def _received(sent: deque[Any], before: int) -> None:
-    """Forget what was sent before so many forwards."""
+    """Forget what was sent before this many forwards."""
     while sent and sent[0][0] < before:
         sent.popleft()

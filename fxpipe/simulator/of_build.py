@@ -1,4 +1,4 @@
-"""A build as a scenario: its stages' costs, its edges, its copies of weights, and the sums over its replicas."""
+"""A build as a scenario: the costs of its stages, its edges, its weight copies, and the sums over its replicas."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
 
 
 def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
-    """What a build does on the links it was planned for, for `simulate(choose(plan, …).schedule, …)`.
+    """A build on the links it was planned for, as a scenario for `simulate(choose(plan, …).schedule, …)`.
 
-    All times are divided by the speeds that the build was planned for.
-
-    Where workers have different numbers of replicas, r of them count as one that is r times as fast.
+    All times are divided by the speeds that the build was planned for. If workers have different numbers of replicas, r
+    replicas count as one that is r times as fast.
 
     Args:
-        costs: an edge that `timings` does not name is made at the end of its action and needed at the start; measured
-            `times` replace the compiler's estimates.
-        demand: who needs which version of which weights.
+        costs: measured `times` replace the compiler's estimates. An edge that `timings` does not name is made at the
+            end of its action and needed at the start.
+        demand: which worker needs which version of which weights.
 
     Raises:
         BuildError: the costs are empty.
-        CodecError: only the model file knows the codec of the weights, and was not imported.
+        CodecError: only the model file knows the codec of the weights, and it was not imported.
     """
     if not costs.workers:
-        raise BuildError("the build does not say what its workers cost", hint="compile the model again")
+        raise BuildError("the build has no costs of its workers", hint="compile the model again")
     sizes = CopyMessages(demand)
     timings = {timing.name: timing for timing in costs.timings}
     workers, sums = [], []
@@ -74,7 +73,7 @@ def _time(costs: BuildCosts, worker: int, rank: int) -> StageTime:
 
 
 def _weight_copies(demand: Demand, sizes: CopyMessages, owner: int) -> Iterator[WeightCopy]:
-    """What an owner sends after an update: one message for each reader and prediction distance."""
+    """The messages that an owner sends after an update: one for each reader and prediction distance."""
     version, filling = STEADY, Filling()
     for reader in demand.readers(owner):
         turn = demand.turn(owner, reader)
@@ -93,21 +92,21 @@ def _weight_copies(demand: Demand, sizes: CopyMessages, owner: int) -> Iterator[
 
 
 def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibatch: float = 0.0) -> tuple[float, float]:
-    """What sums over its replicas take a worker of a minibatch: `link_times.exposed_exchange`, bucket by bucket.
+    """The cost of sums over replicas for a worker in a minibatch: `link_times.exposed_exchange`, bucket by bucket.
 
-    Each replica sends 2(R − 1)/R of every bucket, in two rounds (the bound is that of Patarasuk and Yuan 2009). Buckets
-    go one after the other while the last microbatch's gradients are made; the last one is complete only at their end.
-    Where replicas share out the parameters, the first round is of gradients, and the second, of the new weights, comes
-    after the update: nothing hides it. Of replicas that train apart, it is their share of the outer step, whose sum is
-    of all trained weights; with a delay, the minibatches up to the next one hide it.
+    Each replica sends 2(R − 1)/R of every bucket, in two rounds (the lower bound of Patarasuk and Yuan 2009). Buckets
+    are sent one after the other while the last microbatch's gradients are made; the last bucket is complete only at
+    their end. If replicas share the update, the first round has gradients; the second has new weights, comes after the
+    update, and is not hidden. If replicas train separately, it is the average cost of an outer step, which sums all
+    trained weights; with a delay, the minibatches up to the next outer step hide it.
 
     Args:
-        links: between the pipeline's ranks; those between replicas are taken to be like the slowest of them.
-        backward: seconds in which a microbatch's gradients are made.
-        minibatch: seconds that a minibatch takes at least.
+        links: between the pipeline's ranks; links between replicas are assumed to be like the slowest of them.
+        backward: seconds of a microbatch's backward.
+        minibatch: the least seconds of a minibatch.
 
     Returns:
-        The seconds for which its update waits, and the bytes that its processor copies.
+        The seconds for which the update waits, and the bytes that the processor copies.
     """
     buckets, outer = plan.stages[worker].buckets, plan.outer
     replicas = plan.replicas_of(worker)
@@ -125,7 +124,7 @@ def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibat
 
 
 def _round(plan: Plan, bucket: BucketSpec, replicas: int) -> float:
-    """The most bytes that a replica sends, or receives, in one round of a bucket's exchange."""
+    """The most bytes that a replica sends or receives in one round of a bucket's exchange."""
     if not bucket.sharded:
         return (replicas - 1) / replicas * bucket.bytes
     sizes = {name: p.tensor.sum_bytes for p in plan.parameters for name in p.names}

@@ -1,4 +1,4 @@
-"""A planned partition as a scenario: what it would do, before anything is compiled."""
+"""A planned partition as a scenario, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fxpipe.simulator.scenario import Message, Scenario, WeightCopy
 
 _Key = tuple[int, Phase, int, Phase]
 READING: tuple[Phase, Phase] = ("F", "B")
-"""What reads weights."""
+"""The phases that read weights."""
 
 PARTS = 8
-"""Into how many messages the values between two workers are combined, by when they are made."""
+"""The number of messages into which values between two workers are combined, by the time when they are made."""
 
 
 def scenario_of_partition(profile: Profile, partition: Partition, workers: Workers, schedule: Schedule) -> Scenario:
-    """What the partition costs on these workers, for `simulate(schedule, …)`.
+    """The partition on these workers, as a scenario for `simulate(schedule, …)`.
 
-    Values between two workers that are made at about the same time count as one message. It is sent when the last of
-    them is made, and waited for when the first of them is needed.
+    Values between two workers that are made at about the same time count as one message. It is sent when the last value
+    is made, and waited for when the first is needed.
     """
     return Scenario(
         workers=tuple(_time(profile, partition, workers, k, schedule) for k in range(workers.count)),
@@ -54,15 +54,15 @@ def _time(profile: Profile, partition: Partition, workers: Workers, k: int, sche
 
 
 class _Messages:
-    """Combines what travels between each two workers, by phases and by when it is made.
+    """Combines the values between each two workers into messages, by phase and by the time when they are made.
 
     Args:
-        apart: the phase that makes weight gradients.
+        weights_phase: the phase that makes weight gradients: W, or B if they are not separate.
     """
 
-    def __init__(self, profile: Profile, partition: Partition, ratios: Ratios, apart: Phase) -> None:
+    def __init__(self, profile: Profile, partition: Partition, ratios: Ratios, weights_phase: Phase) -> None:
         self.profile = profile
-        self.apart = apart
+        self.weights_phase = weights_phase
         self.ratios = ratios
         self.cuts = partition.cuts
         units = profile.units
@@ -92,7 +92,7 @@ class _Messages:
         return float(np.clip((self.forward[unit] - self.forward[first]) / whole, 0.0, 1.0)) if whole else 0.0
 
     def _save(self, source: int, target: int, size: float, made: float, phase: Phase = "B") -> None:
-        """Bytes that a forward saves for a backward elsewhere; to a later worker they leave after the activations."""
+        """Bytes that a forward saves for a backward on another worker; a later worker gets activations first."""
         self._add((source, "F", target, phase), self.ratios.saved * size, 1.0 if source < target else made)
 
     def _add(self, key: _Key, size: float, made: float = 1.0, needed: float = 0.0) -> None:
@@ -102,7 +102,7 @@ class _Messages:
             self.found[part] = (before[0] + size, max(before[1], made), min(before[2], needed))
 
     def _value(self, value: Value, chain: Phase, forward: bool) -> None:
-        """A value goes from reader to reader, each of which sends it on once it has come."""
+        """A value that is sent from reader to reader: each forwards it when it has arrived."""
         source = self.cuts.worker(chain, value.producer)
         made = self._share(source, value.producer + 1) if forward else 1.0
         for target in sorted({self.cuts.worker(chain, reader) for reader in value.readers}, reverse=not forward):
@@ -116,7 +116,7 @@ class _Messages:
                 source, made = target, needed if forward else 1.0
 
     def _saved(self) -> None:
-        """Saved values, what recomputation needs, and gradients that W reads of B elsewhere."""
+        """Saved values, what recomputation needs, and gradients that W reads from B on another worker."""
         again = self.cuts.recomputes
         for i, unit in enumerate(self.profile.units):
             source, backward = self.cuts.worker("F", i), self.cuts.worker("B", i)
@@ -128,9 +128,9 @@ class _Messages:
                 self._save(source, backward, max(of_b, of_w), made)
             else:
                 self._save(source, backward, of_b, made)
-                self._save(source, weight, of_w, made, self.apart)
+                self._save(source, weight, of_w, made, self.weights_phase)
                 if unit.weight_ms:
-                    self._add((backward, "B", weight, self.apart), self.ratios.gradient * unit.gradient_bytes)
+                    self._add((backward, "B", weight, self.weights_phase), self.ratios.gradient * unit.gradient_bytes)
             for k in {backward, weight}:
                 if again(k, i):
                     self._save(source, k, unit.fixed_bytes, made)
@@ -138,7 +138,7 @@ class _Messages:
             self._entering(k, first)
 
     def _entering(self, k: int, first: int) -> None:
-        """The activations that cross the start of a run that worker k computes again."""
+        """The activations that enter a run of units that worker k recomputes."""
         for value in self.profile.activations:
             if value.producer < first <= max(value.readers):
                 source = self.cuts.worker("F", value.producer)

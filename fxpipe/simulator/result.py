@@ -11,9 +11,9 @@ Kind = Literal["F", "B", "W", "update"]
 
 
 class Span(NamedTuple):  # a tuple: a run has tens of thousands
-    """A time in which a worker is busy without a break: an action between two waits, or the update at its end.
+    """A time in which a worker is busy without a break: part of an action between two waits, or the update at its end.
 
-    The last span of an action ends with it, and has no length if the action ends with a wait.
+    The last span of an action ends when the action ends, and has no length if the action ends with a wait.
     """
 
     kind: Kind
@@ -31,11 +31,11 @@ class Simulation:
         finished: when worker 0 ended each minibatch.
         seconds: the whole run.
         seconds_per_minibatch: in the steady state: the slope of `finished` over the second half of the minibatches, or
-            over one repetition if they repeat; where weight gradients are apart, that of the worker that falls behind
-            most, for no other waits for it at once. Without a flush, the last minibatches, during which the pipeline
+            over one repetition if they repeat. With separate weight gradients it is the slope of the slowest worker,
+            since other workers do not wait for it at once. Without a flush, the last minibatches, while the pipeline
             empties, do not count; if fewer than two are left, as with workers + 1 minibatches for `async`, it is the
             mean of the whole run.
-        bubble: the share of the ranks' time in the steady state in which they are not busy.
+        bubble: the share of the ranks' time in the steady state in which they are idle.
     """
 
     spans: tuple[tuple[Span, ...], ...]

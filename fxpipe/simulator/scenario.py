@@ -1,4 +1,4 @@
-"""What is simulated: the workers' costs, their messages and the links. Times are seconds."""
+"""The input of a simulation: the workers' costs, their messages and the links. Times are seconds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Message:
     """A value that is sent once per microbatch.
 
     Attributes:
-        made: after which share of the source action's own compute it is sent.
-        needed: after which share of the destination action's own compute it is waited for.
-        places: which sends and waits of the source action, and of the destination action, at the same share come before
-            this one: those of smaller places. Without any, waits come first.
-        turn: whether it goes at once or waits its turn on the link (see `fxpipe.plan.urgency`).
+        made: it is sent after this share of the source action's own compute.
+        needed: it is waited for after this share of the destination action's own compute.
+        places: of its send in the source action and of its wait in the destination action: at the same share, smaller
+            places come first. By default, waits come first.
+        turn: whether it is sent at once or waits for its turn on the link (see `fxpipe.plan.urgency`).
     """
 
     src: int
@@ -34,7 +34,7 @@ class Message:
 
 
 NEVER = -1
-"""In place of a lag: the microbatch does not read these weights."""
+"""Instead of a lag: the microbatch does not read these weights."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class WeightCopy:
     """Weights that their owner sends to one reader after each of its updates, as one message.
 
     Attributes:
-        reads: phases with their lags by microbatch: that phase of a microbatch of minibatch m begins once the reader
-            has version max(0, m − lag). `NEVER` stands for a microbatch that reads none of these messages. Version v is
+        reads: phases with their lags by microbatch: this phase of a microbatch of minibatch m begins once the reader
+            has version max(0, m − lag). `NEVER` means that the microbatch reads none of these messages. Version v is
             the weights after v updates; every worker has version 0 from the start.
-        turn: as that of a `Message`.
+        turn: as in `Message`.
     """
 
     owner: int
@@ -57,20 +57,20 @@ class WeightCopy:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Workers, what they send each other, and the links between them.
+    """Workers, their messages, and the links between them.
 
-    An update comes at the end of a minibatch's last action, before new weights are sent. A schedule without actions for
-    weight gradients spends their time, where it is apart, in the backward, after all else. Messages that are sent, or
-    awaited, at the same point and place of an action keep the order given here.
+    An update comes at the end of a minibatch's last action, before new weights are sent. If weight gradients have a
+    separate time and the schedule has no W, the backward spends it at its end. Sends and waits at the same point and
+    place of an action keep the order given here.
 
     Attributes:
         links: between workers.
-        placement: the rank of each worker; empty where each has its own. Within a rank, messages cost nothing.
+        placement: the rank of each worker; empty if each has its own. Within a rank, messages cost nothing.
         sums: by worker, seconds from the end of a minibatch's last action until the sum over replicas is there, for
-            which its update waits; empty where nobody has replicas.
+            which the update waits; empty without replicas.
 
     Raises:
-        ProfileError: the links are of another number of workers.
+        ProfileError: the links are for another number of workers.
     """
 
     workers: tuple[StageTime, ...]

@@ -1,4 +1,4 @@
-"""What a worker does within an action: a walk from point to point, compute before each, a message at each."""
+"""The steps of a worker within an action: points, each with compute before it and a message at it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Outgoing(NamedTuple):
 @dataclass(frozen=True)
 class Script:
     """What one worker does: its actions by phase, the seconds of its update, what it sends after that, and the seconds
-    that sums over replicas are under way."""
+    that sums over replicas take."""
 
     actions: Mapping[Phase, tuple[Point, ...]]
     update: float
@@ -50,20 +50,20 @@ class Script:
 
     @property
     def channels(self) -> Iterator[Channel]:
-        """All that the worker sends on."""
+        """All channels on which the worker sends."""
         points = (point for points in self.actions.values() for point in points)
         yield from (point.channel for point in points if point.sends and point.channel is not None)
         yield from (weights.channel for weights in self.outgoing)
 
 
 def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Script]:
-    """Every worker's script for one run, with channels in which nothing has been sent."""
+    """Every worker's script for one run, with empty channels."""
     directions: dict[tuple[int, int], Direction] = {}
     steps: dict[tuple[int, Phase], list[_ScriptStep]] = {}
     outgoing: list[list[Outgoing]] = [[] for _ in scenario.workers]
 
     def channel(src: int, dst: int, size: float, count: int, turn: int) -> Channel:
-        if scenario.within(src, dst):  # handed over at once
+        if scenario.within(src, dst):  # arrives at once
             return Channel(src, dst, 0.0, Links(), Direction(), count, URGENT)
         ranks = schedule.placement[src], schedule.placement[dst]
         direction = directions.setdefault(ranks, Direction())
@@ -102,7 +102,7 @@ def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Sc
 
 
 def tokens(scenario: Scenario) -> Iterator[Message]:
-    """Empty messages between neighbours that exchange nothing that would keep the pipeline's order."""
+    """Empty messages that keep the pipeline's order between neighbours that exchange no others."""
     ordered = {(m.src, m.dst) for m in scenario.messages if m.src_phase == m.dst_phase != "W"}
     for before, behind in pairwise(range(len(scenario.workers))):
         if (before, behind) not in ordered:
@@ -118,7 +118,7 @@ class _ScriptStep(NamedTuple):
 
 
 def _walk(steps: list[_ScriptStep], seconds: float) -> Iterator[Point]:
-    """The points in order; at the same share, by their places."""
+    """The points in order of share, then place."""
     done = 0.0
     for share, _, point in sorted(steps, key=itemgetter(0, 1)):
         yield point._replace(seconds=(share - done) * seconds)

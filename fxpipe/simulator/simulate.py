@@ -1,12 +1,12 @@
 """Runs a schedule's rows with costs and links; each rank has its own clock.
 
-What a rank does depends on others only through the arrival of messages, and each direction of a link carries the
-messages of one worker in that worker's own order. So no clock is shared and no event queue is needed: a rank runs
-until it needs what has not been sent yet, and continues once that is sent, as in `schedule.order.play`.
+Ranks depend on each other only through the arrival of messages, and each direction of a link carries the messages of
+one worker in that worker's order. So there is no shared clock and no event queue: a rank runs until it needs a message
+that has not been sent yet, and continues once it is sent, as in `schedule.order.play`.
 
-When a message arrives that waits its turn depends also on what its sender sends later. Whenever it sends, all is known
-that its link has carried before. Once no worker can go on, nothing happens before the first of these messages arrives
-for which a worker waits, so that its time is known, too; that worker goes on.
+If a message waits for its turn, its arrival also depends on what its sender sends later. When a worker sends, all that
+its link has carried before is known. When no worker can continue, nothing happens until the first such message for
+which a worker waits arrives; so its time is known, too, and that worker continues.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     """Run `minibatches` minibatches, as the real runtime would. Linear in actions and messages.
 
     Each rank runs its row, the actions of its workers, strictly in order. Messages between workers of a rank cost
-    nothing. An action computes up to the point where a message is needed, waits for
-    it, goes on computing, and sends what it makes without waiting. A message leaves once its direction of the link is
-    free, occupies it for bytes ÷ bandwidth, and arrives the latency later. The processor of each end is busy copying
-    it: the sender's when it is sent; the receiver's when it is needed or, if the receiver waits, in the last part of
-    that wait, while the message is on its way. An action waits for weights when it begins. A message that waits its
-    turn leaves in chunks, each when its direction is free and nothing urgent has been sent (`fxpipe.plan.urgency`).
+    nothing. An action computes up to the point where a message is needed, waits for it, continues, and sends what it
+    makes without waiting. A message leaves when its direction of the link is free, occupies it for bytes ÷ bandwidth,
+    and arrives after the latency. The processor of each end is busy copying it: the sender's when it is sent; the
+    receiver's when it is needed or, if the receiver waits, in the last part of the wait, while the link carries the
+    message. An action waits for weights when it begins. A message that waits for its turn leaves in chunks, each when
+    its direction is free and nothing urgent has been sent (`fxpipe.plan.urgency`).
 
     If no message goes from a worker's forward to its neighbour's, or from a backward to the previous worker's, an empty
     message keeps the pipeline's order.
 
     Raises:
-        ScheduleError: the schedule is unlawful, deadlocks, or is for another number of workers.
+        ScheduleError: the schedule breaks a law, deadlocks, or is for another number of workers.
     """
     workers = len(scenario.workers)
     if schedule.workers != workers:
-        raise ScheduleError(f"the schedule has {schedule.workers} workers, the costs are those of {workers}")
+        raise ScheduleError(f"the schedule has {schedule.workers} workers, the costs are for {workers}")
     if schedule.placement != (scenario.placement or tuple(range(workers))):
-        raise ScheduleError(f"the schedule has its workers on ranks {schedule.placement}, the costs elsewhere")
+        raise ScheduleError(f"the schedule has its workers on ranks {schedule.placement}, the costs on others")
     if minibatches < 1:
         raise ScheduleError(f"a simulation needs at least 1 minibatch, not {minibatches}")
     rows, first = _rows(schedule, minibatches)
@@ -57,7 +57,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     run.run(rows)
     if len(run.ends) < schedule.ranks:
         play(schedule, rows, lambda worker, action: _needs(schedule, scenario, worker, action))
-        raise AssertionError("a run that stops would stop with whole actions too")
+        raise AssertionError("a run that deadlocks would deadlock with whole actions, too")
     finished = [{span.action.minibatch: span.end for span in spans if span.kind != "F"} for spans in run.spans]
     seconds = max(run.ends.values())
     slow = finished if schedule.weights_apart else finished[:1]  # where no worker waits for W, a later one may lag more
@@ -68,25 +68,25 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
         finished=tuple(finished[0].values()),
         seconds=seconds,
         seconds_per_minibatch=period,
-        bubble=max(0.0, 1 - working / (schedule.ranks * period)) if period else 0.0,  # rounding is no work
+        bubble=max(0.0, 1 - working / (schedule.ranks * period)) if period else 0.0,  # rounding may make it negative
     )
 
 
 def steady_minibatches(schedule: Schedule) -> int:
-    """How many minibatches show a schedule's steady state: four times as many as fill the pipeline, and enough to see
-    twice a cycle of four."""
+    """How many minibatches show a schedule's steady state: four times as many as fill the pipeline, and enough for two
+    cycles of four."""
     return 4 if schedule.synchronous else 4 * schedule.filling + 16
 
 
 @lru_cache(maxsize=32)
 def _rows(schedule: Schedule, minibatches: int) -> tuple[list[list[Event]], list[Action]]:
-    """The rows of the ranks and that of worker 0, kept for those who simulate many costs of one schedule."""
+    """The rows of the ranks, and the row of worker 0; cached, for simulations of one schedule with many costs."""
     rows = read(schedule, minibatches)
     return rows, [action for of, action in rows[schedule.placement[0]] if of == 0]
 
 
 class _Simulator:
-    """One simulation under way.
+    """One running simulation.
 
     Attributes:
         ends: by rank, when it has finished its row.
@@ -98,19 +98,19 @@ class _Simulator:
         self.microbatches = schedule.microbatches
         self.spans: list[list[Span]] = [[] for _ in parts]
         self.ends: dict[int, float] = {}
-        self._summed: dict[tuple[int, int], float] = {}  # when the sums of a worker's minibatches are there
+        self._summed: dict[tuple[int, int], float] = {}  # by worker and minibatch: when its sum is there
         self._awake = list(reversed(range(schedule.ranks)))
         waiting = (channel for part in parts for channel in part.channels if channel.turn != URGENT)
         self._directions = list({id(channel.direction): channel.direction for channel in waiting}.values())
 
     def run(self, rows: Sequence[Sequence[Event]]) -> None:
-        """Run every rank until all have ended or none can go on."""
+        """Run every rank until all have ended or none can continue."""
         walks = [self._walk(rank, row) for rank, row in enumerate(rows)]
         while self._awake or self._arrive():
             next(walks[self._awake.pop()], None)
 
     def _arrive(self) -> bool:
-        """Let the first message arrive that waits its turn and that a worker waits for; False if there is none."""
+        """Deliver the first of the messages that wait for their turn and have a waiting receiver; False without one."""
         awaited = [
             (time, place, message)
             for place, direction in enumerate(self._directions)
@@ -124,7 +124,7 @@ class _Simulator:
         return True
 
     def _walk(self, rank: int, row: Sequence[Event]) -> Iterator[None]:
-        """A rank's way through its row; pauses where it waits for what has not been sent."""
+        """Walk a rank's row; yields when the rank waits for a message that has not been sent."""
         clock = 0.0
         for worker, action in row:
             part, spans = self.parts[worker], self.spans[worker]
@@ -154,7 +154,7 @@ class _Simulator:
                         spans.append(Span(action.phase, action, begin, clock))
                     begin = clock = ready - copy
                 clock += copy
-            spans.append(Span(action.phase, action, begin, clock))  # even without length: every action has its end
+            spans.append(Span(action.phase, action, begin, clock))  # even without length: the last span of every action
             if self.schedule.ends(action):
                 last = self._summed.get((worker, action.minibatch - 1), clock)  # one sum after the other
                 self._summed[worker, action.minibatch] = max(clock, last) + part.sums
@@ -176,7 +176,7 @@ class _Simulator:
         return clock
 
     def _send(self, channel: Channel, number: int, clock: float) -> float:
-        """Send a message, and wake its receiver if it is urgent; returns when the sender can go on."""
+        """Send a message, and wake its receiver if it is urgent; returns when the sender can continue."""
         direction = channel.direction
         if direction.waiting:
             self._arrived(direction.carry(clock))
@@ -214,9 +214,9 @@ def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) 
 
 
 def _period(schedule: Schedule, row: Sequence[Action], finished: Sequence[float], seconds: float) -> float:
-    """`Simulation.seconds_per_minibatch`, from worker 0's row and its minibatches' ends."""
+    """`Simulation.seconds_per_minibatch`, from worker 0's row and the ends of its minibatches."""
     last = len(finished) - 1
-    if not schedule.synchronous:  # once nothing enters the pipeline, the rest goes faster or slower
+    if not schedule.synchronous:  # when no minibatch enters any more, the last ones are faster or slower
         entered = max(place for place, action in enumerate(row) if action.phase == "F")
         last = sum(schedule.ends(action) for action in row[:entered]) - 1
     gaps = [b - a for a, b in pairwise(finished[last // 2 : last + 1])] if last > 0 else [seconds / len(finished)]

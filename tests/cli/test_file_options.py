@@ -93,7 +93,7 @@ def test_a_plan_is_for_what_compile_would_do(tmp_path: Path) -> None:
     [
         ('compile_options = {"microbatch": 2}', "compile_options has 'microbatch', which is no option, did you mean"),
         ('run_options = {"epochs": 0}', "run_options has epochs=0: 0 is not in the range x>=1"),
-        ('run_options = {"eval_every": "often"}', "run_options has eval_every='often': 'often' is not a number of steps"),
+        ('run_options = {"eval_every": "often"}', "run_options has eval_every='often': 'often' is not a number of"),
         ('run_options = {"keep_going": 3}', "run_options has keep_going=3"),
         ('run_options = {"epochs": [2]}', "run_options has epochs=[2]"),
         ("run_options = 3", "run_options is int, not a dictionary of options"),

@@ -97,7 +97,7 @@ def test_edges_become_messages_at_their_points() -> None:
 
 
 def test_a_build_without_costs_is_refused() -> None:
-    with pytest.raises(BuildError, match="does not say what its workers cost"):
+    with pytest.raises(BuildError, match="the build has no costs of its workers"):
         scenario(shifted(), workers=())
 
 

@@ -321,7 +321,7 @@ def test_an_unlawful_schedule() -> None:
 
 
 def test_schedule_and_costs_must_fit() -> None:
-    with pytest.raises(ScheduleError, match="has 3 workers, the costs are those of 2"):
+    with pytest.raises(ScheduleError, match="has 3 workers, the costs are for 2"):
         simulate(make("async", 3), of(ONES), 1)
     with pytest.raises(ScheduleError, match="at least 1 minibatch, not 0"):
         simulate(make("async", 2), of(ONES), 0)
