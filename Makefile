@@ -40,9 +40,9 @@ demo: venv ## compile a GPT for two workers and train it, in minutes
 	@echo 'metrics   out-demo/metrics.jsonl'
 	@echo 'weights   out-demo/model.safetensors'
 
-docs: venv ## build the documentation into site/, which needs no network; a broken link is an error
+docs: venv ## build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
-	@echo 'open site/index.html, or: python -m http.server -d site 8000'
+	@echo 'read it: python -m http.server -d site 8000'
 
 # --dist worksteal: each of the two takes half of the files in order, and whoever ends first takes from the other.
 # An empty PYTHONDONTWRITEBYTECODE lets pytest keep the tests as it has rewritten them: else each of the two does so anew.

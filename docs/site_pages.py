@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 FENCE = re.compile(r"(```.*?```)", re.S)
 
 
@@ -117,4 +118,4 @@ def _source(path: Path) -> str:
     if (ROOT / path).is_dir():
         return "\n".join([f"# {path}", "", *(f"- {p.name}" for p in sorted((ROOT / path).iterdir()))])
     text = (ROOT / path).read_text(encoding="utf-8")
-    return text if path.suffix == ".md" else f"# {path}\n\n````{path.suffix[1:] or 'text'}\n{text}\n````\n"
+    return text if path.suffix == ".md" else f"{UNSEARCHED}# {path}\n\n````{path.suffix[1:] or 'text'}\n{text}\n````\n"
