@@ -1,6 +1,6 @@
 """Engines that run the parts of stages: eager PyTorch (the emitted code itself), onnxruntime, inductor.
 
-Imports no torch, so that the command line can name them at once.
+Imports no torch, so that the command line can list them at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BACKENDS = ("auto", *ENGINES)
 
 
 def make(name: str) -> Engine:
-    """The engine called `name`; 'eager' has none: it is the emitted code.
+    """The engine called `name`; 'eager' is not an engine, but the emitted code.
 
     Raises:
         BackendError: an unknown name.
@@ -30,4 +30,4 @@ def make(name: str) -> Engine:
         from fxpipe.engines.inductor import InductorEngine
 
         return InductorEngine()
-    raise BackendError(f"no engine {name!r}{near(name, ENGINES)}", hint=f"one of {', '.join(ENGINES)}")
+    raise BackendError(f"no engine {name!r}{near(name, ENGINES)}", hint=f"give one of {', '.join(ENGINES)}")

@@ -1,4 +1,4 @@
-"""Puts a worker's stage onto engines, and checks each at its first action against the emitted code."""
+"""Puts a worker's stage onto engines, and compares the first action of each with the emitted code."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from fxpipe.stages.pure_function import in_float64, receive, send
 from fxpipe.stages.pure_part import trace_stage
 
 ON_ENGINES: tuple[Phase, Phase] = ("F", "B")
-"""What engines run; weight gradients that are apart are made by the emitted code."""
+"""The phases that engines run; the emitted code makes separate weight gradients (W)."""
 
-USE_EAGER = "run with --backend eager, or compile with --backend auto, which leaves out what does not work"
+USE_EAGER = "run with --backend eager, or compile with --backend auto, which uses an engine only where it works"
 
 
 def equip(
     plan: Plan, worker: int, stage: LoadedStage, engines: tuple[str, str], cache: Path, device: str
 ) -> LoadedStage:
-    """The stage with its forward and its backward on the engines named; 'eager' is the emitted code itself.
+    """The stage with its forward and backward on the named engines; 'eager' is the emitted code itself.
 
-    Weight gradients that are apart are made by the emitted code.
+    The emitted code makes separate weight gradients (W).
 
     Args:
         cache: a folder for what the engines build.
@@ -61,7 +61,7 @@ def equip(
 
 
 def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:
-    """The engines of a stage's forward and backward: those of the plan, unless one is asked for.
+    """The engines of a stage's forward and backward: the plan's, or `backend` for both.
 
     Raises:
         BackendError: an unknown name.
@@ -74,10 +74,10 @@ def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:
 
 
 class CheckedPart:
-    """A part on an engine whose first call is also run by the emitted code, on the same values, and compared.
+    """A part on an engine. Its first call is compared with a call of the emitted code on the same values.
 
-    Both run without codecs, on what was received unpacked: those would show a difference of rounding as one of a whole
-    step, and what they keep of an edge is kept by the one message that is then sent.
+    Both run without codecs, on unpacked values: a codec can turn a rounding difference into a whole quantization step,
+    and must change its state only once, by the message that is then sent.
     """
 
     def __init__(self, part: EnginePart, spec: PartSpec, emitted: Function) -> None:
@@ -108,7 +108,7 @@ class CheckedPart:
         third: Any,
         held_back: ReadyComm,
     ) -> Any:
-        """What the engine returns, once it is known to be right; `held_back` takes what it sends and hands over."""
+        """What the engine returns, after the comparison; `held_back` takes what it sends and adds up."""
         part, held = self.part.part, (tuple(weights), tuple(buffers), tuple(third))
         call = PartCall(part.worker, part.phase, self._spec, *held, held_back.received)
         state = random_state()
@@ -140,26 +140,26 @@ def check_outputs(
     found: Sequence[Tensor],
     exact: Callable[[], Sequence[Tensor]],
 ) -> float:
-    """The largest relative error.
+    """The largest relative error of an engine's outputs.
 
     Args:
-        exact: gives the outputs in float64; called if an error is above the limit.
+        exact: returns the outputs in float64; called if an error is above the limit.
 
     Raises:
-        BackendError: it is more than rounding (`fxpipe.stages.compare`).
+        BackendError: the error is more than rounding (`fxpipe.stages.compare`).
     """
     rows = part.part.outputs
     names = [f"{row.kind} {row.name}" for row in rows]
     right: dict[str, Expected] = {}
     for name, row, value in zip(names, rows, expected, strict=True):
-        # What a backward sends, or leaves for weight gradients, are gradients as well.
+        # What a backward sends, or leaves for weight gradients, counts as gradients, too.
         summed = row.kind == "gradient" or (part.part.phase == "B" and row.kind in ("sent", "deferred"))
         right[name] = Expected(value, peers=row.kind, summed=summed)
     made = dict(zip(names, found, strict=True))
     differences = compare(made, right, nan_equals_nan=True)
     limit = tolerance(part.part.dtypes())
-    if part.part.device == "cuda" and torch.backends.cudnn.allow_tf32:  # which each engine uses where it likes
-        limit = max(limit, TOLERANCE["float16"])  # whose mantissa TF32 has
+    if part.part.device == "cuda" and torch.backends.cudnn.allow_tf32:  # each engine decides where to use it
+        limit = max(limit, TOLERANCE["float16"])  # TF32 has the same mantissa
     wrong = [d for d in differences if not d.error <= limit]
     if wrong:
         once = functools.cache(exact)

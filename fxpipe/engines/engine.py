@@ -1,4 +1,4 @@
-"""What an engine is, and how what it builds takes the place of an emitted function."""
+"""The interface of an engine, and the function that replaces an emitted one by what an engine builds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Engine(ABC):
     A part arrives trimmed (`fxpipe.stages.derived_outputs`): no output is an input, a view of one, or there twice.
 
     Attributes:
-        stable: whether `sort` and `topk` leave equal elements in their order, which those of PyTorch need not.
+        stable: whether `sort` and `topk` keep the order of equal elements, which PyTorch does not promise.
     """
 
     name: ClassVar[str]
@@ -39,10 +39,10 @@ class Engine(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """What decides what is built, besides the part: versions of the engine and of the packages that feed it."""
+        """What the result of `build` depends on in addition to the part: versions of the engine and its packages."""
 
     def describe(self) -> str:
-        """For `fxpipe doctor`: versions, and what the engine runs on."""
+        """For `fxpipe doctor`: versions, and the devices that the engine supports."""
         return self.version()
 
     @abstractmethod
@@ -50,12 +50,12 @@ class Engine(ABC):
         """Make the part ready to run with the process's present number of threads.
 
         Args:
-            cache: a file or folder for this part, engine and version only: read if it is there, else written
-                (whole or not at all). None keeps nothing.
+            cache: a file or folder for only this part, engine and version: read if it exists, else written (completely
+                or not at all). None keeps nothing.
 
         Returns:
-            The function. Inputs may have any strides and are never changed; outputs are new memory at each call, laid
-            out as `fxpipe.plan.packing.Layout` of their specs.
+            The function. Inputs may have any strides and are never changed; outputs have new memory at each call, in
+            the `fxpipe.plan.packing.Layout` of their specs.
 
         Raises:
             BackendError: the engine cannot run the part; one line says why, and where.
@@ -76,7 +76,7 @@ class EnginePart(PureFunction):
 
         Args:
             cache: the folder for what engines build.
-            say: called with a line of text if the engine has to build what the cache does not hold, or holds damaged.
+            say: called with a line of text if the engine must build because the cache has nothing, or a damaged file.
 
         Raises:
             BackendError: the engine cannot run the part.
@@ -93,7 +93,7 @@ class EnginePart(PureFunction):
         super().__init__(part, compute)
 
     def judge(self, function: Function) -> Function:
-        """The emitted function, or that in float64, as what the engine's results are compared with."""
+        """Adapt the emitted function, or the part in float64, for a comparison with the engine's results."""
         return in_stable_order(function) if self._stable else function
 
 
@@ -102,7 +102,7 @@ def _built(part: PurePart, engine: Engine, path: Path | None, say: Callable[[str
     if not part.outputs:
         return lambda inputs: ()  # a part that only passes values on needs no engine
     if path and path.exists() and not is_intact(path):
-        say(f"warning: {path} was changed after {engine.name} made it: it is not used, and made again")
+        say(f"warning: {path} was changed after {engine.name} made it, so it is made again")
         path = path if remove(path) else None
     elif path and not path.exists():
         say(f"building {part.name} for {engine.name}, kept in {path.parent}")
@@ -120,7 +120,7 @@ def _built(part: PurePart, engine: Engine, path: Path | None, say: Callable[[str
 
 
 def kept_as(part: PurePart, engine: Engine) -> str:
-    """The name under which the cache keeps what an engine built of a part: with a digest of all that decides it."""
+    """The name in the cache of what an engine built from a part, with a digest of all that it depends on."""
     digest = hashlib.sha256(f"{engine.version()}\n{_own_code()}\n{part.device}\n".encode())
     digest.update(f"{part.graph.code}\n{part.inputs}\n{part.outputs}\n".encode())
     for node in part.graph.graph.nodes:
@@ -133,7 +133,7 @@ def kept_as(part: PurePart, engine: Engine) -> str:
 
 @functools.cache
 def _own_code() -> str:
-    """A digest of the code that turns a part into what engines run: what older code built must not be used."""
+    """A digest of the code that prepares parts for engines: what older code built must not be used."""
     root = Path(__file__).parents[1]
     files = [file for room in ("stages", "onnx", "engines") for file in (root / room).rglob("*.py")]
     files.append(root / "plan" / "packing.py")

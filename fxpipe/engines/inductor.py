@@ -35,12 +35,12 @@ from fxpipe.tracing.torch_versions import TESTED
 aten = torch.ops.aten
 
 _CONFIG = {
-    "compile_threads": 1,  # no pool of compiling processes, which would outlive a Ctrl-C
-    "fx_graph_cache": True,  # what is saved is taken from these two caches
+    "compile_threads": 1,  # no pool of compiling processes: it would outlive a Ctrl-C
+    "fx_graph_cache": True,  # `_save` takes its artifacts from these two caches
     "fx_graph_remote_cache": False,
     "force_disable_caches": False,
 }
-# Decompositions of inductor's that are not the kernels they replace: see fxpipe/tracing/kernels.py.
+# Inductor's decompositions that do not compute the same as the kernels they replace: see fxpipe/tracing/kernels.py.
 _NOT_DECOMPOSED = (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
 _LOGGERS = (INDUCTOR, DYNAMO, FUNCTORCH)
 
@@ -80,7 +80,7 @@ class InductorEngine(Engine):
         return _Compiled(function, layouts, results)
 
     def _situation(self, device: str) -> str:
-        """What compiled code depends on, besides the part: `version`, device and number of threads."""
+        """What compiled code depends on in addition to the part: `version`, device and number of threads."""
         index = torch.cuda.current_device() if torch.device(device).type == "cuda" else "cpu"
         return f"{self.version()}, {index}, {torch.get_num_threads()} threads"
 
@@ -105,14 +105,14 @@ class InductorEngine(Engine):
             ) from error
         function: Callable[..., Any] = made
         if cache is not None and _save(made, folder, cache, file):
-            # From the cache, as the next process will load it.
+            # Load it from the cache, as the next process will.
             return _load(part.device, cache, file) or function
         weakref.finalize(function, shutil.rmtree, folder, ignore_errors=True)
         return function
 
 
 class _Compiled:
-    """Compiled code that takes inputs of any strides and gives outputs of the promised strides."""
+    """Compiled code that takes inputs of any strides and returns outputs of the promised strides."""
 
     __slots__ = ("_function", "_inputs", "_outputs", "_shared", "_strides")
 
@@ -156,13 +156,13 @@ def _sharing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> frozenset[i
 
 
 def _for_layouts(part: PurePart, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> fx.GraphModule:
-    """The graph for inputs and outputs without gaps: in other strides than it was traced with, if those have gaps."""
+    """The graph for inputs and outputs without gaps; the strides differ from the traced ones if these have gaps."""
     graph = copy_graph(part.graph.graph)
     for node in graph.nodes:
         node.meta.clear()  # the strides it was traced with
-        node.type = None  # an annotation that is text would keep the code from being saved
+        node.type = None  # code with an annotation that is text cannot be saved
         if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default  # inductor foretells other strides than those of eager kernels
+            node.target = aten.reshape.default  # inductor predicts strides that differ from eager's
     if any(i.tensor.stride != tuple(layout.stride) for i, layout in zip(part.inputs, inputs, strict=True)):
         for node in graph.nodes:
             if node.target is aten.as_strided.default:
@@ -188,11 +188,11 @@ def _load(device: str, cache: Path, file: str) -> Callable[..., Any] | None:
 
 
 def _save(made: Any, folder: Path, cache: Path, file: str) -> bool:
-    """Make `folder` the cache; False if it cannot be kept, which only costs the next compile."""
+    """Make `folder` the cache; False if that fails, which only costs the next compile."""
     try:
         made.save(path=str(folder / file), format="binary")
         if cache.is_dir():
-            # A folder cannot replace one that holds files: the damaged one is moved aside first.
+            # A folder cannot replace one that has files: move the damaged one away first.
             aside = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
             os.replace(cache, aside)
             shutil.rmtree(aside, ignore_errors=True)
@@ -216,7 +216,7 @@ def _temporary(cache: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _quiet(device: str, folder: Path) -> Iterator[Any]:
-    """Inside, inductor works in this process alone, prints nothing, and writes only into `folder`."""
+    """Inside, inductor works only in this process, prints nothing, and writes only into `folder`."""
     from fxpipe.torch_private import inductor
 
     with contextlib.ExitStack() as stack:
@@ -228,7 +228,7 @@ def _quiet(device: str, folder: Path) -> Iterator[Any]:
         stack.enter_context(kernels.traced())
         for table in (inductor.decomposition.decompositions, inductor.decomposition.fast_random_decomps()):
             stack.callback(table.update, {key: table.pop(key) for key in _NOT_DECOMPOSED if key in table})
-        # Under the variable CI, inductor refuses to call the kernel of an operator that torch can decompose.
+        # If the variable CI is set, inductor refuses to call the kernel of an operator that torch can decompose.
         called = functools.partial(inductor.lowering.make_fallback, warn=False)
         stack.enter_context(mock.patch.object(inductor.graph, "make_fallback", called))
         if torch.device(device).type == "cpu":

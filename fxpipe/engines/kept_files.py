@@ -1,7 +1,7 @@
-"""What engines keep in a build, each with its digest beside it: what was changed since is never run.
+"""The files that engines keep in a build, each with a digest in another file: a changed file is never run.
 
-The files are code: libraries, sources, pickled graphs. Nobody has a reason to edit them, and a library with a wrong
-byte ends the process. So, unlike an edited stage, what was changed is not run: it is made again.
+The files are code: libraries, sources, pickled graphs. There is no reason to edit them, and a library with a wrong byte
+ends the process. So, unlike an edited stage, a changed file is not run but made again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DIGEST = ".sha256"
 
 
 def is_intact(kept: Path) -> bool:
-    """Whether a file or folder of the cache is what was recorded."""
+    """Whether a file or folder of the cache has its recorded digest."""
     try:
         return _record_of(kept).read_text(encoding="ascii", errors="replace") == _digest(kept)
     except OSError:
@@ -26,14 +26,14 @@ def is_intact(kept: Path) -> bool:
 
 
 def record(kept: Path) -> None:
-    """Write the digest of what was made, if it is there and could be kept."""
+    """Write the digest of a file or folder, if it exists."""
     with contextlib.suppress(OSError):
         if kept.exists():
             write_whole(_record_of(kept), _digest(kept).encode())
 
 
 def remove(kept: Path) -> bool:
-    """Remove a file or folder; whether it is gone."""
+    """Remove a file or folder; returns whether it is gone."""
     if kept.is_dir() and not kept.is_symlink():
         shutil.rmtree(kept, ignore_errors=True)
     else:
@@ -43,12 +43,12 @@ def remove(kept: Path) -> bool:
 
 
 def names_of(kept: str) -> tuple[str, str]:
-    """The names in the cache that belong to what is kept under a name: its own, and that of its digest."""
+    """The names in the cache of a kept file or folder: its own, and its digest's."""
     return kept, kept + DIGEST
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file of the cache so that no process ever sees half of it; if it cannot be written, do without."""
+    """Write a file of the cache so that no process ever sees half of it; ignore a failure."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as file:
@@ -60,7 +60,7 @@ def _record_of(kept: Path) -> Path:
 
 
 def _digest(kept: Path) -> str:
-    """Of all files, by their places in it."""
+    """The digest of all its files and their paths."""
     found = hashlib.sha256()
     for file in _files(kept):
         found.update(f"{file.relative_to(kept).as_posix()}\0".encode(errors="surrogateescape"))
@@ -70,7 +70,7 @@ def _digest(kept: Path) -> str:
 
 
 def _files(kept: Path) -> Iterator[Path]:
-    """All but what torch leaves there when it loads: locks, and bytecode."""
+    """All files except those that torch writes when it loads: locks and bytecode."""
     if not kept.is_dir():
         yield kept
         return

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 INSTALL = "pip install onnx onnxscript onnxruntime (or onnxruntime-gpu)"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-NARROW = "compile without --autocast, and with a model in float32; or take another engine"
+NARROW = "compile a model in float32 without --autocast, or use another engine"
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnx", "onnxscript")
 
 
@@ -61,7 +61,7 @@ class OrtEngine(Engine):
             if model is not None:
                 return Session(part, model)
         except BackendError:
-            pass  # a truncated file: it is made again
+            pass  # a truncated file: make it again
         rows: tuple[PartInput | PartOutput, ...] = (*part.inputs, *part.outputs)
         odd = [f"{r.kind} {r.name} is {r.tensor.dtype}" for r in rows if r.tensor.dtype not in _TYPES]
         if odd:
@@ -122,7 +122,7 @@ def physical_order(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _physical(part: PurePart) -> fx.GraphModule:
-    """The part on tensors in their order in memory: what is dense but permuted, like channels last, stays permuted."""
+    """The part on tensors in memory order: a dense but permuted tensor, like channels last, stays permuted."""
     graph = copy_graph(part.graph.graph)
     holders = [n for n in graph.nodes if n.op == "placeholder"]
     first = next(n for n in graph.nodes if n.op != "placeholder")
@@ -150,8 +150,8 @@ def _physical(part: PurePart) -> fx.GraphModule:
 class Session:
     """An inference session, called with a trimmed part's inputs.
 
-    Memory is bound by its address, and an address that is bound already is left alone: weights that stay in place cost
-    nothing.
+    Memory is bound by its address. An address that is already bound is not bound again, so weights that stay in place
+    cost nothing.
     """
 
     def __init__(self, part: PurePart, model: bytes) -> None:
@@ -171,16 +171,16 @@ class Session:
         if self._device.type == "cuda":
             settings = {
                 "device_id": index,
-                "user_compute_stream": str(torch.cuda.current_stream().cuda_stream),  # that of the whole run
-                "use_tf32": int(torch.backends.cuda.matmul.allow_tf32),  # onnxruntime's own default is to use it
-                "cudnn_conv_algo_search": "HEURISTIC",  # by timing, two runs could differ in their bits
+                "user_compute_stream": str(torch.cuda.current_stream().cuda_stream),  # of the whole run
+                "use_tf32": int(torch.backends.cuda.matmul.allow_tf32),  # onnxruntime's default is to use it
+                "cudnn_conv_algo_search": "HEURISTIC",  # a choice by timing could differ between runs
             }
         try:
             self._session = ort.InferenceSession(model, options, providers=[(PROVIDERS[self._device.type], settings)])
             self._binding = self._session.io_binding()
         except Exception as error:
             raise BackendError(f"onnxruntime refuses {part.name}: {first_line(error)}") from error
-        # What the methods of IOBinding call; they make the device anew each time, which takes longer than the rest.
+        # Called by the methods of IOBinding, which make a new device object each time; that takes longer than the rest.
         self._bind = self._binding._iobinding
         self._place = ort.OrtDevice.make(self._device.type, index)._get_c_device()
         inputs, outputs = _names(part)
@@ -192,12 +192,12 @@ class Session:
         self._outputs = [_BoundTensor(name, row.tensor) for name, row in zip(outputs, part.outputs, strict=True)]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        made, _held = self.bind(inputs)  # what is bound must live until the session has run
+        made, _held = self.bind(inputs)  # bound memory must live until the session has run
         self._session.run_with_iobinding(self._binding, self._run_options)
         return made
 
     def bind(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Bind the inputs and new memory for the outputs; gives these, and copies of inputs whose strides differ."""
+        """Bind the inputs and new memory for outputs; returns the outputs, and copies of inputs with other strides."""
         bind, place = self._bind, self._place
         copies = []
         for port, value in zip(self._inputs, inputs, strict=True):
@@ -237,7 +237,7 @@ class _BoundTensor:
         self.bound: int | None = None
 
     def fits(self, value: Tensor) -> bool:
-        """Whether the memory layout is right although strides differ: the stride of an axis of size 1 says nothing."""
+        """Whether the memory layout is right; the stride of an axis of size 1 does not matter."""
         return all(
             a == b for a, b, size in zip(value.stride(), self.stride, self.layout.shape, strict=True) if size != 1
         )

@@ -1,4 +1,4 @@
-"""A `comm` for one process: everything that a part receives has arrived, and what it sends or hands over is kept."""
+"""A `comm` for one process: everything that a part receives is given, and what it sends or adds up is kept."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 from fxpipe.codecs.codec import EdgeState
 
 OneDraw = Callable[[str], AbstractContextManager[Any]]
-"""Given the name of a draw: inside, torch draws what it draws in every microbatch of the minibatch."""
+"""Takes the name of a draw: inside, torch draws the same numbers in every microbatch of the minibatch."""
 
 
 @dataclass(frozen=True)
 class Handed:
-    """The gradients of a bucket that a part has handed over to be added up, and by which call."""
+    """The gradients of a bucket that a part has given to be added up over replicas, and the call that it used."""
 
     call: Literal["all_reduce", "reduce_scatter"]
     gradients: tuple[Tensor | None, ...]
 
 
 class ReadyComm:
-    """A `comm` on which everything has arrived already; it keeps what is sent, and what is to be added up.
+    """A `comm` on which everything has already arrived; it keeps what is sent, and what is to be added up.
 
     Args:
-        one_draw: that of the stage's own `comm`; by default, what microbatches have in common is drawn as all else is.
+        one_draw: as in the stage's own `comm`; by default, draws that microbatches share are like any others.
 
     Attributes:
         sent: by edge.
-        handed: by bucket, in the order in which they were handed over; nothing is added up.
+        handed: gradients by bucket, in the order of the calls; nothing is added up.
     """
 
     def __init__(self, received: Mapping[str, Tensor], one_draw: OneDraw = nullcontext) -> None:
@@ -44,7 +44,7 @@ class ReadyComm:
         return self.received[name]
 
     def state(self, name: str) -> EdgeState:
-        """A new one: nothing was sent before."""
+        """A new state: nothing was sent before."""
         return EdgeState(place=lambda: (name,))
 
     def send(self, name: str, value: Tensor) -> None:

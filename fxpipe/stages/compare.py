@@ -1,4 +1,4 @@
-"""How far values are from the right ones: this decides whether an engine or an exported model is right."""
+"""How far values are from the expected ones: this decides whether an engine or an exported model is right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOOR = 1e-3
 """Errors are relative to the tensor's norm, or to this fraction of what is usual among its peers, if that is larger."""
 
 FLOOR_OF_SUMS = 1e-2
-"""The same for gradients: if terms cancel, as in that of a bias before a batch norm, only rounding is left."""
+"""The same for gradients: if terms cancel, as for a bias before a batch norm, only rounding is left."""
 
 TOLERANCE = {"float16": 1e-2, "bfloat16": 1e-1}
 """The largest relative error that counts as rounding, by the coarsest of the values' dtypes; else `EXACT`."""
@@ -21,10 +21,10 @@ TOLERANCE = {"float16": 1e-2, "bfloat16": 1e-1}
 EXACT = 1e-4
 
 HUGE = 1e3
-"""Elements this many times larger than usual, like the −1e9 of a mask, are compared apart from the others."""
+"""Elements this many times larger than usual, like the −1e9 of a mask, are compared separately."""
 
 SLACK = 3
-"""An engine's value may be this many times as far from the exact one as eager's, if both are only rounding."""
+"""If both errors are only rounding, an engine's may be this many times larger than eager's."""
 
 NAN = "is NaN in the stage's own code, so nothing can be compared"
 
@@ -36,8 +36,8 @@ class Expected:
     Attributes:
         peers: outputs with the same text here are of one kind; a tensor that is only noise around zero is measured
             against the others of its kind.
-        summed: whether its kind has members of very different sizes (gradients): their floor follows from their norms,
-            that of other kinds from the roots of their mean squares.
+        summed: whether outputs of its kind have very different sizes (gradients): their floor then depends on their
+            norms, and otherwise on the roots of their mean squares.
     """
 
     value: Tensor
@@ -47,7 +47,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one output is off: the relative error; `inf` if there is none, and then the reason."""
+    """How far one output is off: its relative error; or `inf`, with the reason."""
 
     output: str
     error: float
@@ -58,7 +58,7 @@ class Difference:
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """In which dtype norms and differences of a tensor are computed: that of a float16 may be infinite in its own."""
+    """The dtype in which norms and differences of a tensor are computed: in float16 they may be infinite."""
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
@@ -73,11 +73,12 @@ def compare(
 ) -> list[Difference]:
     """How far every expected output is off, and every output that is not expected.
 
-    Errors are norms of differences over norms of what is expected. Whole numbers and truth values must be equal. What
-    is missing, has another shape or type, or is infinite or NaN in other places, is infinitely wrong.
+    An error is the norm of the difference over the norm of the expected value. Whole numbers and truth values must be
+    equal. The error is infinite if an output is missing, has another shape or dtype, or is infinite or NaN in other
+    places.
 
     Args:
-        nan_equals_nan: whether a NaN that is expected is right; if not, an output that should have one counts as wrong.
+        nan_equals_nan: whether an expected NaN is right; if not, an output that should have one counts as wrong.
     """
     floors = _floors(expected)
     made = [
@@ -99,10 +100,10 @@ def rounding_alone(
     names: Sequence[str],
     exact: Callable[[], Sequence[Tensor]],
 ) -> bool:
-    """Whether an output that is off is as near to the exact result as the expected value is, up to `SLACK`.
+    """Whether a wrong output is as near to the exact result as the expected value is, up to `SLACK`.
 
     If all terms of a sum cancel, as in the gradient of a bias before a batch norm, eager's value is only rounding:
-    another order of summation gives another value, and neither is wrong. False if this cannot be decided.
+    another order of summation gives another value, and both are right. False if this cannot be decided.
 
     Args:
         names, exact: the outputs in float64.
@@ -153,7 +154,7 @@ def _difference(name: str, found: Tensor | None, expected: Tensor, floor: float,
 
 
 def _groups(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Which elements have the usual size, and which are far above it: a mask of −1e9 would hide errors elsewhere."""
+    """Masks of the elements of usual size, and of those far above it: a mask of −1e9 would hide other errors."""
     size = value.abs()
     usual = size[size > 0]
     if not usual.numel():
@@ -164,7 +165,7 @@ def _groups(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _floors(expected: Mapping[str, Expected]) -> dict[str, float]:
-    """By output, the least norm that its error is relative to: from the lower quartile of its peers, without masks."""
+    """By output, the least norm for its relative error: from the lower quartile of its peers, without masks."""
     peers: dict[str, list[float]] = {}
     for row in expected.values():
         if 0 < (size := _size(row)) < HUGE**2:

@@ -1,8 +1,8 @@
 """Outputs that an engine need not compute: inputs, views, and what is made from nothing.
 
 A view costs torch nothing, but an engine would write a copy. So an engine runs a part without these outputs, and torch
-makes them from the engine's: then they share memory and have the same strides as in eager PyTorch. A slice would keep
-alive all of the memory that it is taken from, so the engine computes it, without gaps.
+makes them from the engine's outputs: they share memory and have the same strides as in eager PyTorch. A slice would
+keep all the memory alive that it is taken from, so the engine computes it, without gaps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TrimmedPart:
-    """A part for an engine, and the rest.
+    """A part for an engine, and a graph for the other outputs.
 
     Attributes:
-        inner: what the engine computes: every input that it reads, every output that it must make, each once.
-        takes: which of the part's inputs `inner` takes.
-        rest: makes all outputs of the part from all of its inputs and the outputs of `inner`.
+        inner: what the engine computes, with each input that it reads and each output that it must make once.
+        takes: the indices of the part's inputs that `inner` takes.
+        rest: makes all outputs of the part from all its inputs and the outputs of `inner`.
     """
 
     inner: PurePart
@@ -42,7 +42,7 @@ class TrimmedPart:
 
 
 def trim(part: PurePart) -> TrimmedPart:
-    """Split a part into what an engine computes and what is free."""
+    """Split a part into what an engine computes and what costs nothing."""
     outputs = list(part.graph.graph.output_node().args[0])  # type: ignore[arg-type]
     bases = {node: _base(node) for node in dict.fromkeys(outputs)}
     needed = {base: outputs.index(node) for node, base in reversed(bases.items()) if not _is_free(base)}
@@ -71,7 +71,7 @@ def trim(part: PurePart) -> TrimmedPart:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The value that an engine has to compute so that `node` is free: `node` shows all of its elements."""
+    """The value that an engine must compute so that `node` costs nothing: a value of which `node` is a whole view."""
     size = node.meta["val"].numel()
     found = node
     while _is_free_view(node):
@@ -93,7 +93,7 @@ def _is_free_view(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node is an input, or is made from nothing: every call makes it again."""
+    """Whether a node is an input, or has no inputs: every call makes it again."""
     return node.op == "placeholder" or not (node.all_input_nodes or is_random(node))
 
 

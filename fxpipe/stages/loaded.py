@@ -1,4 +1,4 @@
-"""Emitted source becomes functions, from a file or from text in memory, if it still fits the plan."""
+"""Loads the functions of an emitted source, from a file or from text, and checks that they fit the plan."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class LoadedStage:
-    """A stage ready to run: its functions by phase and their engines, its file, and whether someone edited it.
+    """A stage ready to run: its functions by phase and their engines, its file, and whether the file was edited.
 
-    One that does not train has F alone.
+    A stage that does not train has only F.
     """
 
     path: Path
@@ -42,18 +42,18 @@ class LoadedStage:
 
 
 def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
-    """Import an emitted stage under its real file name (tracebacks and debuggers show it); writes no bytecode.
+    """Import an emitted stage under its real file name, for tracebacks and debuggers; writes no bytecode.
 
     Raises:
-        BuildError: no such file, a syntax error, an error at import, or an interface that differs from the
-            plan's; every difference is listed.
+        BuildError: the file is missing, has a syntax error, fails at import, or its interface differs from the plan's
+            (lists all differences).
     """
     return _stage(*_read(path), spec)
 
 
 def load_stages(step: Plan | StepSpec, source: Path | Mapping[str, str]) -> list[LoadedStage]:
-    """All stages of a build, or of another step of it: from its folder, or from texts in memory by file name, which
-    tracebacks then show.
+    """All stages of a build, or of another step of it: from its folder, or from texts by file name, which tracebacks
+    show.
 
     Raises:
         BuildError: as `load_stage`.
@@ -65,7 +65,7 @@ def load_stages(step: Plan | StepSpec, source: Path | Mapping[str, str]) -> list
 
 
 def load_stage_text(text: str, spec: StageSpec) -> LoadedStage:
-    """A stage of which there is no file: tracebacks show its text all the same.
+    """A stage without a file; tracebacks still show its text.
 
     Raises:
         BuildError: as `load_stage`.
@@ -74,10 +74,10 @@ def load_stage_text(text: str, spec: StageSpec) -> LoadedStage:
 
 
 def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> dict[str, Callable[..., Any]]:
-    """The functions of an emitted source by their names; the only way from text to functions.
+    """The functions of an emitted source by name; all sources are loaded by this function.
 
     Raises:
-        BuildError: a syntax error, an error when it is executed, or interfaces that differ from those of `parts`.
+        BuildError: it has a syntax error, fails when it is executed, or its interfaces differ from `parts`.
     """
     try:
         tree = ast.parse(source, str(path))
@@ -94,7 +94,7 @@ def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> di
         )
     scope: dict[str, Any] = {"__name__": f"fxpipe_{path.stem}", "__file__": str(path)}
     try:
-        exec(compile(tree, str(path), "exec"), scope)  # imports what installed packages register
+        exec(compile(tree, str(path), "exec"), scope)  # with operators that installed packages register
     except CodecError as error:
         error.where = stage_line(error, path) or str(path)
         raise
@@ -133,12 +133,12 @@ def _stage_of_text(path: Path, text: str, spec: StageSpec) -> LoadedStage:
 
 
 def is_edited(source: bytes, spec: StageSpec) -> bool:
-    """Whether someone changed a file's source since it was emitted."""
+    """Whether the source was changed since it was emitted."""
     return hashlib.sha256(source).hexdigest() != spec.digest
 
 
 def stage_line(error: BaseException, path: Path) -> str | None:
-    """`build/stage_0.py:41: the line` of the deepest frame of `error` in the stage; None without one."""
+    """`build/stage_0.py:41: the line` of the deepest frame of `error` in the stage; None if there is none."""
     found = None
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == str(path):
@@ -162,7 +162,7 @@ def _refuse_unknown_operators(source: bytes, path: Path) -> None:
 
 
 def _differences(tree: ast.Module, parts: Mapping[str, PartSpec]) -> list[str]:
-    """Each way in which the functions of a file differ from the plan's, in words; empty if they fit."""
+    """The differences between a file's functions and the plan, in words; empty if they fit."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     found: list[str] = []
     for name, part in parts.items():
@@ -228,7 +228,7 @@ def _unpacked(nodes: Iterable[ast.AST], argument: str) -> list[int]:
 
 
 def _return_differences(nodes: Iterable[ast.AST], part: PartSpec, name: str) -> list[str]:
-    """Only of what the code returns literally; the rest is checked when it runs."""
+    """The differences in what the code returns literally; other returns are checked when they run."""
     found = []
     for node in nodes:
         if not (isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple | ast.List)):
@@ -256,15 +256,15 @@ def _return_differences(nodes: Iterable[ast.AST], part: PartSpec, name: str) -> 
     return found
 
 
-IN_A_STAGE = "if the file was edited, undo the edit; else step into it: fxpipe run BUILD --local --steps 1"
+IN_A_STAGE = "if the file was edited, undo the edit; else debug it: fxpipe run BUILD --local --steps 1"
 
 
 @contextmanager
 def explained(path: Path, worker: int, what: Callable[[], str], out_of_memory: str) -> Iterator[None]:
-    """Turn errors of the emitted code in `path` into RunError with their place; give our own errors their place.
+    """Turn errors of the emitted code in `path` into RunError with their place; add the place to our own errors.
 
     Args:
-        what: gives the words for what was done, if it fails.
+        what: returns what was being done, for the message.
         out_of_memory: the hint if the device has no memory left.
     """
     try:

@@ -1,4 +1,4 @@
-"""The oracle: one microbatch driven through the stages of a build, all in this process."""
+"""Runs one microbatch through all stages of a build in this process, as a reference."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def run_microbatch(
 ) -> Iterator[tuple[PartCall, PartResult]]:
     """Run every part once: the forwards from the first worker to the last, the backwards from the last to the first.
 
-    Weight gradients that are apart come after these, from the last worker to the first, too.
+    Separate weight gradients (W) come after these, also from the last worker to the first.
 
     Args:
-        functions: gives the function of a worker's phase; called right before that function.
-        state: weights and buffers by their first names, on the plan's device; takes the buffers' new values.
+        functions: returns the function of a worker's phase; called right before that function.
+        state: weights and buffers by their first names, on the plan's device; buffers are replaced in it.
         leaves: the leaves of the batch by name.
-        seed: of torch's generators at each call; if None, they go on from where they are.
-        packed: whether messages have the memory layout in which they come off a wire; False for values of other dtypes
-            than the plan's.
+        seed: of torch's generators at each call; None leaves them as they are.
+        packed: whether messages have the memory layout of received ones; False for dtypes that differ from the plan's.
 
     Raises:
         RunError: a part sends a value of another shape or type than the plan's.
@@ -67,7 +66,7 @@ def run_microbatch(
 def record_calls(
     plan: Plan, stages: Sequence[LoadedStage], tensors: Mapping[str, Tensor], leaves: Mapping[str, Any]
 ) -> dict[tuple[int, Phase], PartCall]:
-    """What each part is called with in a first microbatch, with the initial weights; torch's generators are seeded."""
+    """The arguments of each part in a first microbatch with the initial weights; torch's generators are seeded."""
     state = {name: tensor.to(plan.device) for name, tensor in tensors.items()}
     torch.manual_seed(0)
     ran = run_microbatch(plan, lambda worker, phase: stages[worker].functions[phase], state, leaves)

@@ -1,4 +1,4 @@
-"""A minibatch as worker 0 hands it out: the leaves of each microbatch, the user's, padded, and those made of them."""
+"""Cuts a minibatch into microbatches: the user's leaves, padded, and leaves that are computed from them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.task.splitter import splitter_of
 
 TRIED_SCALE = 1024.0
-"""The loss scale where a step under float16 is tried: compared, measured, exported. A run takes its own (see
-`LossScaler`). Like that, it is divided among the microbatches, whose gradients are then added up."""
+"""The loss scale of a float16 step that is compared, measured or exported. A run has its own (see `LossScaler`). Both
+are divided by the number of microbatches, whose gradients are then added up."""
 
 
 SAMPLED = 1024
-"""How many values of a tensor its checksum looks at, about."""
+"""About how many values of a tensor its checksum reads."""
 
 
 class Minibatches:
-    """Pads and cuts minibatches, and makes the leaves that need the whole of one: totals, weights of microbatches.
+    """Pads and cuts minibatches, and computes leaves that need the whole minibatch: totals, weights of microbatches.
 
     Args:
         source: the build's folder, or the texts of its files by name.
-        tensors: the constants that the totals are computed with, by name, on the plan's device.
-        loss_weight: the user's hook; None where the build has none.
+        tensors: the constants for computing totals, by name, on the plan's device.
+        loss_weight: the user's hook; None if the build has none.
 
     Raises:
         BuildError: the file of the totals does not fit the plan.
@@ -49,7 +49,7 @@ class Minibatches:
     ) -> None:
         if plan.loss_weight and loss_weight is None:
             raise TaskError(
-                "the build was compiled with loss_weight(batch), and the hook is not there",
+                "the build was compiled with loss_weight(batch), and this hook is missing",
                 hint="define loss_weight in the model file (Python: loss_weight=...), or compile again without it",
             )
         self._plan = plan
@@ -58,8 +58,8 @@ class Minibatches:
         self._splitter = splitter_of(plan, plan.device)
         self._names = [leaf.name for leaf in given]
         self._made = [leaf.name for leaf in plan.made]
-        apart = 1 if plan.outer is None else plan.dp
-        self._shares = [slice(replica, None, apart) for replica in range(apart)]  # whose loss is one
+        losses = 1 if plan.outer is None else plan.dp
+        self._shares = [slice(replica, None, losses) for replica in range(losses)]  # microbatches that share a loss
         if plan.totals is not None:
             (spec,), (code,) = plan.totals.stages, load_stages(plan.totals, source)
             self._function = code.functions["F"]
@@ -75,8 +75,8 @@ class Minibatches:
         """Each microbatch's leaves, in the plan's order.
 
         Raises:
-            BatchError: the batch differs from the captured one; names every leaf that does.
-            TaskError: `loss_weight` failed, or gave what is no weight.
+            BatchError: the batch differs from the captured one; names every leaf that differs.
+            TaskError: `loss_weight` failed, or returned something that is not a weight.
         """
         parts = self._splitter.cut(Batch.of(batch).padded(self._plan.padding), minibatch)
         leaves = [self._splitter.leaves_of(part) for part in parts]
@@ -98,7 +98,7 @@ class Minibatches:
         return self._splitter.distance(batch)
 
     def _added_up(self, step: StepSpec, leaves: Sequence[tuple[Any, ...]]) -> dict[str, list[Tensor]]:
-        """Each total, once for every microbatch; over the microbatches of its replica, where replicas train apart."""
+        """Each total, once for every microbatch; if replicas train separately, over the microbatches of its replica."""
 
         def add(part: tuple[Any, ...], totals: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
             given = {**dict(zip(self._names, part, strict=True)), **totals}
@@ -114,11 +114,11 @@ class Minibatches:
 
 
 class ShapedMinibatches:
-    """The same for a build of batches of several shapes; the arguments are those of `Minibatches`.
+    """As `Minibatches`, with the same arguments, for a build of several shapes of batches.
 
     Attributes:
-        make: called with a batch that fits no shape, the number of its minibatch, and the error that says so: adds the
-            batch's shape, or raises an error. None: there are no more shapes than those of the plan.
+        make: called with a batch that fits no shape, its minibatch, and the error that says so; adds the batch's shape,
+            or raises an error. None allows only the shapes of the plan.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ShapedMinibatches:
         self.make: Callable[[Batch, int, BatchError], None] | None = None
 
     def add(self, of_shape: Plan, source: Mapping[str, str]) -> None:
-        """From now on there is one more shape; the constants of its totals are among the tensors.
+        """Add a shape; `tensors` already has the constants of its totals.
 
         Args:
             source: the texts of its files by name.
@@ -142,7 +142,7 @@ class ShapedMinibatches:
         self._of_shapes.append(Minibatches(of_shape, source, self._tensors, self._loss_weight))
 
     def __call__(self, batch: Any, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
-        """The number of the batch's shape, and each microbatch's leaves.
+        """The index of the batch's shape, and each microbatch's leaves.
 
         Raises:
             BatchError: the batch has no captured shape; names the leaves in which it differs from the nearest.
@@ -161,7 +161,7 @@ class ShapedMinibatches:
 
 
 def number_of(parts: Sequence[Sequence[Any]]) -> int:
-    """A checksum of a minibatch, by some of each tensor's values: replicas that read other batches have other ones."""
+    """A checksum of a minibatch, from some of each tensor's values, by which replicas compare what they read."""
     found = 0
     for part in parts:
         for leaf in part:
@@ -178,14 +178,14 @@ def totals_of(
     names: Sequence[str],
     taken: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """The totals of a minibatch by their names: the sums of what its microbatches add to them.
+    """The totals of a minibatch by name: the sums of what its microbatches add to them.
 
-    What is added to a total may be computed of totals before it: squared distances from the mean. Each round adds up
-    all of them, and makes at least one more right.
+    A total may depend on earlier totals, as squared distances from the mean do. So all are summed again and again: each
+    round makes at least one more of them right.
 
     Args:
-        add: gives what a microbatch adds to each, from the microbatch and the totals so far.
-        taken: the totals that others are computed of, at first ones.
+        add: returns what a microbatch adds to each total, given the microbatch and the totals so far.
+        taken: the totals that others depend on; all ones at first.
     """
     totals = dict(taken)
     for _ in range(len(taken) + 1):
@@ -196,21 +196,21 @@ def totals_of(
 
 
 def weights_of(hook: LossWeight, parts: Sequence[Batch], minibatch: int, device: str) -> list[Tensor]:
-    """What `loss_weight` gives for each microbatch, over the mean: float32 scalars.
+    """The `loss_weight` of each microbatch divided by their mean: float32 scalars.
 
     Raises:
-        TaskError: the hook failed, or gave what is no weight.
+        TaskError: the hook failed, or returned something that is not a weight.
     """
     found = [weight_of(hook, part.given) for part in parts]
     mean = math.fsum(found) / len(found)
     if not all(math.isfinite(w) and w >= 0 for w in found) or mean == 0:
         raise TaskError(
-            f"loss_weight(batch) gave {', '.join(f'{w:g}' for w in found)} in step {minibatch + 1}",
-            hint="weights are 0 or more, and not all 0",
+            f"loss_weight(batch) returned {', '.join(f'{w:g}' for w in found)} in step {minibatch + 1}",
+            hint="return weights of 0 or more, not all 0",
         )
     return [torch.tensor(w / mean, dtype=torch.float32, device=device) for w in found]
 
 
 def evenly(batch: Any) -> float:
-    """A `loss_weight` that counts every microbatch alike: to time or to export a build, whatever its hook says."""
+    """A `loss_weight` that weighs all microbatches equally, for timing or exporting a build."""
     return 1.0

@@ -1,4 +1,4 @@
-"""One call of one part of a stage: what it is given, and what it returns, sends and hands over."""
+"""One call of one part of a stage: its arguments, and what it returns, sends and gives to be added up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Function = Callable[[Sequence[Any], Sequence[Any], Any, Any], Any]
 
 @dataclass(frozen=True)
 class PartResult:
-    """What a part returned, by edge what it sent, and by bucket what it handed over of the gradients."""
+    """What a part returned, what it sent by edge, and the gradients by bucket that it gave to be added up."""
 
     loss: Tensor | None = None
     updates: tuple[Tensor, ...] = ()
@@ -37,10 +37,10 @@ class PartResult:
 
 @dataclass(frozen=True)
 class PartCall:
-    """What a part is called with.
+    """The arguments of a part.
 
     Attributes:
-        third: the batch of a forward, the saved values of a backward, the deferred ones of weight gradients.
+        third: the batch of a forward, the saved values of a backward, or the deferred values of weight gradients.
         received: by edge.
     """
 
@@ -53,15 +53,15 @@ class PartCall:
     received: Mapping[str, Tensor]
 
     def inputs(self) -> list[Any]:
-        """All of it, in the order of `PurePart.inputs`, without the masks."""
+        """All arguments in the order of `PurePart.inputs`, without masks."""
         return [*self.weights, *self.buffers, *self.third, *(self.received[name] for name in self.spec.receives)]
 
     def run(self, function: Function, seed: int | None = None, one_draw: OneDraw = nullcontext) -> PartResult:
         """Make the call.
 
         Args:
-            seed: of torch's generators; if None, they go on from where they are.
-            one_draw: as of `ReadyComm`.
+            seed: of torch's generators; None leaves them as they are.
+            one_draw: as in `ReadyComm`.
         """
         if seed is not None:
             torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A pure part as a function that takes the place of the emitted one: computed by an engine, or in float64."""
+"""A pure part as a function that replaces the emitted one: computed by an engine, or in float64."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class PureFunction:
-    """Called as the emitted function is: `(weights, buffers, batch or saved or deferred, comm)`.
+    """Called like the emitted function: `(weights, buffers, batch or saved or deferred, comm)`.
 
-    Everything is received before anything is computed, and sent or handed over to be added up after it.
+    It receives everything before it computes, and sends and adds up everything afterwards.
     """
 
     def __init__(self, part: PurePart, compute: Compute) -> None:
@@ -70,7 +70,7 @@ def send(part: PurePart, name: str, value: Tensor, comm: Any) -> None:
 
 
 def in_float64(part: PurePart) -> PureFunction:
-    """The part computed in float64, where rounding errors are a billion times smaller; its masks stay the same."""
+    """The part computed in float64, with rounding errors a billion times smaller and the same masks."""
     graph = copy_graph(part.graph.graph)
     for node in graph.nodes:
         node.args, node.kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (node.args, node.kwargs))

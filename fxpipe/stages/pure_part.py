@@ -1,8 +1,8 @@
-"""A stage's function as a pure graph: every value that it reads is an input, every value that it gives an output.
+"""A stage's function as a pure graph: every value that it reads is an input, every result an output.
 
-What an emitted function asks of `comm` becomes inputs and outputs as well, and the random numbers it would draw become
-inputs (`fxpipe.stages.random_inputs`), so that any engine can run the graph and all of
-them compute the same. The graph is traced from the stage's file: an edited stage is run and exported as it was edited.
+Receives and sends become inputs and outputs, too, and random numbers become inputs (`fxpipe.stages.random_inputs`). So
+any engine can run the graph, and all compute the same. The graph is traced from the stage's file, so an edited stage is
+run and exported with its edits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OutputKind = Literal["loss", "update", "saved", "deferred", "gradient", "sent"]
 
 @dataclass(frozen=True)
 class PartInput:
-    """One input of a pure part: what it is, its name there (of a parameter, a buffer, an edge, …), and its tensor."""
+    """One input of a pure part: its kind, its name (of a parameter, a buffer, an edge, …), and its tensor."""
 
     kind: InputKind
     name: str
@@ -60,14 +60,14 @@ class PartOutput:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """A bucket that a part hands over to be added up: which outputs are its gradients; None for what gets none."""
+    """A bucket to add up over replicas: the indices of its gradients among the outputs; None without a gradient."""
 
     bucket: str
     call: Literal["all_reduce", "reduce_scatter"]
     outputs: tuple[int | None, ...]
 
     def to(self, comm: Any, outputs: Sequence[Any]) -> None:
-        """Hand it over, out of all outputs of the part."""
+        """Give the gradients, out of all outputs of the part, to `comm`."""
         getattr(comm, self.call)(self.bucket, [None if i is None else outputs[i] for i in self.outputs])
 
 
@@ -76,13 +76,14 @@ class PurePart:
     """One function of a stage without side effects.
 
     Attributes:
-        graph: a placeholder for each input, ATen calls, and the tuple of outputs; both in the order of the tables.
-            Inputs are in the order of kinds: weights, buffers, batch or saved or deferred, received, masks. Outputs
-            likewise: forward the loss (if there), updates, saved, sent; backward gradients or deferred, sent; weights
-            gradients, sent.
-        draws: what makes the masks, in the order in which the emitted code would draw them.
-        edges: by name, those that travel packed. What packs and unpacks them is not in the graph.
-        handed: what is to be handed over to be added up once the outputs are there, in the order of the code.
+        graph: a placeholder for each input, ATen calls, and the tuple of outputs; inputs and outputs in the order of
+            the tables. The order of inputs is: weights, buffers, batch or saved or deferred, received, masks. Of
+            outputs: in a forward the loss (if any), updates, saved, sent; in a backward gradients or deferred, sent; in
+                weight
+            gradients: gradients, sent.
+        draws: make the masks, in the order in which the emitted code draws them.
+        edges: by name, those with a codec. Packing and unpacking are not in the graph.
+        handed: buckets to add up once the outputs are computed, in the order of the code.
     """
 
     worker: int
@@ -101,12 +102,12 @@ class PurePart:
         return f"stage_{self.worker}.{FUNCTIONS[self.phase]}"
 
     def dtypes(self) -> set[str]:
-        """The types of all values in it: `float32`, …."""
+        """The dtypes of all values in it: `float32`, …."""
         values = (v for n in self.graph.graph.nodes for v in pytree.tree_leaves(n.meta.get("val")))
         return {str(v.dtype).removeprefix("torch.") for v in values if isinstance(v, Tensor)}
 
     def examples(self) -> tuple[Tensor, ...]:
-        """A fake tensor for every input, laid out as it arrives."""
+        """A fake tensor for every input, with the layout in which it arrives."""
         mode = FakeTensorMode()
         return tuple(_fake(i.tensor, mode, self.device) for i in self.inputs)
 
@@ -120,7 +121,7 @@ def trace_stage(plan: Plan, worker: int, stage: LoadedStage, phases: Sequence[Ph
     """The functions of a stage as pure parts, in the order of phases; a build need not have all phases.
 
     Args:
-        phases: the first ones: a backward needs to know what its forward saves, weight gradients what it defers.
+        phases: from the first on: a backward depends on what its forward saves, and weight gradients on what it defers.
 
     Raises:
         BackendError: the code cannot be traced (an edit made it depend on values), changes a tensor in place, or draws
@@ -136,14 +137,14 @@ def trace_stage(plan: Plan, worker: int, stage: LoadedStage, phases: Sequence[Ph
 
 
 def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left: Sequence[TensorSpec]) -> PurePart:
-    """One pure part of a stage; `left` are the values that the part before it leaves for it."""
+    """One pure part of a stage; `left` are the values from the part before it."""
     inputs = tuple(_inputs(plan, worker, phase, left))
     spec = plan.stages[worker].part(phase)
     kept: list[PartOutput] = []
     handed: list[HandedOver] = []
 
     def step(*flat: Tensor) -> list[Tensor]:
-        """The outputs of the stage's function; notes what they are."""
+        """The outputs of the stage's function; records what they are."""
         given: dict[str, list[Tensor]] = {kind: [] for kind in get_args(InputKind)}
         for entry, value in zip(inputs, flat, strict=True):
             given[entry.kind].append(value)
@@ -181,7 +182,7 @@ def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left:
         raise BackendError(
             f"the {FUNCTIONS[phase]} of stage {worker} cannot be traced: {text}",
             where=stage_line(error, stage.path) or str(stage.path),
-            hint="only `run --backend eager` runs such code; engines and ONNX need plain operators: undo the edit",
+            hint="use `run --backend eager`, or undo the edit: engines and ONNX need plain operators",
         ) from error
     module.graph.eliminate_dead_code(lambda node: node.op != "call_function" or is_random(node))
     _check(module.graph)
@@ -193,13 +194,13 @@ def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left:
 
 
 def _handed_over(handed: Mapping[str, Handed], gradients: Sequence[Tensor | None]) -> Iterator[HandedOver]:
-    """What is handed over, by its places among the outputs; of these, those that are no gradients are None."""
+    """The buckets to add up, by the indices of their gradients among the outputs; None for what is not a gradient."""
     places = {id(value): i for i, value in enumerate(gradients) if value is not None}
     for bucket, given in handed.items():
         if any(value is not None and id(value) not in places for value in given.gradients):
             raise BackendError(
-                f"the stage hands other gradients over to be added up, in {bucket}, than it returns",
-                hint="only `run --backend eager` runs such code: return what is handed over, or undo the edit",
+                f"the stage adds up gradients in {bucket} that it does not return",
+                hint="use `run --backend eager`, return these gradients, or undo the edit",
             )
         found = (None if value is None else places[id(value)] for value in given.gradients)
         yield HandedOver(bucket, given.call, tuple(found))
@@ -221,7 +222,7 @@ def _inputs(plan: Plan, worker: int, phase: Phase, left: Sequence[TensorSpec]) -
         kind: InputKind = "saved" if phase == "B" else "deferred"
         yield from (PartInput(kind, name, tensor) for name, tensor in zip(spec.third(phase), left, strict=True))
     for name in spec.receives:
-        layout = Layout(edges[name], name)  # as it comes off the wire
+        layout = Layout(edges[name], name)  # the layout of received values
         yield PartInput("received", name, TensorSpec(tuple(layout.shape), tuple(layout.stride), edges[name].dtype))
 
 
@@ -231,7 +232,7 @@ def _fake(spec: TensorSpec, mode: FakeTensorMode, device: str) -> Tensor:
 
 
 class _Places(TorchDispatchMode):
-    """Gives every call that is traced its place: the line of the stage's file, and the comment above that line."""
+    """Gives every traced call its place: the line of the stage's file, and the comment above that line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -262,7 +263,7 @@ class _Places(TorchDispatchMode):
 
     @contextmanager
     def one_draw(self, name: str) -> Iterator[None]:
-        """Calls in here know by what name all microbatches draw the same."""
+        """Inside, calls get the name under which all microbatches draw the same numbers."""
         self._draw = name
         yield
         self._draw = ""
@@ -285,5 +286,5 @@ def _check(graph: fx.Graph) -> None:
             raise BackendError(
                 f"{target} changes a tensor in place",
                 where=node.meta.get(PLACE),
-                hint="only `run --backend eager` runs such code; engines and ONNX need pure operators: undo the edit",
+                hint="use `run --backend eager`, or undo the edit: engines and ONNX need pure operators",
             )

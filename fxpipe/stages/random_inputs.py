@@ -1,7 +1,7 @@
-"""Random numbers as inputs: dropout masks and the like are drawn outside a pure part, so that all engines get the same.
+"""Random numbers as inputs: dropout masks and others are drawn outside a pure part, so that all engines get the same.
 
-They are drawn one after the other in the order in which the emitted code would draw them, by the same operators: with
-the same seed, eager PyTorch and every engine see the same masks, to the bit.
+They are drawn in the order in which the emitted code draws them, by the same operators: with the same seed, eager
+PyTorch and every engine see masks with the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 PLACE = "fxpipe_place"
 """Key of a node's `meta`: the line of the stage's file that it comes from, and the user's module and line."""
 
-# Random operators that read the shapes of the tensors they are given, never the values.
+# Random operators that read the shapes of their arguments, never the values.
 _VALUE_FREE = {
     aten.bernoulli.p,
     aten.rand.default,
@@ -50,7 +50,7 @@ class Draw:
     """One draw: an operator and its arguments; a `TensorSpec` means any tensor of that shape.
 
     Attributes:
-        name: by which all microbatches draw the same; '' where each draws for itself.
+        name: under which all microbatches draw the same numbers; '' if each draws its own.
     """
 
     target: Any
@@ -79,7 +79,7 @@ class Draw:
     def _mask(self, device: torch.device | str) -> Tensor:
         """The mask of a dropout: True for the elements that it keeps."""
         example, p, _ = self.args
-        if torch.device(device).type == "cpu":  # what native_dropout does there, without the product
+        if torch.device(device).type == "cpu":  # as native_dropout does on a CPU, without the product
             return _blank(self.tensor, device).bernoulli_(1.0 - p)
         mask: Tensor = aten.native_dropout.default(_blank(example, device).fill_(1), p, True)[1]
         return mask
@@ -89,7 +89,7 @@ def hoist_draws(graph: fx.Graph) -> tuple[Draw, ...]:
     """Replace every random call by a new placeholder after the others; return the draws that fill them.
 
     Raises:
-        BackendError: an operator whose random numbers depend on computed values.
+        BackendError: an operator's random numbers may depend on computed values.
     """
     hoist = _Hoist(graph)
     for node in list(graph.nodes):
@@ -100,10 +100,10 @@ def hoist_draws(graph: fx.Graph) -> tuple[Draw, ...]:
             continue
         if node.target not in _VALUE_FREE:
             raise BackendError(
-                f"{node.target} draws random numbers that may depend on computed values, which only eager can",
+                f"{node.target} draws random numbers that may depend on computed values, which only eager supports",
                 where=node.meta.get(PLACE),
-                hint="compile with --backend auto, which leaves such a part to eager; or take an operator whose random "
-                "numbers depend on no value, as dropout and rand_like do",
+                hint="compile with --backend auto, which runs such a part with eager, or use an operator whose random "
+                "numbers do not depend on values, such as dropout or rand_like",
             )
         node.replace_all_uses_with(hoist.holder(node, node.meta["val"]))
         graph.erase_node(node)
@@ -111,7 +111,7 @@ def hoist_draws(graph: fx.Graph) -> tuple[Draw, ...]:
 
 
 class _Hoist:
-    """The placeholders that take the place of a graph's random calls."""
+    """Replaces the random calls of a graph by placeholders."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -119,7 +119,7 @@ class _Hoist:
         self._last = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
 
     def holder(self, node: fx.Node, value: Tensor) -> fx.Node:
-        """A placeholder after the others for what `node` draws."""
+        """A placeholder after the others for the random numbers of `node`."""
         graph = self.graph
         place = graph.inserting_after(self._last) if self._last else graph.inserting_before(next(iter(graph.nodes)))
         with place:
@@ -131,7 +131,7 @@ class _Hoist:
         return self._last
 
     def dropout(self, node: fx.Node) -> None:
-        """native_dropout: the kept elements are scaled as it scales them, product by product."""
+        """Replace native_dropout; kept elements are scaled by the same products."""
         graph = self.graph
         x, p, train = node.args
         assert isinstance(p, float | int)

@@ -1,4 +1,4 @@
-"""Equal elements keep their order when they are sorted: as ONNX has it, and where PyTorch promises no order."""
+"""Stable sorting: equal elements keep their order, as in ONNX; PyTorch does not promise it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def in_stable_order(function: Function) -> Function:
-    """The function with a stable `sort` and `topk`: tokens that chose the same expert are equal elements."""
+    """The function with a stable `sort` and `topk`; equal elements are, for example, tokens with the same expert."""
 
     def call(weights: Any, buffers: Any, third: Any, comm: Any) -> Any:
         with _StableOrder():

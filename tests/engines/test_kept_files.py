@@ -111,7 +111,7 @@ def test_what_was_changed_is_said_and_made_again(
     change(tmp_path)
     built, said = make()
     assert built == 1
-    assert said == [f"warning: {kept(tmp_path)} was changed after keeping made it: it is not used, and made again"]
+    assert said == [f"warning: {kept(tmp_path)} was changed after keeping made it, so it is made again"]
     assert (kept(tmp_path) / "deep" / "code.py").read_text() == "2 * x"
     assert make() == (0, [])
 

@@ -150,7 +150,7 @@ def test_a_hook_weighs_microbatches() -> None:
     assert pipeline.run(batches) == pytest.approx(losses, rel=1e-5)
     for key, value in pipeline.state_dict().items():
         torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-6)
-    with pytest.raises(TaskError, match=r"compiled with loss_weight\(batch\), and the hook is not there"):
+    with pytest.raises(TaskError, match=r"compiled with loss_weight\(batch\), and this hook is missing"):
         build.local(optimizer=sgd)
 
 
