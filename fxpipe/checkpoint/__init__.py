@@ -1,1 +1,1 @@
-"""Checkpoints on disk: what a run must have to go on, in safetensors and JSON, whole or not at all."""
+"""Checkpoints on disk: what a run needs to continue, in safetensors and JSON, whole or not at all."""

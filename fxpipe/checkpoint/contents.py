@@ -1,6 +1,6 @@
-"""What a worker's shard holds besides weights: the types that are read, to the last leaf that fxpipe itself writes.
+"""The types of a worker's state in a shard, down to every leaf that fxpipe itself writes.
 
-What an optimizer keeps of a parameter, and a scheduler of itself, is theirs.
+The state of an optimizer for a parameter, and of a scheduler, may be anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Tensors = dict[str, Tensor]
 
 
 class Group(TypedDict):
-    """A group of an optimizer: the names of its parameters, and all else that it has."""
+    """A group of an optimizer: the names of its parameters, and its options."""
 
     params: list[str]
     options: dict[Any, Any]
@@ -30,7 +30,7 @@ class OneOptimizer(TypedDict):
 
 
 class OptimizerState(TypedDict):
-    """Of each parameter by its name, and of the whole."""
+    """State of each parameter by name, and of the whole optimizer."""
 
     groups: list[Group]
     state: dict[str, Any]
@@ -38,7 +38,7 @@ class OptimizerState(TypedDict):
 
 
 class LossScaleState(TypedDict):
-    """Of the loss's scale."""
+    """State of the loss scale."""
 
     value: Annotated[float, Meta(gt=0)]
     good: Count
@@ -47,7 +47,7 @@ class LossScaleState(TypedDict):
 
 
 class ScaleState(TypedDict):
-    """Of loss scaling; clipping has no state then."""
+    """State of loss scaling; clipping has no state then."""
 
     loss_scale: LossScaleState
     clip: None
@@ -64,11 +64,11 @@ class UpdaterState(TypedDict):
     last_updates: NotRequired[dict[str, tuple[Tensor, float | None]]]
     last_steps: NotRequired[dict[str, tuple[Count, list[Tensor]]]]
     set_rates: NotRequired[list[tuple[Count, list[float]]]]
-    rates_known: NotRequired[Any]  # of earlier checkpoints, which nothing reads
+    rates_known: NotRequired[Any]  # in earlier checkpoints; not read
 
 
 class OuterState(TypedDict):
-    """Of replicas that train apart, what each has for itself."""
+    """Each replica's own state, if replicas train separately."""
 
     since: Count
     under_way: Count | None
@@ -77,7 +77,7 @@ class OuterState(TypedDict):
 
 
 class State(TypedDict):
-    """All that is no weight, no buffer and nothing in flight."""
+    """Everything except weights, buffers and values in flight."""
 
     updater: UpdaterState
     averages: Tensors | None

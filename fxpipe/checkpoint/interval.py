@@ -1,4 +1,4 @@
-"""How often a run is to be saved: `500` steps, `30s`, `10min`, `2h`, or when it is `asked`. Imports no torch."""
+"""How often a run is saved: every `500` steps, `30s`, `10min`, `2h`, or when `asked`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ ASKED = "asked"
 
 @dataclass(frozen=True)
 class Interval:
-    """Every so many steps, or every so many seconds; the other is None. With neither, only when somebody asks."""
+    """Every N steps, or every N seconds; the other is None. With neither, only when asked."""
 
     steps: int | None = None
     seconds: float | None = None
 
     @staticmethod
     def of(given: str | int) -> Interval:
-        """Read what a user gives; in Python, a number of steps may be one.
+        """Read a user's interval; in Python it may be a number of steps.
 
         Raises:
-            FxpipeError: it is neither.
+            FxpipeError: it is not an interval.
         """
         text = str(given)
         if text.isdecimal() and int(text) > 0:
@@ -35,9 +35,9 @@ class Interval:
         if match and float(match[1]) > 0:
             return Interval(seconds=float(match[1]) * _UNITS[match[2]])
         raise FxpipeError(
-            f"{given!r} is no interval", hint="so many steps: 500; a time: 30s, 10min, 2h; or epoch, or asked"
+            f"{given!r} is not an interval", hint="give steps: 500; a time: 30s, 10min, 2h; or epoch, or asked"
         )
 
     def due(self, step: int) -> bool:
-        """Whether the steps say so; a time never does."""
+        """Whether a step is due by number of steps; intervals in time are checked elsewhere."""
         return self.steps is not None and step > 0 and step % self.steps == 0

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is, of which run, and the digest of each of its files. Needs no torch."""
+"""The manifest of a checkpoint: its step, its run, and the digest of each of its files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpipe.typed_json import convert, explained
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
-OTHER = "take another checkpoint: --resume PATH"
+OTHER = "use another checkpoint: --resume PATH"
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """The manifest of a checkpoint.
 
     Attributes:
         step: how many updates have been made.
-        start: the minibatch that the pipeline was last empty before, but for those in flight.
+        start: the first minibatch of the segment that its minibatches in flight belong to.
         workers: how many parts it has.
         plan: the digest of the build's plan.
         run: the options of the run that its numbers depend on, by their names.
         versions: of fxpipe, torch and Python.
-        files: all files beside this one, by name.
+        files: all other files, by name.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Manifest:
         if missing:
             raise CheckpointError(f"run has no {' and no '.join(missing)}")
         if not isinstance(self.run.get("values", {}), dict):
-            raise CheckpointError("run has values that are none of settings, by name")
+            raise CheckpointError("run has values that no option can have")
         arguments = self.run.get("arguments")
         known = {
             "settings": ("=", self.run.get("settings", ())),
@@ -64,11 +64,11 @@ class Manifest:
         }
         for name, (within, texts) in known.items():
             if not isinstance(texts, (list, tuple)) or not all(isinstance(t, str) and within in t for t in texts):
-                raise CheckpointError(f"run has {name} that are no such texts")
+                raise CheckpointError(f"run has malformed {name}")
 
     @property
     def digest(self) -> str:
-        """What tells this manifest from others; the file has it too."""
+        """The digest of this manifest, which is also in its file."""
         return digest_of(self._body())
 
     def to_json(self) -> str:
@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; no other file of it is read.
 
     Raises:
-        CheckpointError: there is none, or it was changed, or is of another version.
+        CheckpointError: it is missing, was changed, or has another version.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
         raise CheckpointError(what, hint=OTHER)
     with explained(path, error=CheckpointError, hint=OTHER):
-        wrote = "go on with the fxpipe that wrote it"
+        wrote = "resume with the fxpipe that wrote it"
         body = read_signed(path, "the checkpoint", FORMAT, error=CheckpointError, hint=OTHER, other_form=wrote)
         return convert(body, Manifest)
 
@@ -101,9 +101,9 @@ def check_files(folder: Path, manifest: Manifest, names: list[str] | None = None
     """Compare files of a checkpoint with its manifest; all of them if `names` is None.
 
     Raises:
-        CheckpointError: files are missing, or are not what was written (all are listed).
+        CheckpointError: files are missing or were changed (lists all).
     """
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashlib lets others run
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashlib releases the GIL
         names = sorted(manifest.files) if names is None else names
         problems = threads.map(lambda name: _problem(folder / name, manifest.files.get(name)), names)
     wrong = [f"{name} {problem}" for name, problem in zip(names, problems, strict=True) if problem is not None]

@@ -1,4 +1,4 @@
-"""What an optimizer and its scheduler know, by the names of the parameters, so that other cuts find it again."""
+"""The state of an optimizer and its scheduler by the names of parameters, so that other cuts can load it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fxpipe.torch_private import pytree
 
 State = dict[str, Any]
 
-_OF_ALL = {"defaults", "state", "param_groups"}  # what torch.optim.Optimizer itself keeps, and is written otherwise
+_OF_ALL = {"defaults", "state", "param_groups"}  # kept by torch.optim.Optimizer itself; written separately
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> State:
-    """All that the optimizer knows; its tensors are live ones.
+    """The whole state of an optimizer; its tensors are live.
 
-    An optimizer of the user's own may keep more than torch's `state` and `param_groups`: attributes of plain values
-    are written as well, those of other objects are what the hook `optimizer` makes them again. Where it has a
-    `state_dict` of its own, that is written instead, and fits the same parameters alone.
+    A user's own optimizer may keep more than torch's `state` and `param_groups`. Attributes with plain values are
+    written, too; for other attributes, the hook `optimizer` creates new values. If the class has its own `state_dict`,
+    that is written instead, and fits only the same parameters.
 
     Args:
         names: of the parameters, by id.
@@ -37,16 +37,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State], names: Mapping[int, str]) -> None:
-    """Put back what `optimizer_state` gave, on one worker or on several.
+    """Load what `optimizer_state` returned, on one worker or on several.
 
-    A parameter that was not trained there begins without a state; what it has in common with its group is that of the
-    others in the group, or, where none of them was trained, of the group in its place.
+    A parameter that was not trained there starts without a state. It takes the options of its group from the group's
+    other parameters or, if none of them was trained, from the group at the same place.
 
     Args:
-        found: of the same worker if the cuts are the same, else of all of them.
+        found: of the same worker if the cuts are the same, else of all workers.
 
     Raises:
-        RunError: parts cannot be moved to other cuts, or to other parameters.
+        RunError: some state does not fit other cuts or other parameters.
     """
     found = list(found)
     groups = {name: group["options"] for each in found for group in each["groups"] for name in group["params"]}
@@ -55,7 +55,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State
     for number, group in enumerate(optimizer.param_groups):
         of_group = [names[id(p)] for p in group["params"]]
         there = next((groups[name] for name in of_group if name in groups), None)
-        if there is None and alike:  # a scheduler has come as far with it as on every worker
+        if there is None and alike:  # schedulers are equally far on all workers
             there = found[0]["groups"][number]["options"]
         _set(group, there or {})
     for number, part in enumerate(parts_of(optimizer)):
@@ -63,9 +63,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State
         if any("own" in each for each in own):
             if len(own) != 1 or groups.keys() != {names[id(p)] for g in optimizer.param_groups for p in g["params"]}:
                 raise RunError(
-                    f"{type(part).__name__} keeps its state in a form of its own, which does not fit other cuts or "
+                    f"{type(part).__name__} has its own form of state, which does not fit other cuts or "
                     "other parameters",
-                    hint="go on with the build and the model file that the checkpoint was made with",
+                    hint="resume with the build and the model file that the checkpoint was made with",
                 )
             part.load_state_dict(own[0]["own"])
             continue
@@ -81,7 +81,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State
 
 
 def _placed(held: Any, device: torch.device, group: Mapping[str, Any]) -> Any:
-    """State that was read, where an optimizer of parameters on a device keeps it: single numbers are the CPU's."""
+    """Loaded state on the device where the optimizer keeps it: single numbers stay on the CPU."""
     if device.type == "cpu":
         return held
     numbers = group.get("capturable") or group.get("fused")  # as in torch's own load_state_dict
@@ -93,12 +93,12 @@ def _placed(held: Any, device: torch.device, group: Mapping[str, Any]) -> Any:
 
 
 def updated_in(state: State) -> set[str]:
-    """The parameters of which an optimizer was, in what `optimizer_state` gave."""
+    """The parameters that an optimizer updated, by what `optimizer_state` returned."""
     return {name for group in state["groups"] for name in group["params"]}
 
 
 def scheduler_state(scheduler: Any) -> State | None:
-    """A scheduler's `state_dict`; None if it has none, or one that cannot be written: its steps are then repeated."""
+    """A scheduler's `state_dict`; None if it has none that can be written: then its steps are repeated."""
     try:
         found = scheduler.state_dict()
         Encoder()(found)
@@ -116,7 +116,7 @@ def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         present = group.get(key)
         if isinstance(present, Tensor) and isinstance(value, Tensor):
-            present.copy_(value)  # others may hold it
+            present.copy_(value)  # other objects may hold it
         else:
             group[key] = value
 
@@ -136,7 +136,7 @@ def _part(part: torch.optim.Optimizer) -> State:
 
 
 def left_out(part: torch.optim.Optimizer) -> State:
-    """The attributes of an optimizer that `optimizer_state` leaves out, but for torch's own and functions."""
+    """The attributes of an optimizer that `optimizer_state` leaves out, except torch's own and functions."""
     written = _part(part)
     if "own" in written:
         return {}
@@ -145,7 +145,7 @@ def left_out(part: torch.optim.Optimizer) -> State:
 
 
 def _ids(value: Any) -> set[int]:
-    """Of the tensors in a value."""
+    """The ids of the tensors in a value."""
     if isinstance(value, Tensor):
         return {id(value)}
     if isinstance(value, Mapping):

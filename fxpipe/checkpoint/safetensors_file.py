@@ -1,8 +1,7 @@
-"""A safetensors file, written tensor by tensor: never more than one of them in memory; with digests inside.
+"""A safetensors file, written tensor by tensor with only one in memory, and with digests inside.
 
-There is one of every tensor, and of the header, in the header's own metadata. Every reader of safetensors takes such a
-file as it is: metadata are texts by name. Whoever reads a tensor can tell whether it is what was written, without
-reading the rest of the file.
+The metadata of the header have a digest of every tensor and of the header. Every reader of safetensors accepts such a
+file, since metadata are texts by name. A reader can check a single tensor without reading the rest of the file.
 
     "__metadata__": {"format": "pt", "sha256": "<of the header, with zeros in this place>", "sha256:weight": "<of the bytes>"}
 """  # noqa: E501
@@ -31,7 +30,7 @@ HEADER = "sha256"
 ZEROS = "0" * 64
 MOST_HEADER = 100_000_000
 """Bytes, as the format has it."""
-_HINT = "copy the file again from where it was written, or take another"
+_HINT = "copy the file again from where it was written, or use another"
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -52,7 +51,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of a tensor's bytes as the file has them."""
+    """The digest of a tensor's bytes as the file has them."""
     return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
@@ -68,10 +67,10 @@ class TensorDigests:
     of: Mapping[str, str]
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Compare a tensor that was read with what was written; nothing where the file has no digests.
+        """Check a tensor that was read; does nothing if the file has no digests.
 
         Raises:
-            BuildError: it is not what was written.
+            BuildError: it was changed after it was written.
         """
         if name in self.of and digest(tensor) != self.of[name]:
             raise BuildError(
@@ -80,10 +79,10 @@ class TensorDigests:
 
 
 def read_digests(path: Path) -> TensorDigests:
-    """The digests in a safetensors file, after checking its header; none for a file that another program wrote.
+    """The digests in a safetensors file, after checking its header; none if another program wrote the file.
 
     Raises:
-        BuildError: the header is not what was written.
+        BuildError: the header was changed after it was written.
     """
     try:
         with path.open("rb") as file:
@@ -92,7 +91,7 @@ def read_digests(path: Path) -> TensorDigests:
         body = parse(text.decode(), finite=False)
         found = convert(body.get("__metadata__") or {}, dict[str, str]) if isinstance(body, dict) else {}
     except (OSError, UnicodeDecodeError, Malformed):
-        return TensorDigests(path, {})  # who opens the file will say so
+        return TensorDigests(path, {})  # opening the file will fail with a message
     of = {name.removeprefix(key("")): value for name, value in found.items() if name.startswith(key(""))}
     own = found.get(HEADER)
     if own is None and not of:
@@ -103,7 +102,7 @@ def read_digests(path: Path) -> TensorDigests:
 
 
 class SafetensorsWriter:
-    """A safetensors file whose tensors are known beforehand and come in that order.
+    """Writes a safetensors file whose tensors are known beforehand, in their order.
 
         with SafetensorsWriter(path, [("weight", spec), ("bias", spec)]) as file:
             file.write(weight)
@@ -155,7 +154,7 @@ class SafetensorsWriter:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """What fails inside leaves no file."""
+        """Remove the file if the code inside fails."""
         try:
             yield
         except BaseException as error:

@@ -1,17 +1,17 @@
 """One worker's shard of a checkpoint, in memory and as files.
 
-    model-00001-of-00004.safetensors       the parameters it owns and the buffers it answers for, by the model's names
-    optimizer-00001-of-00004.safetensors   what its optimizer and its like keep of each parameter
-    pipeline-00001-of-00004.safetensors    what minibatches in flight have read: for the same cuts alone
-    worker-00001-of-00004.json             everything that is no tensor, and what each tensor of these two files is
+    model-00001-of-00004.safetensors       the parameters and buffers that it saves, by the model's names
+    optimizer-00001-of-00004.safetensors   what its optimizer, averages and others keep of each parameter
+    pipeline-00001-of-00004.safetensors    what minibatches in flight have read: only for the same cuts
+    worker-00001-of-00004.json             everything that is not a tensor, and what each tensor of these two files is
 
-What another replica of a worker has, and the first has not, is in files of the same kinds, but for the model's:
+What another replica has in addition to the first is in files of the same kinds, except the model's:
 
     optimizer-00001-of-00004-replica-1.safetensors
 
-Of replicas that train apart, the model's files have the common weights, and the state has each one's own.
+If replicas train separately, the model's files have the common weights, and the state has each replica's own weights.
 
-The first are a model as transformers writes it, with `model.safetensors.index.json`.
+The model's files have the form of transformers, with `model.safetensors.index.json`.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from fxpipe.typed_json import Malformed, convert, explained, parse
 INDEX = "model.safetensors.index.json"
 _NUMBER = re.compile(r"-(\d{5})-of-\d{5}(?:-replica-(\d+))?\.")
 Version = tuple[int, int]
-"""How many updates weights have had, and how many ahead they are predicted."""
+"""A version of weights, and how many updates ahead they are predicted."""
 
 Past = Mapping[Version, Mapping[str, Tensor]]
-"""Of versions before the live one, the parameters that actions of minibatches in flight read, by name."""
+"""The parameters of earlier versions that actions of minibatches in flight read, by name."""
 
 Sent = Mapping[tuple[int, int, int], Mapping[str, Tensor]]
-"""What a reader has of an owner's parameters, by name; by version, prediction distance and reader."""
+"""A reader's copies of an owner's parameters by name; by version, prediction distance and reader."""
 
 
 @dataclass
 class Shard:
-    """A worker's shard of a checkpoint, in memory that nothing changes any more.
+    """A worker's shard of a checkpoint, as copies that no longer change.
 
     Attributes:
         step: how many updates have been made.
-        start: the minibatch that the segment of the next one began with.
+        start: the first minibatch of the present segment.
         parameters: those it owns, by their first names.
         buffers: all that the worker has, by their first names.
-        past: of parameters it owns, what minibatches in flight read of earlier versions: on all workers, or, where
-            weight copies travel as encoded differences, on this one.
-        sent: then, what other workers have of these versions and of the live one, which differences build on.
-        codecs: by edge, what the codec of a gradient that it sends has left out so far, and the like; for the same cuts
-            alone.
-        state: what its optimizer, clipping and logs know; None of the tensors is a live one.
-        data: on worker 0, where the data stand, if they say so themselves.
+        past: what minibatches in flight read of earlier versions of its parameters: on all workers or, if weight copies
+            are sent as encoded differences, on this one.
+        sent: with encoded differences, what other workers have of these versions and of the live one; later differences
+            build on it.
+        codecs: by edge, the memory of the codec of a gradient that it sends; only for the same cuts.
+        state: of its optimizer, clipping and logs, without live tensors.
+        data: on worker 0, the state of the data, if they have a `state_dict`.
     """
 
     step: int
@@ -76,11 +76,11 @@ class Shard:
 
 
 def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard, replica: int = 0) -> dict[str, FileEntry]:
-    """Write a worker's files, or those of another replica than the first; returns when the disk has them.
+    """Write the files of a worker, or of another replica of it; returns when they are on the disk.
 
     Raises:
-        OSError: the disk does not take them.
-        Unwritable: the state holds what is no plain value.
+        OSError: they cannot be written.
+        Unwritable: the state has a value that is not plain.
     """
     names = {p.name: p.names for p in plan.parameters} | {b.name: b.names for b in plan.buffers}
     answers = {b.name for b in plan.buffers if b.persistent and buffer_worker(b) == worker}
@@ -117,7 +117,7 @@ def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard, replica: in
 
 
 def write_index(folder: Path, plan: Plan) -> FileEntry:
-    """Write which of the files has which tensor of the model, as transformers and torch read it."""
+    """Write the index of the model's tensors and files, in the form of transformers and torch."""
     owners = {name: p.owner for p in plan.parameters for name in p.names}
     owners |= {name: buffer_worker(b) for b in plan.buffers if b.persistent for name in b.names}
     size = sum(p.tensor.bytes * len(p.names) for p in plan.parameters)
@@ -133,10 +133,10 @@ def complete(
     """Make a checkpoint of the files that all workers have written into a folder.
 
     Args:
-        about: what the manifest says of the run: `plan`, `run`, `versions`.
+        about: fields of the manifest about the run: `plan`, `run`, `versions`.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: it cannot be written.
     """
     of_all = {**files, INDEX: write_index(folder, plan)}
     manifest = Manifest(step, start, plan.workers, **about, files=of_all)
@@ -145,42 +145,42 @@ def complete(
 
 
 def replicas_that_write(plan: Plan, worker: int) -> int:
-    """How many replicas of a worker have something to write: one, if the others know nothing that it does not.
+    """How many replicas of a worker have something to write; one if the others have nothing in addition.
 
-    Each has the optimizer's state of its own share, if it is shared out; codecs of the gradients of its own
-    microbatches remember what they left out; and where replicas train apart, all is its own.
+    A replica has its own state if the optimizer is shared, if codecs remember what they left out of its gradients, or
+    if replicas train separately.
     """
     remember = any(edge.codec and edge.src_phase == "B" for edge in plan.all_edges)
     return plan.replicas_of(worker) if plan.sharded or plan.outer is not None or remember else 1
 
 
 def state_files(worker: int, workers: int, replica: int = 0) -> list[str]:
-    """The names of those files of a worker that `read_shard` reads: all but the model's."""
+    """The names of a worker's files that `read_shard` reads: all except the model's."""
     return [name for kind, name in _files(worker, workers, replica).items() if kind != "model"]
 
 
 def replicas_in(files: Iterable[str], worker: int) -> list[int]:
-    """The replicas of a worker, other than the first, of which there are files among these."""
+    """The replicas of a worker, except the first, that have files among these."""
     found = [_NUMBER.search(name) for name in files]
     return sorted({int(each[2]) for each in found if each is not None and each[2] and int(each[1]) == worker + 1})
 
 
 def worker_of(name: str) -> int:
-    """The worker that wrote a file of a checkpoint; what is of all of them, worker 0 has written."""
+    """The worker that wrote a file of a checkpoint; worker 0 for common files."""
     found = _NUMBER.search(name)
     return int(found[1]) - 1 if found else 0
 
 
 def read_shard(folder: Path, step: int, worker: int, workers: int, replica: int = 0) -> Shard:
-    """A worker's shard, or what another replica than the first has; but for what is in the model's files.
+    """The shard of a worker, or of another replica of it, without what is in the model's files.
 
     Raises:
-        CheckpointError: a file cannot be read, or is not what `write_shard` writes.
+        CheckpointError: a file cannot be read, or was not written by `write_shard`.
     """
     file = _files(worker, workers, replica)
     optimizer, pipeline = (Decoder(TensorFile(folder / file[kind])) for kind in ("optimizer", "pipeline"))
     path = folder / file["worker"]
-    with explained(path, error=CheckpointError, hint="take another checkpoint: --resume PATH"):
+    with explained(path, error=CheckpointError, hint="use another checkpoint: --resume PATH"):
         body = convert(parse(path), _Body)
         if body.start > step:
             raise Malformed(f"it begins with minibatch {body.start}, after step {step}", ", $.start")
@@ -194,7 +194,7 @@ def read_shard(folder: Path, step: int, worker: int, workers: int, replica: int 
             )
             data = pipeline(body.data)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise Malformed(f"it is no shard of a checkpoint: {error}") from error
+            raise Malformed(f"it is not a shard of a checkpoint: {error}") from error
         held = convert(vars(decoded), _Decoded)
         past = {(row.version, row.ahead): weights for row, weights in zip(body.past, held.past, strict=True)}
         sent = {(row.version, row.ahead, row.reader): each for row, each in zip(body.sent, held.sent, strict=True)}
@@ -202,13 +202,13 @@ def read_shard(folder: Path, step: int, worker: int, workers: int, replica: int 
 
 
 def buffer_worker(buffer: BufferSpec) -> int:
-    """The worker whose copy of a buffer counts: its home, else its first reader, else worker 0."""
+    """The worker that saves a buffer: its home, else its first reader, else worker 0."""
     return buffer.home if buffer.home is not None else min(buffer.workers, default=0)
 
 
 @dataclass(frozen=True)
 class _Decoded:
-    """What it holds, with tensors."""
+    """The contents with tensors."""
 
     optimizer: State | None
     buffers: Tensors
@@ -231,14 +231,14 @@ class _PastOfReader(_Past):
 
 @dataclass(frozen=True)
 class _Body:
-    """What `worker-….json` holds."""
+    """The contents of `worker-….json`."""
 
     start: Count
     optimizer: Any
     buffers: dict[str, Any]
     past: list[_Past]
     data: Any
-    sent: list[_PastOfReader] = field(default_factory=list)  # an earlier fxpipe wrote none, and no codecs
+    sent: list[_PastOfReader] = field(default_factory=list)  # earlier versions of fxpipe wrote neither this nor codecs
     codecs: dict[str, Any] = field(default_factory=dict)
 
 

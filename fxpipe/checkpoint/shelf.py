@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: one folder a step, whole or not there, the oldest taken away. Needs no torch."""
+"""The folder of a run's checkpoints: a folder for each step, whole or absent; removes the oldest. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _STEP = re.compile(r"step-(\d+)")
 class Shelf:
     """The checkpoints of a run in `OUT/checkpoints/`: `step-500/` and so on.
 
-    A checkpoint is written into `.step-500.partial/`, its manifest last, and gets its name by one rename when the disk
-    has all of it. So a folder that has its name is whole, unless somebody has changed it since.
+    A checkpoint is written into `.step-500.partial/`, its manifest last, and gets its name by one rename when all of it
+    is on the disk. So a folder with this name is whole, unless it was changed later.
     """
 
     folder: Path
 
     @staticmethod
     def of(out: str | Path) -> Shelf:
-        """That of an output folder."""
+        """The shelf of an output folder."""
         return Shelf(Path(out) / CHECKPOINTS)
 
     def path(self, step: int) -> Path:
@@ -36,18 +36,18 @@ class Shelf:
         return self.folder / f"step-{step}"
 
     def partial(self, step: int) -> Path:
-        """Where it is written."""
+        """The folder into which it is written."""
         return self.folder / f".step-{step}.partial"
 
     def steps(self) -> list[int]:
-        """Of all checkpoints that have a manifest, in rising order."""
+        """The steps of all checkpoints that have a manifest, in rising order."""
         if not self.folder.is_dir():
             return []
         found = (_STEP.fullmatch(path.name) for path in self.folder.iterdir() if (path / MANIFEST).is_file())
         return sorted(int(match[1]) for match in found if match)
 
     def newest(self) -> tuple[Path, Manifest, list[CheckpointError]]:
-        """The newest checkpoint whose files are all as they were written, and what is wrong with those after it.
+        """The newest undamaged checkpoint, and the errors of those after it.
 
         Raises:
             CheckpointError: there is none.
@@ -65,24 +65,24 @@ class Shelf:
             raise damaged[0]
         raise CheckpointError(
             f"there is no checkpoint in {self.folder}",
-            hint="a run writes them with --checkpoint-every; --resume PATH takes one from elsewhere",
+            hint="runs with --checkpoint-every write them; --resume PATH uses one from another folder",
         )
 
     def unfinished(self) -> frozenset[tuple[str, int, int]]:
-        """What there is of checkpoints that are being written: files, their sizes and the times of the last writes."""
+        """The files of checkpoints that are being written, with sizes and times of the last writes."""
         found = set()
         with suppress(OSError):
             for path in sorted(self.folder.glob(".step-*.partial")):
-                with suppress(OSError):  # a folder or a file that gets its name, or goes, at this moment
+                with suppress(OSError):  # a file or folder that is renamed or removed at this moment
                     files = [path, *path.iterdir()]
                     found |= {(str(file), (at := file.stat()).st_size, at.st_mtime_ns) for file in files}
         return frozenset(found)
 
     def commit(self, step: int) -> None:
-        """Give the partial folder of a step its name; an older checkpoint of the same step is replaced.
+        """Give the partial folder of a step its final name, replacing an older checkpoint of the same step.
 
         Raises:
-            OSError: the disk does not take it; all has the names it had.
+            OSError: it cannot be renamed; all folders keep their names.
         """
         old, path, partial = self.folder / f".step-{step}.old", self.path(step), self.partial(step)
         shutil.rmtree(old, ignore_errors=True)
@@ -101,19 +101,19 @@ class Shelf:
         shutil.rmtree(old, ignore_errors=True)
 
     def anchor(self) -> None:
-        """Return when the disk has the folder's own name, and those of the folders that it is in.
+        """Return when the names of this folder and its parents are on the disk.
 
         Raises:
-            OSError: the disk does not take them.
+            OSError: they cannot be written.
         """
         for folder in self.folder.resolve().parents:
-            with suppress(PermissionError):  # one of another user's, that this run has not made
+            with suppress(PermissionError):  # a parent of another user, which this run has not made
                 sync_folder(folder)
 
     def prune(self, keep: int, newest: int) -> None:
-        """Take all but the newest checkpoints away, up to the one that was just written.
+        """Remove all checkpoints but the `keep` newest, up to the one that was just written.
 
-        Those of later steps are damaged, or the run would have gone on from them: they do not count as kept.
+        Checkpoints of later steps are damaged, or the run would have resumed from them: they do not count.
         """
         for step in [step for step in self.steps() if step <= newest][:-keep]:
             leaving = self.folder / f".step-{step}.old"
@@ -124,6 +124,6 @@ class Shelf:
             shutil.rmtree(leaving, ignore_errors=True)
 
     def clear(self) -> None:
-        """Take away what a run that was killed has left half written."""
+        """Remove partial checkpoints of a run that was killed."""
         for path in [*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.old")]:
             shutil.rmtree(path, ignore_errors=True)

@@ -26,13 +26,13 @@ FORM = f"give a .safetensors file, or a folder with {SINGLE} or {INDEX}"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds of a build's parameters and persistent buffers.
+    """The parameters and persistent buffers of a build in a checkpoint.
 
     Attributes:
         path: as the user gave it.
-        places: by the first name of each parameter or buffer that it holds: the file, and the name there.
-        warnings: what the user should know: other dtypes, unused tensors.
-        manifest: of a checkpoint of fxpipe's, which has the digests of its files; None of any other.
+        places: by first name of each parameter or buffer in it: the file, and the name there.
+        warnings: about other dtypes and unused tensors.
+        manifest: of a checkpoint of fxpipe, with the digests of its files; None for others.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """Those that hold what is read."""
+        """The files that hold what is read."""
         return sorted({file for file, _ in self.places.values()})
 
     @staticmethod
@@ -50,12 +50,11 @@ class Checkpoint:
         """Read the headers of its files, and check them against the plan; any name of a tied parameter will do.
 
         Raises:
-            BuildError: it cannot be read, or parameters are missing, or have another shape (all are listed); or it is
-                not what fxpipe wrote.
-            CheckpointError: it is a checkpoint of fxpipe's, and not what was written.
+            BuildError: it cannot be read or was changed, or parameters are missing or have another shape (lists all).
+            CheckpointError: it is a checkpoint of fxpipe, and was changed.
         """
         path = Path(path)
-        manifest = read_manifest(path) if (path / MANIFEST).is_file() else None  # a checkpoint of fxpipe's
+        manifest = read_manifest(path) if (path / MANIFEST).is_file() else None  # written by fxpipe
         if manifest is not None:
             check_files(path, manifest, [INDEX])
         found = {name: (file, shape, dtype) for file, name, shape, dtype in _headers(path)}
@@ -82,24 +81,22 @@ class Checkpoint:
         if converted:
             warnings.append(f"{path}: tensors converted to the build's dtype, {len(converted)}: {listed(converted)}")
         if unknown:
-            warnings.append(
-                f"{path}: tensors that are not in the model and are not read, {len(unknown)}: {listed(unknown)}"
-            )
+            warnings.append(f"{path}: tensors that are not in the model are ignored, {len(unknown)}: {listed(unknown)}")
         return Checkpoint(path, places, tuple(warnings), manifest)
 
     def read(self, rows: Iterable[Row], device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield those of the rows that it holds, by first name, in the plan's dtype and layout.
+        """Yield the rows that are in it, by first name, in the plan's dtype and layout.
 
         Raises:
-            BuildError: a file cannot be read, or a tensor is not what fxpipe wrote.
-            CheckpointError: a file of a checkpoint of fxpipe's is not what was written.
+            BuildError: a file cannot be read, or a tensor was changed.
+            CheckpointError: a file of a checkpoint of fxpipe was changed.
         """
         by_file: dict[Path, list[tuple[str, Row]]] = {}
         for row in rows:
             if row.name in self.places:
                 file, name = self.places[row.name]
                 by_file.setdefault(file, []).append((name, row))
-        if self.manifest is not None:  # these files alone: each worker reads its own
+        if self.manifest is not None:  # only these files: each worker reads its own
             check_files(self.path, self.manifest, [path.name for path in by_file])
         for path, wanted in by_file.items():
             digests = read_digests(path)
@@ -120,26 +117,26 @@ def _headers(path: Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
                     tensor = opened.get_slice(name)
                 except SafetensorError as error:
                     raise BuildError(
-                        f"{name} is not in {file.name}, where {INDEX} says it is", where=str(path), hint=WHOLE
+                        f"{name} is not in {file.name}, as {INDEX} says", where=str(path), hint=WHOLE
                     ) from error
                 yield file, name, tuple(tensor.get_shape()), str(tensor.get_dtype())
 
 
 @dataclass(frozen=True)
 class _Index:
-    """What `INDEX` holds: which file has each tensor."""
+    """The contents of `INDEX`: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The files, and what to read of each; None for all."""
+    """The files, and the tensors to read from each; None for all."""
     if path.is_file():
         return {path: None}
     if (path / SINGLE).is_file():
         return {path / SINGLE: None}
     if not (path / INDEX).is_file():
-        what = f"{path} holds no checkpoint" if path.is_dir() else f"there is no {path}"
+        what = f"{path} has no checkpoint" if path.is_dir() else f"there is no {path}"
         raise BuildError(what, where="--weights", hint=FORM)
     with explained(path / INDEX, error=BuildError, hint=FORM):
         index = convert(parse(path / INDEX), _Index, extra=True)

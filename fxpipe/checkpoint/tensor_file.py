@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, written whole to the disk, with a digest of every byte."""
+"""Files of tensors: safetensors, written completely to the disk, with a digest of all bytes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fxpipe.plan.spec import TensorSpec
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write tensors under their names; returns when the disk has them.
+    """Write tensors under their names; returns when they are on the disk.
 
     Raises:
-        OSError: the disk does not take them.
+        OSError: they cannot be written.
     """
     specs = [(name, TensorSpec(tuple(t.shape), t.stride(), str(t.dtype)[6:])) for name, t in tensors.items()]
     return write_bytes(path, header(specs), *map(bytes_of, tensors.values()))
 
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> FileEntry:
-    """Write a file; returns when the disk has it.
+    """Write a file; returns when it is on the disk.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: it cannot be written.
     """
     with ThreadPoolExecutor(1) as beside, path.open("wb") as file:
         digest = beside.submit(_digest, parts)
@@ -51,10 +51,10 @@ def _digest(parts: Sequence[bytes | memoryview]) -> str:
 
 
 class TensorFile:
-    """Reads single tensors of a safetensors file, each into memory of its own.
+    """Reads single tensors of a safetensors file, each into its own memory.
 
     Raises:
-        CheckpointError: it is no such file.
+        CheckpointError: it is not a safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class TensorFile:
         """A tensor.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: there is no tensor with this name.
         """
         if name not in self.names:
             raise CheckpointError(f"{self.path.name} has no tensor {name!r}", where=str(self.path), hint=OTHER)

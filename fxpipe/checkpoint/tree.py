@@ -1,10 +1,10 @@
-"""Nested values with tensors in them, as JSON beside a file of tensors; what comes back is the same, to the bit.
+"""Nested values with tensors, as JSON and a file of tensors; they are read back with the same bits.
 
     write: {"step": tensor(3.), "betas": (0.9, 0.99)}
       →    {"step": {"tensor": "0"}, "betas": {"tuple": [0.9, 0.99]}}   and the tensors {"0": tensor(3.)}
 
-JSON has no tuples, no keys but strings, and no infinity; objects with one of the tags below stand for these. A tensor
-keeps its strides where they are dense: operators choose the layout of their results by them.
+JSON has no tuples, no infinity, and only strings as keys; objects with one of the tags below represent these. A dense
+tensor keeps its strides, from which operators choose the layout of their results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from fxpipe.plan.packing import is_dense
 
 Read = Callable[[str], Tensor]
-"""The tensor of a key, contiguous, in memory of its own."""
+"""Returns the tensor of a key, contiguous, in its own memory."""
 
 SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS: dict[str, type] = {"pairs": dict, "counter": Counter, "ordered": OrderedDict}
@@ -28,11 +28,11 @@ TAGS = {*SEQUENCES, *MAPPINGS, "tensor", "number", "complex", "dtype", "device"}
 
 
 class Unwritable(ValueError):
-    """A value that has no form in JSON; says which, and where in the tree it is."""
+    """A value that cannot be written as JSON; names the value and its place in the tree."""
 
 
 def said(error: Exception) -> str:
-    """What an error of writing says; with its kind, where that is unforeseen."""
+    """The text of an error of writing, with its type if it is unexpected."""
     text = getattr(error, "strerror", None) or str(error)
     return text if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {text}"
 
@@ -41,7 +41,7 @@ class Encoder:
     """Makes JSON of values, and collects their tensors.
 
     Attributes:
-        tensors: by key, the place in the tree; as they are, without a copy. One that occurs twice is there once.
+        tensors: by key, the place in the tree; not copied. A tensor that occurs twice is there once.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Encoder:
         """The JSON of a value.
 
         Raises:
-            Unwritable: it holds something else than numbers, texts, containers and tensors.
+            Unwritable: it has something other than numbers, texts, containers and tensors.
         """
         if value is None or type(value) in (bool, int, str):
             return value
@@ -107,7 +107,7 @@ class Encoder:
 
 
 class Decoder:
-    """Makes values of the JSON that an `Encoder` wrote."""
+    """Makes values from the JSON that an `Encoder` wrote."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -117,7 +117,7 @@ class Decoder:
         """The value.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: an `Encoder` wrote no such thing.
+            ValueError, KeyError, TypeError, AttributeError: it was not written by an `Encoder`.
         """
         if isinstance(body, list):
             return [self(each) for each in body]

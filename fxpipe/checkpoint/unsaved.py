@@ -1,4 +1,4 @@
-"""Python state that an optimizer, a scheduler or a callback changes while a run trains, and that no checkpoint has."""
+"""Warns of Python state that an optimizer, a scheduler or a callback changes and that no checkpoint has."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxpipe.tracing.lasting_state import noteworthy
 
 
 class UnsavedState:
-    """Make it before the first step.
+    """Create it before the first step.
 
     Args:
-        scheduler: one without a state that can be written makes its steps again when a run goes on: it loses nothing.
-        callbacks: functions of the user's that are called while the run trains.
+        scheduler: if its state cannot be written, a run that resumes repeats its steps, and nothing is lost.
+        callbacks: functions of the user that are called during training.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, callbacks: Iterable[Any] = ()) -> None:
@@ -32,16 +32,16 @@ class UnsavedState:
         self._said = False
 
     def warning(self) -> str | None:
-        """What to say at a checkpoint, once: what has changed since, and how to keep it."""
+        """The warning at a checkpoint, given once: what has changed, and how to keep it."""
         changes = [c for c in noteworthy(self._python.changes(self._before)) if not isinstance(c.holder, Memory)]
         if self._said or not changes:
             return None
         self._said = True
         names = listed(list(dict.fromkeys(map(str, changes))), 4)
         return (
-            f"hooks of the optimizer, its scheduler or callbacks have changed {names}, and no checkpoint has it: a run "
-            "that goes on from one begins with the first value. A checkpoint has an optimizer's state and groups, "
-            "and a scheduler's state_dict(): keep it there"
+            f"hooks of the optimizer, its scheduler or callbacks have changed {names}, which no checkpoint has: a run "
+            "that resumes starts with the first value. Keep it in the optimizer's state or groups, or in the "
+            "scheduler's state_dict(), which checkpoints have"
         )
 
 
@@ -55,4 +55,4 @@ class _LeftOut(Attributes):
         return left_out(self.thing)
 
     def write(self, content: Mapping[Any, Any]) -> None:
-        """They are only looked at."""
+        """Do nothing: they are only read."""

@@ -1,4 +1,4 @@
-"""Codecs by name: how values are written in fewer bytes to cross slow links. A file a codec, with its formula."""
+"""Codecs by name: they write values in fewer bytes for slow links. Each codec has a file, with its formula."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CODECS: dict[str, type[Codec]] = {
         # Half the bytes of float32, by rounding.
         Bf16,  # for all kinds
         Fp16,  # more precise, and small gradients vanish
-        # Whole steps of a scale for each block. Gradients are rounded at random, so that errors do not add up.
+        # Whole steps of a scale for each block. Gradients are rounded stochastically, so that errors do not add up.
         Int8,  # 8.25 bits a value
-        Int4,  # 4.5 bits, for activations; gradients need milder ones
-        # A small part of the value, and the rest with later messages: for gradients and differences of weights.
+        Int4,  # 4.5 bits, for activations; gradients need more
+        # A small part of the value now, and the rest in later messages: for gradients and differences of weights.
         TopK,  # the greatest values
         LowRank,  # the directions in which a matrix is greatest
         # The same bits when read back; the compiler chooses these by dtype.
@@ -33,7 +33,7 @@ CODECS: dict[str, type[Codec]] = {
 }
 
 _WORDS = ("none", "auto")
-"""What `--codec` takes besides names of codecs."""
+"""What `--codec` accepts in addition to names of codecs."""
 
 _Kind = TypeVar("_Kind", bound=type[Codec])
 
@@ -44,13 +44,13 @@ def register(kind: _Kind) -> _Kind:
     If it is in a model file, every worker of a run knows it, because every worker imports that file.
 
     Raises:
-        CodecError: it has no name that can be one in Python, or one that means something to fxpipe.
+        CodecError: its name is missing, is not a Python identifier, or is used by fxpipe.
     """
     name = getattr(kind, "name", "")
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise CodecError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", as a variable may be called')
+        raise CodecError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", a Python identifier')
     if name in _WORDS or (name in CODECS and CODECS[name].__module__.startswith(f"{__name__}.")):
-        raise CodecError(f"'{name}' means something else already", hint=f"another name for {kind.__name__}")
+        raise CodecError(f"'{name}' already means something else", hint=f"give {kind.__name__} another name")
     CODECS[name] = kind
     return kind
 
@@ -65,7 +65,7 @@ def codec(text: str) -> Codec:
     if name not in CODECS:
         raise CodecError(
             f"there is no codec '{name}'{near(name, CODECS)}",
-            hint=f"one of: {', '.join(CODECS)}; or one that the build's own model file registers",
+            hint=f"give one of: {', '.join(CODECS)}, or one that the model file registers",
         )
     if not colon:
         return CODECS[name]()

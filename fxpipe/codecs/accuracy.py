@@ -1,4 +1,4 @@
-"""What codecs cost in the accuracy study: what `auto` may take follows from it, and what compile and run warn of."""
+"""What codecs lost in the accuracy study: it decides what `auto` may use, and what compile and run warn of."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ LOST: dict[tuple[str, str], tuple[float, float]] = {
     ("int4", "vgg"): (0.0021, 0.0086),
     ("int4", "lstm"): (0.0079, 0.0167),
 }
-"""By codec, as `--codec` has it for all kinds, and workload of benchmarks/accuracy: the share of the result without a
-codec (accuracy, or nats per byte) that was lost, and the share that one standard deviation over the seeds is of that
-result; both as the mean over policies and numbers of workers. What is negative was gained."""
+"""By codec, as in `--codec` for all kinds, and workload of benchmarks/accuracy: the share of the result without a codec
+(accuracy, or nats per byte) that was lost, and one standard deviation over the seeds as a share of that result; both
+as means over policies and numbers of workers. Negative numbers are gains."""
 
 STUDIED = tuple(dict.fromkeys(codec for codec, _ in LOST))
 """The codecs that were studied, the one with the fewest bytes last."""
 
 KINDS = ("input", "activation", "saved", "gradient")
-"""The kinds of edges that the study speaks for. It has activations and gradients; saved values and inputs are values of
-the forward, too. Copies of weights it does not have."""
+"""The kinds of edges that the study covers. It has activations and gradients; saved values and inputs are values of the
+forward, too. It does not have copies of weights."""
 
 
 def keeps_the_result(codec: str) -> bool:
@@ -28,11 +28,11 @@ def keeps_the_result(codec: str) -> bool:
 
 
 HARMLESS = tuple(codec for codec in STUDIED if keeps_the_result(codec))
-"""What `auto` may take."""
+"""What `auto` may use."""
 
 
 def worst(codec: str) -> tuple[str, float, float]:
-    """The workload on which a studied codec lost most deviations; the share lost, and that of a deviation."""
+    """The workload on which a studied codec lost most standard deviations; the share lost, and one deviation."""
     rows = {workload: row for (name, workload), row in LOST.items() if name == codec}
     workload = max(rows, key=lambda each: rows[each][0] / rows[each][1])
     return workload, *rows[workload]

@@ -1,4 +1,4 @@
-"""What a build's codecs did in the accuracy study: a warning for those that lost much, a note of those not in it."""
+"""What a build's codecs lost in the accuracy study: warns of large losses, and notes codecs that were not studied."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fxpipe.errors import listed
 from fxpipe.plan.spec import Plan
 
 Used = Collection[tuple[str, str]]
-"""Kinds of edges with the codecs of them that lose something."""
+"""Kinds of edges, with their lossy codecs."""
 
 
 def used_by(plan: Plan) -> Used:
-    """What a plan packs with codecs that lose something; 'weights' for copies of weights, if there are any."""
+    """What a plan packs with lossy codecs; 'weights' for copies of weights, if there are any."""
     asked: list[tuple[str, str]] = [(edge.kind, edge.codec) for edge in plan.edges]
     if any(p.trained and any(worker != p.owner for worker, _ in p.readers) for p in plan.parameters):
         asked.append(("weights", plan.weights_codec))
@@ -39,7 +39,7 @@ def warning(used: Used) -> str | None:
 
 
 def not_studied(used: Used) -> str | None:
-    """One sentence on codecs that the study does not have, else None."""
+    """One sentence on codecs that were not studied, else None."""
     kinds: dict[str, list[str]] = {}
     for kind, text in used:
         if _studied_as(kind, text) is None:
@@ -47,11 +47,11 @@ def not_studied(used: Used) -> str | None:
     if not kinds:
         return None
     named = listed([f"{text} for {' and '.join(those)}" for text, those in kinds.items()])
-    return f"what they cost in accuracy was not studied (benchmarks/accuracy): {named}"
+    return f"the loss of accuracy was not studied (benchmarks/accuracy): {named}"
 
 
 def _studied_as(kind: str, text: str) -> str | None:
-    """The codec in the study whose edges of this kind were packed like this."""
+    """The studied codec that packs edges of this kind in the same way."""
     if kind not in KINDS:
         return None
     if text in STUDIED and getattr(Encoding.parse(text), kind) == text:

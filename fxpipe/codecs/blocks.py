@@ -1,4 +1,4 @@
-"""Blocks: neighbouring values that share one scale. What the codecs of small integers have in common."""
+"""Blocks: neighbouring values that share one scale. Common code of the codecs of small integers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fxpipe.plan.spec import TensorSpec
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 SCALE = torch.bfloat16
-"""The range of float32, since the scales of small gradients vanish in float16, in two bytes."""
+"""Two bytes with the range of float32: the scales of small gradients would vanish in float16."""
 _SMALLEST = 2.0**-120
-"""Scales below become 0: their inverses, and what rounding does to them, would leave float32's range."""
+"""Smaller scales become 0: their inverses, and rounding, would leave float32's range."""
 _PIECE = 2**17
-"""Values that a CPU works on at once: what is in between then stays in cache, and in memory already in use."""
+"""Values that a CPU works on at once, so that intermediate results stay in cache and reuse memory."""
 
 
 def float_refusal(tensor: TensorSpec) -> str:
@@ -38,38 +38,38 @@ def blocks_of(value: Tensor, size: int) -> Tensor:
 
 
 def pieces(blocks: Tensor) -> Iterator[slice]:
-    """All of the blocks, in pieces: a few on a CPU, one elsewhere, where every piece would be a launch."""
+    """All blocks, in pieces: several on a CPU; one on other devices, where every piece would be a launch."""
     size = _PIECE // blocks.shape[1] if blocks.is_cpu else max(len(blocks), 1)
     return (slice(start, start + size) for start in range(0, len(blocks), size))
 
 
 def value_of(blocks: Tensor, shape: Sequence[int]) -> Tensor:
-    """The values of blocks that nothing else needs, in a shape, without those that filled the last block."""
+    """The values of blocks in a shape, without those that filled the last block; takes over the blocks' memory."""
     flat, count = blocks.view(-1), math.prod(shape)
     return (flat if count == flat.numel() else flat[:count].clone()).view(tuple(shape))
 
 
 def in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values of finite ones, or NaN, that may become such a dtype, in the same memory.
+    """Clamp float32 values, in the same memory, to the range of a dtype; NaN stays NaN.
 
-    What rounding has pushed beyond the greatest number of the dtype, or of float32, becomes that.
+    Values that rounding has pushed beyond the greatest number of the dtype, or of float32, become that number.
     """
     most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return values.clamp_(-most, most)
 
 
 def absmax_of(blocks: Tensor) -> Tensor:
-    """float32[blocks]: the greatest |value| of each."""
+    """float32[blocks]: the greatest |value| of each block."""
     if not blocks.numel():
         return blocks.new_empty(len(blocks))
     return torch.cat([blocks[piece].abs().amax(1) for piece in pieces(blocks)])
 
 
 def scales_of(absmax: Tensor, steps: int) -> Tensor:
-    """bfloat16[blocks]: the size of a step, of which `steps` reach the greatest |value| of a block.
+    """bfloat16[blocks]: the size of a step; `steps` of them reach the greatest |value| of a block.
 
-    It is absmax / steps, rounded up, and so at most 1 + 2⁻⁷ times as large; 0 below 2⁻¹²⁰; NaN for a block with a value
-    that is not finite, which makes NaN of the whole block.
+    It is absmax / steps, rounded up by a factor of at most 1 + 2⁻⁷; 0 below 2⁻¹²⁰; NaN for a block with a value that is
+    not finite, so that the whole block becomes NaN.
     """
     exact = absmax / steps + (absmax - absmax)  # ∞ - ∞ is NaN
     nearest = exact.to(SCALE)
@@ -79,16 +79,16 @@ def scales_of(absmax: Tensor, steps: int) -> Tensor:
 
 
 def steps_in(scales: Tensor) -> Tensor:
-    """float32[blocks, 1]: how many steps make 1. Blocks times these are from -steps to steps, and never beyond."""
+    """float32[blocks, 1]: how many steps make 1. Blocks times these are never outside [-steps, steps]."""
     wide = scales.to(torch.float32)
     return torch.where(wide == 0, 0.0, (1 - 2**-22) / wide).unsqueeze(1)
 
 
 def rounded(steps: Tensor, random: Tensor | None) -> Tensor:
-    """Whole steps, in the same memory: the nearest, or with random int16 the next above or below, right on average.
+    """Round to whole steps, in the same memory: to nearest, or with random int16 stochastically, right on average.
 
-    ⌊x + u⌋ for u in (0, 1) is round(x + u - 1/2). Here u has 16 bits, in the middle between two of them, so that whole
-    numbers stay as they are, and the mean is off by 2⁻¹⁷ at most.
+    ⌊x + u⌋ for u in (0, 1) is round(x + u - 1/2). Here u has 16 bits plus half a bit, so whole numbers do not change,
+    and the mean is off by at most 2⁻¹⁷.
     """
     if random is not None:
         steps.add_(random.to(torch.float32).add_(0.5), alpha=2**-16)

@@ -16,16 +16,16 @@ from fxpipe.plan.spec import TensorSpec
 
 @dataclass(frozen=True)
 class CarryOver(Codec):
-    """Sends C(x + e), where e is what all messages before have left out: e ← x + e - decoded.
+    """Sends C(x + e), where e is what all earlier messages have left out: e ← x + e - decoded.
 
-    So the sum of what arrives stays as near to the sum of what was meant as the last e, however coarse C is. It suits
-    what is added up: gradients, whose sum moves the weights, and differences of weights (not weights themselves: what
-    arrives is not near each x). An activation is read once, and no later one makes up for it.
+    So the sum of what arrives differs from the exact sum only by the last e, however coarse C is. It suits values that
+    are added up: gradients, whose sum moves the weights, and differences of weights (not weights themselves: a decoded
+    value may be far from its x). An activation is read once, and no later message corrects it.
 
-    A message with a value that is not finite leaves the memory as it was. Without a state, e is 0.
+    A message with a value that is not finite does not change the memory. Without a state, e is 0.
 
     Source: Seide et al., 1-bit SGD (2014); Karimireddy et al., Error Feedback Fixes SignSGD (arXiv 1901.09847). They
-    call it error feedback, which in fxpipe is the repair of late steps.
+    call it error feedback, which in fxpipe means the correction of late steps.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("gradient", "weights")
@@ -35,7 +35,7 @@ class CarryOver(Codec):
             return refusal
         packed = self.packed(tensor)
         if packed.bytes >= tensor.bytes:
-            return f"tensors that it makes smaller: this would take {packed.bytes} bytes, and has {tensor.bytes}"
+            return f"tensors that it makes smaller: this has {tensor.bytes} bytes, and would take {packed.bytes}"
         return ""
 
     def keeps_state(self, kind: str) -> bool:
@@ -56,9 +56,9 @@ class CarryOver(Codec):
 
     @abstractmethod
     def compress(self, wanted: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
-        """C of a float32 tensor, packed; and what else is to be remembered, by name."""
+        """C of a float32 tensor, packed; and what else to remember, by name."""
 
 
 def in_range_if_finite(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values in a dtype: finite ones in its range, as what is carried over may not be; others become NaN."""
+    """float32 values in a dtype: finite ones are clamped to its range, since sums may exceed it; others become NaN."""
     return in_range(values.clone(), dtype).add_(values - values).to(dtype)  # ∞ - ∞ is NaN

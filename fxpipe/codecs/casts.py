@@ -43,8 +43,8 @@ class Cast(Codec):
 class Bf16(Cast):
     """bfloat16: float32's range, 8 bits of precision, |error| ≤ 2⁻⁸·|value|.
 
-    Greater numbers than 3.39e38 become that: a mask's `finfo.min` must not become -∞, which makes NaN of a row that is
-    masked whole. Infinite ones stay so.
+    Numbers beyond ±3.39e38 become ±3.39e38: if a mask's `finfo.min` became -∞, a completely masked row would become
+    NaN. Infinite numbers stay infinite.
     """
 
     name: ClassVar[str] = "bf16"
@@ -60,7 +60,7 @@ class Bf16(Cast):
 class Fp16(Cast):
     """float16: |error| ≤ 2⁻¹¹·|value| from 6.1e-5 to 65504, and below that at most 3e-8.
 
-    Greater numbers become ±65504, infinite ones NaN. Gradients below 3e-8 are lost: `bf16` keeps them.
+    Numbers beyond become ±65504, infinite ones NaN. Gradients below 3e-8 are lost; `bf16` keeps them.
     """
 
     name: ClassVar[str] = "fp16"

@@ -1,4 +1,4 @@
-"""What a codec is: how a value is written in fewer bytes to cross a link, and read back; what its sender keeps."""
+"""The interface of a codec, which writes a value in fewer bytes for a link and reads it back; its sender's state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxpipe.plan.spec import TensorSpec
 from fxpipe.random_state import seed_of
 
 KINDS = ("input", "activation", "saved", "gradient", "weights")
-"""What a codec can be asked for: the kinds of edges that carry something, and copies of weights."""
+"""What a codec can be used for: the kinds of edges, and copies of weights."""
 
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
@@ -27,23 +27,23 @@ class EdgeState:
     """The state of one edge at its sender.
 
     Attributes:
-        memory: tensors by name, from one message to the next: what was not sent yet, or a basis to begin with. A codec
+        memory: tensors by name, kept between messages: what was not sent yet, or a basis to start from. A codec
             replaces them, and never changes them in place. They are part of checkpoints.
-        place: gives the run's seed, and the edge, minibatch and microbatch of the message.
+        place: the run's seed, and the edge, minibatch and microbatch of the message.
     """
 
     memory: dict[str, Tensor] = field(default_factory=dict)
     place: Callable[[], tuple[object, ...]] = tuple
 
     def uniform(self, like: Tensor) -> Tensor:
-        """Random numbers in [0, 1), float32, as many as `like` has; the same for the same message of the same run.
+        """Random float32 numbers in [0, 1), as many as `like` has; the same for the same message of the same run.
 
-        They do not come from torch's own generators: what a model draws is the same with codecs and without.
+        They do not come from torch's own generators, so a model draws the same numbers with and without codecs.
         """
         return torch.rand(like.shape, generator=self._generator(like.device), device=like.device)
 
     def random_int16(self, like: Tensor) -> Tensor:
-        """Random int16, uniform over all of them, as many as `like` has: for a fourth of what `uniform` costs on a CPU.
+        """Uniform random int16, as many as `like` has; on a CPU they cost a fourth of `uniform`.
 
         Each 64 random bits make four.
         """
@@ -62,9 +62,9 @@ class Codec(ABC):
     never change what they are given.
 
     Attributes:
-        name: as `--codec` and the emitted code have it, a Python identifier.
-        lossless: whether what is read back is what was written, to the bit.
-        kinds: which of `KINDS` it makes sense for.
+        name: in `--codec` and the emitted code; a Python identifier.
+        lossless: whether values have the same bits when read back.
+        kinds: those of `KINDS` for which it makes sense.
     """
 
     name: ClassVar[str]
@@ -73,12 +73,12 @@ class Codec(ABC):
 
     @classmethod
     def of(cls, option: str) -> Codec:
-        """The codec with its one option as `--codec` has it after a colon.
+        """The codec with its option, which follows a colon in `--codec`.
 
         Raises:
-            CodecError: it has none, or not this one.
+            CodecError: it has no option, or this value is wrong.
         """
-        raise CodecError(f"codec '{cls.name}' has no option", hint=f"--codec {cls.name}")
+        raise CodecError(f"codec '{cls.name}' has no option", hint=f"use --codec {cls.name}")
 
     @property
     def text(self) -> str:
@@ -86,25 +86,25 @@ class Codec(ABC):
         return self.name
 
     def refusal(self, tensor: TensorSpec) -> str:
-        """Why it does not encode such a tensor, in words that go on from "int8 is for "; '' if it does."""
+        """Why it does not encode such a tensor, in words that follow "int8 is for "; '' if it does."""
         return ""
 
     def keeps_state(self, kind: str) -> bool:
-        """Whether `encode` takes the sender's state of an edge of this kind: it draws random numbers, or remembers."""
+        """Whether `encode` needs the sender's state for this kind of edge, for random numbers or memory."""
         return False
 
     @abstractmethod
     def packed(self, tensor: TensorSpec) -> TensorSpec:
-        """What such a tensor is packed into: one dimension, contiguous; exact, and the same for all values."""
+        """The packed form of such a tensor: one dimension, contiguous, with the same size for all values."""
 
     @abstractmethod
     def encode(self, value: Tensor, state: EdgeState | None) -> Tensor:
-        """Pack a contiguous value: into the shape and dtype that `packed` says, on the value's device.
+        """Pack a contiguous value into the shape and dtype of `packed`, on the value's device.
 
-        What is infinite or no number in it must arrive as infinite or no number, so that a run can stop.
+        Infinite or NaN values must arrive as infinite or NaN, so that a run can stop.
 
         Args:
-            state: the sender's, of this edge, where the codec keeps one; it may put new tensors into its `memory`.
+            state: the sender's state of this edge, if the codec keeps one; it may put new tensors into its `memory`.
 
         Raises:
             RunError: the codec is lossless, and this value does not fit.
@@ -112,24 +112,24 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Read a value back: contiguous, in memory of its own.
+        """Read a value back: contiguous, in new memory.
 
         Args:
-            packed: what `encode` made. As it arrives it starts aligned, at 64 bytes.
-            shape, dtype: those of the value that was encoded.
+            packed: what `encode` made; received ones are aligned to 64 bytes.
+            shape, dtype: of the encoded value.
         """
 
     def pack(self, value: Tensor, state: EdgeState | None = None) -> Tensor:
-        """What emitted code calls before it sends: `encode`, or nothing inside `without_codecs`."""
+        """`encode`, called by emitted code before it sends; inside `without_codecs` returns the value."""
         return value if is_without_codecs() else self.encode(value.detach().contiguous(), state)
 
     def unpack(
         self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> Tensor:
-        """What emitted code calls after it has received: `decode`, or nothing inside `without_codecs`.
+        """`decode`, called by emitted code after it has received; inside `without_codecs` returns the value.
 
         Args:
-            stride: of the value, where it is not row by row.
+            stride: of the value, if it is not row by row.
         """
         if is_without_codecs():
             return packed
@@ -146,7 +146,7 @@ def is_without_codecs() -> bool:
 
 @contextmanager
 def without_codecs() -> Iterator[None]:
-    """Inside, emitted code sends and receives values as they are: for what looks at the rest of a stage."""
+    """Inside, emitted code sends and receives values without codecs, to check the rest of a stage."""
     token = _PLAIN.set(True)
     try:
         yield

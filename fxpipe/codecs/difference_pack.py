@@ -1,10 +1,10 @@
-"""Several tensors as one message, some of them as encoded differences to what its receiver has of them already.
+"""Several tensors as one message, some of them as encoded differences from the values that the receiver has already.
 
-What the receiver makes of a difference is `base + decode(encode(value − base))`, and it is the base of the next one.
-The sender computes the same, from the same bytes. The next difference therefore holds what this message has lost, so
-that errors do not add up. A codec must not carry them over a second time: its state remembers nothing, and is there for
-random numbers alone, other ones in each message. (`lowrank` would never send what is orthogonal to the same random
-columns.) So a checkpoint need not hold it.
+The receiver decodes a difference as `base + decode(encode(value − base))`, which is the base of the next one. The
+sender computes the same from the same bytes. So the next difference has what this message has lost, and errors do not
+add up. A codec must not carry them over a second time: its state has no memory, and is only for random numbers, which
+differ in each message. (With the same random columns, `lowrank` would never send what is orthogonal to them.) So a
+checkpoint does not need this state.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fxpipe.plan.packing import ALIGNMENT, Layout, Pack
 from fxpipe.plan.spec import TensorSpec
 
 KIND = "weights"
-"""Of edge, as codecs know it."""
+"""The kind of edge, for codecs."""
 
 
 def gains(codec: Codec, tensor: TensorSpec) -> bool:
-    """Whether a codec writes such a tensor, and in fewer bytes of a message than it takes as it is."""
+    """Whether a codec encodes such a tensor, and saves bytes of the message."""
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     if not dtype.is_floating_point or codec.refusal(tensor):
         return False
@@ -36,11 +36,11 @@ class DifferencePack:
     Args:
         specs: of all tensors, by name, in the order of the message.
         codec: writes the differences; None if there are none.
-        differences: the names of those that travel as differences.
+        differences: the names of tensors that are sent as differences.
 
     Attributes:
         bytes: the exact size of the message.
-        sizes: by name, what each tensor takes of it, without what aligns the next one.
+        sizes: by name, the bytes of each tensor, without padding.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], codec: Codec | None, differences: Sequence[str] = ()) -> None:
@@ -57,15 +57,15 @@ class DifferencePack:
     def pack(
         self, tensors: Mapping[str, Tensor], bases: Mapping[str, Tensor], place: tuple[object, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A new block, and what its receiver makes of it.
+        """A new block, and the tensors that its receiver decodes from it.
 
         Args:
             tensors: all, by name.
-            bases: what the receiver has, at least of those that travel as differences; they are not changed.
-            place: names this message alone, for the codec's random numbers; with the run's seed.
+            bases: the receiver's values, at least of tensors that are sent as differences; not changed.
+            place: identifies this message, with the run's seed, for the codec's random numbers.
 
         Returns:
-            The block, and by name tensors that nothing writes to: views of the block, and new ones.
+            The block, and by name tensors that must not be written to: views of the block, and new ones.
         """
         values = []
         for name in self.names:
@@ -77,7 +77,7 @@ class DifferencePack:
         return block, self.unpack(block, bases)
 
     def unpack(self, block: Tensor, bases: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the receiver makes of a block: views of it, and new tensors where it holds differences."""
+        """Decode a block: views of it, and new tensors for differences."""
         found = dict(zip(self.names, self._pack.unpack(block), strict=True))
         for name in self.differences:
             found[name] = self._rebuilt(name, found[name], bases[name])

@@ -1,4 +1,4 @@
-"""Which codec each kind of edge gets: what `--codec` says."""
+"""The codec of each kind of edge, as `--codec` says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.plan.spec import TensorSpec
 _WORDS = NONE, AUTO = "none", "auto"
 _LOSSLESS = {"bool": "bits", "int64": "int32"}
 _MILDER = {"int4": {"gradient": "int8", "weights": "int8"}}
-"""What a codec, given for all kinds, leaves to another: TAH-Quant's gradients need more bits than its activations."""
+"""If a codec is given for all kinds, these kinds get another: TAH-Quant's gradients need more bits than activations."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Encoding:
     """A codec for each kind of edge, and for copies of weights.
 
     Attributes:
-        input, activation, saved, gradient, weights: a codec's text; `none` for those that are sent as they are; '' for
-            lossless codecs at most.
-        auto: the codecs are chosen elsewhere, by what they save on the links and cost on the machines.
+        input, activation, saved, gradient, weights: a codec's text; `none` to send values unchanged; '' allows only
+            lossless codecs.
+        auto: the compile chooses the codecs, by the time that they save on the links and cost on the machines.
     """
 
     LEAST_BYTES: ClassVar[int] = 1024
-    """Smaller tensors are sent as they are: their messages take no less time with fewer bytes."""
+    """Smaller tensors are sent unchanged: with fewer bytes their messages would not be faster."""
 
     input: str = ""
     activation: str = ""
@@ -40,13 +40,13 @@ class Encoding:
 
     @classmethod
     def parse(cls, text: str) -> Encoding:
-        """What `--codec` says: `none`, `auto`, a codec for all kinds, or `activation=int4,gradient=int8`.
+        """Read `--codec`: `none`, `auto`, a codec for all kinds, or `activation=int4,gradient=int8`.
 
-        A codec for all kinds goes to those that it is for, but `int4` leaves gradients and weights to `int8`. Codecs of
-        a model file must be registered before.
+        A codec for all kinds is used for the kinds that it supports, but with `int4` gradients and weights get `int8`.
+        Codecs of a model file must be registered before.
 
         Raises:
-            CodecError: a kind or a codec does not exist, or they do not fit; with all problems.
+            CodecError: a kind or a codec does not exist, or they do not fit; lists all problems.
         """
         text = text.strip()
         if text in (NONE, AUTO):
@@ -76,24 +76,24 @@ class Encoding:
 
     @property
     def text(self) -> str:
-        """All of it, from which `parse` makes it again."""
+        """The text that `parse` reads."""
         if self.auto:
             return AUTO
         return ",".join(f"{kind}={asked}" for kind in KINDS if (asked := getattr(self, kind))) or NONE
 
     @property
     def asks(self) -> bool:
-        """Whether anything is to be packed: without, every edge is sent as it is."""
+        """Whether anything is to be packed; if not, every edge is sent unchanged."""
         return self.auto or any(getattr(self, kind) not in ("", NONE) for kind in KINDS)
 
     @property
     def candidates(self) -> tuple[Encoding, ...]:
-        """What `auto` chooses among, which leaves copies of weights whole; itself, if it is no `auto`."""
+        """The encodings that `auto` chooses from, without codecs for weights; only itself without `auto`."""
         return tuple(replace(Encoding.parse(text), weights=NONE) for text in HARMLESS) if self.auto else (self,)
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """The texts of all codecs that edges may get by it."""
+        """The texts of all codecs that edges may get."""
         if not self.asks:
             return ()
         asked = (getattr(one, kind) for one in self.candidates for kind in KINDS)
@@ -101,33 +101,33 @@ class Encoding:
 
     @property
     def of_weights(self) -> str:
-        """What packs copies of weights; '' if nothing does."""
+        """The codec of weight copies; '' if there is none."""
         return "" if self.weights == NONE else self.weights
 
     def check_scaled(self) -> None:
-        """Refuse to carry over gradients of a loss whose scale moves, as under float16: they would be of another scale.
+        """Refuse a codec that carries over gradients if the loss scale changes, as with float16: scales would be mixed.
 
         Raises:
             CodecError: the codec of gradients carries over.
         """
         if self.gradient not in ("", NONE) and isinstance(codec(self.gradient), CarryOver):
             raise CodecError(
-                f"{self.gradient} adds what it left out of one gradient to the next, and --autocast fp16 scales the "
-                "loss by a number that moves between them",
-                hint="--autocast bf16, which needs no scale; or --codec gradient=int8, which carries nothing over",
+                f"{self.gradient} adds what it left out of one gradient to the next, and with --autocast fp16 the loss "
+                "scale may change between them",
+                hint="use --autocast bf16, which needs no scale, or --codec gradient=int8, which carries nothing over",
             )
 
     def ratio(self, kind: str) -> float:
-        """How many bytes travel for each byte of a large value in float32."""
+        """How many bytes are sent for each byte of a large float32 value."""
         example = TensorSpec((256, 1024), (1024, 1), "float32")
         text = self.codec_of(kind, example)
         return codec(text).packed(example).bytes / example.bytes if text else 1.0
 
     def codec_of(self, kind: str, tensor: TensorSpec) -> str:
-        """The text of the codec that such an edge gets; '' if its value is better sent as it is.
+        """The text of the codec of such an edge; '' to send its value unchanged.
 
-        That is so for tokens, for less than 1024 bytes, and where no codec takes the tensor and saves bytes. For bool
-        and int64 tensors, the codecs that keep every bit are asked, too, once any codec is to be used at all.
+        Values are sent unchanged if they are tokens, have less than 1024 bytes, or no codec saves bytes. Bool and int64
+        tensors may get a lossless codec, if any codec is used at all.
         """
         asked = getattr(self, kind) if kind in KINDS else NONE
         if asked == NONE or not self.asks or tensor.bytes < self.LEAST_BYTES:
@@ -153,7 +153,7 @@ def _problems(kind: str, name: str) -> list[str]:
     except CodecError as error:
         return [*found, error.what]
     if kind in KINDS and kind not in chosen.kinds:
-        found.append(f"{chosen.name} is for {' and '.join(chosen.kinds)} alone, not for {kind}")
+        found.append(f"{chosen.name} is only for {' and '.join(chosen.kinds)}, not for {kind}")
     return found
 
 

@@ -33,22 +33,22 @@ STEPS = 7
 class Int4(Codec):
     """Whole steps from -7 to 7 in tiles of 32 values x, some of them rotated: decoded = s·q, or s·q·H.
 
-    H is the orthonormal Hadamard matrix, 32 × 32 entries of ±1/√32: it spreads an outlier over its tile, so that the
-    others need not be written in steps of the outlier's size. Both forms, y = x and y = x·H, are made, each with
-    s = max|y| / 7, and the one with the smaller squared error is sent: the values alone decide which, tile by tile. A
-    negative s says that a tile is rotated. Rotation keeps lengths, and so a form's error is as long as its values'.
+    H is the orthonormal Hadamard matrix, 32 × 32 entries of ±1/√32. It spreads an outlier over its tile, so that the
+    steps for the other values need not be as large as the outlier requires. Both forms, y = x and y = x·H, are computed
+    for each tile, each with s = max|y| / 7, and the one with the smaller squared error is sent. A negative s marks a
+    rotated tile. A rotation keeps lengths, so the error of y is as long as the error of x.
 
-    Without a state q = round(y / s): the error of a tile has at most the length s/2·√32. With one, as for gradients,
-    q = ⌊y / s + u⌋ with u uniform in [0, 1): twice that at most, and 0 on average.
+    Without a state q = round(y / s): the error of a tile has at most the length s/2·√32. With a state, as for
+    gradients, q = ⌊y / s + u⌋ with u uniform in [0, 1): at most twice that, and 0 on average.
 
-    s is a bfloat16, rounded up by at most a factor 1 + 2⁻⁷. A tile with a value that is not finite becomes NaN; one
-    whose values are all below 5e-36, 0.
+    s is a bfloat16, rounded up by a factor of at most 1 + 2⁻⁷. A tile with a value that is not finite becomes NaN; a
+    tile whose values are all below 5e-36 becomes 0.
 
     Packed: uint8[18·tiles], first all scales, then the tiles, 16 bytes each: q + 8 of value i in the lower half of byte
     i, that of value i + 16 in the upper.
 
-    Source: in the manner of TAH-Quant (arXiv 2506.01352: tiles, rotation against outliers, milder codecs for
-    gradients), with the error itself in place of its thresholds, and without its choice of bits by entropy.
+    Source: based on TAH-Quant (arXiv 2506.01352: tiles, rotation against outliers, more bits for gradients), but it
+    decides by the error instead of thresholds, and does not choose the number of bits by entropy.
     """
 
     name: ClassVar[str] = "int4"
@@ -97,7 +97,7 @@ def hadamard_of(size: int, device: torch.device) -> Tensor:
 
 
 def _better_form(tiles: Tensor, hadamard: Tensor, on_average: bool) -> tuple[Tensor, Tensor]:
-    """bfloat16 scales, negative for rotated tiles, and float32 steps: of each tile the form with the smaller error."""
+    """bfloat16 scales, negative for rotated tiles, and float32 steps: for each tile, of the form with less error."""
     forms = tiles, tiles @ hadamard
     scales = [scales_of(absmax_of(form), STEPS) for form in forms]
     steps = [form * steps_in(scale) for form, scale in zip(forms, scales, strict=True)]
@@ -108,7 +108,7 @@ def _better_form(tiles: Tensor, hadamard: Tensor, on_average: bool) -> tuple[Ten
 
 
 def _squared_error(steps: Tensor, on_average: bool) -> Tensor:
-    """Of each tile, in steps²: of rounding to nearest, or expected of rounding at random, which is r·(1 - r) each."""
+    """The squared error of each tile in steps²: of rounding to nearest, or the mean of stochastic rounding."""
     rest = steps - (steps.floor() if on_average else steps.round())
     return (rest * (1 - rest) if on_average else rest * rest).sum(1)
 

@@ -1,4 +1,4 @@
-"""`int8`: blocks of 64 values in whole steps of a scale of their own; 8.25 bits a value."""
+"""`int8`: blocks of 64 values, each in whole steps of its own scale; 8.25 bits a value."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ STEPS = 127
 class Int8(Codec):
     """Whole steps from -127 to 127 in blocks of 64 values: decoded = s·q, s = max|x| / 127.
 
-    Without a state q = round(x / s), and |error| ≤ s/2. With one, as for gradients, q = ⌊x / s + u⌋ with u uniform in
-    [0, 1): |error| < s, and its mean is 0, so that errors of many steps of training do not add up.
+    Without a state q = round(x / s), and |error| ≤ s/2. With a state, as for gradients, q = ⌊x / s + u⌋ with u uniform
+    in [0, 1): |error| < s with mean 0, so that errors do not add up over training steps.
 
-    s is a bfloat16, rounded up by at most a factor 1 + 2⁻⁷. Blocks of 64 confine an outlier to its neighbours. A block
-    with a value that is not finite becomes NaN; one whose values are all below 1e-34, 0.
+    s is a bfloat16, rounded up by a factor of at most 1 + 2⁻⁷. In blocks of 64 an outlier affects only its neighbours.
+    A block with a value that is not finite becomes NaN; a block whose values are all below 1e-34 becomes 0.
 
     Packed: uint8[66·blocks], first all scales, then all q.
 

@@ -1,4 +1,4 @@
-"""Codecs that keep every bit: `bits`, eight truth values a byte; `int32`, whole numbers of 64 bits in half of them."""
+"""Lossless codecs: `bits` writes eight truth values in a byte; `int32` writes int64 in half the bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.spec import TensorSpec
 
 _SPREAD = ((7, 0x0101010101010101), (14, 0x0003000300030003), (28, 0x0000000F0000000F))
-"""A shift that brings neighbouring groups of bits together, and where bits are before it, in eights, fours, twos."""
+"""Shifts that move neighbouring groups of bits together, and masks of the bits before each."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Bits(Codec):
 
 @dataclass(frozen=True)
 class Int32(Codec):
-    """int64 as int32: indices and classes fit. A value that does not is an error, and never another value."""
+    """int64 as int32: indices and classes fit. A value that does not fit is an error."""
 
     name: ClassVar[str] = "int32"
     lossless: ClassVar[bool] = True
@@ -69,7 +69,7 @@ class Int32(Codec):
             low, high = flat.aminmax()
             raise RunError(
                 f"whole numbers from {int(low)} to {int(high)} are sent as int32, and do not fit",
-                hint="compile with none for their kind of edge, as in --codec activation=int8,input=none",
+                hint="compile with codec none for their kind of edge, as in --codec activation=int8,input=none",
             )
         return packed
 

@@ -1,4 +1,4 @@
-"""`lowrank`: two thin factors in place of a matrix (PowerSGD), and the rest of it carried over."""
+"""`lowrank`: two thin factors instead of a matrix (PowerSGD); the rest is carried over."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fxpipe.plan.spec import TensorSpec
 
 @dataclass(frozen=True)
 class LowRank(CarryOver):
-    """M[n, m] ≈ P·Qᵀ of rank r, by one step of power iteration from the Q of the message before.
+    """M[n, m] ≈ P·Qᵀ of rank r, by one step of power iteration from the last message's Q.
 
-    P = orthonormal(M·Q), Q ← Mᵀ·P, decoded = P·Qᵀ: the part of M in the span of P. n is all dimensions of a tensor but
-    its last, m is the last. A matrix whose rank is at most r is exact but for rounding, in the first message, too: that
-    begins from random columns. One of greater rank is nearer to its best approximation with each message.
+    P = orthonormal(M·Q), Q ← Mᵀ·P, decoded = P·Qᵀ: the part of M in the span of P. n is the product of all dimensions
+    but the last, m is the last. A matrix of rank at most r is exact except for rounding, even in the first message,
+    which starts from random columns. For greater ranks each message is nearer to the best approximation.
 
     A matrix with a value that is not finite becomes NaN.
 
     Packed: float32[r·(n + m)], P row by row, then Q.
 
-    Source: Vogels et al., PowerSGD (arXiv 1905.13727), with Householder's QR for Gram-Schmidt: it makes orthonormal
-    columns of any matrix, of zeros too, where Q would stay 0 from then on.
+    Source: Vogels et al., PowerSGD (arXiv 1905.13727), with Householder's QR instead of Gram-Schmidt: it gives
+    orthonormal columns for any matrix, even for zeros, with which Q would otherwise stay 0.
 
     Attributes:
         rank: r, at most that of a full matrix of the tensor's shape.
@@ -41,7 +41,7 @@ class LowRank(CarryOver):
     @classmethod
     def of(cls, option: str) -> LowRank:
         if not (option.isascii() and option.isdigit() and int(option) > 0):
-            raise CodecError(f"'lowrank:{option}': no rank", hint="a whole number from 1: lowrank:4")
+            raise CodecError(f"'lowrank:{option}' has no rank", hint="give a whole number from 1: lowrank:4")
         return cls(int(option))
 
     @property

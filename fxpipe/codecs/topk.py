@@ -1,4 +1,4 @@
-"""`topk`: only the greatest values, each with its place, and the others carried over."""
+"""`topk`: only the greatest values, each with its index; the others are carried over."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fxpipe.plan.spec import TensorSpec
 
 @dataclass(frozen=True)
 class TopK(CarryOver):
-    """The k = ⌈fraction·n⌉ values of the greatest magnitude, as they are in float32; 0 for the others.
+    """The k = ⌈fraction·n⌉ values of the greatest magnitude, exact in float32; 0 for the others.
 
-    A value that is not finite is greater than all others, and is sent. At a fraction of 0.25 it takes half of float32's
-    bytes, at the default of 0.01 a fiftieth.
+    Values that are not finite count as greatest, and are sent. With a fraction of 0.25 it takes half of float32's
+    bytes, with the default of 0.01 a fiftieth.
 
-    Packed: int32[2·k], the places in ascending order, then the bits of the values.
+    Packed: int32[2·k], the indices in ascending order, then the bits of the values.
 
     Source: Aji and Heafield, Sparse Communication for Distributed Gradient Descent (arXiv 1704.05021); Stich et al.,
-    Sparsified SGD with Memory (arXiv 1809.07599), who show that so it converges as SGD does.
+    Sparsified SGD with Memory (arXiv 1809.07599), who show that it converges like SGD.
 
     Attributes:
-        fraction: of the values that is sent, in (0, 1].
+        fraction: the share of values that is sent, in (0, 1].
     """
 
     name: ClassVar[str] = "topk"
@@ -42,7 +42,7 @@ class TopK(CarryOver):
         except ValueError:
             fraction = math.nan
         if not 0 < fraction <= 1:
-            raise CodecError(f"'topk:{option}': no fraction of the values", hint="more than 0, at most 1: topk:0.01")
+            raise CodecError(f"'topk:{option}' has no fraction", hint="give a fraction above 0, at most 1: topk:0.01")
         return cls(fraction)
 
     @property
@@ -73,10 +73,10 @@ class TopK(CarryOver):
 
 
 def greatest(magnitudes: Tensor, count: int) -> Tensor:
-    """The places of the `count` greatest of a vector of numbers from 0, in any order; NaN is greater than all others.
+    """The indices of the `count` greatest of a vector of numbers ≥ 0, in any order; NaN is greater than all others.
 
-    Selecting from all of them is slow on a CPU. So it deals them to four times as many groups: the `count`-th of their
-    maxima is no greater than the `count`-th of all, and few values reach it.
+    Selecting from all values is slow on a CPU. So it splits them into 4·`count` groups: the `count`-th greatest of
+    their maxima is at most the `count`-th greatest value, and few values reach it.
     """
     groups = 4 * count
     size = len(magnitudes) // max(groups, 1)

@@ -61,4 +61,4 @@ def test_a_format_of_later_is_refused(tmp_path: Path) -> None:
     (tmp_path / manifest.MANIFEST).write_text(signed(body))
     with pytest.raises(CheckpointError, match=f"has format {manifest.FORMAT + 1}, this fxpipe reads") as refused:
         manifest.read_manifest(tmp_path)
-    assert "go on with the fxpipe that wrote it" in str(refused.value)
+    assert "resume with the fxpipe that wrote it" in str(refused.value)

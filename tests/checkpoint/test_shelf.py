@@ -102,5 +102,5 @@ def test_intervals(text: str | int, found: Interval) -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "ten", "5 days", "0s", "", 0, -1, True, 2.5])
 def test_what_is_no_interval(text: Any) -> None:
-    with pytest.raises(FxpipeError, match="no interval"):
+    with pytest.raises(FxpipeError, match="not an interval"):
         Interval.of(text)

@@ -218,4 +218,4 @@ def test_a_run_and_a_loop_say_it_at_their_first_checkpoint(tmp_path: Path, capsy
         pipeline.save(tmp_path / "first")
         pipeline.save(tmp_path / "second")
     words = " ".join(capsys.readouterr().err.split())
-    assert words.count("have changed n[0] (0 → 3), and no checkpoint has it") == 1
+    assert words.count("have changed n[0] (0 → 3), which no checkpoint has") == 1

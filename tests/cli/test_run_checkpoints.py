@@ -174,7 +174,7 @@ def test_another_policy_begins_with_an_empty_pipeline(folder: Path, tmp_path: Pa
 def test_an_interval_that_is_none(folder: Path, tmp_path: Path, text: str) -> None:
     result = fxpipe(*run(folder, tmp_path / "out", "--checkpoint-every", text))
     assert result.code == 1
-    assert "is no interval" in result.err
+    assert "is not an interval" in result.err
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def test_what_was_not_studied_is_named_and_not_warned_of() -> None:
     used = [("gradient", "topk:0.01"), ("activation", "int8"), ("weights", "topk:0.01"), ("weights", "int8")]
     assert warning(used) is None
     assert not_studied(used) == (
-        "what they cost in accuracy was not studied (benchmarks/accuracy): "
+        "the loss of accuracy was not studied (benchmarks/accuracy): "
         "topk:0.01 for gradient and weights, int8 for weights"
     )
     assert not_studied([("activation", "int4"), ("gradient", "int8"), ("saved", "int8")]) is None
@@ -51,4 +51,4 @@ def test_what_was_not_studied_is_named_and_not_warned_of() -> None:
 def test_int4_for_gradients_is_not_the_int4_that_was_studied() -> None:
     used = [("gradient", "int4")]
     assert warning(used) is None
-    assert not_studied(used) == "what they cost in accuracy was not studied (benchmarks/accuracy): int4 for gradient"
+    assert not_studied(used) == "the loss of accuracy was not studied (benchmarks/accuracy): int4 for gradient"

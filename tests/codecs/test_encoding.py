@@ -93,8 +93,8 @@ def test_what_is_asked() -> None:
             "activatoin=int4,saved=topk,gradient=lowrank:0,gradient=int8,x,weights=bf15",
             [
                 "no kind of edge 'activatoin', did you mean 'activation'",
-                "topk is for gradient and weights alone, not for saved",
-                "'lowrank:0': no rank",
+                "topk is only for gradient and weights, not for saved",
+                "'lowrank:0' has no rank",
                 "gradient has two codecs",
                 "'x' is not KIND=CODEC",
                 "no codec 'bf15', did you mean 'bf16'",

@@ -293,5 +293,5 @@ def test_a_state_in_a_form_of_its_own_is_of_its_parameters_alone(others: Any, tm
     torch.manual_seed(0)
     one = {f: fxpipe.compile(trains(f), loss, batches(1)[0], workers=1, cost="analytic") for f in (True, False)}
     path = saved(one[True], tmp_path, **options)
-    with pytest.raises(RunError, match="Plain keeps its state in a form of its own, which does not fit other cuts or"):
+    with pytest.raises(RunError, match="Plain has its own form of state, which does not fit other cuts or"):
         one[False].local(lr_scheduler=cosine, resume=path, **options)
