@@ -44,7 +44,7 @@ class OrtEngine(Engine):
         if PROVIDERS.get(device) in found:
             return None
         return f"onnxruntime {onnxruntime.__version__} has no provider for {device}: {', '.join(found)}" + (
-            "; install onnxruntime-gpu in place of onnxruntime" if device == "cuda" else ""
+            "; install onnxruntime-gpu instead of onnxruntime" if device == "cuda" else ""
         )
 
     def version(self) -> str:

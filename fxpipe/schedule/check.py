@@ -53,7 +53,7 @@ def held(schedule: Schedule) -> tuple[int, ...]:
 
 @cache
 def unreceived(schedule: Schedule) -> int:
-    """How many of its own forwards after an action a worker knows that all messages of the action are received."""
+    """After how many more of its own forwards a worker knows that an action's messages were all received."""
     if schedule.replica_of is not None:
         whole = schedule.of_all
         return unreceived_of_replica(schedule, _at_once(whole.until(0, _full(whole)), "B"))

@@ -205,7 +205,7 @@ def weights_of(hook: LossWeight, parts: Sequence[Batch], minibatch: int, device:
     mean = math.fsum(found) / len(found)
     if not all(math.isfinite(w) and w >= 0 for w in found) or mean == 0:
         raise TaskError(
-            f"loss_weight(batch) returned {', '.join(f'{w:g}' for w in found)} in step {minibatch + 1}",
+            f"loss_weight(batch) gave {', '.join(f'{w:g}' for w in found)} in step {minibatch + 1}",
             hint="return weights of 0 or more, not all 0",
         )
     return [torch.tensor(w / mean, dtype=torch.float32, device=device) for w in found]

@@ -190,7 +190,7 @@ def test_the_comm_of_a_run_passes_gradients_on() -> None:
 def test_a_worker_without_replicas_says_so() -> None:
     comm = EdgeComm({}, cast(Transport, None), Watch())
     for call in (comm.all_reduce, comm.reduce_scatter):
-        with pytest.raises(RunError, match="the gradients of bucket_0 to its replicas, and this worker has none"):
+        with pytest.raises(RunError, match="the gradients of bucket_0 over replicas, and this worker has none"):
             call("bucket_0", [torch.ones(1)])
 
 
