@@ -207,7 +207,7 @@ def test_a_run_and_a_loop_say_it_at_their_first_checkpoint(tmp_path: Path, capsy
     result = fxpipe(*run, "--steps", 6, "--out", tmp_path / "out")
     assert result.code == 0, result.err
     words = " ".join(result.err.split())
-    assert words.count("and no checkpoint has it") == 1
+    assert words.count("which no checkpoint has") == 1
     assert "n[0] (0 → " in words
     assert "COUNTS['steps'] (0 → " in words
     task = load_task(model)
