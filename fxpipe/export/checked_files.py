@@ -16,7 +16,7 @@ from fxpipe.onnx.model_file import WeightsForm, write
 from fxpipe.stages.compare import NAN, Difference, Expected, compare, in_words
 
 Verdict = Literal["rounding", "unstable", "wrong"]
-"""Why an output is off: rounding alone; rounding to which the stage's own code is as sensitive; or a mistake."""
+"""Why an output is off: only rounding; rounding to which the stage's own code is as sensitive; or a defect."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class CheckedModel:
     verdict: Callable[[Difference, Mapping[str, Tensor]], Verdict]
 
     def write(self, folder: Path, form: WeightsForm) -> tuple[ExportedFile, Difference | None]:
-        """Write the model's file and run it; return the file, and the worst output if that is unstable.
+        """Write the model's file and run it; return the file, and the worst output if it is unstable.
 
         The caller fills in `seconds`.
 
         Raises:
-            ExportError: onnxruntime cannot run it, or it computes something else.
+            ExportError: onnxruntime cannot run it, or its outputs differ.
         """
         path = folder / f"{self.name}.onnx"
         weights_file = write(path, self.model, self.weights, form)
@@ -78,7 +78,7 @@ class CheckedModel:
             raise ExportError(
                 f"{path.name} does not compute what the stage's own code computes: {in_words(wrong)}",
                 where=self.source,
-                hint="nothing was written; look at the batch and at the initial weights"
+                hint="nothing was written; check the batch and the initial weights"
                 if any(d.reason == NAN for d in wrong)
                 else "nothing was written; this is a defect of the export: please report it with the model",
             )

@@ -1,4 +1,4 @@
-"""What the inputs and outputs of exported parts are called, and what the models' metadata says of them."""
+"""The names of inputs and outputs of exported parts, and what the models' metadata says about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
-"""Of outputs that are named after weights and buffers."""
+"""The prefixes of outputs that are named after weights and buffers."""
 
 NAMES = (
     "weights, buffers, batch, edges, saved and deferred values have the names they have in the build; gradients are "
@@ -40,14 +40,14 @@ def names_of(part: PurePart) -> tuple[list[str], list[str]]:
     """Names for a part's inputs and outputs."""
     names = Names()
     inputs = [names.free(row.kind, row.name) for row in part.inputs]
-    # What is sent keeps its name, so that the other worker's model calls it the same.
+    # A sent value keeps its name, so that it has the same name in the other worker's model.
     order = sorted(range(len(part.outputs)), key=lambda i: part.outputs[i].kind != "sent")
     outputs = {i: names.free(part.outputs[i].kind, part.outputs[i].name) for i in order}
     return inputs, [outputs[i] for i in range(len(part.outputs))]
 
 
 def row_of(plan: Plan, value: str, row: PartInput | PartOutput) -> dict[str, Any]:
-    """What the metadata says of an input or output, which the model calls `value`."""
+    """The metadata of an input or output, whose name in the model is `value`."""
     kind, name = row.kind, row.name
     made: dict[str, Any] = {"value": value, "kind": kind, "name": name}
     if kind in ("sent", "received"):
@@ -84,12 +84,12 @@ def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
 
 
 def describe(model: onnx.ModelProto, body: Mapping[str, Any], worker: int | None) -> str:
-    """Write into the model what it is, and return that text. `worker` is None for the model of all workers."""
+    """Write a description into the model, and return its text. `worker` is None for the model of all workers."""
     return note(model, body, *([_in_words(row, worker) for row in body[side]] for side in ("inputs", "outputs")))
 
 
 def about(plan: Plan, form: WeightsForm) -> dict[str, Any]:
-    """What the metadata of every model of a build says."""
+    """The metadata of every model of a build."""
     return {
         "workers": plan.workers,
         "microbatches": plan.microbatches,

@@ -111,7 +111,7 @@ class _MainGraph:
         self.inner: list[onnx.ValueInfoProto] = []
         self.inputs: list[Entry[PartInput]] = []
         self.outputs: list[Entry[PartOutput]] = []
-        self.known: dict[tuple[str, ...], str] = {}  # what is there already, by what it is
+        self.known: dict[tuple[str, ...], str] = {}  # names of existing values, by key
         self.names = Names()
 
     def call(self, converted: Converted) -> None:

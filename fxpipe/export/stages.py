@@ -39,7 +39,7 @@ from fxpipe.stages.stable_order import in_stable_order
 OPSET = 20
 PIPELINE = "pipeline"
 SLACK = 3
-"""An output of the pipeline may be off this many times as far as a rounding error in every weight moves it."""
+"""An output of the pipeline may be off by this many times the effect of a rounding error in every weight."""
 
 
 def export(
@@ -60,7 +60,7 @@ def export(
     Args:
         folder: an earlier export there is replaced; written whole or not at all.
         batch: one minibatch, as `train_data()` gives it; the models are run on its first microbatch.
-        weights: 'inputs' of the models, as they are arguments of the stages; 'initializers': the build's initial
+        weights: 'inputs' of the models, like the arguments of the stages; 'initializers': the build's initial
             weights, in the models; 'external': the same, in a file next to each model.
         opset: the version of ONNX's operators.
         seed: of dropout masks.
@@ -69,8 +69,8 @@ def export(
             outputs.
 
     Raises:
-        ExportError: a model that cannot be made, or computes something else; a folder that holds something else.
-        BackendError: a stage that an edit has made into something other than plain tensor code.
+        ExportError: a model that cannot be made, or whose outputs differ; a folder with other files.
+        BackendError: an edited stage that is no longer plain tensor code.
         BatchError: the batch does not fit the build.
     """
     check_packages()
@@ -81,8 +81,8 @@ def export(
         raise ExportError(f"weights as {weights!r}", hint=f"choose one of {', '.join(get_args(WeightsForm))}")
     if any(p.name not in build.tensors for p in plan.parameters):
         raise ExportError(
-            "the build has no values of its parameters (--meta)",
-            hint="give those of a run: --trained model.safetensors",
+            "the build has no parameter values (--meta)",
+            hint="give trained ones: --trained model.safetensors",
         )
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise ExportError("the build is for CUDA, and torch sees no CUDA device to run its stages on")
@@ -102,8 +102,8 @@ def export(
         unstable = job.pipeline()
         if unstable:
             warn(
-                f"{PIPELINE}.onnx is off by {unstable.error:.1e} on this batch, and so are the stages themselves: "
-                f"a rounding error in each weight moves {unstable.output} as far"
+                f"{PIPELINE}.onnx is off by {unstable.error:.1e} on this batch, like the stages themselves: "
+                f"a rounding error in each weight moves {unstable.output} as much"
             )
         return sorted(job.files, key=lambda f: (f.name.startswith(PIPELINE), _stage_order(f.name)))
 
@@ -160,7 +160,7 @@ class _Export:
         """Write and run the model of all parts; return the worst output if the stages' own code is unstable there, too.
 
         Deep networks with batch norm over few values are unstable: a rounding error in the weights moves their outputs
-        by far more than one part adds, so each part alone was right.
+        far more than one part adds, so each part alone was right.
         """
         begun = time.perf_counter()
         self.say(f"{PIPELINE}: joining the stages")

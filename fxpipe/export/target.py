@@ -1,4 +1,4 @@
-"""Refuses, before any work is done: missing packages, a wrong opset, a folder with something else. No torch."""
+"""Refuses before any work: missing packages, a wrong opset, a folder with other files. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.files import check_creatable
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 OLDEST = 18
-"""PyTorch's exporter writes this opset and converts from there; an older one comes out wrong, or as this one."""
+"""PyTorch's exporter writes this opset and converts from it; an older one comes out wrong, or unconverted."""
 
 NEWEST = 25
 """The newest opset that PyTorch's exporter converts to."""
@@ -64,7 +64,7 @@ def check_export_target(folder: str | Path, *, inference: bool = False) -> None:
             raise ExportError(
                 f"{folder} exists and holds {', '.join(foreign[:5])}{', …' if len(foreign) > 5 else ''}, "
                 "which an export would delete",
-                hint="choose another -o, or remove it yourself",
+                hint="choose another -o, or remove it",
             )
     elif folder.exists():
         raise ExportError(f"{folder} is a file", hint="choose another -o")

@@ -19,13 +19,13 @@ from fxpipe.runtime.worker.final_weights import final_tensors
 def with_trained(build: Build, file: str | Path) -> Build:
     """The build with the weights of a run's `model.safetensors`, which has all of the model's own names.
 
-    What a run does not write into the file (buffers that are not persistent, constants) stays as it was. For a tied
+    What a run does not write into the file (buffers that are not persistent, constants) stays unchanged. For a tied
     weight, one name is enough.
 
     Raises:
         BuildError: the file is not what fxpipe wrote.
-        ExportError: the file cannot be read, or is not of this model: names every tensor that is missing, unknown or
-            of another shape or type.
+        ExportError: the file cannot be read, or is for another model: names every tensor that is missing, unknown or of
+            another shape or type.
     """
     file = Path(file)
     try:
@@ -54,9 +54,9 @@ def with_trained(build: Build, file: str | Path) -> Build:
     lines = [f"{what}: {listed(names, 8)}" for what, names in wrong if names]
     if lines:
         raise ExportError(
-            "the trained weights are not of this model:\n  " + "\n  ".join(lines),
+            "the trained weights are for another model:\n  " + "\n  ".join(lines),
             where=str(file),
-            hint="take the model.safetensors of a run of this build",
+            hint="use the model.safetensors of a run of this build",
         )
     return dataclasses.replace(build, tensors=tensors)
 

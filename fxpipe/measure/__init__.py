@@ -1,1 +1,1 @@
-"""Runs what was emitted and says how long it takes: stages, engines, links."""
+"""Runs emitted code and measures how long it takes: stages, engines, links."""

@@ -1,7 +1,7 @@
-"""What messages between processes cost, measured over the runtime's own wires: those that torchrun started, on one
-machine or on several, or new ones on this machine.
+"""The cost of messages between processes, measured with the runtime's own wires: between processes that torchrun
+started, on one or several machines, or between new ones on this machine.
 
-`python -m fxpipe.measure.links FOLDER BYTES` is one of the new ones. They are in sessions of their own, so that Ctrl-C
+`python -m fxpipe.measure.links FOLDER BYTES` is one of the new processes. They have their own sessions, so that Ctrl-C
 reaches only their launcher, and end with it.
 """
 
@@ -43,25 +43,25 @@ from fxpipe.typed_json import read
 Transport = Literal["gloo", "gloo-cuda", "nccl"]
 
 SMALL = 4 << 10
-"""Bytes of the messages that go back and forth."""
+"""Bytes of a round trip's messages."""
 
 SIZES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
-"""Bytes of the messages that follow each other."""
+"""Bytes of messages in a stream."""
 
 ROUNDS = Rounds.exactly(200, warm=20)
-"""Round trips of small messages: both ends count the same."""
+"""Round trips of small messages; both ends run the same number."""
 
 AHEAD = 4
-"""Receives that are posted ahead, and sends under way, as in the runtime."""
+"""Receives posted ahead, and sends under way, as in the runtime."""
 
 TOTAL = 16 << 20
-"""Bytes that each pair sends of each size: 10 seconds at 100 Mbit."""
+"""Bytes that each pair sends for each size: 10 seconds at 100 Mbit/s."""
 
 NEAR = 128 << 20
 """The same on one machine."""
 
 ALL = 8
-"""So many processes, and no more, measure all pairs; more of them measure neighbours, which is what pipelines are."""
+"""Up to this many processes measure all pairs; more only measure neighbours, as in pipelines."""
 
 PATIENCE = timedelta(minutes=10)
 """How long a process waits for another."""
@@ -72,7 +72,7 @@ class PairTimes:
     """What one process measured with another, in one direction.
 
     Attributes:
-        latency: seconds one way, of 4 KiB there and back.
+        latency: seconds one way, from round trips of 4 KiB.
         bandwidth: bytes a second, for each of `SIZES`.
         copy: processor seconds a byte, the mean of both ends.
     """
@@ -89,7 +89,7 @@ class LinkReport:
     """Pairs of processes over one transport: all of them, or some.
 
     Attributes:
-        alike: whether all pairs are alike, as over gloo on one machine.
+        alike: whether all pairs are equivalent, as with gloo on one machine.
     """
 
     transport: Transport
@@ -107,9 +107,9 @@ class LinkReport:
 
     @property
     def links(self) -> Links:
-        """For the planner and the simulator: medians of the pairs; where these differ, a matrix of them.
+        """For the planner and the simulator: the median over the pairs; if pairs differ, a matrix of them.
 
-        In it, pairs that were not measured are like the median.
+        In the matrix, pairs that were not measured get the median.
         """
         copy = 0.0 if self.transport == "nccl" else statistics.median(p.copy for p in self.pairs)
         rate = statistics.median(_overall(p) for p in self.pairs)
@@ -130,14 +130,14 @@ def _overall(pair: PairTimes) -> float:
 
 
 def measure_links(workers: int = 2, total: int = NEAR, say: Callable[[str], None] = lambda text: None) -> LinkReport:
-    """What `measure_group` finds between `workers` new processes on this machine.
+    """The result of `measure_group` for `workers` new processes on this machine.
 
     Args:
         total: as for `measure_group`.
         say: is called with how many pairs are measured.
 
     Raises:
-        RunError, PeerLost, WorkerLost: what the first process that failed said; the others were ended.
+        RunError, PeerLost, WorkerLost: the error of the first process that failed; the others were ended.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_links_", ignore_cleanup_errors=True) as folder,
@@ -195,21 +195,21 @@ def measure_group(
 ) -> LinkReport:
     """Latency, bandwidth and processor time between the processes of the group that the environment describes.
 
-    Every process calls it, and gets the same. They talk as workers of a run would: over NCCL where each has a CUDA
-    device of its own, else over gloo.
+    Every process calls it, and gets the same result. They communicate as workers of a run would: over NCCL if each has
+    its own CUDA device, else over gloo.
 
     Args:
-        total: bytes that each pair sends of each size.
+        total: bytes that each pair sends for each size.
         say: is called with how many pairs are measured.
-        exchange: the folder in which processes of one machine meet (see `open_group`).
+        exchange: the folder through which processes of one machine connect (see `open_group`).
 
     Raises:
-        RunError: there is one process alone, or none was started by torchrun.
+        RunError: there is only one process, or torchrun started none.
         PeerLost: another process is gone.
     """
     place = place_of_process()
     if place is None or place[1] < 2:
-        raise RunError("links are between two processes at least", hint="torchrun --nproc-per-node 2 …, or --nnodes 2")
+        raise RunError("a link needs at least two processes", hint="torchrun --nproc-per-node 2 …, or --nnodes 2")
     rank, workers = place
     reuse_freed_memory()
     torch.set_num_threads(1)
@@ -233,7 +233,7 @@ def measure_group(
 
 
 def pairs_of_group(workers: int) -> list[tuple[int, int]]:
-    """All (source, target) of a few processes, the neighbours of many."""
+    """All (source, target) pairs of a few processes; for many, only neighbours."""
     near = workers if workers <= ALL else 1
     return [(i, j) for i, j in product(range(workers), repeat=2) if 0 < abs(i - j) <= near]
 
@@ -251,7 +251,7 @@ def _measured(wires: ProcessWires, workers: int, pairs: Sequence[tuple[int, int]
 
 
 class _End:
-    """One end of a pair: sends as `source`, receives as `target`, by the wires' own calls."""
+    """One end of a pair: sends as `source`, receives as `target`, with the wires' own calls."""
 
     def __init__(self, wires: ProcessWires, source: int, target: int) -> None:
         self.wires = wires
@@ -260,7 +260,7 @@ class _End:
         self.there, self.back = (Way(self.peer, ("link", *ends)) for ends in ((source, target), (target, source)))
 
     def measure(self, total: int) -> dict[str, Any]:
-        """What this end sees: each end measures everything, but some figures are taken from one end only."""
+        """This end's measurements: each end measures everything, but some figures are taken from one end only."""
         latency = self._latency()
         bandwidth: list[float] = []
         moved, busy = 0, 0.0
@@ -272,7 +272,7 @@ class _End:
         return {"latency": latency, "bandwidth": bandwidth, "copy": busy / moved}
 
     def _latency(self) -> float:
-        """Seconds one way: half of there and back, the receive posted before."""
+        """Seconds one way: half a round trip, with the receive posted before."""
         message = torch.zeros(SMALL, dtype=torch.uint8, device=self.wires.device)
         outward, inward = (self.there, self.back) if self.sends else (self.back, self.there)
         taken = []
@@ -307,7 +307,7 @@ class _End:
             while len(pending) < min(AHEAD, count - i):
                 pending.append(self.wires.irecv(size, torch.uint8, self.there))
             self._take(pending.popleft())
-            if i == first - 1:  # the first ones came while the sender was getting ready
+            if i == first - 1:  # the first ones came while the sender was still starting
                 begin = time.perf_counter()
         rate = 0.0 if self.sends else (count - first) * size / (time.perf_counter() - begin)
         while pending:

@@ -1,8 +1,8 @@
-"""How long every stage of a build takes, measured: the emitted code, worker by worker, alone, as a run would run it.
+"""Measures how long every stage of a build takes: the emitted code, worker by worker, alone, as in a run.
 
-The node costs that chose the cuts come from the program before it was cut. What is measured here includes what the
-runtime adds: predicted weights, kept copies, sums of gradients, the update, the packing of weight copies. Messages are
-not included: what a worker receives was computed once beforehand and is ready, and what it sends goes nowhere.
+The node costs that chose the cuts come from the program before it was cut. This measurement includes the runtime's own
+work: predicted weights, kept copies, sums of gradients, the update, the packing of weight copies. Messages are not
+included: received values were computed beforehand and are ready, and sent values go nowhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fxpipe.build.build import Build
 
 BUDGET = 2.0
-"""Seconds that measuring may take for all workers together, after the minimum of each: see `_Worker.measure`."""
+"""Seconds to measure all workers together, after each one's minimum: see `_Worker.measure`."""
 
 LONG = 1.0
 """If one microbatch's forward and backward take a worker longer than this many seconds, they are measured once."""
@@ -59,7 +59,7 @@ def measure_stages(
     repeats: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[StageTime, ...]:
-    """Each worker's times, in this process; the build and the random state stay as they are.
+    """Each worker's times, in this process; the build and the random state stay unchanged.
 
     One worker after the other runs its own actions in its schedule's order, past the filling of the pipeline, for about
     `BUDGET` seconds in all; longer only if a few microbatches take longer.
@@ -68,7 +68,7 @@ def measure_stages(
         batch: one whole minibatch.
         optimizer: as for a run; default SGD(lr=0.01, momentum=0.9).
         threads: CPU threads of one worker; by default its share of the cores, as in a run.
-        repeats: minibatches that are measured, however long they take; by default up to 50, as `BUDGET` allows.
+        repeats: minibatches to measure, however long they take; by default up to 50, as `BUDGET` allows.
         say: is called with the stage that is being timed.
 
     Raises:
@@ -106,7 +106,7 @@ def measure_stages(
 
 
 class _Ready(Transport):
-    """A transport on which everything has arrived: values as they were computed once, copies of initial weights."""
+    """A transport on which everything has arrived: values computed once before, copies of initial weights."""
 
     def __init__(
         self,
@@ -127,10 +127,10 @@ class _Ready(Transport):
         self._notes: dict[tuple[int, Note], Tensor] = {}
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
-        self.layouts[edge.name](value)  # what every transport does before the message goes
+        self.layouts[edge.name](value)  # as every transport does before it sends
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
-        # New memory, as from the wire: gradients may be summed in place. This time is not the stage's own.
+        # New memory, as from the wire: gradients may be summed in place. This time does not count for the stage.
         return self.layouts[edge.name].empty(self.device).copy_(self.values[edge.name])
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
@@ -151,7 +151,7 @@ class _Ready(Transport):
         pass
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        return self._notes.pop((source, what))  # zeros: on no other worker have gradients overflowed
+        return self._notes.pop((source, what))  # zeros: no other worker's gradients overflowed
 
 
 class _Worker:
@@ -183,15 +183,15 @@ class _Worker:
     def measure(self, leaves: Sequence[tuple[Any, ...]], repeats: int | None) -> StageTime:
         """Run its schedule, without microbatches that others represent, until enough is measured.
 
-        That is when the worker's share of the budget is used, and at least two minibatches after the warm-up have been
-        measured, by two microbatches each; if these are long, one minibatch by one microbatch.
+        Enough means that the worker's share of the budget is used, and at least two minibatches after the warm-up were
+        measured, with two microbatches each; if these are long, one minibatch with one microbatch.
         """
         microbatches, workers = self.recipe.schedule.microbatches, self.plan.workers
         share = BUDGET / workers
         # Without a flush: then the pipeline is full, and every kind of weights has been read.
         warm = 1 if self.recipe.schedule.synchronous else self.recipe.schedule.filled_by + 1
         count = 1
-        kept: dict[int, set[int]] = {}  # by minibatch, which microbatches are run
+        kept: dict[int, set[int]] = {}  # by minibatch, the microbatches that are run
         last: dict[Phase, float] = {}  # seconds of the newest minibatch's last microbatch
         spent: dict[tuple[Phase, int], list[float]] = defaultdict(list)
         updates: list[float] = []

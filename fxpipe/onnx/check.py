@@ -1,4 +1,4 @@
-"""Runs a model's file in onnxruntime: its outputs can then be compared with tensors that are known to be right."""
+"""Runs a model's file in onnxruntime, so that its outputs can be compared with tensors known to be right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_file(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All outputs of a model's file, computed by onnxruntime on the CPU.
 
     Raises:
-        ExportError: the file is not a valid model, onnxruntime cannot run it, or it asks for an input not given.
+        ExportError: the file is not a valid model, onnxruntime cannot run it, or an input is missing.
     """
     return CheckedSession(path).run(inputs)
 
@@ -34,7 +34,7 @@ class CheckedSession:
     def __init__(self, path: Path) -> None:
         self.path = path
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is raised
+        options.log_severity_level = 4  # problems are raised as errors
         options.intra_op_num_threads = torch.get_num_threads()
         try:
             onnx.checker.check_model(str(path), full_check=True)
@@ -49,13 +49,13 @@ class CheckedSession:
         """All outputs.
 
         Raises:
-            ExportError: onnxruntime cannot run it, or the model asks for an input that is not given.
+            ExportError: onnxruntime cannot run it, or an input is missing.
         """
         names = [value.name for value in self._session.get_outputs()]
         asked = [value.name for value in self._session.get_inputs()]
         missing = next((name for name in asked if name not in inputs), None)
         if missing is not None:
-            raise ExportError(f"{self.path.name} asks for {missing!r}, which is no input of its stage")
+            raise ExportError(f"{self.path.name} needs {missing!r}, which is not an input of its stage")
         try:
             given = {name: _to_ort(inputs[name]) for name in asked}
             values = self._session.run_with_ort_values(names, given)
@@ -72,7 +72,7 @@ class CheckedSession:
 
 def _to_ort(tensor: Tensor) -> Any:
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if tensor.dtype is torch.bfloat16:  # numpy has none
+    if tensor.dtype is torch.bfloat16:  # numpy does not have it
         bits = tensor.view(torch.int16).numpy().view("uint16")
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx.TensorProto.BFLOAT16)
     return ort.OrtValue.ortvalue_from_numpy(tensor.numpy())

@@ -37,7 +37,7 @@ def convert(
     Args:
         module: functional ATen calls; every tensor it reads is a placeholder, its output a tuple of tensors.
         examples: a tensor for each placeholder; shape, strides and dtype count, not values. May be fake.
-        input_names: a name for each placeholder. One that nothing reads stays an input of the model.
+        input_names: a name for each placeholder. An unused placeholder stays an input of the model.
         output_names: a name for each output. An output that is an input, or occurs twice, is copied.
         opset: the version of ONNX's operators.
 
@@ -69,7 +69,7 @@ def convert_exported(
     """
     with quiet():
         _look_for_operators_again()
-        # Only ATen's own backward kernels and the like; the user's composite calls go to torch.onnx as they are.
+        # Only ATen's own backward kernels and the like; the user's composite calls go to torch.onnx unchanged.
         with refused(program.graph):
             program = program.run_decompositions(dict(decomposition_table()))
         check_operators(program.graph_module)
@@ -88,7 +88,7 @@ def _to_onnx(
     with refused(program.graph):
         made = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
         if made is not None:
-            optimizer.optimize(made.model, num_iterations=1)  # torch's own two find next to nothing more
+            optimizer.optimize(made.model, num_iterations=1)  # the second of torch's own two finds hardly anything more
     assert made is not None
     model = made.model
     name_values(model.graph, input_names, output_names, dynamic or {})
@@ -102,7 +102,7 @@ def _to_onnx(
 
 
 def _look_for_operators_again() -> None:
-    """Torch remembers from its first export which operators are composite; those that became so since make it fail."""
+    """From its first export torch remembers which operators are composite; later composite operators make it fail."""
     composite_operators.cache_clear()
 
 

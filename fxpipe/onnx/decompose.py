@@ -36,7 +36,7 @@ _LIMIT = 12  # places named for one operator
 
 
 def decompose(module: fx.GraphModule, examples: Sequence[torch.Tensor], table: Decompositions) -> fx.GraphModule:
-    """The module in operators that ONNX has; each node's place is that of the call it comes from."""
+    """The module in operators that ONNX has; each node keeps the place of the call it comes from."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         inputs = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device="cpu") for e in examples]
@@ -47,16 +47,16 @@ def decompose(module: fx.GraphModule, examples: Sequence[torch.Tensor], table: D
             pure = functionalize(_OnCpu(traced).run, remove="mutations")
             trace = make_fx_with_constants(pure, decomposition_table=dict(table), tracing_mode="fake")
             traced = trace(*inputs)
-    _without_entries_made_apart(traced.graph)
+    _make_empty_tensors(traced.graph)
     placeholders = {n for n in traced.graph.nodes if n.op == "placeholder"}
     traced.graph.eliminate_dead_code(is_impure_node=lambda n: n in placeholders or n.op == "output")
     traced.recompile()
     return traced
 
 
-def _without_entries_made_apart(graph: fx.Graph) -> None:
-    """A tensor without entries is made by itself: where ATen has one, as of a batch norm in eval mode its statistics,
-    torch.onnx has any other tensor.
+def _make_empty_tensors(graph: fx.Graph) -> None:
+    """Make tensors without entries by themselves: where ATen has one, such as the statistics of a batch norm in eval
+    mode, torch.onnx has some other tensor.
     """
     for node in list(graph.nodes):
         value = node.meta.get("val")
@@ -68,7 +68,7 @@ def _without_entries_made_apart(graph: fx.Graph) -> None:
 
 
 class _OnCpu(fx.Interpreter):
-    """Runs a module on the CPU whatever device it names, without strides, and passes places on to what is traced."""
+    """Runs a module on the CPU, whatever device it names, without strides, and passes places on to what is traced."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -113,8 +113,8 @@ class _OnCpu(fx.Interpreter):
 
 
 def _plain_view(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
-    """`as_strided` of a tensor that is its whole storage, in order: by permuting, slicing and expanding it: ONNX's
-    tensors have no strides.
+    """`as_strided` of a tensor that is its whole storage, in order, by permuting, slicing and expanding: ONNX's tensors
+    have no strides.
     """
     if any(s == 0 for s in size):
         return x.new_zeros(size)
@@ -196,15 +196,15 @@ def check_operators(module: fx.GraphModule) -> None:
 
 
 _NODE = re.compile(r"%(\w+) : .*\btarget=torch\.ops\.([\w.]+)\]")
-"""How torch writes the call that it was at."""
+"""How torch writes the call at which it failed."""
 
 
 @contextlib.contextmanager
 def refused(graph: fx.Graph) -> Iterator[None]:
-    """Inside, torch works on a graph: what it refuses names the operator and its place.
+    """Inside, errors of torch's work on a graph name the operator and its place.
 
     Raises:
-        ExportError: it has failed.
+        ExportError: torch failed.
     """
     try:
         yield
@@ -229,7 +229,7 @@ def refused(graph: fx.Graph) -> Iterator[None]:
 
 
 def _tensors(node: fx.Node) -> bool:
-    """Whether the node makes tensors: arithmetic on sizes is torch.onnx's business."""
+    """Whether the node makes tensors: torch.onnx handles arithmetic on sizes itself."""
     return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
 
 

@@ -63,7 +63,7 @@ def program_of(
     Args:
         inputs: what each placeholder is.
         results: the graph's outputs.
-        part_of: the program whose open sizes it has; if None, all sizes are fixed.
+        part_of: the program whose open sizes it shares; if None, all sizes are fixed.
     """
     outputs = [
         OutputSpec(

@@ -1,4 +1,4 @@
-"""Values of an ONNX graph: inputs and outputs under their names, nothing of the machine in the rest."""
+"""Values of an ONNX graph: inputs and outputs get their names, and the rest shows nothing of the machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def name_values(
                 number += 1
             value.name = f"{value.name}_{number}"
             used.add(value.name)
-    for i, value in enumerate(ends):  # in two steps, or two of them could swap names and meet halfway
+    for i, value in enumerate(ends):  # in two steps: if two swap names directly, both have one name for a moment
         value.name = f"fxpipe_end_{i}"
     for value, name in zip(ends, [*input_names, *output_names], strict=True):
         value.name = name

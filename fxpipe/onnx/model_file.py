@@ -1,4 +1,4 @@
-"""A converted model as a file that says what it is; its weights are inputs, inside it, or in a file next to it."""
+"""A converted model as a file that describes itself; its weights are inputs, inside it, or in a file next to it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ALIGNMENT = 4096  # of a tensor in a file next to the model, so that it can be 
 
 
 def named(model: onnx.ModelProto, name: str, opset: int) -> onnx.ModelProto:
-    """The model under its name, without functions of its own.
+    """The model under its name, without its own functions.
 
     Raises:
-        ExportError: it came out in another opset.
+        ExportError: the model has another opset.
     """
     found = {o.domain: o.version for o in model.opset_import}.get("")
     if found != opset:
-        raise ExportError(f"{name} came out in opset {found}, not {opset}", hint="another --opset")
+        raise ExportError(f"{name} has opset {found}, not {opset}", hint="another --opset")
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     model.graph.name = name
@@ -39,7 +39,7 @@ def named(model: onnx.ModelProto, name: str, opset: int) -> onnx.ModelProto:
 
 
 def note(model: onnx.ModelProto, body: Mapping[str, Any], inputs: Sequence[str], outputs: Sequence[str]) -> str:
-    """Write what the model is into it, and what each input and output is; gives the text of the property `fxpipe`."""
+    """Write into the model what it and each input and output is; returns the text of the property `fxpipe`."""
     text = json.dumps({"version": fxpipe.__version__, **body}, ensure_ascii=False)
     model.metadata_props.add(key="fxpipe", value=text)
     model.producer_name, model.producer_version = "fxpipe", fxpipe.__version__

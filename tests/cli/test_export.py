@@ -198,7 +198,7 @@ def test_trained_weights_of_another_model(folder: Path, trained: Path, tmp_path:
     result = fxpipe(*arguments, tmp_path / "other.safetensors")
     assert result.code == 1
     assert result.err.startswith(
-        "error: the trained weights are not of this model:\n"
+        "error: the trained weights are for another model:\n"
         "  missing: head.bias\n"
         "  not of the model: tail.bias\n"
         "  of another kind: first.weight is float32[6, 8], not float32[8, 6], norm.bias is float16[8], not float32[8]\n"

@@ -52,6 +52,6 @@ def test_one_whose_stages_move_as_far_by_rounding_is_written(
     found = export(build, tmp_path / "onnx", BATCH, warn=told.append)
     assert found[-1].error == pytest.approx(2e-3, rel=1e-2)
     assert told == [
-        "pipeline.onnx is off by 2.0e-03 on this batch, and so are the stages themselves: "
+        "pipeline.onnx is off by 2.0e-03 on this batch, like the stages themselves: "
         "a rounding error in each weight moves grad:layers.0.weight as far"
     ]

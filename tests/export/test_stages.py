@@ -369,7 +369,7 @@ def test_bfloat16_goes_in_and_out(tmp_path: Path) -> None:
 def test_a_model_that_onnxruntime_refuses(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save(small_model(), path)
-    with pytest.raises(ExportError, match=r"m\.onnx asks for 'x', which is no input"):
+    with pytest.raises(ExportError, match=r"m\.onnx needs 'x', which is not an input"):
         check.run_file(path, {})
     with pytest.raises(ExportError, match=r"onnxruntime .* cannot run m\.onnx"):
         check.run_file(path, {"x": torch.ones(1000), "w": torch.ones(7)})

@@ -88,7 +88,7 @@ def test_many_processes_of_a_group_measure_neighbours() -> None:
 @pytest.mark.multiproc
 def test_a_process_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with unchanged(tmp_path), pytest.raises(RunError, match="links are between two processes at least"):
+    with unchanged(tmp_path), pytest.raises(RunError, match="a link needs at least two processes"):
         measure_links(1)
     assert mine(tmp_path) == []
 

@@ -4,9 +4,9 @@
                                                                               │
     compared with the model ←─check─ files ←─stages─ what each stage reads, makes and passes on ←─chain─┘
 
-The plan says which worker computes each call: the one whose forward reads the same weights in training. That decides
-only where values cross, not whether the chain is correct: the chain is correct whenever no call is on an earlier worker
-than its inputs. The inputs of a stage are exactly the outputs of the one before it, in the same order; a value that a
+The plan says which worker computes each call: the one whose forward reads the same weights in training. That only
+decides where values cross; the chain is correct whenever no call is on an earlier worker than its inputs. The inputs of
+a stage are exactly the outputs of the previous stage, in the same order; a value that a
 later stage needs is passed on, as `x.1`, `x.2`, by the stages in between.
 """
 
@@ -70,7 +70,8 @@ def export_inference(
         model: on the CPU, with the weights to export; its modes, buffers and attributes do not change.
         loss, batch: `loss(model, batch)` shows how the model is called; `batch` is one whole minibatch.
         folder: exists and is empty; if an error is raised, nothing is left in it.
-        plan: the plan of a build of this model: each stage computes what its weights are for. None gives one file.
+        plan: the plan of a build of this model: each stage computes the calls that use its weights. None gives one
+            file.
         opset: the version of ONNX's operators.
         weights: 'external' puts them next to each file, as `stage_k.inference.onnx.data`. So does 'initializers' if a
             file would have more than 2 GB.
@@ -78,7 +79,7 @@ def export_inference(
 
     Raises:
         ExportError: the loss does not call the model exactly once; the forward cannot be one graph; ONNX lacks an
-            operator; the plan is of another model; or the files compute something different from the model.
+            operator; the plan is for another model; or the files' outputs differ from the model's.
         CaptureError: the model holds something that cannot be captured, such as lazy parameters.
     """
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):

@@ -1,4 +1,4 @@
-"""How the loss calls the model: the one call, recorded, to be made again with other tensors."""
+"""The one call of the model in the loss, recorded so that it can be repeated with other tensors."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fxpipe.tracing.held_tensors import HeldTensors
 
 @dataclass(frozen=True)
 class Call:
-    """The one call that the loss makes, and how to make it with other tensors.
+    """The one call that the loss makes, and how to repeat it with other tensors.
 
     Attributes:
         names, tensors: its tensors, in order.
         leaves, spec: all its arguments, as a pytree.
         size: of the batch; None if no input of the model has it as dimension 0.
-        batched: for each tensor whether its dimension 0 is the batch's.
+        batched: for each tensor, whether its dimension 0 is the batch.
         outputs: names of the tensors that the model returns, in order.
         loss: the output that is also what the loss function returned; it is not exported.
         notes: what the user must know.
@@ -53,7 +53,7 @@ class Call:
         """The outputs that are exported, for other tensors.
 
         Raises:
-            ExportError: the model returns something else than it did when the loss called it.
+            ExportError: the model returns other tensors than when the loss called it.
         """
         given = iter(tensors)
         leaves = [next(given) if isinstance(v, Tensor) else v for v in self.leaves]
@@ -76,7 +76,7 @@ class Call:
 
 @contextlib.contextmanager
 def untouched(held: HeldTensors) -> Iterator[None]:
-    """Inside, the model may change its buffers and attributes; afterwards it is as it was."""
+    """Inside, the model may change its buffers and attributes; afterwards it is restored."""
     with held.replaced([v if i < held.parameters else v.clone() for i, v in enumerate(held.values)]):
         yield
 
@@ -120,7 +120,7 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
     try:
         with untouched(held):
             value, _ = loss_and_metrics(loss(model, batch))
-            seen = list(calls), list(results), list(parts)  # what a step writes into lists is taken back afterwards
+            seen = list(calls), list(results), list(parts)  # what a step writes into lists is undone afterwards
     except Exception as error:
         raise ExportError(
             f"loss(model, batch) raised {type(error).__name__}: {first_line(error)}, with the model in eval mode",
@@ -138,7 +138,7 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
         raise ExportError(
             f"the loss {', and '.join(said)}: the export needs exactly one call of the model, model(…)",
             where=user_lines.definition(loss),
-            hint="put all that makes the prediction into the model's forward, and call that once in the loss",
+            hint="move everything that makes the prediction into the model's forward, and call that once in the loss",
         )
     return _described(model, *calls[0], results[0], value, batch)
 
@@ -172,7 +172,7 @@ def _described(
     )
     if not made.kept:
         raise ExportError("the model returns no tensor but the loss", hint="return the prediction as well")
-    if size == 1:  # torch.export takes a size of 1 for a constant
+    if size == 1:  # torch.export treats a size of 1 as a constant
         made = dataclasses.replace(made, tensors=made.resized(2), size=2)
     return made
 
@@ -196,7 +196,7 @@ def _step(key: Any) -> str:
 
 
 def distinct(names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...]:
-    """The names; one that occurs already gets a number."""
+    """The names; a repeated one gets a number."""
     made: dict[str, None] = dict.fromkeys(taken)
     for name in names:
         chosen, number = name, 1
@@ -207,7 +207,7 @@ def distinct(names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...]
 
 
 def _outputs(result: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of what the model returns, under their names; and what else it returns, in words."""
+    """The tensors that the model returns, by name; and what else it returns, in words."""
     found: list[tuple[str, Tensor]] = []
     others: list[str] = []
 

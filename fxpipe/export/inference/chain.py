@@ -1,4 +1,4 @@
-"""The stages of the chain: what each reads, computes and gives, including values that only pass through."""
+"""The stages of the chain: what each reads, computes and returns, including values that only pass through."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ChainStage:
 
     Attributes:
         count: how many stages the chain has.
-        arrives, leaves: nodes of the values that come in and go out, and what each is to the user.
+        arrives, leaves: nodes of the values that come in and go out, and what each means to the user.
         calls: the nodes that it computes, in order.
         sizes: arithmetic on sizes of other stages' values: the value and dimension to read it from instead.
     """
@@ -53,10 +53,10 @@ class ChainStage:
 
 
 def make_chain(graph: EvalGraph, at: Mapping[fx.Node, int], count: int) -> list[ChainStage]:
-    """The stages, found from the last one back: what a stage needs and does not make, the one before must give it.
+    """The stages, from the last one back: what a stage needs and does not make, the previous stage must return.
 
     Args:
-        at: the worker of every call, never an earlier one than those of its inputs.
+        at: the worker of every call, never before the workers of its inputs.
         count: how many stages there are.
     """
     sources = sources_of(graph)
@@ -94,7 +94,7 @@ def make_chain(graph: EvalGraph, at: Mapping[fx.Node, int], count: int) -> list[
 def _resolve(
     sizes: set[fx.Node], local: set[fx.Node], arrives: set[fx.Node], graph: EvalGraph
 ) -> dict[fx.Node, tuple[fx.Node, int]]:
-    """For every size that a stage reads, a tensor of its own to read it from; adds to `sizes` and `arrives`."""
+    """For every size that a stage reads, a separate tensor to read it from; adds to `sizes` and `arrives`."""
     found: dict[fx.Node, tuple[fx.Node, int]] = {}
     stack = sorted(sizes, key=lambda n: n.name)
     sizes.clear()
@@ -121,7 +121,7 @@ def _resolve(
 
 
 class _Ports:
-    """What the values at each boundary are called; boundary k is before stage k."""
+    """The names of the values at each boundary; boundary k is before stage k."""
 
     def __init__(self, graph: EvalGraph, at: Mapping[fx.Node, int], workers: int) -> None:
         self.graph = graph
@@ -149,6 +149,6 @@ class _Ports:
 
 
 def _value_name(node: fx.Node) -> str:
-    """`blocks.2/add`: what a value that crosses workers is called."""
+    """`blocks.2/add`: the name of a value that crosses workers."""
     path = module_of(node)
     return (f"{path}/" if path else "") + operator_name(node.target, node.name)

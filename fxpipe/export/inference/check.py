@@ -1,4 +1,4 @@
-"""Does the chain compute in onnxruntime what the model computes? On the example, and on other batch sizes."""
+"""Compares the chain in onnxruntime with the model: on the example, and with other batch sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.tracing.held_tensors import HeldTensors
 
 @dataclass
 class _Trial:
-    """One batch size: the values at a boundary of the chain, and what the model itself gives."""
+    """One batch size: the values at a boundary of the chain, and the model's own outputs."""
 
     rows: int | None
     values: dict[str, Tensor]
@@ -36,7 +36,7 @@ def check_chain(
     """
     trials = _trials(held, call, graph, stages, dynamic)
     for stage in stages:
-        session = CheckedSession(folder / stage.files[0])  # one at a time is in memory
+        session = CheckedSession(folder / stage.files[0])  # only one is in memory at a time
         for trial in trials:
             try:
                 trial.values = session.run(trial.values)

@@ -1,4 +1,4 @@
-"""The forward in eval mode as one functional graph, exported by torch, without what its outputs do not need."""
+"""The forward in eval mode as one functional graph, exported by torch, without what no output needs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class EvalGraph:
 
     Attributes:
         calls: in order, including arithmetic on sizes.
-        inputs: the placeholders of those of the model's inputs that are read.
-        used: which of the call's tensors they are.
+        inputs: the placeholders of the model's inputs that are read.
+        used: which of the call's tensors these are.
         held: the placeholders that are parameters, buffers or constants, with their tensors.
-        names: of every placeholder: the input's, parameter's, buffer's or constant's own. Tied weights share one.
+        names: of every placeholder: the name of the input, parameter, buffer or constant. Tied weights share one.
         outputs: names and nodes of the outputs.
         batch: the symbol of the open batch size.
         notes: what the user must know.
@@ -51,7 +51,7 @@ class EvalGraph:
     notes: tuple[str, ...]
 
     def shape(self, node: fx.Node) -> tuple[int | str, ...]:
-        """A tensor's shape; what is not fixed is text, `batch` or `4*batch`."""
+        """A tensor's shape; a size that is not fixed is text, `batch` or `4*batch`."""
         return tuple(d if isinstance(d, int) else self.dimension(str(d)) for d in node.meta["val"].shape)
 
     def dimension(self, text: str) -> str:
@@ -101,7 +101,7 @@ def export_graph(held: HeldTensors, call: Call, dynamic: bool) -> EvalGraph:
 
 
 class _Flat(nn.Module):
-    """The model as a function from tensors to tensors, the constants among its arguments fixed."""
+    """The model as a function from tensors to tensors, with constant arguments fixed."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _exported(held: HeldTensors, call: Call, dynamic: bool) -> ExportedProgram:
 
 
 def _live(outputs: Sequence[fx.Node]) -> set[fx.Node]:
-    """All that the outputs need. An input is not needed only because the tracer took the batch size from it."""
+    """Everything that the outputs need. An input is not needed only because the tracer read the batch size from it."""
     live: set[fx.Node] = set()
     asked: list[fx.Node] = []
     stack = list(outputs)
@@ -154,7 +154,7 @@ def _placeholders(
 ) -> tuple[dict[int, fx.Node], dict[fx.Node, Tensor], dict[fx.Node, str]]:
     """The inputs that are read, by their place in the call; what the model holds; and the names of both."""
     nodes = {n.name: n for n in program.graph.nodes}
-    first = {name: names[0] for names in held.names for name in names}  # a tied weight goes by its first name
+    first = {name: names[0] for names in held.names for name in names}  # a tied weight has its first name
     inputs: dict[int, fx.Node] = {}
     weights: dict[fx.Node, Tensor] = {}
     names: dict[fx.Node, str] = {}
@@ -188,7 +188,7 @@ def _explained(error: Exception) -> ExportError:
             "the forward depends on the values of a tensor: one graph cannot hold `if tensor`, .item() or a shape "
             "from data",
             where=where,
-            hint="compute both branches and choose with torch.where, or leave the test out in eval mode",
+            hint="compute both branches and choose with torch.where, or skip the test in eval mode",
         )
     if "Constraints violated" in said:
         return ExportError("the forward treats the batch size as a constant")
@@ -196,7 +196,7 @@ def _explained(error: Exception) -> ExportError:
 
 
 def in_a_line(error: Exception) -> str:
-    """An error as part of a sentence: ours with its place, others with their type."""
+    """An error as part of a sentence: fxpipe's own with its place, others with their type."""
     if not isinstance(error, FxpipeError):
         return f"{type(error).__name__}: {first_line(error)}"
     text = error.what.splitlines()[0][:300]
@@ -205,7 +205,7 @@ def in_a_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Silence what torch.export logs and prints about errors: it also raises them, and we explain them."""
+    """Silence what torch.export logs and prints about errors: it also raises them, and fxpipe explains them."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

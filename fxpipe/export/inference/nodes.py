@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether the node is arithmetic on sizes: its value is not a tensor, and every stage computes it for itself."""
+    """Whether the node is arithmetic on sizes: its value is not a tensor, and every stage computes it itself."""
     return node.op == "call_function" and isinstance(
         node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
     )
@@ -30,7 +30,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def own_name(target: str) -> str:
-    """The model's own name of what export calls `target`: it exports the model inside a module of ours."""
+    """The model's own name for export's `target`: export sees the model inside a module of ours."""
     return target.removeprefix("model.")
 
 

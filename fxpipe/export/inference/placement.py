@@ -15,18 +15,18 @@ from fxpipe.tracing.held_tensors import HeldTensors
 
 
 def place_calls(graph: EvalGraph, plan: Plan | None) -> dict[fx.Node, int]:
-    """The worker of every call that makes a tensor, not before that of any input; 0 for all without a plan.
+    """The worker of every call that makes a tensor, not before the worker of any input; without a plan, 0 for all.
 
-    A call that reads a parameter or a buffer goes to the worker whose forward reads it. If several do, to the first of
-    them that is not before the call's other inputs. A call that reads neither goes with the values that it reads; if it
-    reads nothing but the model's inputs, with the first call that it feeds.
+    A call that reads a parameter or a buffer goes to the worker whose forward reads it; if several do, to the first one
+    not before the call's other inputs. A call that reads neither goes with the values that it reads; if it reads only
+    the model's inputs, with the first call that uses it.
     """
     reads = {node: _forward_readers(plan, graph.names[node]) for node in graph.held}
     sources = sources_of(graph)
     calls = [node for node in graph.calls if not is_size(node) and node not in sources]
     found: dict[fx.Node, int] = {}
     for node in graph.calls:
-        if node in sources:  # its weights are read where it is read
+        if node in sources:  # its weights are read by its readers
             reads[node] = sorted({worker for n in node.all_input_nodes for worker in reads.get(n, ())})
     for node in calls:
         arrive = [found[n] for n in node.all_input_nodes if n in found]
@@ -44,7 +44,7 @@ def place_calls(graph: EvalGraph, plan: Plan | None) -> dict[fx.Node, int]:
 
 
 def sources_of(graph: EvalGraph) -> set[fx.Node]:
-    """What is made cheaply from weights, sizes or nothing: every stage that reads it computes it itself."""
+    """What is cheap to make from weights, sizes or nothing: every stage that reads it computes it itself."""
     found: set[fx.Node] = set()
     for node in graph.calls:
         makes_tensor = not is_size(node) and not isinstance(node.meta.get("val"), (tuple, list))
@@ -55,7 +55,7 @@ def sources_of(graph: EvalGraph) -> set[fx.Node]:
 
 
 def check_plan(plan: Plan, held: HeldTensors) -> None:
-    """Refuse a plan of another model.
+    """Refuse a plan for another model.
 
     Raises:
         ExportError: their parameters differ in names or shapes.
@@ -66,7 +66,7 @@ def check_plan(plan: Plan, held: HeldTensors) -> None:
     if own != planned:
         other = sorted(name for name in own.keys() | planned.keys() if own.get(name) != planned.get(name))
         raise ExportError(
-            f"the build is not of this model: they differ in {listed(other, 8)}",
+            f"the build is for another model: they differ in {listed(other, 8)}",
             hint="compile it again, or give the model file that it was compiled from",
         )
 

@@ -25,7 +25,7 @@ SMALL = 1024
 """The most elements of a constant that the graph itself holds, so that it can be folded."""
 
 ROOM = 2**26
-"""Bytes that a file that holds its weights keeps free for the graph."""
+"""Bytes that a file with weights reserves for the graph."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _places(stage: ChainStage, said: str) -> str | None:
 
 
 def _program(graph: EvalGraph, stage: ChainStage) -> tuple[ExportedProgram, dict[str, Tensor]]:
-    """A stage, with the weights as its first inputs; and these under their own names."""
+    """A stage with the weights as its first inputs; and the weights by their own names."""
     new = fx.Graph()
     root = nn.Module()
     mapped: dict[fx.Node, fx.Node] = {}
@@ -155,6 +155,6 @@ def _program(graph: EvalGraph, stage: ChainStage) -> tuple[ExportedProgram, dict
 
 
 def _is_folded(graph: EvalGraph, node: fx.Node) -> bool:
-    """Whether it is a small constant that export found: neither a parameter nor a buffer."""
+    """Whether it is a small constant that export made: neither a parameter nor a buffer."""
     signature = graph.program.graph_signature
     return node.name in signature.inputs_to_lifted_tensor_constants and graph.held[node].numel() <= SMALL

@@ -1,4 +1,4 @@
-"""What ONNX lacks, in operators that it has. One file a family; `table` is all of them."""
+"""What ONNX lacks, in operators that it has. Each family has a file; `table` combines them."""
 
 from __future__ import annotations
 

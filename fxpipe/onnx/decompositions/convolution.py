@@ -12,7 +12,7 @@ from torch import Tensor
 from fxpipe.torch_private import Decompositions
 
 aten = torch.ops.aten
-_FEW = 16  # channels: with fewer, a product for each place of the kernel is too thin to pay
+_FEW = 16  # channels: with fewer, a product for each place of the kernel is too small to be efficient
 _SMALL = 64  # outputs of a plane: the same
 
 
@@ -63,7 +63,7 @@ def _backward(
         else:
             dx = _input(grad, x, w, stride, padding, dilation, groups)
     if output_mask[1]:
-        # A transposed convolution is the backward of a plain one: the two change places.
+        # A transposed convolution is the backward of a plain one: the two swap roles.
         pair = (x, grad) if transposed else (grad, x)
         dw = _weight(*pair, w, stride, padding, dilation, groups)
     if output_mask[2]:
@@ -94,7 +94,7 @@ def _input(
 def _weight(
     grad: Tensor, x: Tensor, w: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
-    """For each place of the kernel: the entries of x that it met, times grad, over samples and places at once."""
+    """For each place of the kernel: the entries of x that it touched, times grad, over samples and places at once."""
     n = x.shape[0]
     made = list(grad.shape[2:])
     per, entries = grad.shape[1] // groups, w.shape[1]
@@ -117,7 +117,7 @@ def _weight(
 
 
 def _met(x: Tensor, place: Sequence[int], made: list[int], stride: list[int], dilation: list[int]) -> Tensor:
-    """The entries of x that this place of the kernel met, for each output."""
+    """The entries of x that this place of the kernel touched, for each output."""
     for axis, (i, count, s, d) in enumerate(zip(place, made, stride, dilation, strict=True)):
         start, end = i * d, i * d + (count - 1) * s + 1
         if start or s > 1 or x.shape[axis + 2] != count:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: sorting, searching, and the products of groups of rows, each with a matrix of its own."""
+"""Mixtures of experts: sorting, searching, and products of groups of rows, each group with its own matrix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Group g has the places from `offs[g-1]` to `offs[g]` of the axis that only one of the two has whole:
+    """Group g is the places from `offs[g-1]` to `offs[g]` of the axis that only one of the two has whole:
 
     a [rows, k] · b [g, k, n] → [rows, n];  a [g, m, k] · b [k, columns] → [m, columns];
     a [m, k] · b [k, n], where k has the groups → [g, m, n].
@@ -76,7 +76,7 @@ def _searchsorted(
     if sorter is not None:
         sequence = sequence.gather(-1, sorter)
     many = values.unsqueeze(-1)
-    # One sequence is for all values; of several, each is for its own row of values.
+    # A single sequence serves all values; of several, each serves its own row of values.
     sequence = sequence if sequence.ndim == 1 else sequence.unsqueeze(-2)
     before = sequence <= many if right or side == "right" else sequence < many
     return before.sum(-1).to(torch.int32 if out_int32 else torch.int64)

@@ -23,7 +23,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """ONNX would count a negative index from the end: one that is out of range raises, as ATen does."""
+    """ONNX would count a negative index from the end: an index out of range raises, as in ATen."""
     if padding_idx == _CHECKED:
         return NotImplemented
     rows = torch.where(indices < 0, weight.shape[0], indices)
@@ -48,7 +48,7 @@ def _diagonal_backward(grad: Tensor, input_sizes: Sequence[int], offset: int, di
 
 def _unfold_backward(grad: Tensor, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Tensor:
     dim, length = dim % len(input_sizes), input_sizes[dim]
-    # [windows * size, length]: which entry each place of each window was.
+    # [windows * size, length]: the entry at each place of each window.
     places = constant(lambda: torch.eye(length).unfold(1, size, step).reshape(length, -1).t().contiguous())
     return (grad.movedim(dim, -2).flatten(-2) @ places.to(grad.dtype)).movedim(-1, dim)
 
@@ -63,7 +63,7 @@ def _with_long_indices(op: OpOverload, x: Tensor, indices: Sequence[Tensor | Non
 def _scatter_mean(
     x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    """torch.onnx sums here, and does not divide."""
+    """The mean, because torch.onnx sums here and does not divide."""
     if reduce != "mean" or not x.is_floating_point():
         return NotImplemented
     nothing = torch.zeros_like(x)

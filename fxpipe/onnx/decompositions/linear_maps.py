@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def constant(make: Callable[[], T]) -> T:
-    """Tensors with values, computed now and not traced."""
+    """Tensors with values, computed now instead of traced."""
     with disable_current_modes(), torch.no_grad():
         return make()
 
@@ -28,7 +28,7 @@ def matrix(apply: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype) -> 
 
 
 def along(x: Tensor, matrices: Sequence[Tensor | None]) -> Tensor:
-    """Each of the last axes through its matrix [out, in]; None leaves an axis as it is."""
+    """Apply to each of the last axes its matrix [out, in]; None leaves an axis unchanged."""
     first = x.ndim - len(matrices)
     for i, m in enumerate(matrices):
         if m is None:
@@ -46,7 +46,7 @@ def along(x: Tensor, matrices: Sequence[Tensor | None]) -> Tensor:
 
 
 def repeat(x: Tensor, factors: Sequence[int]) -> Tensor:
-    """Each entry of the last axes, repeated so many times in a row."""
+    """Each entry of the last axes, repeated this many times in a row."""
     first = x.ndim - len(factors)
     sizes, wide = list(x.shape[:first]), list(x.shape[:first])
     for size, factor in zip(x.shape[first:], factors, strict=True):
@@ -57,7 +57,7 @@ def repeat(x: Tensor, factors: Sequence[int]) -> Tensor:
 
 
 def sum_runs(x: Tensor, factors: Sequence[int]) -> Tensor:
-    """The sum over runs of so many entries of each of the last axes."""
+    """The sum over runs of this many entries of each of the last axes."""
     first = x.ndim - len(factors)
     sizes = list(x.shape[:first])
     axes = []

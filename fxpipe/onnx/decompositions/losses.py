@@ -1,6 +1,6 @@
-"""Losses: those whose translation by torch is wrong in training graphs, and gradients that it lacks.
+"""Losses that torch translates wrongly in training graphs, and gradients that it lacks.
 
-torch.onnx gives no total weight of `nll_loss`; torch's decompositions of the margin losses are not their kernels
+torch.onnx returns no total weight of `nll_loss`; torch's decompositions of the margin losses differ from their kernels
 (`fxpipe/tracing/kernels.py`).
 """
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def _nll_forward(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """The loss and what the mean divides by. Classes are the second axis, or the only one."""
+    """The loss and the divisor of the mean. Classes are the second axis, or the only one."""
     axis = 0 if x.ndim == 1 else 1
     kept = target != ignore_index
     # ONNX would count a negative class from the end: one that is out of range raises, as ATen does.
@@ -38,14 +38,14 @@ def _reduced(rows: Tensor, reduction: int) -> Tensor:
 
 
 def _share(grad: Tensor, x: Tensor, reduction: int) -> Tensor:
-    """Of every row, the gradient of one entry of its loss: the entries are summed and divided by the classes."""
+    """For every row, the gradient of one entry of its loss: the entries are summed and divided by the classes."""
     rows = 1 if x.ndim < 2 or reduction != 1 else x.shape[0]
     grad = grad if reduction else grad.reshape(x.shape[:-1])
     return (grad / (x.shape[-1] * rows))[..., None]
 
 
 class _Margin:
-    """`multi_margin_loss`: how far every class comes within the margin of the true one, which does not count."""
+    """`multi_margin_loss`: how far every class except the true one is within its margin."""
 
     def __init__(self, x: Tensor, target: Tensor, p: Any, margin: Any, weight: Tensor | None) -> None:
         target = target.reshape(x.shape[:-1])[..., None]

@@ -15,12 +15,12 @@ aten = torch.ops.aten
 
 
 def _wide(v: Tensor, x: Tensor) -> Tensor:
-    """One value a channel, against [batch, channels, …]."""
+    """One value per channel, shaped to broadcast against [batch, channels, …]."""
     return v.reshape(-1, *[1] * (x.ndim - 2)) if x.ndim > 2 else v
 
 
 def _kind(x: Tensor) -> torch.dtype:
-    """What to compute in: float32 for the half types, as the kernels do."""
+    """The dtype to compute in: float32 for the half types, as in the kernels."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -42,7 +42,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Output, mean and 1/deviation of the batch, and the running ones as they are afterwards."""
+    """Output, mean and 1/deviation of the batch, and the new running statistics."""
     kind, made = _kind(x), x.dtype
     saved = next((v.dtype for v in (weight, running_mean) if v is not None), made)
     x, weight, bias = x.to(kind), _cast(weight, kind), _cast(bias, kind)
@@ -148,7 +148,7 @@ def _layer_norm_backward(
     outer = list(range(x.ndim - 1))
     dx = dw = db = None
     if output_mask[0]:
-        # Sums over a row times the weight are products with a vector: nothing of the size of x is written for them.
+        # Sums over a row times the weight are products with a vector: they write nothing of the size of x.
         if weight is None:
             first, second = grad.mean(-1, keepdim=True), both.mean(-1, keepdim=True)
             dx = grad

@@ -1,4 +1,4 @@
-"""Pooling: backward of maxima by their places, means as matrices along the axes."""
+"""Pooling: backward of maxima by their indices, means as matrices along the axes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _max_pool_backward(
 
 
 def _disjoint(grad: Tensor, x: Tensor, kernel: list[int], indices: Tensor, axes: int) -> Tensor:
-    """Windows that do not overlap: is each entry the maximum of its window? Much faster than to scatter."""
+    """For windows that do not overlap: is each entry the maximum of its window? Much faster than scatter."""
     sizes = list(x.shape[-axes:])
     covered = [g * k for g, k in zip(grad.shape[-axes:], kernel, strict=True)]
     # float32 holds each place of a plane up to 2²⁴ entries, at half the width.
@@ -169,7 +169,7 @@ def _mean(
     divisor_override: int | None = None,
 ) -> Tensor:
     if not divisor_override:
-        return NotImplemented  # torch.onnx has it, but ignores a divisor
+        return NotImplemented  # torch.onnx converts it, but ignores the divisor
     kernel, pad = _each(kernel_size, axes), _each(padding, axes)
     step = _each(stride, axes) if stride else kernel
     made = [
