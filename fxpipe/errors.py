@@ -63,7 +63,7 @@ class ProfileError(FxpipeError):
 
 
 class VerifyError(FxpipeError):
-    """A program breaks the law of its level (a defect of a pass), or passes stand in a wrong order."""
+    """A program breaks the law of its level (a defect of a pass), or passes are in the wrong order."""
 
 
 class BuildError(FxpipeError):
@@ -79,11 +79,11 @@ class PolicyError(FxpipeError):
 
 
 class CodecError(FxpipeError):
-    """A codec does not exist, or cannot encode what it is asked to."""
+    """A codec does not exist, or cannot encode a value."""
 
 
 class BackendError(FxpipeError):
-    """An engine cannot run a part of a stage, or computes something else than eager PyTorch."""
+    """An engine cannot run a part of a stage, or computes something different from eager PyTorch."""
 
 
 class ExportError(FxpipeError):
@@ -95,7 +95,7 @@ class RunError(FxpipeError):
 
 
 class NotFiniteError(RunError):
-    """A loss, or weights, are infinite or no number."""
+    """A loss, or weights, are infinite or NaN."""
 
 
 class CheckpointError(RunError):
@@ -103,15 +103,15 @@ class CheckpointError(RunError):
 
 
 class PeerLost(RunError):
-    """Another worker went away: never the first error, only its echo."""
+    """Another worker is gone: never the first error, only its consequence."""
 
 
 class PeerRefused(RunError):
-    """Another worker refused to begin, for the reason it gave: told on every worker, and never the first error."""
+    """Another worker refused to begin, and sent its reason to every worker; never the first error."""
 
 
 class WorkerLost(RunError):
-    """A worker ended before its work was done, without an error that explains it: another start may go well."""
+    """A worker ended before its work was done, without an error that explains it: another start may succeed."""
 
 
 def near(name: str, known: Iterable[str], limit: int = 3) -> str:
@@ -124,12 +124,12 @@ def near(name: str, known: Iterable[str], limit: int = 3) -> str:
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """Names for a message: the first of many, and how many more there are; `none` without any."""
+    """Names for a message: the first ones, and how many more there are; `none` without any."""
     rest = len(names) - most
     return (", ".join(names[:most]) or "none") + (f" and {rest} more" if rest > 0 else "")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something."""
+    """The first line of an error's text that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else repr(error)

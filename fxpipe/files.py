@@ -1,5 +1,5 @@
-"""Files and folders written whole or not at all, and refused before any work is done; files told from those that
-replace them."""
+"""Files and folders that are written as a whole or not at all, and checked before any work; detection of replaced
+files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import BinaryIO
 from fxpipe.errors import BuildError
 
 _HERE, _EXCHANGE = -100, 2
-"""Of Linux: AT_FDCWD and RENAME_EXCHANGE."""
+"""Linux's AT_FDCWD and RENAME_EXCHANGE."""
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<process>\d+)\.tmp")
 
 
 def host_of_processes() -> str:
-    """This host's name, and where there are such the namespace of its process ids: a container has its own."""
+    """This host's name, and if there is one the namespace of its process ids: a container has its own."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
@@ -32,22 +32,22 @@ def host_of_processes() -> str:
 
 
 def process_began(pid: int) -> str:
-    """What tells a process from a later one with its id: the boot and the moment in it; '' if there is none.
+    """What distinguishes a process from a later one with its id: the boot and the time since; '' if there is none.
 
-    Where the system does not say when it began, "unknown".
+    "unknown" if the system does not say when it began.
     """
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         state, *fields = status.rpartition(")")[2].split()
-        return "" if state == "Z" else f"{boot} {fields[18]}"  # field 22 of proc(5); a zombie writes nothing any more
+        return "" if state == "Z" else f"{boot} {fields[18]}"  # field 22 of proc(5); a zombie writes nothing
     except (OSError, IndexError):  # not Linux; or it is gone, or hidden from us
         pass
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return ""
-    except (OSError, OverflowError):  # there is one, of another user; or no such number here
+    except (OSError, OverflowError):  # another user's process; or an impossible number
         pass
     return "unknown"
 
@@ -56,10 +56,10 @@ _HOST = re.sub(r"[^\w-]+", "-", host_of_processes()).strip("-")
 
 
 def check_creatable(needed: Path, asked: Path, option: str) -> None:
-    """Refuse a folder that cannot be created or written to; the errors call it as the user `asked` with `option`.
+    """Refuse a folder that cannot be created or written to; errors name it as the user did (`asked`, `option`).
 
     Raises:
-        BuildError: a file stands in its way, or permission is missing.
+        BuildError: a file has its name, or permission is missing.
     """
     existing = needed
     while not existing.exists():
@@ -75,13 +75,13 @@ def check_creatable(needed: Path, asked: Path, option: str) -> None:
 
 @contextmanager
 def replacing(folder: Path, hint: str = "choose another -o") -> Iterator[Path]:
-    """A fresh folder beside `folder` that takes its place when all went well, and vanishes when it did not.
+    """A new folder next to `folder` that takes its place if all goes well, and is deleted otherwise.
 
-    On Linux the two change names in one step: whoever is killed, there is the old folder or the new one. Elsewhere, and
-    on file systems that cannot do that, a kill can leave the old one moved aside (see `remove_abandoned`).
+    On Linux the two swap names in one step: after a kill, either the old or the new folder exists. Elsewhere, and on
+    file systems that cannot swap, a kill can leave the old one under another name (see `remove_abandoned`).
 
     Raises:
-        BuildError: the disk says no.
+        BuildError: writing to the disk fails.
     """
     target = folder.resolve()
     fresh, old = temporary(target), temporary(target.with_name(f"{target.name}.old"))
@@ -102,7 +102,7 @@ def replacing(folder: Path, hint: str = "choose another -o") -> Iterator[Path]:
 def exchange(one: Path, other: Path) -> bool:
     """Give each of two paths of a file system the other's name, in one step; False where the system cannot.
 
-    Linux alone can: `renameat2` with RENAME_EXCHANGE, and not on every file system.
+    Only Linux can: `renameat2` with RENAME_EXCHANGE, and not on every file system.
 
     Raises:
         OSError: it can, but not these two.
@@ -113,7 +113,7 @@ def exchange(one: Path, other: Path) -> bool:
         return False
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):  # a C library from before
+    except (AttributeError, OSError):  # an older C library
         return False
     if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
         return True
@@ -124,7 +124,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _replace(fresh: Path, target: Path, old: Path) -> None:
-    """Move a folder to its place, in two steps where there is one already; after an error that one is there again."""
+    """Move a folder to its place, in two steps if the place is taken; after an error the old one is back."""
     if target.exists():
         target.rename(old)
     try:
@@ -138,7 +138,7 @@ def _replace(fresh: Path, target: Path, old: Path) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Which files were there at one moment, by what the file system says of them; their content is not read.
+    """Which files existed at one moment, by the metadata of the file system; their content is not read.
 
     Attributes:
         identities: by path: device, inode, size, time of the last write, time of the last change; None for no file.
@@ -152,7 +152,7 @@ class Snapshot:
         return Snapshot({path: _identity(path) for path in paths})
 
     def changed(self) -> list[Path]:
-        """Those that were written, replaced or removed since."""
+        """The files that were written, replaced or removed since."""
         return [path for path, identity in self.identities.items() if _identity(path) != identity]
 
 
@@ -165,18 +165,18 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 
 def temporary(path: Path) -> Path:
-    """Where what comes to `path` is while it is written: beside it, with the host and the process in its name."""
+    """The path of a file or folder while it is written: next to `path`, with host and process in its name."""
     return path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.tmp")
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when all went well; else `path` stays as it was.
+    """A file to write that replaces `path` if all goes well; else `path` stays unchanged.
 
-    It is on the disk itself before it gets its name: after a loss of power there is the old file or the new one.
+    It is synced to disk before it gets its name: after a loss of power the old or the new file exists.
 
     Raises:
-        OSError: the disk says no.
+        OSError: writing to the disk fails.
     """
     fresh = temporary(path)
     try:
@@ -189,15 +189,15 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # some file systems cannot do that
+    with suppress(OSError):  # some file systems cannot sync
         sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the disk has the names in a folder.
+    """Return when the names in a folder are on disk.
 
     Raises:
-        OSError: the disk does not take them.
+        OSError: the disk does not accept them.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -207,9 +207,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what processes of this host that are gone left half written in a folder (see `temporary`).
+    """Remove half-written files in a folder from processes of this host that are gone (see `temporary`).
 
-    A folder that such a process had only moved aside (see `replacing`) gets its place again.
+    A folder that such a process had only renamed (see `replacing`) gets its name again.
     """
     with suppress(OSError):
         for path in sorted(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""What fxpipe says on stderr, and the filter that every text passes before a terminal sees it."""
+"""What fxpipe prints on stderr, and the filter for every text before a terminal shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plain_lines(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """A line on stderr; where stderr is closed or full, nothing: no message is worth a run."""
+    """Print a line on stderr; if stderr is closed or full, do nothing: no message is worth a run."""
     with suppress(OSError, ValueError):
         print(plain_lines(text), file=sys.stderr, flush=True)
 
@@ -43,7 +43,7 @@ _far: list[Callable[[], str]] = []
 
 @contextmanager
 def saying(text: Callable[[], str]) -> Iterator[None]:
-    """Inside, `text` says how far the work is, to whoever asks `how_far`: a thread that shows it now and then."""
+    """Inside, `text` describes the progress of the work, for callers of `how_far`: a thread that shows it regularly."""
     _far.append(text)
     try:
         yield
@@ -52,7 +52,7 @@ def saying(text: Callable[[], str]) -> Iterator[None]:
 
 
 def how_far() -> str:
-    """What the innermost work says of itself; '' if none says anything."""
+    """The progress of the innermost work; '' if there is none."""
     with suppress(IndexError):  # it ended just now
         return _far[-1]()
     return ""

@@ -1,4 +1,4 @@
-"""Options as values: a class of options is the one place that says what an option is, for Python and the command line.
+"""Options as values: a class of options is the one place that defines an option, for Python and the command line.
 
     @dataclass(frozen=True)
     class CompileOptions:
@@ -24,24 +24,24 @@ _SAME: Any = object()
 
 @dataclass(frozen=True)
 class Flag:
-    """How an option is given on the command line, and who else hears of it.
+    """How an option is given on the command line, and what records it.
 
     Attributes:
-        names: `-n`, `--workers`; the field's, as `--pad-to`, where none is said.
-        help: what `--help` says.
-        default: what holds where it is not given. True or False make a switch, a tuple an option to repeat; `--help`
-            shows any other but None.
-        kind: what reads one value: int, float, str, or a function that raises FxpipeError. That of the default or the
-            minimum, if they are numbers and nothing is said.
-        minimum, above: a number's least value, or one that it must exceed.
-        below: one that it must not reach.
-        maximum: its greatest value, of a whole number.
-        choices: the values there are.
+        names: `-n`, `--workers`; by default made from the field's name, as `--pad-to`.
+        help: its text in `--help`.
+        default: its value if not given. True or False make a switch, a tuple an option to repeat; `--help` shows any
+            other but None.
+        kind: reads one value: int, float, str, or a function that raises FxpipeError. By default the type of the
+            default or the minimum, if they are numbers.
+        minimum, above: a number's least value, or a bound that it must exceed.
+        below: a bound that it must not reach.
+        maximum: a whole number's greatest value.
+        choices: the allowed values.
         path: a file, a folder, or any path.
-        metavar: what `--help` calls the value.
-        flag_value: the value where the flag is given without one; None wants one.
-        kept: the numbers of a run depend on it: its checkpoints have it, and one that goes on takes it over.
-        shown: `run.json` has it, and whatever shows or compares runs.
+        metavar: the name of the value in `--help`.
+        flag_value: the value if the flag is given without one; None requires a value.
+        kept: whether the numbers of a run depend on it: checkpoints save it, and a resumed run takes it over.
+        shown: whether `run.json` has it, and everything that shows or compares runs.
     """
 
     names: tuple[str, ...]
@@ -61,12 +61,12 @@ class Flag:
 
 
 def option(default: Any, *names: str, help: str, on_command_line: Any = _SAME, **more: Any) -> Any:
-    """A dataclass field that is an option of the command line, too.
+    """A dataclass field that is also an option of the command line.
 
     Args:
-        default: of the field.
-        names: the flags, if they are others than the field's name.
-        on_command_line: the default there, if it is another.
+        default: the field's.
+        names: the flags, if they differ from the field's name.
+        on_command_line: the default there, if it differs.
         more: the other attributes of `Flag`.
     """
     shown = default if on_command_line is _SAME else on_command_line
@@ -82,10 +82,10 @@ def flags(options: type[Any]) -> dict[str, Flag]:
 
 
 def unfit(options: type[Any], values: Mapping[str, Any]) -> str | None:
-    """The first of these values that is no value of such an option, as a clause; None if all are.
+    """The first of these values that its option does not allow, as a clause; None if all are allowed.
 
     Args:
-        values: by field; those of none that `option` made are left out.
+        values: by field; fields that were not made by `option` are left out.
     """
     for name, flag in flags(options).items():
         value: Any = values.get(name)
@@ -107,10 +107,10 @@ def _named(flag: Flag, field: str) -> Flag:
 
 
 def changed(options: Options, changes: dict[str, Any]) -> Options:
-    """The options, some of them replaced: what a public function does with its keywords.
+    """The options with some replaced: for the keywords of a public function.
 
     Raises:
-        FxpipeError: an unknown name; says which ones are near.
+        FxpipeError: an unknown name; suggests similar ones.
     """
     known = [field.name for field in dataclasses.fields(options)]  # type: ignore[arg-type]
     for name in changes:

@@ -1,4 +1,4 @@
-"""The process's random generators: torch's, Python's, and numpy's where it is loaded."""
+"""The process's random generators: torch's, Python's, and numpy's if it is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class RandomState(NamedTuple):
-    """All generators' states: `cuda` is that of the current device, None where CUDA is not in use; `numpy` likewise."""
+    """All generators' states: `cuda` is the current device's, None if CUDA is not in use; `numpy` likewise."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -41,7 +41,7 @@ def alike(one: TorchState, other: TorchState) -> bool:
 
 
 def set_torch_state(state: TorchState) -> None:
-    """Go on from there; a device that was not in use then goes on as it is."""
+    """Restore a state; a device that was not in use then is left unchanged."""
     torch.set_rng_state(state.cpu)
     if state.cuda is not None:
         torch.cuda.set_rng_state(state.cuda)
@@ -54,7 +54,7 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Go on from there; what was not in use then goes on as it is."""
+    """Restore a state; generators that were not in use then are left unchanged."""
     set_torch_state(TorchState(state.cpu, state.cuda))
     random.setstate(state.python)
     if state.numpy is not None:
@@ -63,7 +63,7 @@ def set_random_state(state: RandomState) -> None:
 
 @contextmanager
 def torch_seeded(seed: int) -> Iterator[None]:
-    """Inside, torch's generators begin with a seed; afterwards they go on as if nothing had been drawn."""
+    """Inside, torch's generators begin with a seed; afterwards they continue as if nothing had been drawn."""
     before = torch_state()
     seed_torch(seed, "cpu" if before.cuda is None else "cuda")
     try:
@@ -97,14 +97,14 @@ def seed_of(*place: object) -> int:
 
 
 def seed_torch(seed: int, device_type: str = "cpu") -> None:
-    """Seed torch's generator, and that of the current device of this type, in microseconds."""
+    """Seed torch's generator, and the generator of the current device of this type, in microseconds."""
     torch.default_generator.manual_seed(seed)
     if device_type == "cuda":
         torch.cuda.manual_seed(seed)
 
 
 def seed_generators(seed: int, device_type: str = "cpu") -> None:
-    """As `seed_everything`, for the devices in use only: in microseconds."""
+    """As `seed_everything`, but only for devices in use: in microseconds."""
     seed_torch(seed, device_type)
     random.seed(seed)
     if "numpy" in sys.modules:

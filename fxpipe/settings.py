@@ -1,4 +1,4 @@
-"""Hyperparameters that a model file reads, and a command line gives: `lr = fxpipe.setting("lr", 0.1)`, `--set lr=0.05`.
+"""Hyperparameters that a model file reads and a command line sets: `lr = fxpipe.setting("lr", 0.1)`, `--set lr=0.05`.
 
 Without fxpipe's command line, as in `python model.py`, a setting has its default.
 """
@@ -20,20 +20,20 @@ _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0"
 
 
 def setting(name: str, default: T) -> T:
-    """The value of a hyperparameter: what `--set NAME=VALUE` says, read as a value of the default's type.
+    """The value of a hyperparameter: the one of `--set NAME=VALUE`, converted to the default's type.
 
-    At the top of a model file or in a hook. What a captured hook reads is fixed when the model is compiled.
+    At the top of a model file or in a hook. A value that a captured hook reads is fixed when the model is compiled.
 
     Args:
-        default: True or False, a number, or a text.
+        default: True or False, a number, or a string.
 
     Raises:
-        TaskError: the value given is none of this type, or the name was read with another default.
+        TaskError: the given value is not of this type, or the name was read with another default.
     """
     if not isinstance(default, (bool, int, float, str)):
         raise TaskError(
-            f"setting {name!r} has the default {default!r}, which is no number, text, True or False",
-            hint="read several settings, or a text that your file takes apart",
+            f"setting {name!r} has the default {default!r}, which is not a number, string, True or False",
+            hint="read several settings, or a string that your file splits",
         )
     if name in _read and _read[name][1:] != (default,):
         raise TaskError(
@@ -49,7 +49,7 @@ def read_as(name: str, text: str, default: Value) -> Value:
     """A text as a value of the default's type.
 
     Raises:
-        TaskError: it is none.
+        TaskError: it is not one.
     """
     kind = type(default)
     try:
@@ -63,7 +63,7 @@ def read_as(name: str, text: str, default: Value) -> Value:
 
 
 def use(given: Mapping[str, str]) -> None:
-    """From now on, these are given; what was read before is forgotten."""
+    """From now on, these settings are given; what was read before is forgotten."""
     _given.clear()
     _given.update(given)
     _read.clear()
@@ -75,7 +75,7 @@ def read() -> dict[str, Value]:
 
 
 def pair(text: str) -> str:
-    """How `--set` is read: a name, an equals sign and a value.
+    """The parser of `--set`: a name, an equals sign and a value.
 
     Raises:
         TaskError: it has no name, or no equals sign.
@@ -87,7 +87,7 @@ def pair(text: str) -> str:
 
 
 def pairs(texts: Iterable[str]) -> dict[str, str]:
-    """What several `--set` give, by name; the last of one name holds."""
+    """What several `--set` give, by name; the last value of a name counts."""
     return {name.strip(): value for name, _, value in (text.partition("=") for text in texts)}
 
 

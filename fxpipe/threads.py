@@ -1,4 +1,4 @@
-"""CPU threads: how many a worker has, and computing with as many: another number gives other bits.
+"""CPU threads: how many a worker has, and computing with that many: another number changes the last bits.
 
 Imports no torch until it computes.
 """
@@ -16,7 +16,7 @@ def cores() -> int:
 
 
 def threads_for(asked: int | None, local_workers: int) -> int:
-    """CPU threads of one worker: what is asked for, else its share of the cores."""
+    """CPU threads of one worker: the given number, else its share of the cores."""
     return asked or max(1, cores() // local_workers)
 
 

@@ -1,8 +1,8 @@
-"""JSON files (and TOML): checked against a type when they are read, and written so that every reader takes them.
+"""JSON files (and TOML): checked against a type when read, and written so that every reader accepts them.
 
-`read` gives the caller's dataclasses. Whatever is wrong with a file becomes one error of the caller's class, with the
-place in the file and what to do. `parse` and `convert` are its two halves, for those who carry on without what is
-damaged: they raise `Malformed` alone.
+`read` gives the caller's dataclasses. Any problem with a file becomes one error of the caller's class, with the place
+in the file and what to do. `parse` and `convert` are its two halves, for callers that continue without a damaged file:
+they raise only `Malformed`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fxpipe.errors import FxpipeError, near
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 30
-"""Of a file that is read as a whole."""
+"""The limit for a file that is read as a whole."""
 _TOO_DEEP = "it is nested too deeply"
 
 
 class Malformed(ValueError):
-    """What is wrong with a file.
+    """A problem with a file.
 
     Args:
-        what: what is wrong, as a clause.
+        what: the problem, as a clause.
         place: where: `:3` for a line, `, $.stages[0].file` for a path inside the file, or nothing.
     """
 
@@ -50,7 +50,7 @@ def read(
         lax: read strings of numbers as numbers, `inf` too.
 
     Raises:
-        error: it is not there, or is not JSON of this kind.
+        error: it does not exist, or is not JSON of this kind.
     """
     with explained(where or source, error=error, hint=hint):
         return convert(parse(source), kind, lax=lax)
@@ -71,10 +71,10 @@ def parse(source: Path | str, *, finite: bool = True) -> Any:
     """The JSON in a file, or in a text.
 
     Args:
-        finite: refuse NaN and infinity, for which JSON has no name.
+        finite: refuse NaN and infinity, which JSON does not have.
 
     Raises:
-        Malformed: it is not there, not UTF-8, not JSON, or nested too deeply.
+        Malformed: it does not exist, or is not UTF-8, not JSON, or nested too deeply.
     """
     text = read_text(source) if isinstance(source, Path) else source
     try:
@@ -88,7 +88,7 @@ def parse(source: Path | str, *, finite: bool = True) -> Any:
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Any]]:
-    """Lines of a log, which may have millions, each with the JSON in it; others are left out. NaN is taken."""
+    """Lines of a log, possibly millions, each with the JSON in it; other lines are left out. NaN is accepted."""
     import msgspec  # as in `convert`
 
     decode = msgspec.json.Decoder().decode
@@ -117,12 +117,12 @@ def read_text(path: Path) -> str:
     """The text in a file that is to be read as a whole.
 
     Raises:
-        Malformed: it is not there, not a file, absurdly large, or not UTF-8.
+        Malformed: it does not exist, or is not a file, far too large, or not UTF-8.
     """
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-            raise Malformed("it is not a file")  # a pipe would be waited for
+            raise Malformed("it is not a file")  # reading a pipe would block
         if found.st_size > MOST_BYTES:
             raise Malformed(f"it has {found.st_size} bytes, more than {MOST_BYTES}")
         return path.read_text(encoding="utf-8")
@@ -132,12 +132,12 @@ def read_text(path: Path) -> str:
         raise
     except OSError as error:
         raise Malformed(error.strerror or str(error)) from error
-    except ValueError as error:  # a name with a zero in it
+    except ValueError as error:  # a name with a null character
         raise Malformed(str(error)) from error
 
 
 def _refused(name: str) -> None:
-    raise Malformed(f"{name} is no number of JSON")
+    raise Malformed(f"{name} is not a number in JSON")
 
 
 def _float(text: str) -> float:
@@ -147,14 +147,14 @@ def _float(text: str) -> float:
 
 
 def convert(body: Any, kind: type[T], *, lax: bool = False, extra: bool = False) -> T:
-    """What `parse` (or a TOML reader) gave, as a value of `kind`.
+    """The result of `parse` (or of a TOML reader) as a value of `kind`.
 
     Args:
         lax: read strings of numbers as numbers, `inf` too.
         extra: leave out fields that `kind` does not have, instead of refusing them.
 
     Raises:
-        Malformed: a wrong type, a value out of bounds, a field that is missing, or one too many.
+        Malformed: a wrong type, a value out of bounds, a missing field, or an unknown one.
     """
     import msgspec  # here: the command line writes JSON, and must start at once
 
@@ -173,7 +173,7 @@ def convert(body: Any, kind: type[T], *, lax: bool = False, extra: bool = False)
 
 
 def _refuse_unknown(body: Any, made: Any, place: str) -> None:
-    """Refuse keys of objects that became dataclasses, or typed dictionaries, without such a field."""
+    """Refuse keys of objects that became dataclasses or typed dictionaries without such a field."""
     if isinstance(body, dict):
         fields = dataclasses.is_dataclass(made)
         known = {f.name for f in dataclasses.fields(made)} if fields else set(made)
@@ -190,7 +190,7 @@ def _refuse_unknown(body: Any, made: Any, place: str) -> None:
 
 
 def dumps(data: Any, indent: int | None = None) -> str:
-    """The data as text, with null for what is not finite."""
+    """The data as text, with null for numbers that are not finite."""
     try:
         return json.dumps(data, indent=indent, allow_nan=False)
     except ValueError:

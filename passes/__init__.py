@@ -30,7 +30,7 @@ from fxpipe.ir.transform import Pass
 from fxpipe.planner.cuts import Cuts
 
 COMMAND = "fxpipe.compile(...)"
-"""What the stages' headers name if no command made them."""
+"""What the stages' headers name if no command made the build."""
 
 
 def default_passes(
@@ -52,19 +52,19 @@ def front_passes(
 
     Args:
         whole_loss: for a program that was captured on one of several microbatches.
-        metrics: whether its loss comes with some.
-        scaled: whether it computes in float16, under autocast.
+        metrics: whether the loss comes with metrics.
+        scaled: whether the step computes in float16, under autocast.
     """
     return [
         Fold(),  # first: fewer nodes for all that follows, and no forward views of weights in backward
-        *([whole_loss] if whole_loss else []),  # after fold: detached values do not hide what they are
+        *([whole_loss] if whole_loss else []),  # after fold: detached values do not hide their source
         *(
             [JoinMetrics(whole_loss.microbatches if whole_loss else 1)] if metrics else []
-        ),  # after whole_loss, which knows the loss alone
-        *([ScaleLoss()] if scaled else []),  # after whole_loss, which knows the gradients of the loss itself
-        KeepLayouts(),  # before anything is copied or cut: copies are laid out like what they copy
-        *([SplitBackward()] if split_backward else []),  # before units: these tell W from B
-        Units(),  # after fold: what it dropped must not count as something a cut can separate
+        ),  # after whole_loss, which handles only the loss
+        *([ScaleLoss()] if scaled else []),  # after whole_loss, which handles the unscaled loss's gradients
+        KeepLayouts(),  # before anything is copied or cut: copies get the strides of their originals
+        *([SplitBackward()] if split_backward else []),  # before units, which separates W from B
+        Units(),  # after fold: a dropped node must not open a unit
     ]
 
 
@@ -74,16 +74,16 @@ def wiring_passes(
     """Program with costs in, program whose edges are known out: codecs can be chosen for them.
 
     Args:
-        weights_apart: whether each stage makes weight gradients in a function of their own.
+        weights_apart: whether each stage makes weight gradients in a separate function.
         shape: the number of its batches' shape.
-        recompute: chooses what backward computes again where memory is short; None where nothing is to be.
+        recompute: chooses what backward computes again when memory is short; None for nothing.
     """
     return [
         Cut(cuts),  # every node gets its worker
         *([Defer()] if weights_apart else []),  # before rematerialize and comm, which go by phases
-        *([recompute] if recompute else []),  # after defer: what weight gradients read is kept longer
+        *([recompute] if recompute else []),  # after defer: what weight gradients read is kept for longer
         Rematerialize(),  # before comm: what is computed again is not sent
-        Comm(f"shape.{shape}:" if shape else ""),  # after it no value crosses workers but through Send and Recv
+        Comm(f"shape.{shape}:" if shape else ""),  # then values cross workers only through Send and Recv
     ]
 
 
@@ -93,14 +93,14 @@ def emitting_passes(
     """Wired program in, stage files out.
 
     Args:
-        encode: gives edges their codecs; None where no edge has one.
+        encode: gives edges their codecs; None if no edge has one.
         shape: the number of its batches' shape.
-        reduce: puts gradients into buckets that replicas add up; None where no worker has several.
+        reduce: puts gradients into buckets that replicas add up; None if no worker has replicas.
     """
     return [
-        *([encode] if encode else []),  # before split: what packs a value is a call of its sender
-        SendEarly(),  # before reduce: gradients are handed over in the order in which they are then made
-        *([reduce] if reduce else []),  # before split: a call of its worker; after encode: the last nodes are in place
+        *([encode] if encode else []),  # before split: packing is a call of the sender
+        SendEarly(),  # before reduce: it hands over gradients in their new order
+        *([reduce] if reduce else []),  # before split: a call of its worker; after encode: the nodes are final
         Split(),  # a graph for each phase of each worker
         Codegen(command, f"stage_{{worker}}_{shape}.py" if shape else "stage_{worker}.py"),  # last: the product
     ]
@@ -114,7 +114,7 @@ def evaluation_passes(
     Args:
         owners: the worker that holds a parameter or an updated buffer, by its first name.
         shape: the number of its batches' shape.
-        files: what their names begin with.
+        files: the start of their names.
     """
     return [
         Fold(),
@@ -122,17 +122,17 @@ def evaluation_passes(
         MergeEqual(),  # metrics often call the model several times on the same batch
         OrderEvaluation(owners),  # before units, which numbers in this order
         Units(),
-        Cost(),  # for the bytes; the times decide nothing
+        Cost(),  # for the bytes; the times are not used
         PlaceEvaluation(workers, owners),  # where the weights are
         Rematerialize(),  # masks and positions are made where they are read
-        Comm(prefix=f"evaluate.{shape}:"),  # edges of their own, next to those of training
+        Comm(prefix=f"evaluate.{shape}:"),  # separate edges, next to training's
         Split(),
         Codegen(command, f"{files}_{shape}.py" if shape else f"{files}.py"),
     ]
 
 
 def pass_names() -> tuple[str, ...]:
-    """The names of all passes in the order in which they run: those of training, then those of evaluations alone."""
+    """The names of all passes in their order: first for training, then only for evaluations."""
     every = [
         *front_passes(True, WholeLoss(2), metrics=True, scaled=True),
         Cost(),

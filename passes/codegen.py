@@ -21,14 +21,14 @@ from fxpipe.tracing.custom_operators import registering
 
 WIDTH = 110
 TOTALS = "totals"
-"""What the name of the file of totals begins with."""
+"""The start of the name of the totals file."""
 
 
 @dataclass(frozen=True)
 class Codegen(Pass):
     """Emit a file for every stage, with a function for each of its parts.
 
-    Fields:
+    command: the command that made the build, for the header.
         command: what made the build, for the header.
         file: the files' names; `{worker}` is the stage's number.
     """
@@ -56,7 +56,7 @@ class Codegen(Pass):
 
 
 def _text(header: Iterator[str], functions: Sequence[_Function]) -> str:
-    """A file: its header, what it imports, its functions."""
+    """A file: its header, its imports, its functions."""
     modules = registering(function.part.graph for function in functions)
     imports = [f"import {module}  # defines operators that are called below" for module in modules]
     codecs = _codecs(functions)
@@ -70,7 +70,7 @@ def _text(header: Iterator[str], functions: Sequence[_Function]) -> str:
 
 
 def _codecs(functions: Sequence[_Function]) -> list[str]:
-    """The codecs that these functions pack and unpack with."""
+    """The codecs that these functions use."""
     nodes = (node for function in functions for node in function.part.graph.nodes)
     return sorted({codec_of(node) for node in nodes if is_pack(node) or is_unpack(node)})
 
@@ -80,8 +80,8 @@ def _totals_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], c
     yield ""
     yield f"computes  {', '.join(stage.parts['F'].spec.metrics)}"
     yield ""
-    yield "What the loss needs to know of the whole minibatch, such as how many tokens are not padded: computed of each"
-    yield "microbatch and added up, before the first forward. The stages get the sums with the batch."
+    yield "Sums over the minibatch that the loss needs, such as the number of tokens that are not padding: computed on"
+    yield "each microbatch and added up before the first forward. The stages get the sums with the batch."
     yield '"""'
 
 
@@ -121,8 +121,8 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     backward, weights = (c[worker : worker + 2] for c in (program.cuts.backward, program.cuts.weights))
     yield f"backward  {_units(program, backward)}"
     if weights != backward or program.weights_apart:
-        apart = ", apart from backward" if program.weights_apart else ""
-        yield f"weights   gradients of {_units(program, weights)}{apart}"
+        separate = ", separate from backward" if program.weights_apart else ""
+        yield f"weights   gradients of {_units(program, weights)}{separate}"
     for _, *again in (r for r in program.cuts.recompute if r[0] == worker):
         yield f"repeats   forward of {_units(program, again)}"
     if spared := _spared(program, worker):
@@ -146,7 +146,7 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
 
 
 def _spared(program: Program, worker: int) -> str:
-    """What the worker's backward computes again to save memory, for the header; '' if that is nothing."""
+    """What the worker's backward computes again to save memory, for the header; '' if nothing."""
     if not program.again or not program.again[worker].values:
         return ""
     again = program.again[worker]
@@ -208,7 +208,7 @@ class _Function:
         yield from self._result()
 
     def _title(self, node: fx.Node) -> str:
-        """Where a call comes from, and whether it is one of forward's that is computed again to save memory."""
+        """Where a call comes from, and whether it is a call of forward that is computed again to save memory."""
         title = heading(info(node))
         return f"again, to save memory: {title}".rstrip(": ") if node.meta.get(AGAIN) in self.again else title
 
@@ -242,7 +242,7 @@ class _Function:
         return f"{self.names[node]} = {call_text(node, self.names.__getitem__)}  # {comment}"
 
     def _reduction(self, node: fx.Node) -> Iterator[str]:
-        """The lines that hand a bucket over: one, if that is not too long."""
+        """The lines that hand over a bucket: one, if that is not too long."""
         call, comment = call_text(node, self.names.__getitem__), bucket_text(node, self.replicas)
         if len(call) + len(comment) < WIDTH:
             yield f"    {call}  # {comment}"
@@ -254,7 +254,7 @@ class _Function:
         yield "    ])"
 
     def _pace(self, edge: EdgeSpec, which: str, other: str) -> str:
-        """What a token is for, in words."""
+        """The purpose of a token, in words."""
         return f": {which} {self.function} waits for {other}" if edge.kind == "token" else ""
 
     def _result(self) -> Iterator[str]:

@@ -26,26 +26,26 @@ _ORDER = {phase: number for number, phase in enumerate(PHASES)}
 class Comm(Pass):
     """Wire the workers.
 
-    A value goes from where it is made to the nearest worker that reads it, and each reader sends on to the next what it
-    received. So no worker sends a value twice in one direction, none receives what it has no use for, and each boundary
+    A value goes from its worker to the nearest worker that reads it, and each reader sends on to the next what it
+    received. So no worker sends a value twice in one direction, none receives what it does not use, and each boundary
     between workers is crossed once: the links carry the least that the cuts allow.
 
-    It is sent as soon as it exists, or has come; received where it is first needed, here or by a later reader. If a
-    worker's forward reads it, its backward keeps what forward received; a worker whose backward alone reads it takes it
-    in forward if it has to send it on to a later worker, since backwards run the other way. What no forward waits for
-    leaves at the end of forward, after the activations: a link carries one message at a time. What weight gradients
-    alone read, where they are apart, arrives in W, or in B for a reader beyond that wants it there.
+    It is sent when it exists or has arrived, and received where it is first needed, here or by a later reader. If a
+    worker's forward reads it, its backward keeps what forward received. If only its backward reads it, it is received
+    in forward if it must be sent on to a later worker, since backwards run in the other direction. Values that no
+    forward waits for leave at the end of forward, after the activations: a link carries one message at a time. Values
+    that only separate weight gradients read arrive in W, or in B for a reader further on that needs them there.
 
-    A value without a dense layout (sliced) is copied by its sender; of an expanded one only the memory travels, and
-    each receiver expands it again; a view of a weight is copied. What is in the CPU's memory though the program is for
-    another device (random seeds of attention) travels on the device, and is copied back.
+    A value without a dense layout (sliced) is copied by its sender. Of an expanded one only the memory travels, and
+    each receiver expands it again. A view of a weight is copied. A value in the CPU's memory, in a program for another
+    device (random seeds of attention), travels on that device, and is copied back.
 
-    Neighbours that exchange no value in a phase get a token, one byte without meaning: without it the second would
-    run ahead of the first without bound (`fxpipe/ir/pace.py`). It leaves as soon as the first is in step itself. An
-    evaluation needs none.
+    Neighbours that exchange no value in a phase get a token, one byte without meaning: without it the second would run
+    ahead of the first without bound (`fxpipe/ir/pace.py`). It leaves when the first is itself in step. An evaluation
+    needs none.
 
     Fields:
-        prefix: what every edge's name begins with.
+        prefix: the start of every edge's name.
 
     Before:  y = aten.mm.default(h, w2)  # w1       After:  h_send = send(h, to=1)  # w0
                                                             h_recv = recv(h_send, peer=0)  # w1
@@ -86,7 +86,7 @@ class _Wiring:
         self.turn = next(backward, program.graph.output_node())  # every forward is over before it
 
     def place_of(self, node: fx.Node) -> _Place | None:
-        """The worker and phase that a value comes from; None for what every worker has or no worker computes."""
+        """The worker and phase that a value comes from; None if every worker has it or none computes it."""
         if node.op == "call_function":
             worker = info(node).worker
             assert worker is not None
@@ -111,7 +111,7 @@ class _Wiring:
             self._relay(node, home, stops, alone=len(readers) == 1)
 
     def _when(self, node: fx.Node) -> tuple[int, int]:
-        """The order of calls: by phase, then as the graph has them."""
+        """The order of calls: by phase, then as in the graph."""
         return _ORDER[info(node).phase], self.order[node]
 
     def _relay(self, node: fx.Node, home: _Place, stops: list[tuple[int, list[fx.Node]]], alone: bool) -> None:
@@ -142,7 +142,7 @@ class _Wiring:
     def _edge(
         self, node: fx.Node, sent: fx.Node, spec: EdgeSpec, users: list[fx.Node], before: fx.Node, late: bool
     ) -> fx.Node:
-        """Send `sent`, which is `node` as it travels, and receive it before a node, for the users; the received one."""
+        """Send `sent`, the form of `node` that travels, and receive it before a node; returns the received value."""
         name = f"{node.name}_send_{spec.dst}"
         if late:
             with self.graph.inserting_before(self.turn):
@@ -164,7 +164,7 @@ class _Wiring:
         return recv
 
     def _on_device(self, node: fx.Node, home: _Place) -> fx.Node:
-        """A value that a CUDA program has in the CPU's memory, on the device: NCCL sends nothing else; made once."""
+        """A value that a CUDA program has in the CPU's memory, copied once to the device: NCCL sends nothing else."""
         if value(node).device.type != "cpu" or self.device == "cpu":
             return node
         for user in node.users:
@@ -181,13 +181,13 @@ class _Wiring:
     def _refuse_sparse(self, node: fx.Node, src: int, dst: int) -> None:
         if is_sparse(node):
             raise CutError(
-                f"worker {src} would send worker {dst} the sparse tensor {node.name}, and only dense ones can be sent",
+                f"worker {src} would send worker {dst} the sparse tensor {node.name}, but only dense ones can be sent",
                 where=f"{info(node).source}: {info(node).text}" if node.op == "call_function" else None,
-                hint="make it dense where it is made (.to_dense()), or cut the model elsewhere",
+                hint="make it dense (.to_dense()), or cut the model elsewhere",
             )
 
     def pace(self, gap: Gap) -> None:
-        """Fill a gap with a token that leaves as soon as it may; its receiver takes it before all later nodes."""
+        """Fill a gap with a token that leaves as early as possible; its receiver takes it before all later nodes."""
         after = gap.after
         if after is None:  # at the start of the phase
             calls = (n for n in self.graph.nodes if n.op == "call_function" and info(n).phase in (gap.phase, "B"))
@@ -215,7 +215,7 @@ class _Wiring:
         self.edges[send.name] = self.edges[recv.name] = spec
 
     def _kind(self, node: fx.Node, made: Phase, read: Phase) -> EdgeKind:
-        """What an edge carries, by the phase that makes its value and the first that reads it from there on."""
+        """The kind of an edge, by the phase that makes its value and the first that reads it from there on."""
         if node.name in self.inputs:
             return "input"
         if made != "F":
@@ -225,8 +225,9 @@ class _Wiring:
     def _unexpanded(self, node: fx.Node, home: _Place) -> fx.Node:
         """One element of every dimension that repeats the same memory; made once.
 
-        A dense copy would do as a value, but not as a layout: operators that find a dimension expanded choose their
-        output's layout by their other inputs, and a view that was captured after them may need just that layout.
+        A dense copy would have the right values but not the layout: operators that find an expanded dimension choose
+        their output's layout by their other inputs, and a view that was captured after them may need exactly that
+        layout.
         """
         for user in node.users:
             if user.meta.get("made_unexpanded"):
@@ -241,14 +242,14 @@ class _Wiring:
         return self._unexpanded(made, home)
 
     def _expand(self, recv: fx.Node, node: fx.Node) -> fx.Node:
-        """A received value as large as `node` is."""
+        """A received value expanded to the size of `node`."""
         home, shape = (info(recv).worker or 0, info(recv).phase), list(value(node).shape)
         made = self._made_of(recv, torch.ops.aten.expand.default, f"{recv.name}_expanded", home, shape)
         info(made).bytes = size_of(value(made))
         return made
 
     def _dense(self, node: fx.Node, home: _Place) -> fx.Node:
-        """The value in a layout that can travel as one run of memory, and in memory of its own; made once."""
+        """The value in its own memory, in a layout that can travel as one run of memory; made once."""
         if is_non_overlapping_and_dense_or_false(value(node)) and not self._is_weight(node):
             return node
         for user in node.users:
@@ -261,13 +262,13 @@ class _Wiring:
         return clone
 
     def _is_weight(self, node: fx.Node) -> bool:
-        """Whether the value is in a parameter's memory, which the optimizer may write while the value is on its way."""
+        """Whether the value is in a parameter's memory, which the optimizer may overwrite while the value travels."""
         while node.op == "call_function" and is_view(node):
             node = node.all_input_nodes[0]
         return node.name in self.parameters
 
     def _made_of(self, node: fx.Node, target: Any, name: str, home: _Place, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of a value, right behind it."""
+        """A call on a value, placed right after it."""
         made = self._insert_after(node, target, (node, *args), name, **kwargs)
         made.meta["val"] = target(value(node), *args, **kwargs)
         made.meta[INFO] = self._record(node, home[1], home[0])
@@ -276,10 +277,10 @@ class _Wiring:
     def _insert_after(self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
         anchor = node
         if node.op == "placeholder":
-            with self.graph.inserting_before(self.first):  # before every reader, whatever worker that is on
+            with self.graph.inserting_before(self.first):  # before every reader, on any worker
                 return self.graph.create_node("call_function", target, args, kwargs, name=name)
         while anchor.next.meta.get("val") is not None and anchor.next.target is wire.send:
-            anchor = anchor.next  # several destinations: in their own order
+            anchor = anchor.next  # several destinations keep their order
         with self.graph.inserting_after(anchor):
             return self.graph.create_node("call_function", target, args, kwargs, name=name)
 

@@ -17,8 +17,8 @@ class Cost(Pass):
     """Give every node its bytes and seconds.
 
     Fields:
-        seconds: what was measured, by node name; None computes them from FLOPs and bytes, which needs no data.
-        device: the device to compute for; it need not be here.
+        seconds: the measured times, by node name; None computes them from FLOPs and bytes, which needs no data.
+        device: the device to compute for; it need not be present.
     """
 
     name: ClassVar[str] = "cost"

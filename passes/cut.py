@@ -15,7 +15,7 @@ class Cut(Pass):
     """Place every node: stage k runs F of the units between its forward cuts, and likewise B and W.
 
     Fields:
-        cuts: for as many units as the program has; `fxpipe/lowering/choose_cuts.py` chooses them.
+        cuts: for all units of the program; `fxpipe/lowering/choose_cuts.py` chooses them.
     """
 
     name: ClassVar[str] = "cut"

@@ -1,4 +1,4 @@
-"""defer: what makes weight gradients alone gets a phase of its own, after the backward."""
+"""defer: what makes only weight gradients gets its own phase, after the backward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fxpipe.ir.transform import Pass
 class Defer(Pass):
     """Move the nodes that only make weight gradients into the phase W, after all others.
 
-    No other node reads them, so nothing else changes. What makes an input's and weights' gradients in one call stays in
-    B, and its gradients are handed through: W returns all of them. What another worker reads, whose own W adds it up to
-    the gradient of a weight that several workers use, stays in B too, after all that B is for: W is what no worker
-    waits for.
+    No other node reads them, so nothing else changes. A call that makes both an input's and weights' gradients stays in
+    B, and W returns its weight gradients unchanged. What another worker reads stays in B too, after everything else in
+    B: it is added up there to the gradient of a weight that several workers use, and no worker may wait for W.
+
 
     Before:  dx = mm(dy, w)  # B                After:  dx = mm(dy, w)  # B
              dw = mm(t(dy), x)  # B, weight             dv = …
@@ -35,14 +35,14 @@ class Defer(Pass):
         end = program.graph.output_node()
         found = [n for n in program if info(n).weight]
         awaited = _awaited(found)
-        for node in sorted(found, key=lambda n: n not in awaited):  # stable: otherwise in their order
+        for node in sorted(found, key=lambda n: n not in awaited):  # stable: the others keep their order
             info(node).phase = "B" if node in awaited else "W"
             end.prepend(node)
         return replace(program, weights_apart=True)
 
 
 def _awaited(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Those of the nodes that another worker reads, and what they are made of."""
+    """The nodes that another worker reads, and what they are made from."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
         users = [n for n in node.users if n.op == "call_function"]

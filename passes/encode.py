@@ -23,12 +23,12 @@ from fxpipe.plan.spec import EdgeSpec, TensorSpec
 class Encode(Pass):
     """Give edges their codecs.
 
-    A value that several workers get by the same codec is packed once, unless the codec keeps a state for each edge. A
-    worker that hands a value on sends what it received, so that the value loses no more on the way.
+    A value that several workers get with the same codec is packed once, unless the codec keeps a state for each edge. A
+    worker that hands a value on sends it as received, so the value loses no more on the way.
 
     Fields:
-        codecs: by edge, the codec's text; edges that are not named stay as they are.
-        times: what codecs take; those that are not named count as free.
+        codecs: by edge, the codec's text; other edges stay unchanged.
+        times: the seconds of codecs; others count as free.
 
     Before:  h_send = send(h, to=1)  # w0        After:  h_int8 = int8.pack(h)  # w0
              h_recv = recv(h_send)  # w1                 h_send = send(h_int8, to=1)  # w0
@@ -62,7 +62,7 @@ class Encode(Pass):
 
 
 def _pack(send: fx.Node, edge: EdgeSpec, packed: dict[tuple[fx.Node, str], fx.Node], seconds: float) -> None:
-    """Let a Send take what the codec makes of its value, made right before the first Send that takes it."""
+    """Let a Send take the codec's output for its value, packed right before the first Send that takes it."""
     (source,) = send.all_input_nodes
     if wire.is_unpack(source) and wire.codec_of(source) == edge.codec:
         _carry(send, source.all_input_nodes[0])
@@ -83,7 +83,7 @@ def _carry(send: fx.Node, packed: fx.Node) -> None:
 
 
 def _unpack(recv: fx.Node, edge: EdgeSpec, seconds: float) -> None:
-    """Let all readers of a Recv read what the codec makes of it."""
+    """Let all readers of a Recv read the codec's output."""
     users, plain = list(recv.users), recv.meta["val"]
     tensor = edge.tensor
     args: list[Any] = [recv, edge.codec, list(tensor.shape), getattr(torch, tensor.dtype)]
@@ -100,7 +100,7 @@ def _unpack(recv: fx.Node, edge: EdgeSpec, seconds: float) -> None:
 def _before(
     place: fx.Node, target: Any, args: tuple[Any, ...], name: str, seconds: float, val: Any, like: fx.Node | None = None
 ) -> fx.Node:
-    """A new call in front of another, which belongs where `like` does, or else where that one does."""
+    """A new call before another; it belongs where `like` does, or else where the other one does."""
     with place.graph.inserting_before(place):
         made = place.graph.create_node("call_function", target, args, {}, name=name)
     made.meta["val"] = val

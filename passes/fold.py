@@ -15,8 +15,8 @@ from fxpipe.torch_private import schema_of
 
 aten = torch.ops.aten
 
-# A lazy conjugation or negation is a mark on a tensor, which gets lost where the tensor travels. Doing the same again
-# would then set the mark instead of taking it away, which some operators, such as view_as_real, do not take.
+# A lazy conjugation or negation is a mark on a tensor, which is lost when the tensor travels. Repeating it would then
+# set the mark instead of removing it, and some operators, such as view_as_real, refuse marked tensors.
 _COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 _ATTENTIONS = {
@@ -37,7 +37,7 @@ class Fold(Pass):
         g = aten.mm.default(dy, aten.t.default(wt))
 
     The transposed transpose matters: autograd reads the forward's view of a weight in backward, and a backward must
-    derive everything from the weights its own policy gives it. A conjugation that undoes another, past a view, is
+    derive everything from the weights that its policy gives it. A conjugation that undoes another, past a view, is
     computed.
     """
 
@@ -65,7 +65,7 @@ class Fold(Pass):
 
 
 def _stride_over_base(node: fx.Node) -> None:
-    """as_strided indexes its input's memory: let it read all of that, not a slice that may travel as a copy."""
+    """as_strided indexes its input's memory: let it read all of it, not a slice that may travel as a copy."""
     base = node.args[0]
     assert isinstance(base, fx.Node)
     offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")

@@ -1,4 +1,4 @@
-"""join_metrics: the loss and the metrics it came with become one tensor."""
+"""join_metrics: the loss and its metrics become one tensor."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ aten = torch.ops.aten
 class JoinMetrics(Pass):
     """Let the step's metrics go with the loss: out of forward, over the microbatches, and to worker 0.
 
-    A program without metrics stays as it is. No gradient goes through the new calls: backward begins with a constant.
+    A program without metrics stays unchanged. No gradient goes through the new calls: backward begins with a constant.
 
-    Over the microbatches a metric is the mean, weighted as the loss is: a leaf `loss_weight` of the batch multiplies
-    both. What is known to be a sum over the samples (`Program.summed_metrics`) is the sum.
+    Over the microbatches a metric is the mean, weighted like the loss: a leaf `loss_weight` of the batch multiplies
+    both. A metric known to be a sum over the samples (`Program.summed_metrics`) is summed.
 
     Fields:
         microbatches: how many a minibatch has.

@@ -1,4 +1,4 @@
-"""keep_layouts: what a kernel may lay out in memory otherwise than foretold is laid out as it was captured."""
+"""keep_layouts: a result whose strides a kernel may choose differently gets the strides that capture saw."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from fxpipe.passes.analysis.foretold import is_block, is_foretold, lie_alike, order_in_memory
+from fxpipe.passes.analysis.predicted_strides import is_block, is_predicted, order_in_memory, same_strides
 from torch import fx
 
 from fxpipe.ir.program import INFO, Level, Program, info, value
@@ -17,15 +17,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class KeepLayouts(Pass):
-    """Lay values out as they were captured, where that is not certain, and the new value of a buffer as the buffer is.
+    """Give values the strides of capture where those are not certain, and a buffer's new value the buffer's strides.
 
-    A program is traced on fake tensors, which foretell the strides of every result. What was traced behind a value
+    A program is traced on fake tensors, which predict the strides of every result. What was traced after a value
     relies on them: a view that its strides allow, a `.contiguous()` that did nothing and left no call, a kernel that
-    takes nothing else. Where a kernel lays its result out otherwise, such a program fails or, worse, computes something
-    else. So nothing relies on what is not certain (`fxpipe.passes.analysis.foretold`): the value passes through
-    `contiguous` in the order in which its dimensions were foretold to lie in memory. That is free where they do.
+    accepts nothing else. If a kernel chooses other strides, such a program fails or, worse, computes something else. So
+    a value with uncertain strides (`fxpipe.passes.analysis.predicted_strides`) passes through `contiguous` in the
+    predicted order of its dimensions in memory. That is free if the prediction is right.
 
-    A buffer's new value is what the next step reads as that buffer.
+    The next step reads a buffer's new value as that buffer.
 
     Before:                                     After:
         y = own.scan.default(xt)                    y = own.scan.default(xt)
@@ -40,14 +40,14 @@ class KeepLayouts(Pass):
     def __call__(self, program: Program) -> Program:
         program = program.copy()
         for node in list(program):
-            if not is_foretold(node):
+            if not is_predicted(node):
                 _keep(program.graph, node)
         _keep_buffers(program)
         return program
 
 
 def _keep(graph: fx.Graph, node: fx.Node) -> None:
-    """Let every call that reads the value read it as it was captured."""
+    """Let every call that reads the value read it with its captured strides."""
     readers = [user for user in node.users if user.op == "call_function"]
     if readers and is_block(value(node)):
         kept = _laid_out(graph, node, value(node))
@@ -62,17 +62,17 @@ def _keep_buffers(program: Program) -> None:
     for i, output in enumerate(program.outputs):
         if output.kind == "buffer" and results[i].op == "call_function":
             held, new = value(placeholders[output.target]), value(results[i])
-            if is_block(held) and not (is_foretold(results[i]) and lie_alike(held, new)):
+            if is_block(held) and not (is_predicted(results[i]) and same_strides(held, new)):
                 results[i] = _laid_out(program.graph, results[i], held)
     program.graph.output_node().args = (tuple(results),)
 
 
 def _laid_out(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
-    """The value with its dimensions in memory in the order of those of `like`, called for right behind it."""
+    """The value with its dimensions in memory in the order of those of `like`, computed right after it."""
     order = order_in_memory(like)
     back = [order.index(d) for d in range(len(order))]
     steps: list[tuple[Any, tuple[Any, ...], str]] = [(aten.contiguous.default, (), "kept")]
-    if 1 in like.shape:  # whose strides `contiguous` leaves alone, and `view` makes anew
+    if 1 in like.shape:  # `contiguous` keeps their strides, and `view` makes new ones
         steps.append((aten.view.default, ([like.shape[d] for d in order],), "kept_shape"))
     if order != sorted(order):
         steps = [

@@ -14,9 +14,9 @@ from fxpipe.ir.transform import Pass
 
 @dataclass(frozen=True)
 class MergeEqual(Pass):
-    """Let the same call of the same values be one node, except if it draws random numbers.
+    """Merge equal calls with equal arguments into one node, except those that draw random numbers.
 
-    Metrics often call the model once for each of them, `loss(model, batch)` and `model(x).argmax(1)`: in eval mode both
+    Metrics often call the model several times, `loss(model, batch)` and `model(x).argmax(1)`: in eval mode both
     give the same.
 
     Before:                                After:

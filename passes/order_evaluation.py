@@ -1,4 +1,4 @@
-"""order_evaluation: what reads a worker's weights comes after what reads the weights of earlier workers."""
+"""order_evaluation: calls that read a worker's weights come after calls that read weights of earlier workers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fxpipe.ir.transform import Pass
 class OrderEvaluation(Pass):
     """Put the calls of an evaluation in the order of the workers, which cuts can then follow.
 
-    A call belongs to the first worker that has all it needs: not before its inputs, nor before the owners of the
-    weights it reads, or of the buffers if it reads no weights. What is made of the batch alone belongs to its first
-    reader. Within a worker the order stays.
+    A call belongs to the first worker that has everything it needs: not before its inputs, nor before the owners of the
+    weights it reads, or of the buffers if it reads no weights. What is made only from the batch belongs to its first
+    reader. Within a worker the order is kept.
 
     Fields:
-        owners: the worker that holds a parameter or an updated buffer, by its first name; others are everywhere.
+        owners: the worker that holds a parameter or an updated buffer, by its first name; every worker has the others.
 
     Before (the model is called on both images):     After:
         h = mm(left, w0)                                 h = mm(left, w0)
@@ -46,7 +46,7 @@ class OrderEvaluation(Pass):
 
 
 def workers_of(program: Program, owners: Mapping[str, int]) -> dict[fx.Node, int]:
-    """The first worker that has all that a call of an evaluation needs; of what it reads itself, parameters decide."""
+    """The first worker that has all inputs of a call of an evaluation; for its own inputs, parameters decide."""
     placeholders, held = program.placeholders, []
     for rows in (program.parameters, program.buffers):
         held.append({placeholders[r.node]: owners[r.names[0]] for r in rows if r.names[0] in owners})

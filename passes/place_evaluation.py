@@ -1,4 +1,4 @@
-"""place_evaluation: every worker computes the part of an evaluation that its own weights are for."""
+"""place_evaluation: every worker computes the part of an evaluation that uses its weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fxpipe.planner.cuts import Cuts
 
 @dataclass(frozen=True)
 class PlaceEvaluation(Pass):
-    """Give the units of an evaluation, in order, to the workers by whose order `order_evaluation` has put them.
+    """Give the units of an evaluation, in order, to the workers in the order of `order_evaluation`.
 
-    What such a worker reads and another one holds is sent to it: tied weights, and statistics of a batch norm whose
-    weights are elsewhere.
+    A worker receives what it reads and another worker holds: tied weights, and statistics of a batch norm whose weights
+    are elsewhere.
 
     Fields:
         workers: how many there are.
-        owners: the worker that holds a parameter or an updated buffer, by its first name; others are everywhere.
+        owners: the worker that holds a parameter or an updated buffer, by its first name; every worker has the others.
 
     Before:                                      After (head.weight is embed.weight, which worker 0 owns):
         x = embedding(embed_weight, ids)  # u0       x = embedding(embed_weight, ids)  # w0

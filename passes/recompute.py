@@ -17,10 +17,10 @@ from fxpipe.ir.program import AGAIN, Again, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
 
 CUTS = 8
-"""How many minimum cuts a worker chooses from, at most."""
+"""The most minimum cuts from which a worker chooses."""
 
 STEPS = 16
-"""Into how many choices the way from one minimum cut to the next is divided."""
+"""How many choices there are from one minimum cut to the next."""
 
 
 @dataclass(frozen=True)
@@ -28,36 +28,36 @@ class Room:
     """How much a worker may keep between the actions of microbatches.
 
     Attributes:
-        bytes: for what is saved and deferred of all microbatches, and what one of them has computed again; inf for no
-            limit.
-        moments: how many microbatches are between F and B, and between B and W, at the fullest moments.
+        bytes: for everything saved and deferred, of all microbatches, and what one of them has computed again; inf for
+            no limit.
+        moments: how many microbatches are between F and B, and between B and W, when they need most memory.
     """
 
     bytes: float = math.inf
     moments: tuple[tuple[int, int], ...] = ((1, 0),)
 
     def filled(self, left: LeftValues) -> float:
-        """The bytes of `left`, at the fullest moment."""
+        """The bytes of `left`, at the moment of most memory."""
         kept = max(waiting * left.saved + later * left.deferred for waiting, later in self.moments)
         return kept + left.repeated
 
 
 LEAST = Room(-1.0)
-"""Room for nothing: what takes the fewest bytes of each microbatch, at any time."""
+"""Room for nothing: chooses the fewest bytes of each microbatch at any time."""
 
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Say which forward values the same worker's backward computes again: the least time that fits.
+    """Choose the forward values that the same worker's backward computes again: the least time that fits.
 
-    The choices of a worker are minimum cuts of its part of the graph (`analysis/keep_or_repeat.py`), from saving all
-    that backward reads to keeping hardly more than what enters the worker; between two of them, the later one for what
-    comes last in forward and the earlier one for the rest (of blocks that are alike, a minimum cut takes all or none).
-    What is random, and a buffer's new value, is never computed again. `rematerialize` makes the copies.
+    The choices of a worker are minimum cuts of its part of the graph (`analysis/keep_or_repeat.py`), from saving
+    everything that backward reads to keeping hardly more than what enters the worker. Between two of them, the later
+    one is used for what comes last in forward, and the earlier one for the rest (of equal blocks, a minimum cut takes
+    all or none). Random values and buffers' new values are never computed again. `rematerialize` makes the copies.
 
     Fields:
-        rooms: of each worker; with `LEAST`, it keeps the fewest bytes.
-        known: in place of rooms: what each worker's backward computes again of a program whose nodes have these names.
+        rooms: for each worker; with `LEAST`, it keeps the fewest bytes.
+        known: instead of rooms: what each worker's backward computes again in a program whose nodes have these names.
 
     Before: again = ()                     After: again = (Again(("gelu", "addmm"), 2e-3, 65536), Again())
     """
@@ -92,7 +92,7 @@ class Recompute(Pass):
 
 
 def _again(values: tuple[str, ...], before: LeftValues, after: LeftValues) -> Again:
-    """What a choice takes and saves, by what is left without it and with it."""
+    """The cost and the savings of a choice, from what is left without it and with it."""
     if not values:
         return Again()
     return Again(values, max(after.seconds - before.seconds, 0.0), before.saved - after.saved)
@@ -108,9 +108,9 @@ def _places(program: Program, choices: dict[int, Choices], rooms: dict[int, Room
         for k, left in _left(program, choices, places).items():
             tried[k][places[k]] = left
 
-    look(low)  # of one microbatch at a time, nothing is smaller than to save all
+    look(low)  # with one microbatch at a time, nothing is smaller than saving all
     look(high)
-    while any(low[k] < high[k] for k in rooms):  # all workers at once: a look takes a pass over the whole graph
+    while any(low[k] < high[k] for k in rooms):  # all workers at once: each look walks the whole graph
         middle = {k: (low[k] + high[k]) // 2 for k in rooms}
         look(middle)
         for k, room in rooms.items():
@@ -134,7 +134,7 @@ def _best(room: Room, tried: dict[int, LeftValues]) -> int:
 
 
 def _left(program: Program, choices: dict[int, Choices], places: dict[int, int]) -> dict[int, LeftValues]:
-    """By worker, what its forward leaves with the choice at its place."""
+    """By worker, what its forward leaves with the given choice."""
     assert program.cuts is not None
     again = [Again()] * program.cuts.workers
     for k, place in places.items():
@@ -144,13 +144,13 @@ def _left(program: Program, choices: dict[int, Choices], places: dict[int, int])
 
 
 class Choices:
-    """What one worker's backward can compute again, from nothing to as much as it can.
+    """What one worker's backward can compute again, from nothing to everything possible.
 
     Args:
         program: PLACED, with costs.
         plain: the same after `rematerialize`, which has chosen nothing: what its backwards read of forward is needed.
-        worker: whose.
-        most: of minimum cuts.
+        worker: its number.
+        most: the most minimum cuts.
     """
 
     def __init__(self, program: Program, plain: Program, worker: int, most: int = CUTS) -> None:
@@ -161,7 +161,7 @@ class Choices:
         self.last = STEPS * (len(self._sets) - 1)
 
     def names(self, place: int) -> frozenset[str]:
-        """The choice at a place from 0 to `last`: of each two minimum cuts, more and more of the second one."""
+        """The choice at a place from 0 to `last`: between two minimum cuts, ever more of the second one."""
         step, share = divmod(place, STEPS)
         repeated = self._sets[step]
         if share:
@@ -171,7 +171,7 @@ class Choices:
         return frozenset(self.nodes[v].name for v in repeated if not self._is_kept_view(v, repeated))
 
     def _is_kept_view(self, v: int, repeated: frozenset[int]) -> bool:
-        """Whether it is a view of what is kept: keeping it, too, takes nothing. Of a tuple, each element is kept."""
+        """Whether it is a view of a kept value: keeping it, too, costs nothing. Of a tuple, each element is kept."""
         if not self._views[v]:
             return False
         node = self.nodes[v]
@@ -184,7 +184,7 @@ class Choices:
 
 
 def _items(program: Program, plain: Program, worker: int) -> tuple[list[fx.Node], list[Item]]:
-    """What the worker's backward reads of its forward, and what that is made of; the items, by node."""
+    """What the worker's backward reads of its forward, and what that is made from; the items, by node."""
     kinds = Kinds(program)
     names = {node.name: node for node in program.graph.nodes}
     needed, copied = _read_later(plain, worker)
@@ -247,21 +247,21 @@ def _of_forward(node: fx.Node, program: Program) -> Iterator[fx.Node]:
 
 
 def _is_there(node: fx.Node, kinds: Kinds, worker: int) -> bool:
-    """Whether backward has it without its forward keeping it: weights, constants, masks of other workers."""
+    """Whether backward has it although its forward does not keep it: weights, constants, other workers' masks."""
     if node.op == "placeholder":
         return node.name not in kinds.inputs and node.name not in kinds.updated
     return kinds.is_made_anywhere(node, worker)
 
 
 def _seconds(node: fx.Node, kinds: Kinds, worker: int, copied: set[str]) -> float:
-    """What computing it again adds; inf if it cannot be."""
+    """The time of computing it again; inf if that is impossible."""
     if node.op == "placeholder" or info(node).worker != worker or kinds.only_once(node):
         return math.inf
     return 0.0 if node.name in copied else info(node).seconds or 0.0
 
 
 def _bytes(node: fx.Node, kinds: Kinds, worker: int, needed: bool) -> float:
-    """What keeping it takes; inf where rules of `rematerialize` or its own form forbid it."""
+    """The bytes of keeping it; inf if `rematerialize` or its form forbids it."""
     if node.op == "placeholder" or info(node).worker != worker:
         return size_of(value(node))
     if not hasattr(value(node), "dtype"):  # a tuple: its elements are kept

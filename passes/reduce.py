@@ -1,4 +1,4 @@
-"""reduce: the gradients of a worker that has replicas are put into buckets, which the replicas add up."""
+"""reduce: the gradients of a worker with replicas go into buckets, which the replicas add up."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from fxpipe.plan.spec import BucketSpec, Plan
 from fxpipe.task.batch import tensor_spec
 
 BUCKET_BYTES = 25 * 2**20
-"""What DistributedDataParallel takes by default."""
+"""DistributedDataParallel's default."""
 
 SHARE = 8
-"""Into how many buckets at least a worker's gradients go, if these are not as small as the last one.
+"""At least how many buckets a worker's gradients go into, unless these would be as small as the last one.
 
-The sum of a bucket begins when the last of its gradients is there: one that holds most of them would begin when little
+The sum of a bucket begins when its last gradient is there. A bucket that holds most of them would begin when little
 is left to hide it.
 """
 
 LAST_BYTES = 2**20
-"""The sums of other buckets go on while the rest is computed; nothing hides that of the last one, so it is small.
+"""Other buckets are summed while the rest is computed; nothing hides the last sum, so that bucket is small.
 
-DistributedDataParallel makes its *first* bucket this small, to have something to send early; here the first bucket is
-what the others leave.
+DistributedDataParallel makes its *first* bucket this small, to send early; here the first bucket has the remaining
+gradients.
 """
 
 
 @dataclass(frozen=True)
 class Reduce(Pass):
-    """Hand gradients over to be added up over replicas, as soon as those of a bucket exist.
+    """Hand gradients over to be added up over replicas, when all gradients of a bucket exist.
 
-    Buckets hold gradients in the order in which the code makes them, in the phase that returns them: B, or W where
-    weight gradients are apart. They are filled from the last gradient backwards, and each has one dtype. What is
-    handed over is still returned: the part is the same but for the calls.
+    Buckets hold gradients in the order in which the code makes them, in the phase that returns them: B, or W if weight
+    gradients are separate. They are filled from the last gradient backwards, and each has one dtype. Gradients are
+    still returned: the part has only more calls.
 
     Fields:
-        replicas: how many each worker has.
-        bucket_bytes: the most that a bucket has, unless one gradient alone has more; None for `BUCKET_BYTES`, or a
+        replicas: of each worker.
+        bucket_bytes: the limit of a bucket, unless one gradient alone is larger; None for `BUCKET_BYTES`, or a
             worker's `SHARE` if that is less.
         last_bytes: the same for the last bucket of a dtype, if that is less.
-        sharded: whether a replica gets only its own part of the sums: those of the parameters that it updates. These
-            are shared out whole, so that replicas have about as many bytes each.
-        buckets: by worker, those of another shape of batch, to be made again in their order; then no others are made,
-            and a parameter that gets no gradient here is None.
+        sharded: whether a replica gets only its own part of the sums, for the parameters that it updates. Whole
+            parameters are distributed, so that replicas have about equal bytes.
+        buckets: by worker, the buckets of another shape of batch, to be made again in their order; then no others are
+            made, and a parameter without a gradient here is None.
 
     Before:  d2 = mm(g, h)                   After:  d2 = mm(g, h)
              d1 = mm(g2, x)                          comm.all_reduce("bucket_0", [d2])
@@ -72,7 +72,7 @@ class Reduce(Pass):
 
     @staticmethod
     def like(plan: Plan) -> Reduce | None:
-        """Makes the buckets of a plan; None for one without replicas, or whose replicas train apart."""
+        """The pass that makes the buckets of a plan; None without replicas, or with independent ones."""
         if not plan.replicas or plan.outer is not None:
             return None
         return Reduce(plan.replicas, buckets=tuple(s.buckets for s in plan.stages))
@@ -129,10 +129,10 @@ class Reduce(Pass):
 
 
 def shared_out(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
-    """A replica for each of these names, so that all have about as many bytes: the largest first, to who has least."""
+    """A replica for each of these names, with about equal bytes: the largest first, to the replica with the least."""
     held = [0] * replicas
     found: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: of equal ones, in their order
+    for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: equal ones keep their order
         found[name] = held.index(min(held))
         held[found[name]] += sizes[name]
     return found
@@ -151,7 +151,7 @@ class _Gradients:
         self.phase = program.phases[-1]
         self.calls = [n for n in program if info(n).worker == worker and info(n).phase == self.phase]
         self.order = {node: i for i, node in enumerate(program.graph.nodes)}
-        self.made = set(self.calls)  # what the phase is given is there from its start
+        self.made = set(self.calls)  # inputs of the phase exist from its start
         names = {p.node: p.names[0] for p in program.parameters}
         found = {names[p]: node for p, node in program.gradients().items() if home_of(node) == worker}
         ready = sorted(found.items(), key=lambda row: (row[1] in self.made, self.order[row[1]]))
@@ -159,9 +159,9 @@ class _Gradients:
         for name, node in ready:
             if is_sparse(node):
                 raise CutError(
-                    f"the gradient of {name} is sparse, and cannot be summed over replicas",
+                    f"the gradient of {name} is sparse, so it cannot be summed over replicas",
                     where=f"{info(node).source}: {info(node).text}" if node.op == "call_function" else None,
-                    hint="make it dense where it is made (an embedding: sparse=False), or give its worker one replica",
+                    hint="make it dense (an embedding: sparse=False), or give its worker one replica",
                 )
 
     def size(self, name: str) -> int:
@@ -174,7 +174,7 @@ class _Gradients:
         return {name: self.size(name) for name in self.nodes}
 
     def check_in(self, buckets: Sequence[BucketSpec]) -> None:
-        """Refuse gradients that no bucket has.
+        """Refuse gradients that are in no bucket.
 
         Raises:
             CutError: names one.

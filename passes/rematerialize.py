@@ -26,15 +26,15 @@ class Rematerialize(Pass):
 
     Five reasons, in this order; a random node, or a buffer's new value, is never computed twice:
 
-    - weights: what backward reads that is made of weights alone (a transpose, a cast under autocast, weight norm) is
-      derived again in backward, from the weights that its policy gives it, never from what forward saw;
+    - weights: what backward reads and is made only from weights (a transpose, a cast under autocast, weight norm) is
+      derived again in backward, from the weights that its policy gives it, never from those of forward;
     - checkpoints: what backward reads of a `torch.utils.checkpoint` region is recomputed from the region's inputs;
-    - mismatches: where the cuts say so (`Cuts.recompute`), backward computes units whose forward ran on another worker
-      again from what enters them, instead of receiving what they saved; it keeps what its own forward receives;
-    - memory: what `recompute` has chosen (`Program.again`) of a worker's forward is computed again by its backward, of
-      what that forward leaves, instead of being left itself;
-    - cheapness: what is made cheaply from constants and the batch (causal masks, position ids, rotary tables) is made
-      on the worker that uses it, unless that would need more bytes of batch or weights there than it saves.
+    - mismatches: if the cuts say so (`Cuts.recompute`), backward computes units whose forward ran on another worker
+      again from their inputs, instead of receiving what they saved; it keeps what its own forward receives;
+    - memory: what `recompute` has chosen (`Program.again`) of a worker's forward is computed again by its backward from
+      what that forward leaves, instead of being saved itself;
+    - cheapness: what is cheap to make from constants and the batch (causal masks, position ids, rotary tables) is made
+      on the worker that uses it, unless that needs more bytes of batch or weights there than it saves.
 
     Before (backward reads forward's cast):      After:
         w16 = _to_copy(w)          # F               w16 = _to_copy(w)             # F
@@ -63,7 +63,7 @@ class Rematerialize(Pass):
 
 
 class Kinds:
-    """What every forward node is made of, and so whether and how far it can be computed again."""
+    """What every forward node is made from, and so whether and how far it can be computed again."""
 
     def __init__(self, program: Program) -> None:
         assert program.cuts is not None
@@ -75,7 +75,7 @@ class Kinds:
         self.weights = {n for n in sources.fixed if sources.made_of(n, parameters)}
         self.cheap = {n for n in sources.cheap if not sources.made_of(n, updated)}
         self.parameters = parameters
-        self.present: dict[int, set[str]] = {}  # placeholders each worker reads in any case
+        self.present: dict[int, set[str]] = {}  # placeholders that each worker reads in any case
         self.once = {n for new in program.updates().values() for n in (new, viewed(new))}  # buffers' new values
         self.inputs = {b.node for b in program.batch if b.node}
         self.chosen = {(name, worker) for worker, again in enumerate(program.again) for name in again.values}
@@ -95,7 +95,7 @@ class Kinds:
                         yield source, worker
 
     def why(self, source: fx.Node, phase: Phase, worker: int) -> Callable[[fx.Node], bool] | None:
-        """None to leave `source` alone for a reader there; else which of its ancestors to copy along."""
+        """None to leave `source` unchanged for a reader there; else a test of which ancestors to copy with it."""
         if source.op != "call_function" or info(source).phase != "F":
             return None
         if phase != "F" and source in self.weights:
@@ -135,7 +135,7 @@ class Kinds:
         )
 
     def is_made_anywhere(self, node: fx.Node, worker: int) -> bool:
-        """Whether a node of another worker is made cheaply there, and moves no more bytes than it saves."""
+        """Whether a node of another worker is cheap to make there, and moves no more bytes than it saves."""
         if info(node).worker == worker or node not in self.cheap:
             return False
         missing = [n for n in self.leaves[node] if n.name not in self.present.get(worker, set())]
@@ -156,12 +156,12 @@ def _counts_once(element: fx.Node) -> bool:
 
 
 def _trains_statistics(node: fx.Node) -> bool:
-    """Whether it is a batch norm in train mode, which takes running statistics to update them and for nothing else."""
+    """Whether it is a batch norm in train mode, which takes running statistics only to update them."""
     return node.target is aten._native_batch_norm_legit_functional.default and bool(node.args[5])
 
 
 def _forgets_statistics(node: fx.Node) -> bool:
-    """Whether a copy of it can do without them; if nothing else is wide, they decide the precision."""
+    """Whether a copy of it needs no running statistics; if nothing else is wide, they decide the precision."""
     if not _trains_statistics(node):
         return False
     read, weight = node.args[:2]
@@ -177,29 +177,30 @@ def reads_again(node: fx.Node) -> list[fx.Node]:
 
 
 def _forget_statistics(node: fx.Node) -> None:
-    """Make a copied batch norm one that has no running statistics: the same numbers, and nothing to send for it."""
+    """Make a copied batch norm have no running statistics: the same numbers, and nothing to send for it."""
     node.target = aten._native_batch_norm_legit.no_stats
     node.args = (*node.args[:3], *node.args[5:])
     node.meta["val"] = value(node)[:3]
 
 
 class _Copier:
-    """Copies nodes with the ancestors they need; each once for a worker and phase.
+    """Copies nodes with the ancestors they need; each once per worker and phase.
 
-    What B has computed again, W does not, unless it is made of weights alone: it is handed through. Of a tuple, B takes
-    the elements that W reads: tensors are handed through, never tuples.
+    W does not repeat what B has computed again, unless it is made only from weights: B hands it over. Of a tuple, B
+        takes
+    the elements that W reads: tensors are handed over, never tuples.
     """
 
     def __init__(self, graph: fx.Graph, kinds: Kinds) -> None:
         self.graph = graph
         self.kinds = kinds
         self.made: dict[tuple[fx.Node, int, Phase], fx.Node] = {}
-        self.original: dict[fx.Node, fx.Node] = {}  # by copy: readers of a node may read a copy by now
+        self.original: dict[fx.Node, fx.Node] = {}  # by copy: a node's readers may now read a copy
 
     def copy(
         self, source: fx.Node, reader: fx.Node, phase: Phase, worker: int, wanted: Callable[[fx.Node], bool]
     ) -> fx.Node:
-        """The copy of `source` for that worker and phase, made before `reader` if it is the first to want it."""
+        """The copy of `source` for that worker and phase, made before `reader` if it is the first to need it."""
         stack = [source]
         while stack:  # no recursion: chains can be thousands of nodes long
             node = stack[-1]

@@ -1,4 +1,4 @@
-"""scale_loss: the backward begins with a loss scale that comes from outside, instead of with 1."""
+"""scale_loss: the backward begins with a loss scale from outside, instead of 1."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fxpipe.torch_private import rename
 class ScaleLoss(Pass):
     """Multiply the gradient that backward begins with by a leaf of the batch: a float32 scalar.
 
-    Gradients of float16 that are too small for it would be zero, those that are too large infinite. The leaf is in no
-    batch of the user's: worker 0 makes it for each microbatch. Forward, and so the loss that is reported, stays as it
-    was.
+    Without it, small float16 gradients become zero, and large ones infinite. The user's batches do not have this leaf:
+    worker 0 makes it for each microbatch. Forward, and so the reported loss, stays unchanged.
+
 
     Raises:
-        TaskError: trained parameters are of float16 themselves.
+        TaskError: trained parameters are themselves float16.
 
     Before:                                     After:
         d_loss = ones([])                           d_loss = ones([])
@@ -50,11 +50,11 @@ class ScaleLoss(Pass):
 
 
 def _check_parameters(program: Program) -> None:
-    """Refuse what torch's GradScaler refuses, too: the step of such a parameter would be lost in its rounding."""
+    """Refuse what torch's GradScaler refuses, too: rounding would lose the step of such a parameter."""
     dtypes = {p.names[0]: program.values[p.node].dtype for p in program.parameters if p.trained}
     narrow = [name for name, dtype in dtypes.items() if dtype == torch.float16]
     if narrow:
         raise TaskError(
-            f"--autocast fp16 trains parameters in float32, and these are of float16: {listed(narrow, 5)}",
+            f"--autocast fp16 trains parameters in float32, but these are float16: {listed(narrow, 5)}",
             hint="leave the model in float32 (no .half()): autocast converts the weights where it computes with them",
         )

@@ -1,4 +1,4 @@
-"""send_early: backward first makes what other workers wait for, and then the rest, as far as that costs no memory."""
+"""send_early: backward first makes what other workers wait for, then the rest, as far as that costs no memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fxpipe.ir.wire import is_recv, is_send
 
 @dataclass(frozen=True)
 class SendEarly(Pass):
-    """Let the calls of a backward that nothing sent is made of come after its last send: most make weight gradients.
+    """Move calls of a backward on which no send depends after its last send: most make weight gradients.
 
-    The worker before then waits less, once for each worker at the start of a minibatch under a flush. What waits keeps
-    its inputs for longer. So the last of these calls are moved, those of the stage's first layers, as many as leave the
-    most that the function holds at once as it was: the code of the later layers holds more anyway.
+    The previous worker then waits less, once per worker at the start of a minibatch with a flush. The moved calls keep
+    their inputs longer. So only the last of them are moved, those of the stage's first layers, as many as do not raise
+    the function's memory peak: the code of the later layers needs more anyway.
 
-    Nothing else changes, not even a bit: what draws random numbers stays where it is, and what that is made of.
+    Nothing else changes, not even a bit: random draws, and what they are made from, stay in place.
 
     Before:  dw = mm(t(dy), x)           After:  dx = mm(dy, w)
              dx = mm(dy, w)                      comm.send("dx", dx)
@@ -51,7 +51,7 @@ class SendEarly(Pass):
 
 
 def _late(calls: Sequence[fx.Node]) -> list[fx.Node]:
-    """What comes before the last send of a function, and could come after it."""
+    """The calls before the last send of a function that could come after it."""
     needed: set[fx.Node] = set()
     for node in reversed(calls):
         if node in needed or is_send(node) or is_recv(node) or is_random(node):
@@ -62,7 +62,7 @@ def _late(calls: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _as_many_as_fit(stage: Stage, calls: Sequence[fx.Node], late: Sequence[fx.Node]) -> Sequence[fx.Node]:
-    """The most of the last of `late` that can come after the last send within the memory of the function."""
+    """The longest end of `late` that can come after the last send without more memory for the function."""
     copies = (node for node in stage.parts["B"].graph.nodes if node.op == "call_function")
     copy_of = dict(zip(calls, copies, strict=True))
     end = stage.parts["B"].graph.output_node()
@@ -74,7 +74,7 @@ def _as_many_as_fit(stage: Stage, calls: Sequence[fx.Node], late: Sequence[fx.No
         return memory.peak, memory.peak_unreceived
 
     most = peaks(calls)
-    few, many = 0, len(late)  # so many fit; more than so many do not
+    few, many = 0, len(late)  # this many fit; this many do not
     while few < many:
         tried = (few + many + 1) // 2
         found = peaks(_moved(calls, late[-tried:]))

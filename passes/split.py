@@ -18,13 +18,13 @@ from fxpipe.plan.spec import FUNCTIONS, PartSpec, Phase
 
 @dataclass(frozen=True)
 class Split(Pass):
-    """Give the program its stages; the graph itself stays as it is.
+    """Give the program its stages; the graph itself stays unchanged.
 
-    A stage's forward takes weights, buffers and (on worker 0) the batch; it returns the loss (one tensor with
-    its metrics, if it has some), the buffers' new values and the saved values. Its backward takes weights, buffers and
-    the saved values, and returns gradients. Where weight gradients are apart, it returns what they are made of, the
-    deferred values, and a third function takes weights, buffers and these, and returns gradients. A stage of an
-    evaluation has one part, which takes what forward takes, and returns metrics, and after them the new values of the
+    A stage's forward takes weights, buffers and (on worker 0) the batch; it returns the loss (one tensor with its
+    metrics, if it has some), the buffers' new values and the saved values. Its backward takes weights, buffers and the
+    saved values, and returns gradients. If weight gradients are separate, it returns the deferred values from which
+    they are made, and a third function takes weights, buffers and these, and returns gradients. A stage of an
+    evaluation has one part, which takes the arguments of forward, and returns metrics, then the new values of the
     buffers that it carries from batch to batch.
 
     Before:  y = mm(h, w2)  # F w0           After:  stage 0 forward   (h, w2): y = mm(h, w2); send(y)
@@ -84,7 +84,7 @@ class _Interface:
         return found
 
     def _left(self, worker: int, before: Iterable[fx.Node], after: Mapping[fx.Node, None]) -> list[fx.Node]:
-        """What a worker's later calls read of what is there by then, in the order in which it exists."""
+        """The existing values that a worker's later calls read, in the order in which they are made."""
         wanted = dict.fromkeys(n for node in after if not wire.is_recv(node) for n in node.all_input_nodes)
         wanted.update(dict.fromkeys(n for n in self.gradients.values() if home_of(n) == worker))
         kept = [n for n in wanted if n not in after and not self._is_local(n)]
@@ -92,11 +92,11 @@ class _Interface:
         return sorted(kept, key=lambda n: order.get(n, -1))
 
     def _is_local(self, node: fx.Node) -> bool:
-        """Whether each function takes it as a weight or a buffer: parameters, and buffers that nothing updates."""
+        """Whether each function takes it as a weight or a buffer: parameters, and buffers without updates."""
         return node.name in self.parameters or (node.name in self.buffers and node.name not in self.updates)
 
     def part(self, worker: int, phase: Phase, calls: list[fx.Node], passed: list[fx.Node], kept: list[fx.Node]) -> Part:
-        """One phase of a worker: its calls as a graph, and what goes in and out of it."""
+        """One phase of a worker: its calls as a graph, with its inputs and outputs."""
 
         def made_here(outputs: Mapping[str, fx.Node], made_in: Phase) -> dict[str, fx.Node]:
             return {name: n for name, n in outputs.items() if phase == made_in and home_of(n) == worker}
@@ -149,7 +149,7 @@ class _Interface:
         mapped: dict[fx.Node, fx.Node] = {}
         edges: dict[str, str] = {}
         for node in inputs:
-            # Named outright: `graph.placeholder` would write LayerNorm as layer_norm, another name than forward's.
+            # Set the name directly: `graph.placeholder` would write LayerNorm as layer_norm, unlike forward.
             name = name_in_part(node)
             mapped[node] = graph.create_node("placeholder", name, (), {}, name=name)
             mapped[node].meta = dict(node.meta)

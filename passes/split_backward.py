@@ -1,4 +1,4 @@
-"""split_backward: an operator that makes input and weight gradients in one call makes them in two."""
+"""split_backward: an operator that makes input and weight gradients in one call is split into two calls."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _INPUT, _WEIGHT, _MASK = 1, 2, 10  # arguments of convolution_backward
 
 @dataclass(frozen=True)
 class SplitBackward(Pass):
-    """Split the backward of every convolution, so that its weight gradient can be placed apart (W).
+    """Split the backward of every convolution, so that its weight gradient can be placed separately (W).
 
-    The two calls give the same bits as the one: PyTorch computes the two gradients with separate kernels in any case. A
+    The two calls give the same bits as the one: PyTorch computes the two gradients with separate kernels anyway. A
     call reads only the layout of the tensor whose gradient it makes, so it gets an empty stand-in for it: the input's
-    gradient must not need the saved input, nor the weight's gradient the weight.
+    gradient must not depend on the saved input, nor the weight's gradient on the weight.
 
     Before:                                                     After:
         both = convolution_backward(dy, x, w, …, [True] * 3)        like_x = empty_strided([8, 3, 9, 9], …)
@@ -51,7 +51,7 @@ class SplitBackward(Pass):
 def _split(graph: fx.Graph, node: fx.Node) -> None:
     elements = [n for n in node.users if n.args[1] == 0], [n for n in node.users if n.args[1] != 0]
     if not all(elements):
-        return  # it makes only one kind, as the first convolution of a model does
+        return  # it makes only one of them, like a model's first convolution
     halves = (
         _half(graph, node, "input", _INPUT, (True, False, False)),
         _half(graph, node, "weight", _WEIGHT, (False, True, True)),

@@ -23,12 +23,12 @@ _SAME_NUMBERS = {aten._to_copy.default, aten.clone.default}
 class Units(Pass):
     """Give every node its unit.
 
-    Forward: each node that computes opens a unit; views, tuple elements and corrections stay with what is before them,
-    and what is made from parameters, constants or the batch alone (a transposed weight, a mask) joins its first reader.
-    Backward: a node takes the unit of its forward node, by autograd's own numbering (`seq_nr`); a sum of gradients, and
-    any node with inputs from earlier units, the earliest unit among its inputs. So a backward edge never runs towards a
-    later unit, and independent forward and backward cuts are safe. What makes weight gradients alone is marked. What
-    serves metrics alone opens no unit: it stays with what it is computed of.
+    Forward: each node that computes opens a unit. Views, tuple elements and corrections stay with the node before them,
+    and what is made only from parameters, constants or the batch (a transposed weight, a mask) joins its first reader.
+    Backward: a node takes the unit of its forward node, by autograd's numbering (`seq_nr`). A sum of gradients, and any
+    node with inputs from earlier units, takes the earliest unit among its inputs. So a backward edge never runs towards
+    a later unit, and independent forward and backward cuts are safe. What makes only weight gradients is marked. What
+    serves only metrics opens no unit: it stays with its inputs.
     """
 
     name: ClassVar[str] = "units"
@@ -68,7 +68,7 @@ def _forward(nodes: list[fx.Node], sources: Set[fx.Node], buffers: dict[fx.Node,
         else:
             units.append(info(node).module)
             info(node).unit = len(units) - 1
-    if not units:  # a step of views and masks only
+    if not units:  # a step of only views and masks
         units.append("")
     for node in reversed(nodes):
         if node in sources:
@@ -83,7 +83,7 @@ def _forward(nodes: list[fx.Node], sources: Set[fx.Node], buffers: dict[fx.Node,
             read = [
                 n for n in near if n.op == "call_function" or any(u.op == "call_function" for u in {*n.users} - {node})
             ]
-            module = info(node).module  # of a counter that nothing else reads, its module says where
+            module = info(node).module  # if nothing else reads a counter, its module decides
             alone = units.index(module) if module in units else 0
             info(node).unit = max(map(_last_reader, read), default=alone)
     return units
@@ -127,13 +127,13 @@ def _mark_weight_gradients(program: Program) -> None:
 
     A node is W if nothing reads it except
 
-    - W nodes of its own unit: in the end every backward node serves weights, but those of earlier units through the
-      gradient that crosses to them, and that is B;
-    - what finishes a weight's gradient: views, casts and autograd's sums over several uses, up to the output. So
+    - W nodes of its own unit (in the end every backward node serves weights, but those of earlier units through the
+      gradient that crosses to them, and that is B);
+    - nodes that finish a weight's gradient: views, casts and autograd's sums over several uses, up to the output. So
       the gradients of a tied weight are W in each of their units, and so is their sum.
 
-    An operator that makes an input's and weights' gradients in one call is B, its elements stay with it, and so
-    does what works on those alone. A W node may read B nodes; no B node reads W.
+    An operator that makes an input's and weights' gradients in one call is B, its elements stay with it, and so do
+    nodes that work only on those. A W node may read B nodes; no B node reads W.
     """
     outputs = list(zip(program.output_nodes, program.outputs, strict=True))
     gradients = {n for n, o in outputs if o.kind == "gradient"} - {n for n, o in outputs if o.kind != "gradient"}
@@ -143,13 +143,13 @@ def _mark_weight_gradients(program: Program) -> None:
     for node in reversed(backward):
         users = [n for n in node.users if n.op == "call_function"]
         if not users if node not in gradients else len(users) + 1 != len(node.users):
-            continue  # nothing reads it, or an output of another kind does
+            continue  # nothing reads it, or only an output of another kind
         if _finishes(node) and finishing.issuperset(users):
             finishing.add(node)
         unit = info(node).unit
         if all(n in finishing or (n in found and info(n).unit == unit) for n in users):
             found.add(node)
-    made_by_b: set[fx.Node] = set()  # weight gradients, or what they are made of
+    made_by_b: set[fx.Node] = set()  # weight gradients, or what they are made from
     for node in backward:
         sources = [n for n in node.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]
         if is_getitem(node) and sources[0] not in found:
@@ -164,5 +164,5 @@ def _mark_weight_gradients(program: Program) -> None:
 
 
 def _finishes(node: fx.Node) -> bool:
-    """Whether the value is, up to layout and dtype, what it reads, or autograd's sum of several such."""
+    """Whether the value is, up to layout and dtype, its input, or autograd's sum of several such values."""
     return is_view(node) or node.target in _SAME_NUMBERS or bool(node.meta.get("accumulates"))

@@ -1,4 +1,4 @@
-"""whole_loss: what microbatches make of the loss becomes what the whole minibatch makes of it."""
+"""whole_loss: the microbatches' losses become the whole minibatch's loss."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ aten = torch.ops.aten
 UNPROVED = "that the microbatches give the whole batch's loss is "
 CHECKED = "checked on the first batch, and not proved for others"
 UNCHECKED = "neither proved nor checked"
-OWN = "{} may do with a microbatch's gradients what it would not do with the whole batch's"
-UNTRIED = "loss_weight(batch) was not tried on microbatches that count differently"
+OWN = "{} may treat a microbatch's gradients differently from the whole batch's"
+UNTRIED = "loss_weight(batch) was not tried on microbatches of different weights"
 
 
 BY_ITSELF = (
-    "batch norm normalises each microbatch by itself ({}): this trains otherwise than a loop over whole batches, and "
-    "--verify compares with eager PyTorch's batch norm on microbatches; --microbatches 1, without replicas, trains as "
-    "that loop does"
+    "batch norm normalises each microbatch by itself ({}): this trains differently from a loop over whole batches, and "
+    "--verify compares with eager PyTorch's batch norm on microbatches; --microbatches 1, without replicas, trains "
+    "like that loop"
 )
-"""What batch norm makes of microbatches, as a warning."""
+"""The warning that batch norm sees microbatches."""
 
 
 @dataclass(frozen=True)
 class WholeLoss(Pass):
-    """Take numbers that the loss divides by, such as the count of valid tokens, from the whole minibatch.
+    """Take numbers by which the loss divides, such as the count of valid tokens, from the whole minibatch.
 
-    The mean over the microbatches is then the whole minibatch's loss, and so are the gradients. Random numbers that are
-    not of samples, such as whether a layer is skipped, are drawn alike in all microbatches. Worker 0 adds up what
-    the program `totals` computes of each microbatch; the sums are leaves of the batch, as all other leaves are. What
-    cannot be derived stays as it is: compile compares with the whole batch in any case.
+    The mean over the microbatches is then the whole minibatch's loss, and likewise the gradients. Random numbers that
+    do not belong to samples, such as whether a layer is skipped, are the same in all microbatches. Worker 0 adds up
+    what the program `totals` computes of each microbatch; the sums are leaves of the batch, like all others. What
+    cannot be derived stays unchanged: compile compares with the whole batch in any case.
 
     Fields:
         microbatches: how many a minibatch has.
-        weighted: where the loss cannot be derived, the hook `loss_weight` says how much each microbatch counts: a leaf
-            of the batch multiplies its loss.
-        checked: it is known that the program and the whole batch have one loss and the same gradients on one batch,
-            whose microbatches count differently if they are weighed.
-        accepted: the loss may differ from the whole batch's, as the user says.
-        unlike: warnings of metrics that were found to differ from the whole batch's.
+        weighted: if the loss cannot be derived, the hook `loss_weight` says how much each microbatch counts: a leaf of
+            the batch multiplies its loss.
+        checked: on one batch, whose microbatches count differently if weighted, the program and the whole batch have
+            the same loss and gradients.
+        accepted: the loss may differ from the whole batch's: the user accepts it.
+        unlike: warnings for metrics that differ from the whole batch's.
 
     Before:                                     After (2 microbatches):
         count = sum(ne(target, -100))               half = div(total_0, 2)
@@ -122,14 +122,14 @@ def _often(buffers: Sequence[str], microbatches: int) -> str:
     them = "it" if len(buffers) == 1 else "them"
     return (
         f"every microbatch changes {listed(buffers, 4)}, {microbatches} times in a step: eager PyTorch changes {them} "
-        "once, by the whole batch"
+        "once, with the whole batch"
     )
 
 
 def _with_whole_numbers(program: Program, numbers: Mapping[fx.Node, Mapping[Place, Any]]) -> Program:
-    """Let calls take the numbers that they must take for the whole minibatch, and their backward calls what follows.
+    """Give calls the numbers of the whole minibatch where they need them, and likewise their backward calls.
 
-    So do constants that are computed of such numbers.
+    The same for constants that are computed from such numbers.
     """
     backward = BackwardCalls(program)
     for node, given in numbers.items():
@@ -170,7 +170,7 @@ def with_leaf(program: Program, node: str, name: str, shown: torch.Tensor) -> tu
     """The program with a leaf of the batch that the user's batches do not have, and the leaf's node.
 
     Args:
-        node, name: what the node is called, and the leaf.
+        node, name: the name of the node, and of the leaf.
         shown: its fake value.
     """
     with program.graph.inserting_after([n for n in program.graph.nodes if n.op == "placeholder"][-1]):
@@ -182,7 +182,7 @@ def with_leaf(program: Program, node: str, name: str, shown: torch.Tensor) -> tu
 
 
 def times(node: fx.Node, leaf: fx.Node) -> fx.Node:
-    """A value times a leaf of the batch, right behind it and in its own dtype."""
+    """A value times a leaf of the batch, right after it and in its own dtype."""
     graph = node.graph
     with graph.inserting_before(node.next):
         if value(node).dtype != value(leaf).dtype:
@@ -191,17 +191,17 @@ def times(node: fx.Node, leaf: fx.Node) -> fx.Node:
 
 
 def begins_of(program: Program) -> list[fx.Node]:
-    """The gradients of the loss that the backward begins with."""
+    """The gradients of the loss with which the backward begins."""
     return [n for n in program if info(n).phase == "B" and n.name == "d_loss"]
 
 
 def read_instead(node: fx.Node, made: fx.Node) -> None:
-    """Let all that reads a node read `made`, which is computed from it."""
+    """Let all readers of a node read `made`, which is computed from it."""
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
 class _Substitution:
-    """A program in change: the totals that it takes from outside by and by, and the program that computes them."""
+    """A program under change: the totals that it takes from outside, and the program that computes them."""
 
     def __init__(self, program: Program, microbatches: int) -> None:
         self.source = program
@@ -214,7 +214,7 @@ class _Substitution:
         return replace(self.source, totals=self.addends.program(self.source) if self.addends.outputs else None)
 
     def total(self, node: fx.Node, share: Share) -> None:
-        """The whole minibatch's value in the place of a sum or a mean over the batch."""
+        """Put the whole minibatch's value in place of a sum or a mean over the batch."""
         current = self.replaced.get(node, node)
         made = self._leaf(self.addends.copy(current))
         if share is Share.MEAN:
@@ -223,7 +223,7 @@ class _Substitution:
         self.replaced[node] = made
 
     def factor(self, node: fx.Node, factor: fx.Node) -> None:
-        """Scale what multiplies or divides a sum, forward and backward, so that the result is a mean."""
+        """Scale the factor or divisor of a sum, forward and backward, so that the result is a mean."""
         factor = self.replaced.get(factor, factor)
         scale = aten.div.Scalar if node.target is aten.div.Tensor else aten.mul.Scalar
         scaled = self._call(node, scale, (factor, self.microbatches))
@@ -234,7 +234,7 @@ class _Substitution:
                 user.replace_input_with(factor, scaled)
 
     def divide(self, node: fx.Node, reader: fx.Node) -> None:
-        """Divide a value that one call reads by the number of microbatches, and the gradient that comes back to it."""
+        """Divide a value that one call reads by the number of microbatches, and likewise its gradient."""
         current = self.replaced.get(node, node)
         scaled = self._call(current.next, aten.div.Scalar, (current, self.microbatches), like=node)
         scaled.meta[CORRECTS] = True
@@ -248,7 +248,7 @@ class _Substitution:
                     call.replace_input_with(gradient, made)
 
     def likelihood(self, node: fx.Node) -> None:
-        """A mean over the targets' weights becomes a sum over the whole minibatch's weights."""
+        """Make a mean over the targets' weights a sum divided by the whole minibatch's weights."""
         scores, target, weight, _, ignored = node.args
         assert isinstance(scores, fx.Node)
         assert isinstance(target, fx.Node)
@@ -268,7 +268,7 @@ class _Substitution:
             result.replace_all_uses_with(each)
 
     def _leaf(self, addend: fx.Node) -> fx.Node:
-        """A new leaf of the batch: the sum over the microbatches of what `addend` computes."""
+        """A new leaf of the batch: the sum of `addend` over the microbatches."""
         index = len(self.addends.outputs) - 1
         self.source, made = with_leaf(self.source, f"total_{index}", f"total.{index}", value(addend))
         self.addends.take(made)
@@ -283,13 +283,13 @@ class _Substitution:
         *,
         like: fx.Node | None = None,
     ) -> fx.Node:
-        """A new forward call in front of `before`, which belongs to the same module."""
+        """A new forward call before `before`, in the same module."""
         with self.graph.inserting_before(before):
             return call(self.graph, target, args, kwargs or {}, like or before)
 
 
 def call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: fx.Node) -> fx.Node:
-    """A new call where the graph inserts, with its fake value; module, line and autograd number are those of `like`."""
+    """A new call where the graph inserts, with its fake value; module, line and autograd number as `like`."""
     made = graph.call_function(target, tuple(args), dict(kwargs))
     fake = next(value(n) for n in made.all_input_nodes)
     given = fx.node.map_arg((made.args, made.kwargs), value)
@@ -302,9 +302,9 @@ def call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 class _Addends:
-    """The program that computes, of one microbatch's leaves and constants, what is added up over the minibatch.
+    """The program that computes, from one microbatch's leaves and constants, what is added up over the minibatch.
 
-    What is added to a total may be computed of earlier totals, which are then leaves of this program's batch, too.
+    A total may depend on earlier totals, which are then leaves of this program's batch, too.
     """
 
     def __init__(self, program: Program) -> None:
@@ -316,7 +316,7 @@ class _Addends:
             self.take(placeholder)
 
     def take(self, node: fx.Node) -> None:
-        """From now on, what is computed here can read a placeholder of the program."""
+        """From now on, this program can read a placeholder of the original."""
         last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
         with self.graph.inserting_after(last):
             made = self.graph.placeholder(node.name)
@@ -331,7 +331,7 @@ class _Addends:
         return made
 
     def weight_of(self, target: fx.Node, weight: Any, ignored: Any) -> fx.Node:
-        """Add up the weights of the targets that are not ignored: their number, if classes have no weights."""
+        """Add up the weights of the targets that are not ignored; without class weights, their number."""
         like, classes = target, self._copied(target)
 
         def do(operator: Any, *args: Any) -> fx.Node:
@@ -349,7 +349,7 @@ class _Addends:
         return made
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """A node's copy, after those of all that it is computed from."""
+        """A node's copy, after the copies of its inputs."""
         stack = [node]
         while stack:
             at = stack[-1]
@@ -365,7 +365,7 @@ class _Addends:
         return self.mapped[node]
 
     def _filled(self, node: fx.Node) -> fx.Node:
-        """What fills the shape of a tensor, which may be none of the batch's."""
+        """A value that fills the shape of a tensor, which need not be in the batch."""
         shown = value(node)
         number = node.args[-1] if "full" in operator_of(node) else int("ones" in operator_of(node))
         return self.graph.call_function(
@@ -373,7 +373,7 @@ class _Addends:
         )
 
     def program(self, source: Program) -> Program:
-        """Those of the program's leaves that are totals are left out where nothing is computed of them."""
+        """The program; totals that nothing here uses are left out."""
         names = {n.name for n in self.graph.nodes if n.op == "placeholder" and n.users}
         kept = names | {b.node for b in self.source.batch}
         for node in list(self.graph.nodes):

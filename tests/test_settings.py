@@ -153,7 +153,7 @@ def test_arguments() -> None:
     assert losses(usual)[0] == losses(other)[0]
     assert losses(usual)[-1] != losses(other)[-1]
     refused = run("--", "--lr", "0.5", out="refused")
-    assert "args.width was 32 when the model was captured, and is 16" in refused.err
+    assert "args.width was 32 when the model was captured, but is 16 now" in refused.err
     wrong = run("--", "--lrr", "0.5", out="refused")
     assert "it ended with exit code 2 while it was imported" in wrong.err
     assert "its own arguments come last, after two dashes" in wrong.err

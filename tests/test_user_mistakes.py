@@ -122,13 +122,13 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(model: Path, tmp_p
     build = tmp_path / "build"
     result = fxpipe("compile", model, "-o", build, *QUICK)
     assert result.code == 1
-    assert "Clipping trains otherwise with one for each worker" in result.err
+    assert "Clipping behaves differently when each worker has its own" in result.err
     assert "use --clip-norm" in result.err
     assert not build.exists()
     assert fxpipe("compile", model, "-n", "1", "-o", build, *QUICK).code == 0
     result = fxpipe("compile", model, "-o", build, *QUICK, "--accept-optimizer-per-worker")
     assert result.code == 0
-    assert "warning: Clipping trains otherwise" in result.err
+    assert "warning: Clipping behaves differently" in result.err
     assert "this was accepted" in result.err
     assert fxpipe("run", build, "--local", "--steps", "2", "--out", tmp_path / "out").code == 0
 

@@ -43,7 +43,7 @@ def test_a_stage_without_them_among_others_is_refused(tmp_path: Path) -> None:
     build = lowered("gpt", 2, workers=2, schedule="zb-h1", **cuts(CASES["gpt"], 2, 0))
     first, second = build.plan.stages
     mixed = replace(build.plan, stages=(first, replace(second, weights=None)))
-    with pytest.raises(Malformed, match="some stages make weight gradients apart"):
+    with pytest.raises(Malformed, match="other stages have a separate function for weight gradients"):
         consistency.check(mixed)
 
 

@@ -8,10 +8,10 @@ import check
 import pytest
 import torch
 from families import ZOO
-from fxpipe.passes.analysis.foretold import ON_CPU, PRODUCTS, foretells
+from fxpipe.passes.analysis.predicted_strides import ON_CPU, PRODUCTS, predicts
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.keep_layouts import KeepLayouts
-from relaid_calls import Call, calls, misforetold
+from relaid_calls import Call, calls, mispredicted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpipe
@@ -44,7 +44,7 @@ def swept() -> Iterator[Call]:
 
 
 def is_certain(call: Call) -> bool:
-    return is_view_operator(call.operator) or foretells(call.operator, call.tensors)
+    return is_view_operator(call.operator) or predicts(call.operator, call.tensors)
 
 
 def test_certain_layouts_are_foretold_as_the_kernels_give_them() -> None:
@@ -53,7 +53,7 @@ def test_certain_layouts_are_foretold_as_the_kernels_give_them() -> None:
     mode = KernelStrides()
     for call in swept():
         seen.add(call.operator)
-        if found := misforetold(call, mode, is_certain):
+        if found := mispredicted(call, mode, is_certain):
             wrong.setdefault(str(call.operator), []).extend(found)
     assert not wrong, "\n".join(f"{len(found)} like {found[0]}" for found in wrong.values())
     assert seen >= PRODUCTS | ON_CPU, "the list of certain operators has some that no model here calls"
@@ -62,5 +62,5 @@ def test_certain_layouts_are_foretold_as_the_kernels_give_them() -> None:
 def test_the_sweep_finds_what_torch_foretells_wrongly() -> None:
     x, weight = torch.rand(2, 3, 4), torch.rand(3)
     norm = Call(torch.ops.aten._native_batch_norm_legit.no_stats, (x, weight, weight, True, 0.1, 1e-5), {})
-    assert any("foretold are [(12, 1, 3), (1,), (1,)]" in text for text in misforetold(norm, FakeTensorMode()))
-    assert not misforetold(norm, KernelStrides())
+    assert any("predicted are [(12, 1, 3), (1,), (1,)]" in text for text in mispredicted(norm, FakeTensorMode()))
+    assert not mispredicted(norm, KernelStrides())

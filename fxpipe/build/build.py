@@ -5,13 +5,13 @@ build/
     stage_0.py …          the product
     evaluate_0.py …       evaluation on each worker; evaluate_0_1.py for batches of a second shape, and so on
     weights.safetensors   initial parameters, buffers and constants, under the model's own names
-    costs.json            what the workers take, and how the cuts were chosen: not part of the plan, which stays the
+    costs.json            what the workers cost, and how the cuts were chosen: not part of the plan, which stays the
                           same from compile to compile
     program.json          the program after its last pass, one row per node, for `fxpipe inspect`
-    passes.txt            what every pass made of the program: one line per pass
+    passes.txt            what every pass did: one line per pass
     profile.json          what every unit costs, for `fxpipe inspect` and `fxpipe plan`
     node_costs.json       the measured time of every node; the next compile into this folder uses it
-    engines/              what engines other than eager make of the stages' parts; made again if it is missing
+    engines/              files of engines other than eager for the stages' parts; made again if missing
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json
-from fxpipe.task.hooks import NO_HOOKS, OF_LOOPS, OF_RUNS, Hooks, taken_apart
+from fxpipe.task.hooks import NO_HOOKS, OF_LOOPS, OF_RUNS, Hooks, split_hooks
 from fxpipe.task.model_file import Task
 from fxpipe.task.step_hooks import StepHooks
 
-if TYPE_CHECKING:  # half a second, which only what trains a build needs
+if TYPE_CHECKING:  # half a second, which only training needs
     from fxpipe.runtime.options import PipelineOptions
     from fxpipe.runtime.process.pipeline import Pipeline
 
@@ -65,12 +65,12 @@ class Build:
         profile: what every unit costs; None for a loaded build without `profile.json`.
         nodes: the program after its last pass; None for a loaded build without `program.json`.
         passes: what every pass did, `fold  812 → 640 nodes`; empty for a loaded build without `passes.txt`.
-        engine_files: what engines made of the parts, by path within `engines/`; a loaded build leaves it there.
-        node_costs: what was measured, kept so that the next compile need not measure it.
-        folder: where it is on disk, if it is.
-        warnings: what capture wants the user to know.
-        model: gives the model that was compiled, without values; None for a loaded build.
-        hooks: what it was compiled of, to make stages for more shapes during a run; None for a loaded build.
+        engine_files: what engines made from the parts, by path within `engines/`; a loaded build leaves it there.
+        node_costs: what was measured, saved so that the next compile need not measure it.
+        folder: its folder on disk, if it has one.
+        warnings: capture's warnings to the user.
+        model: gives the compiled model, without values; None for a loaded build.
+        hooks: what it was compiled from, to make stages for more shapes during a run; None for a loaded build.
     """
 
     plan: Plan = field(repr=False)
@@ -94,19 +94,19 @@ class Build:
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        """What the planner compared, the chosen one last; empty if the cuts were given."""
+        """The partitions that the planner compared, the chosen one last; empty if the cuts were given."""
         return self.costs.partitions
 
     @property
     def of_shapes(self) -> tuple[Build, ...]:
-        """For each shape of batch, the build as it would be if there were no other; its costs are the first's."""
+        """For each shape of batch, the build as if there were no other; its costs are the first's."""
         return tuple(dataclasses.replace(self, plan=plan, folder=None) for plan in self.plan.of_shapes)
 
     def save(self, folder: str | Path, *, model_file: str | Path | None = None) -> Build:
-        """Write the build; an earlier build in its place is replaced, anything else is left alone.
+        """Write the build; an earlier build there is replaced, anything else is not touched.
 
         Args:
-            model_file: the user's file, remembered relative to the build.
+            model_file: the user's file, stored as a path relative to the build.
 
         Raises:
             BuildError: the folder holds something else, or cannot be written, or the file of the weights cannot hold
@@ -153,13 +153,13 @@ class Build:
                 the step `Pipeline.fed` on.
 
         Raises:
-            FxpipeError: there is no option of such a name.
-            TaskError: the optimizer cannot be used, or not with one for each worker.
+            FxpipeError: an option does not exist.
+            TaskError: the optimizer cannot be used, or needs to be one for all workers.
         """
         from fxpipe.runtime.options import PipelineOptions
         from fxpipe.runtime.process.start import open_local
 
-        hooks, given = taken_apart(hooks, OF_LOOPS, changes)
+        hooks, given = split_hooks(hooks, OF_LOOPS, changes)
         chosen = changed(PipelineOptions(), _as_text(given))
         task = self._task(chosen, hooks)
         temporary = None
@@ -178,8 +178,8 @@ class Build:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
 
         Args:
-            train_data: gives an epoch's batches; called on worker 0 alone.
-            hooks, changes: the hooks and options of `local`. And eval_data, whose metrics are computed in the end,
+            train_data: gives an epoch's batches; called only on worker 0.
+            hooks, changes: the hooks and options of `local`. And eval_data, whose metrics are computed at the end,
                 too; on_step, on_eval, on_epoch; steps, epochs, eval_every, save_best, patience, out, trace,
                 log, peak, threads: see `fxpipe.runtime.options.RunOptions`.
 
@@ -187,8 +187,8 @@ class Build:
             The summary of the run on rank 0, None elsewhere.
 
         Raises:
-            FxpipeError: there is no option of such a name.
-            TaskError: the optimizer cannot be used, or not with one for each worker.
+            FxpipeError: an option does not exist.
+            TaskError: the optimizer cannot be used, or needs to be one for all workers.
             BuildError: the build was never saved: all processes must load the same directory.
             RunError: torchrun started another number of processes than the build has workers; or there is something to
                 evaluate, and the build has no evaluation (see `fxpipe.compile`).
@@ -201,17 +201,17 @@ class Build:
             raise BuildError(
                 "only a saved build can be joined", hint="build.save(FOLDER) once, then fxpipe.load(FOLDER)"
             )
-        hooks, given = taken_apart(hooks, OF_RUNS, changes)
+        hooks, given = split_hooks(hooks, OF_RUNS, changes)
         chosen = changed(RunOptions(str(self.folder), progress=True), _as_text(given))
         if hooks.eval_data is not None:
             check_evaluation(self.plan, "eval_data")
         return join(chosen, self._task(chosen, dataclasses.replace(hooks, train_data=train_data)))
 
     def _task(self, options: PipelineOptions, hooks: Hooks) -> Task:
-        """The hooks of a run. Its optimizer may be another than at compile time; Python's warning says what cannot be
-        found out."""
+        """The hooks of a run. Its optimizer may differ from the compile's; a Python warning says what cannot be found
+        out."""
         if getattr(options, "settings", ()) or getattr(options, "arguments", None) is not None:
-            raise FxpipeError("settings and arguments are a model file's", hint="give hooks that have these values")
+            raise FxpipeError("settings and arguments are for model files", hint="give hooks that have these values")
         task = Task(hooks, seen=self.model, compiled=self.hooks)
         make = hooks.optimizer and task.optimizer
         accepted = options.accept_optimizer_per_worker
@@ -237,7 +237,7 @@ def load(folder: str | Path) -> Build:
         plan,
         files,
         tensors,
-        **beside_plan(folder, plan),
+        **optional_files(folder, plan),
         node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,
         folder=folder,
     )
@@ -254,11 +254,11 @@ def join(folder: str | Path, hooks: Hooks = NO_HOOKS, *, out: str | Path | None 
         folder: of the build; each process has one with the same content.
         hooks, changes: as those of `Build.local`, and threads and stall_timeout: see
             `fxpipe.runtime.options.RunOptions`.
-        out: as of `Build.local`.
+        out: as in `Build.local`.
 
     Raises:
-        FxpipeError: there is no option of such a name, or it belongs to a loop of fxpipe's own; or a mistake that
-            `Build.local` finds.
+        FxpipeError: an option does not exist, or belongs to fxpipe's own loop; or a mistake that `Build.local`
+            finds.
         RunError: torchrun started another number of processes than the build has workers, or none; or they were given
             different things.
     """
@@ -266,17 +266,18 @@ def join(folder: str | Path, hooks: Hooks = NO_HOOKS, *, out: str | Path | None 
     from fxpipe.runtime.process.check_run import check_own_loop
     from fxpipe.runtime.process.start import open_joined
 
-    hooks, given = taken_apart(hooks, OF_LOOPS, changes)
+    hooks, given = split_hooks(hooks, OF_LOOPS, changes)
     check_own_loop(given)
     build = load(folder)
     chosen = changed(RunOptions(str(build.folder)), _as_text(given if out is None else {**given, "out": out}))
     return open_joined(chosen, build._task(chosen, hooks))
 
 
-def beside_plan(folder: Path, plan: Plan) -> dict[str, Any]:
-    """What a build's folder holds that a run does not need: its costs, profile, nodes and passes, as fields of `Build`.
+def optional_files(folder: Path, plan: Plan) -> dict[str, Any]:
+    """The files of a build's folder that a run does not need: its costs, profile, nodes and passes, as fields of
+    `Build`.
 
-    A file that is gone has no entry.
+    A missing file has no entry.
 
     Raises:
         BuildError: one of them cannot be read.

@@ -1,4 +1,4 @@
-"""The bytes of a build's weights: a safetensors file, which shares no memory and has not all dtypes."""
+"""The bytes of a build's weights: a safetensors file, which allows no shared memory and not all dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse dtypes that the file cannot hold.
 
     Raises:
-        BuildError: says which.
+        BuildError: names them.
     """
     names: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
@@ -39,7 +39,7 @@ def check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
     if unfit:
         raise BuildError(
             f"a safetensors file cannot hold {' and '.join(unfit)}",
-            hint="take complex64 for complex128, or keep real and imaginary parts and join them with torch.complex",
+            hint="use complex64 for complex128, or keep real and imaginary parts and join them with torch.complex",
         )
 
 

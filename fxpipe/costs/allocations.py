@@ -19,12 +19,12 @@ class TrackedAllocations(TorchDispatchMode):
             train()
         most = memory.peak
 
-    Views share the memory of their base, which counts once. What an operator allocates for itself alone while it runs
-    is not seen, nor what no operator touches.
+    Views share the memory of their base, which counts once. Memory that an operator uses only internally is not seen,
+    nor memory that no operator touches.
 
     Attributes:
         live: bytes that are held now.
-        peak: the most that were held at once.
+        peak: the most that was held at once.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class TrackedAllocations(TorchDispatchMode):
         self._known: dict[int, int] = {}  # bytes by address of the storage's record
 
     def restart(self) -> None:
-        """From now on `peak` is that of what follows."""
+        """From now on `peak` counts from the present memory."""
         self.peak = self.live
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator and look at what it read and made."""
+        """Run an operator and see what it read and made."""
         kwargs = kwargs or {}
         for tensor in tensors_in((args, kwargs)):
             self._see(tensor)

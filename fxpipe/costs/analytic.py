@@ -1,4 +1,4 @@
-"""What a node takes on a device that need not be here: its FLOPs and bytes, from shapes alone."""
+"""The time of a node on a device that need not be present, computed from FLOPs and bytes, from shapes alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPARSE = {aten.embedding.default, aten.index_select.default, aten.gather.defaul
 
 
 def analytic_seconds(node: fx.Node, device: Device) -> float:
-    """What a node takes on a device, from its FLOPs and the bytes it reads and writes; views take nothing."""
+    """The time of a node on a device, from its FLOPs and the bytes it reads and writes; 0 for views."""
     if is_view(node):
         return 0.0
     written = size_of(value(node))
@@ -45,7 +45,7 @@ def _attention_backward_flops(gradient: Any, query: Any, key: Any, values: Any, 
 
 
 def _grouped_flops(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Of rows times the matrix of their group; of two matrices, the groups share out what is summed over."""
+    """For rows times the matrix of their group; for two matrices, the groups divide the dimension summed over."""
     written = int(left.shape[0] * right.shape[1]) if left.dim() == right.dim() == 2 else out_val.numel()
     return 2 * int(left.shape[-1]) * written
 
@@ -54,7 +54,7 @@ def _vector_flops(matrix: Any, vector: Any, **_: Any) -> int:
     return 2 * int(matrix.numel())
 
 
-# What torch's own registry lacks. By the operator's name with its packet: a torch without one has no formula for it.
+# What torch's own registry lacks. By the names of operator and packet: some versions of torch lack one of these.
 FLOPS: dict[str, Callable[..., int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
@@ -64,10 +64,10 @@ FLOPS: dict[str, Callable[..., int]] = {
 
 
 def flops_of(node: fx.Node, own: Mapping[str, Callable[..., int]] = FLOPS) -> float:
-    """The FLOPs of a node that multiplies matrices; 0 of all others.
+    """The FLOPs of a node that multiplies matrices; 0 for all others.
 
     Args:
-        own: formulas that go before torch's.
+        own: formulas that take precedence over torch's.
     """
     packet = getattr(node.target, "overloadpacket", None)
     formula = own.get(str(packet)) or flop_registry.get(packet)

@@ -1,4 +1,4 @@
-"""What codecs take, measured on the device or computed from what they read and write."""
+"""The times of codecs, measured on the device or computed from what they read and write."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fxpipe.planner.device import Device
 from fxpipe.threads import threads as worker_threads
 
 SHAPE = (256, 1024)
-"""Of the value that is timed: 1 MiB of float32."""
+"""The bytes of the timed value: 1 MiB of float32."""
 
 PASSES = 8.0
-"""How many times a codec reads or writes its value, where nothing is measured: about what int8 does."""
+"""How many times a codec reads or writes its value, if nothing is measured: about what int8 does."""
 
 BUDGET = 0.05
 
@@ -26,11 +26,11 @@ BUDGET = 0.05
 def codec_times(
     texts: Iterable[str], device: str, measured: bool, threads: int | None, computed_for: Device
 ) -> dict[str, CodecTimes]:
-    """What each codec takes, by its text.
+    """The times of each codec, by its text.
 
     Args:
         device: what the values are on.
-        measured: on this device, or computed for `computed_for`.
+        measured: measured on this device, or computed for `computed_for`.
         threads: CPU threads while measuring.
     """
     found: dict[str, CodecTimes] = {}

@@ -1,4 +1,4 @@
-"""What every node of a program takes: measured here, or known from an earlier compile."""
+"""The time of every node of a program: measured here, or known from an earlier compile."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fxpipe.ir.program import Program
 def node_costs(
     program: Program, threads: int | None = None, known: Path | None = None, repeats: int | None = None
 ) -> MeasuredCosts:
-    """An earlier compile's costs if they are of this program and not in doubt, else new ones.
+    """An earlier compile's costs if they are for this program and not in doubt, else new ones.
 
     Forward and backward are run on the model's own device (`fxpipe/costs/node_times.py`).
 
     Args:
         threads: CPU threads while measuring: as many as one worker will have.
-        known: where an earlier compile may have left its costs.
+        known: where an earlier compile may have saved its costs.
         repeats: runs after the warm-up; None adapts them to the step's length.
 
     Raises:

@@ -1,8 +1,7 @@
 """Measured costs, kept with the build: the same program on the same device is measured once. Needs no torch to read.
 
-`node_costs.json` is in the build folder, next to `costs.json`; like that file, it is not part of the plan: it may be
-deleted.
-It is used only if its fingerprint is the same: the program's calls with their shapes, the device, the threads, torch.
+`node_costs.json` is in the build folder, next to `costs.json`, and like it not part of the plan: it may be deleted. It
+is used only if its fingerprint is the same: the program's calls with their shapes, the device, the threads, torch.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ _FORMAT = 1
 _HINT = "it may be deleted: costs are then measured"
 
 TRUSTED = 0.25
-"""How far the sum of the nodes' times may be from the whole's before they are in doubt."""
+"""The largest difference between the sum of the nodes' times and the whole's before they are in doubt."""
 
 
 def doubt(ratio: float) -> float:
-    """How far off nodes' times are, by the whole's time over their sum; 0 where that is near enough to 1."""
+    """How far off nodes' times are, from the whole's time over their sum; 0 if that is near enough to 1."""
     off = abs(1 / ratio - 1) if ratio else 1.0
     return off if off > TRUSTED else 0.0
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """What every node of a program takes, measured.
+    """The measured times of every node of a program.
 
     Attributes:
         fingerprint: of what was measured, and on what.
         seconds: by node name; they add up to the whole forward and the whole backward.
         ratios: by phase, the whole's time over the sum of its nodes' times before they were scaled by it.
-        spread: the share of the step's time that two halves of the measurements have on different sides of some cut.
-        warnings: why they are in doubt; not kept, since what is in doubt is measured again.
+        spread: the share of the step's time that two halves of the measurements put on different sides of some cut.
+        warnings: why they are in doubt; not saved, since doubtful costs are measured again.
     """
 
     fingerprint: str
@@ -68,10 +67,11 @@ class MeasuredCosts:
 
 
 def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
-    """The costs kept at `path`; None if there are none, or of another program, device, thread count or torch.
+    """The costs saved at `path`; None if there are none, or they are for another program, device, thread count or
+    torch.
 
     Raises:
-        BuildError: the file is there, and is not what `to_json` writes.
+        BuildError: the file exists, but `to_json` did not write it.
     """
     path = Path(path)
     if not path.exists():
@@ -79,7 +79,7 @@ def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
     with explained(path, error=BuildError, hint=_HINT):
         body = parse(path)
         if not isinstance(body, dict) or "format" not in body:
-            raise Malformed("it has no format", ", $")
+            raise Malformed("the format is missing", ", $")
         if body.pop("format") != _FORMAT:
             return None
         found = convert(body, MeasuredCosts)
@@ -90,7 +90,7 @@ def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
 
 
 def fingerprint(program: Program, device: str, threads: int) -> str:
-    """A digest of what decides how long the nodes of a program take: the same in every process.
+    """A digest of everything that affects how long a program's nodes take: the same in every process.
 
     Args:
         device: its name, as `device_name` gives it.

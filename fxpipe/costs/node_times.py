@@ -1,13 +1,13 @@
-"""How long every node of a program takes in its place: between the nodes before and after it, in plain code.
+"""How long every node of a program takes in its place, between the previous and the next node, in plain code.
 
-Forward and backward are each run twice: as they are, and with a clock's tick between every two nodes. A node gets all
-the time between two ticks, including that of freeing values that die with it; nothing is interpreted. The time of the
-ticks themselves, and the delays that they cause, are taken out again: a phase's nodes are scaled to add up to the phase
-without ticks.
+Forward and backward are each run twice: unchanged, and with a clock's tick between every two nodes. A node gets all the
+time between two ticks, including the freeing of values after their last use; nothing is interpreted. The time of the
+ticks, and the delays that they cause, are removed again: a phase's nodes are scaled to add up to the phase without
+ticks.
 
-On a machine that others use, most runs of a phase are disturbed, but some are not: the fastest counts. A single node is
-so short that most of its runs are not disturbed: the median counts. A phase whose times contradict each other is
-measured once more, and the times that do so less count.
+On a shared machine most runs of a phase are disturbed, but some are not: the fastest counts. A single node is so short
+that most of its runs are not disturbed: the median counts. A phase whose times contradict each other is measured once
+more, and the more consistent times count.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from fxpipe.torch_private import OpOverload
 
 PHASES: tuple[Phase, Phase] = ("F", "B")
 ROUNDS = Rounds(budget=1.5, least=3, most=100, long=20.0)
-"""Each is a plain run and one with ticks: few for a long step, one for a very long one."""
+"""Each round is a plain run and one with ticks: few for a long step, one for a very long one."""
 
 AGAIN = Rounds(budget=1.5, least=2, most=100)
-"""Of a phase that is measured once more."""
+"""The rounds of a phase that is measured once more."""
 
 SHORT = 10.0
-"""The most seconds that all measured rounds may have taken, for a second measurement to follow."""
+"""A second measurement follows only if the measured rounds took at most this many seconds."""
 
 AGREE = 0.02
 """The spread of a phase, or its doubt, above which it is measured once more."""
@@ -54,11 +54,11 @@ Times = tuple[dict[str, float], dict[str, float], float]
 def measure(program: Program, threads: int | None = None, repeats: int | None = None) -> Times:
     """Each node's seconds, by phase the ratio they were scaled by (the whole's time over their sum), and their spread.
 
-    The spread is the share of the step's time that two halves of the rounds have on different sides of some cut: how
-    far a worker's share of the work may be off. It is 0 where there was only one round.
+    The spread is the share of the step's time that two halves of the rounds put on different sides of some cut: how far
+    off a worker's share of the work may be. It is 0 if there was only one round.
 
     Plain runs and runs with ticks alternate, so that a machine that is slower for a while is slower for both. On CUDA
-    the ticks are events of the stream. The random state stays as it was.
+    the ticks are events of the stream. The random state stays unchanged.
 
     Args:
         threads: CPU threads while measuring; None means as many as there are.
@@ -71,7 +71,7 @@ def measure(program: Program, threads: int | None = None, repeats: int | None = 
     ticking = [_Code(program, phase, ticks=True) for phase in PHASES]
     feed = {**program.values, **program.example}
     with _threads(threads), torch.random.fork_rng(_cuda_devices(program)), torch.no_grad():
-        _run(ticking, feed)  # first, since it can say which node fails
+        _run(ticking, feed)  # first, since it can name the node that fails
         _run(plain, feed)
         found = _timed(plain, ticking, feed, ROUNDS if repeats is None else Rounds.exactly(repeats))
         if repeats is None and any(t.disagrees > AGREE for t in found) and sum(t.taken for t in found) < SHORT:
@@ -90,12 +90,12 @@ def measure(program: Program, threads: int | None = None, repeats: int | None = 
 
 @dataclass(frozen=True)
 class _PhaseTimes:
-    """What a phase takes.
+    """The times of a phase.
 
     Attributes:
         seconds: of each node, scaled to add up to the whole's.
         ratio: the whole's time over the sum of its nodes'.
-        spread: the share of the phase that two halves of the rounds have on different sides of some node.
+        spread: the share of the phase that two halves of the rounds put on different sides of some node.
         taken: by all of its measured runs.
     """
 
@@ -113,7 +113,7 @@ class _PhaseTimes:
 def _timed(
     plain: list[_Code], ticking: list[_Code], feed: Mapping[str, torch.Tensor], rounds: Rounds
 ) -> list[_PhaseTimes]:
-    """The phases of this code, each run as it is and with ticks in every round."""
+    """The phases of this code, each run unchanged and with ticks in every round."""
     wholes: list[list[float]] = []
     nodes: list[list[list[float]]] = []
     with saying(lambda: f"timing {sum(len(code.nodes) for code in plain)} operators, run {len(nodes) + 1}"):
@@ -137,7 +137,7 @@ def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
 
 
 def fastest_in_turn(programs: Sequence[Program], threads: int | None = None) -> list[dict[str, float]]:
-    """Of each program, by phase, the fastest plain run; they are run one after the other, in rounds.
+    """For each program, by phase, the fastest plain run; they are run one after the other, in rounds.
 
     Args:
         threads: as for `measure`.
@@ -177,7 +177,7 @@ class _Code:
         self.function = self._compiled(list(results), list(used), ticks)
 
     def __call__(self, feed: Mapping[str, torch.Tensor], kept: dict[str, Any]) -> list[float]:
-        """Run once: takes its inputs out of `kept`, leaves its results there; returns the seconds between the ticks."""
+        """Run once: takes its inputs from `kept`, leaves its results there; returns the seconds between the ticks."""
         if not self.nodes:
             return []
         ticks: list[Any] = []
@@ -207,7 +207,7 @@ class _Code:
         lines = [f"def run({', '.join(['ticks', 'taken', *arguments])}):"]
         lines += [f"    {names[n]} = taken.pop()" for n in used if n.op != "placeholder"]
         for i, node in enumerate(self.nodes):
-            if ticks and i:  # the first and the last tick are the caller's
+            if ticks and i:  # the caller makes the first and the last tick
                 lines.append("    tick(ticks)")
             call = call_text(node, names.__getitem__)
             if not isinstance(node.target, OpOverload) and not is_getitem(node):
@@ -233,8 +233,8 @@ class _Code:
         return CaptureError(
             f"the step fails on the first batch: {said}",
             where=where,
-            hint="if loss(model, batch) fails in eager PyTorch too, look at the batch, its dtypes and the range of its "
-            "values; if it does not, the mistake is fxpipe's: the step was captured otherwise than it runs",
+            hint="if loss(model, batch) fails in eager PyTorch too, check the batch, its dtypes and the range of its "
+            "values; if not, this is a bug in fxpipe: the step was captured differently from how it runs",
         )
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer costs for each byte of parameters, measured on a sample: its state, its step, predicting that."""
+"""The costs of an optimizer per byte of parameters, measured on a sample: its state, its step, its predictions."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ POLICY_ROUNDS = Rounds(budget=0.1, least=5, most=100, warm=1)
 
 
 def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, bandwidth: float) -> OptimizerCosts:
-    """What the optimizer costs for these parameters; assumed where it fails, since a run may do what a sample cannot.
+    """The optimizer's costs for these parameters; assumed if it fails, since it may still work in a run.
 
     Args:
         named: the trained parameters.
-        timed: measure a step and what policies add to it here, with the threads that torch has now; else compute both:
-            a step reads weight, gradient and state, and writes weight and state.
+        timed: measure a step, and what policies add to it, with torch's current threads; else compute both: a step
+            reads weight, gradient and state, and writes weight and state.
         bandwidth: bytes a second of the device's memory; also used if the optimizer cannot be tried.
 
     Raises:
@@ -61,20 +61,20 @@ def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, band
 
 
 def _computed(state: float, momentum: bool, bandwidth: float) -> OptimizerCosts:
-    """What follows from the bytes that are read and written.
+    """The costs that follow from the bytes that are read and written.
 
-    A prediction reads weight and state and writes the result; remembering an update copies the weight, takes it from
-    the new one, and a prediction adds that; error feedback copies, subtracts twice and adds.
+    A prediction reads weight and state and writes the result. To remember an update, the weight is copied and
+    subtracted from the new one; a prediction adds that. Error feedback copies, subtracts twice and adds.
     """
     policy = PolicyTimes((2.0 + state) / bandwidth, 10.0 / bandwidth, 11.0 / bandwidth if momentum else 0.0)
     return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, momentum, policy)
 
 
 def _state(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, bool, StepMemory]:
-    """The bytes of state for each byte of parameters, whether every group has momentum, and what a step holds.
+    """The bytes of state per byte of parameters, whether every group has momentum, and the memory of a step.
 
-    Every parameter takes part, made smaller if necessary, so that one without state, or of another group, counts as
-    much as in the model.
+    Every parameter takes part, made smaller if necessary, so that one without state, or of another group, counts as it
+    does in the model.
     """
     total = sum(t.nbytes for _, t in parameters)
     if not total:
@@ -95,7 +95,7 @@ def _state(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, bool, St
 
 
 def _step_memory(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> StepMemory:
-    """What a step holds, from two: one of all parameters, and one of the largest alone."""
+    """The memory of a step, from two steps: with all parameters, and with only the largest."""
     largest = max(parameters, key=lambda parameter: parameter.nbytes)
     total = sum(parameter.nbytes for parameter in parameters)
     held = []
@@ -104,12 +104,12 @@ def _step_memory(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
             for gone in ([], [p for p in parameters if p is not largest]):
                 for parameter in gone:
                     parameter.grad = None
-                made.step()  # the first looks at what is there
+                made.step()  # the first sees existing memory
                 before = memory.live
                 memory.restart()
                 made.step()
                 held.append(memory.peak - before)
-    except Exception:  # code that a run may well take, such as a compiled step, and that cannot be looked into
+    except Exception:  # code that may work in a run but cannot be traced, such as a compiled step
         return StepMemory()
     of_all = (held[0] - held[1]) / (total - largest.nbytes) if total > largest.nbytes else 0.0
     of_all = max(0.0, of_all)
@@ -117,7 +117,7 @@ def _step_memory(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
 
 
 def _timed(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, PolicyTimes]:
-    """The seconds of a step, and of what policies do, for each byte of parameters, with the threads that torch has now.
+    """The seconds per byte of parameters of a step and of the policies' work, with torch's current threads.
 
     Timed on up to 16 MB of tensors like the model's own: every n-th of them, with large ones made smaller.
     """
@@ -139,7 +139,7 @@ def _timed(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, PolicyTi
 
 
 def _policy_times(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clock: Clock) -> PolicyTimes:
-    """For each byte of these parameters; nothing for what cannot be done with this optimizer, which a run refuses."""
+    """The seconds per byte of these parameters; 0 for work that is impossible with this optimizer: a run refuses it."""
     size = sum(p.nbytes for p in parameters)
     found = []
     for work in _policy_work(made, parameters):
@@ -157,7 +157,7 @@ def _rounds(call: Callable[[], None], clock: Clock) -> list[float]:
 
 
 def _policy_work(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """What policies do beside a step, in the order of `PolicyTimes`."""
+    """The policies' work in addition to a step, in the order of `PolicyTimes`."""
     every = range(len(parameters))
 
     def predict(predictor: Predictor) -> None:
@@ -169,7 +169,7 @@ def _policy_work(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
         yield functools.partial(predict, Predictor(made, parameters, weight_form=weight_form))
     try:
         feedback = ErrorFeedback(made, dict.fromkeys(parameters, 1))
-    except PolicyError:  # without momentum no run has it
+    except PolicyError:  # no run has it without momentum
         return
 
     def feed_back() -> None:

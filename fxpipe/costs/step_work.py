@@ -1,4 +1,4 @@
-"""How much a step computes, as the field counts it: FLOPs of matrix products, and tokens."""
+"""How much a step computes, counted as usual in the field: FLOPs of matrix products, and tokens."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from fxpipe.torch_private import OpOverload
 aten = torch.ops.aten
 
 _MULTIPLIES = re.compile(r"rnn|lstm|linalg_(?!vector_norm)|cdist|trilinear|addmv|addbmm|_mm$|attention|conv[do0-9_]")
-"""In the names of ATen's operators that multiply matrices."""
+"""Parts of the names of ATen's operators that multiply matrices."""
 
 
 class StepWork(TypedDict):
-    """What a plan has of a step's work."""
+    """The fields of a plan about a step's work."""
 
     flops: dict[str, float]
     tokens: int
 
 
 def step_work(program: Program) -> StepWork:
-    """How much a microbatch is; see `model_flops` and `tokens_of`."""
+    """The work of a microbatch; see `model_flops` and `tokens_of`."""
     return {"flops": model_flops(program), "tokens": tokens_of(program)}
 
 
 def model_flops(program: Program) -> dict[str, float]:
-    """FLOPs of a microbatch's forward and backward, by the dtype that is multiplied; empty where they are not known.
+    """FLOPs of a microbatch's forward and backward, by the dtype that is multiplied; empty if unknown.
 
-    Matrix products, convolutions and attention count, a multiplication and an addition as two. Causal attention counts
-    whole, and what is computed again does not count, here or inside attention's backward (Chowdhery et al. 2022, PaLM,
-    appendix B). They are not known where an operator without a formula may multiply matrices, such as the user's own.
+    Matrix products, convolutions and attention count; a multiplication and an addition count as two. Causal attention
+    counts whole, and recomputation does not count, here or inside attention's backward (Chowdhery et al. 2022, PaLM,
+    appendix B). They are unknown if an operator without a formula may multiply matrices, such as the user's own.
     """
     found: dict[str, float] = {}
     for node in program:
@@ -55,7 +55,7 @@ def model_flops(program: Program) -> dict[str, float]:
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, values: Any, *_: Any, **__: Any) -> int:
-    """Four products, twice the forward's two: a kernel computes the scores again, too."""
+    """Four products, twice the forward's two, although a kernel computes the scores again, too."""
     return 2 * int(sdpa_flop_count(query.shape, key.shape, values.shape))
 
 
@@ -64,11 +64,11 @@ _MODEL_FLOPS = FLOPS | {f"aten._scaled_dot_product_{kernel}_backward": _attentio
 
 
 def tokens_of(program: Program) -> int:
-    """How many tokens a microbatch has: the positions of its sequences, padding included; 0 where that is not known.
+    """How many tokens a microbatch has: the positions of its sequences, padding included; 0 if unknown.
 
-    They are the whole numbers of the batch that an embedding looks up, where a layer then multiplies each position by
-    itself; so a row of categories, whose embeddings are put together, is none. Where inputs have different numbers, as
-    those of an encoder and a decoder may, it is not known.
+    They are the integers of the batch that an embedding looks up, if a layer then multiplies each position separately;
+    so a row of categories, whose embeddings are concatenated, does not count. If inputs have different numbers, such as
+    those of an encoder and a decoder, it is unknown.
     """
     counts = {count for leaf in program.batch if leaf.node for count in _looked_up(program.placeholders[leaf.node])}
     leaves = [row.leaf for row in program.batch]
@@ -78,7 +78,7 @@ def tokens_of(program: Program) -> int:
 
 
 def _looked_up(ids: fx.Node) -> Iterator[int]:
-    """How many rows of an embedding the whole numbers that are made of these look up, for each that is."""
+    """How many rows of an embedding are looked up by integers made from these, for each embedding."""
     reached, seen = [ids], {ids}
     while reached:
         node = reached.pop()

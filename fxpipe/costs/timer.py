@@ -50,7 +50,7 @@ class Rounds:
 
 
 def clock_of(device: str) -> Clock:
-    """The clock for what runs on a device (`cpu`, `cuda`): it waits until the device has done what it was asked to."""
+    """The clock for what runs on a device (`cpu`, `cuda`): it waits until the device has finished its work."""
     return _after_the_device if device.startswith("cuda") else perf_counter
 
 
@@ -71,5 +71,5 @@ def seconds_of(call: Callable[[], Any], clock: Clock) -> float:
 
 
 def quartile(times: Sequence[float]) -> float:
-    """The lower quartile of times: neither the luckiest one nor one that the machine's other work has lengthened."""
+    """The lower quartile of times: neither the luckiest one nor one that other work of the machine has lengthened."""
     return sorted(times)[len(times) // 4]

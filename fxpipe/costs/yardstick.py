@@ -1,8 +1,8 @@
-"""Measurements of several programs that can be compared, although each was made at a moment of its own.
+"""Makes measurements of several programs comparable, although each is made at another moment.
 
-A machine that others use is faster at one moment than at the next, by far more than what tells two numbers of
-microbatches apart. So every program after the first is run in turn with the first one: how much longer it takes is
-then known for the same moment, and its nodes' times are scaled to say so.
+A shared machine is faster at one moment than at the next, by far more than the difference between two numbers of
+microbatches. So every program after the first is run in turn with the first one: that shows how much longer it takes at
+the same moment, and its nodes' times are scaled accordingly.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from fxpipe.ir.program import Program, info
 
 
 class Yardstick:
-    """The first program that was measured, which all later ones are compared with."""
+    """The first measured program, with which all later ones are compared."""
 
     def __init__(self) -> None:
         self._first: tuple[Program, Mapping[str, float]] | None = None
 
     def scaled(self, program: Program, costs: MeasuredCosts, threads: int | None = None) -> MeasuredCosts:
-        """A program's costs, as they would have been at the moment when the first one's were measured.
+        """A program's costs as they would have been when the first one's were measured.
 
         Args:
-            threads: CPU threads, as the costs were measured with.
+            threads: CPU threads, with which the costs were measured.
 
         Raises:
             CaptureError: as `measure`.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fxpipe.build.build import Build, beside_plan
+from fxpipe.build.build import Build, optional_files
 from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError
 from fxpipe.ir.program_table import ProgramTable
@@ -83,7 +83,7 @@ def read_subject(folder: str | Path) -> Subject:
         files[stage.file] = source.decode("utf-8", errors="replace")
         if is_edited(source, stage):
             edited.append(stage.file)
-    known = beside_plan(folder, plan)
+    known = optional_files(folder, plan)
     costs = known.get("costs", BuildCosts())
     found = {COSTS: costs.workers, PROGRAM: known.get("nodes"), PROFILE: known.get("profile")}
     if missing := [name for name, read in found.items() if not read]:

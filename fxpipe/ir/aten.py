@@ -1,4 +1,4 @@
-"""What fxpipe must know about ATen operators: which are views, random, cheap."""
+"""Facts about ATen operators: which are views, random, cheap."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NORMS = {
 
 
 def true_value(node: fx.Node, traced: Any) -> Any:
-    """A node's fake value, right where torch's own is wrong: dtypes of norms under autocast on a CPU (torch 2.13)."""
+    """A node's fake value, corrected where torch's is wrong: dtypes of norms under autocast on a CPU (torch 2.13)."""
     inputs = [n.meta["val"] for n in node.all_input_nodes]
     if node.target in (operator.getitem, aten.detach.default, aten.alias.default):
         return inputs[0][node.args[1]] if is_getitem(node) else inputs[0]
@@ -63,7 +63,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def repeats(node: fx.Node) -> fx.Node | None:
-    """The earlier value that a call only repeats: it does nothing, or undoes the call before; None for others."""
+    """The earlier value that a call merely repeats: it does nothing, or undoes the previous call; else None."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
@@ -80,7 +80,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_view_operator(target: object) -> bool:
-    """Whether what an operator gives shares its input's memory."""
+    """Whether an operator's result shares its input's memory."""
     if target is aten._unsafe_view.default:
         return True
     if not isinstance(target, OpOverload):
@@ -90,17 +90,17 @@ def is_view_operator(target: object) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """The value whose memory a view shows; the node itself if it is no view."""
+    """The value whose memory a view shares; the node itself if it is not a view."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         parent = node.all_input_nodes[0]
         if isinstance(parent.meta.get("val"), (tuple, list)):
-            break  # an element of a tuple has memory of its own
+            break  # an element of a tuple has its own memory
         node = parent
     return node
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether the operator computes each element of its result from the elements at its place."""
+    """Whether the operator computes each element of its result from the elements at the same place."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
@@ -125,7 +125,7 @@ def is_sparse(node: fx.Node) -> bool:
 def is_cheap(node: fx.Node) -> bool:
     """Whether computing the value again costs no more than moving it: views, pointwise work, creation from nothing.
 
-    What is sparse counts as cheap: it cannot be moved at all.
+    A sparse value counts as cheap: it cannot be moved at all.
     """
     target = node.target
     if is_view(node) or target in _CHEAP or is_sparse(node):

@@ -1,4 +1,4 @@
-"""Collects garbage rarely while graphs are built: they are many small objects, none of them garbage yet."""
+"""Runs Python's garbage collector rarely while graphs are built: they are many small objects, none of them garbage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ YOUNG = 50_000
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Inside, Python's collector of cycles runs rarely; if it is switched off, it stays off."""
+    """Inside, Python's collector of cycles runs rarely; if it is off, it stays off."""
     before = gc.get_threshold()
     if before[0]:
         gc.set_threshold(max(YOUNG, before[0]), *before[1:])

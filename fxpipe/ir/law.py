@@ -4,14 +4,14 @@ CAPTURED  every output is the loss, a gradient of a trained parameter, a buffer'
           all are metrics and new values of buffers. Every placeholder is in a table and comes before all calls; forward
           comes before backward, and an evaluation has no backward.
 FOLDED    no call only repeats its input, and something reads every value, except random draws.
-NUMBERED  every node has a unit; what makes weight gradients alone is backward, and nothing else of backward reads it.
+NUMBERED  every node has a unit; what makes only weight gradients is backward, and no other backward node reads it.
           Until nodes have workers, units never decrease along an F edge and never increase along a B edge.
 COSTED    every node has bytes and time.
 PLACED    every node has one worker; F workers never decrease along an edge, B workers, and W's, never increase; forward
-          reads a buffer that is updated only on the worker that updates it. Where weight gradients are apart, W makes
-          them alone, and W alone reads it. The elements of a tuple are where the tuple is.
+          reads an updated buffer only on the worker that updates it. If weight gradients are separate, only W makes
+          them, and only W reads them. The elements of a tuple are on the tuple's worker.
 WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; where the edge has a codec, it
-          packs what is sent and unpacks what is received, and nothing else does; F of every worker comes after F of the
+          packs what is sent and unpacks what is received; other edges have none; F of every worker comes after F of the
           worker before, B after B of the next worker; except in an evaluation, whose caller keeps the workers in step.
           Every gradient of a worker with replicas is in exactly one bucket, of one dtype, which is handed over once, in
           the phase that makes gradients.
@@ -66,7 +66,7 @@ def _captured(program: Program) -> None:
         if sum(o.kind == "loss" for o in program.outputs) != 1:
             raise VerifyError("a program has exactly one loss")
         if any(o.kind == "metric" for o in program.outputs) and all(info(n).phase == "F" for n in program):
-            raise VerifyError("there is no backward, and an evaluation gives metrics and buffers alone")
+            raise VerifyError("there is no backward, but an evaluation has only metrics and buffers")
     for output in program.outputs:
         if output.kind == "gradient" and not (output.target in parameters and parameters[output.target].trained):
             raise VerifyError(f"{output.target} has a gradient but is not a trained parameter")
@@ -104,7 +104,7 @@ def _numbered(program: Program) -> None:
             _fail(program, node, f"{node} makes weight gradients, but is forward")
         for source in node.all_input_nodes:
             if source.op == "call_function" and info(source).weight and not record.weight:
-                _fail(program, node, f"{node} reads {source}, which makes weight gradients alone")
+                _fail(program, node, f"{node} reads {source}, which makes only weight gradients")
         if program.level < Level.PLACED:
             _in_order(program, node)
 
@@ -132,13 +132,13 @@ def _placed(program: Program) -> None:
         if record.worker is None or not 0 <= record.worker < program.cuts.workers:
             _fail(program, node, f"{node} has no worker")
         if record.phase == "W" and not record.weight:
-            _fail(program, node, f"{node} is W, and does not make weight gradients alone")
+            _fail(program, node, f"{node} is W, but does not make only weight gradients")
         if record.phase != "W" and any(info(n).phase == "W" for n in node.all_input_nodes if n.op == "call_function"):
-            _fail(program, node, f"{node} reads W, and is {record.phase}")
+            _fail(program, node, f"{node} reads W, but is {record.phase}")
         if is_getitem(node):
             whole = info(node.all_input_nodes[0])
             if (whole.worker, whole.phase) != (record.worker, record.phase):
-                _fail(program, node, f"{node} is not where the tuple is that it is an element of")
+                _fail(program, node, f"{node} is not on the worker of its tuple")
         for source in node.all_input_nodes:
             if source.op != "call_function" or (info(source).phase == "F") != (record.phase == "F"):
                 continue
@@ -162,7 +162,7 @@ def _placed(program: Program) -> None:
 
 
 def _codec_beyond(program: Program, node: fx.Node, end: fx.Node) -> str:
-    """The codec that what a Send takes, or what reads a Recv, is for; a Recv that is handed on has its edge's."""
+    """The codec of the value that a Send takes or of the reader of a Recv; a Recv that is handed on has its edge's."""
     if (is_send(node) and is_recv(end)) or (is_recv(node) and is_send(end)):
         return program.wires[end.name].codec
     return codec_of(end) if (is_pack(end) if is_send(node) else is_unpack(end)) else ""
@@ -175,13 +175,13 @@ def _wired(program: Program) -> None:
         if is_send(node) or is_recv(node):
             edge = program.wires.get(node.name)
             if edge is None:
-                _fail(program, node, f"{node} is the end of no edge")
+                _fail(program, node, f"{node} is not an end of any edge")
             worker, phase = (edge.src, edge.src_phase) if is_send(node) else (edge.dst, edge.dst_phase)
             if (record.worker, record.phase) != (worker, phase):
                 _fail(
                     program,
                     node,
-                    f"{node} is in {record.phase} of worker {record.worker}, its edge is not",
+                    f"{node} is in {record.phase} of worker {record.worker}, but its edge is not",
                 )
             val = node.meta["val"]
             if tuple(val.shape) != edge.sent.shape or str(val.dtype) != f"torch.{edge.sent.dtype}":
@@ -189,7 +189,7 @@ def _wired(program: Program) -> None:
             ends = node.all_input_nodes if is_send(node) else node.users
             if any(_codec_beyond(program, node, end) != edge.codec for end in ends):
                 said = f"the codec '{edge.codec}'" if edge.codec else "no codec"
-                _fail(program, node, f"the edge of {node} has {said}, and what is next to it another")
+                _fail(program, node, f"the edge of {node} has {said}, but its neighbour has another")
         if is_recv(node):
             continue  # its one input is the Send, on the other worker
         for source in node.all_input_nodes:

@@ -1,8 +1,8 @@
-"""What keeps workers in step: F of a worker comes after F of the worker before, B after B of the next worker.
+"""What keeps workers in step: F of a worker comes after F of the previous worker, B after B of the next worker.
 
-Schedules, versions and transports count on that order for every microbatch. A value that goes from neighbour to
+Schedules, versions and transports rely on that order for every microbatch. A value that goes from neighbour to
 neighbour enforces it, but some pairs have none: a worker without a forward, a frozen first half that no gradient
-reaches, a skip that goes past a worker.
+reaches, a skip connection past a worker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxpipe.plan.spec import Phase
 
 @dataclass(frozen=True)
 class Gap:
-    """Neighbours of which nothing makes `dst` wait for `src`; `src` itself is in step from its node `after` on.
+    """Neighbours for which nothing makes `dst` wait for `src`; `src` itself is in step from its node `after` on.
 
     `after` is None for the worker that begins the phase: it is in step from its start.
     """
@@ -37,15 +37,15 @@ def first_gap(program: Program) -> Gap | None:
     """
     if program.phases == ("F",):
         return None
-    paced: tuple[Phase, ...] = ("F", "B")  # of weight gradients no worker waits for another's
+    paced: tuple[Phase, ...] = ("F", "B")  # no worker waits for another's weight gradients
     return next((gap for phase in paced if (gap := _first_gap(program, phase))), None)
 
 
 def _first_gap(program: Program, phase: Phase) -> Gap | None:
     """The first gap of a phase.
 
-    Only values count that the first worker sends once it is in step itself: what it sends earlier shows that it has
-    begun, not that the workers before it have.
+    Only values count that the first worker sends once it is in step itself: an earlier value shows that it has begun,
+    not that the workers before it have.
     """
     assert program.cuts is not None
     order: dict[fx.Node, int] = {}

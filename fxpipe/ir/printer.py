@@ -1,7 +1,7 @@
 """Programs as text: readable as Python, the same on every machine and in every run.
 
-Above each group of lines is its module path and the user's line; after each line the value's type and, as far as they
-are known, its phase, unit, worker and cost.
+Each group of lines begins with its module path and the user's line; after each line the value's type and, as far as
+they are known, its phase, unit, worker and cost.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def call_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
 
 
 def _codec_call(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
-    """`int8.pack(h)`, with the sender's state of the edge where the codec keeps one; `int8.unpack(h_packed, …)`."""
+    """`int8.pack(h)`, with the sender's state of the edge if the codec keeps one; `int8.unpack(h_packed, …)`."""
     value, _, *more = node.args
     called = f"{variable(codec_of(node))}.{'pack' if is_pack(node) else 'unpack'}"
     if is_unpack(node):

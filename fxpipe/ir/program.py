@@ -1,7 +1,7 @@
 """The program: one torch.fx graph that holds forward, loss and backward, with its tables.
 
 Placeholders are parameters, buffers (constants of the model among them) and the batch's tensors; the single output is a
-flat tuple of the loss, the buffers' new values, the parameters' gradients and the metrics that the loss came with, or
+flat tuple of the loss, the buffers' new values, the parameters' gradients and the step's metrics, or
 of an evaluation's metrics. Every other node is an ATen call. A program runs at every level (`run`), so a pass can be
 tested by what it computes.
 """
@@ -22,13 +22,13 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule.loss_scaling import FLOAT16
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
-CORRECTS = "corrects"  # the key in node.meta of a call that a pass has put after its first input: no cut parts the two
+CORRECTS = "corrects"  # the key in node.meta of a call that a pass put after its first input: no cut separates them
 ONE_DRAW = "one draw"  # the key in node.meta of a call that draws the same numbers in all microbatches
 AGAIN = "again"  # the key in node.meta of a copy that `rematerialize` made: the name of the node that it copies
 
 
 class Level(IntEnum):
-    """What holds of a program; `verify` (`fxpipe/ir/law.py`) checks it. A pass takes one level and gives one."""
+    """The properties of a program, checked by `verify` (`fxpipe/ir/law.py`). A pass takes one level and gives one."""
 
     CAPTURED = 1
     FOLDED = 2
@@ -45,7 +45,7 @@ class NodeInfo:
     """The one typed record of a node.
 
     Attributes:
-        phase: F or B; W of what makes weight gradients alone, once these are apart (`fxpipe/passes/defer.py`).
+        phase: F or B; W for what makes only weight gradients, if these are separate (`fxpipe/passes/defer.py`).
         module: path of the module it belongs to ('' for the loss function and other code outside modules).
         source: the user's line, `file.py:12`, or None.
         text: that line's text.
@@ -54,7 +54,7 @@ class NodeInfo:
         bytes: size of its value(s).
         seconds: its cost.
         worker: where it runs.
-        weight: whether it is a backward node that makes only weight gradients (W), which has cuts of its own.
+        weight: whether it is a backward node that makes only weight gradients (W), which has its own cuts.
     """
 
     phase: Phase
@@ -69,7 +69,7 @@ class NodeInfo:
     weight: bool = False
 
     def copy(self, **changes: Any) -> NodeInfo:
-        """A record of its own, with other values for some; `copy.copy` takes ten times as long."""
+        """A separate record with some other values; `copy.copy` takes ten times as long."""
         made = NodeInfo(
             self.phase, self.module, self.source, self.text, self.region, self.unit, self.bytes, self.seconds,
             self.worker, self.weight,
@@ -81,12 +81,12 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class Again:
-    """What a worker's backward computes again of its own forward because memory is short.
+    """What a worker's backward computes again from its own forward to save memory.
 
     Attributes:
         values: the names of the forward's nodes.
-        seconds: that it takes a microbatch.
-        bytes: that the forward leaves less for each microbatch.
+        seconds: the time of that, for each microbatch.
+        bytes: how much less the forward saves for each microbatch.
     """
 
     values: tuple[str, ...] = ()
@@ -147,23 +147,23 @@ class Program:
         batch_spec: the serialised pytree of a batch.
         units: NUMBERED: the module path each unit starts in.
         cuts: PLACED: the units that each worker computes.
-        again: PLACED: what each worker's backward is to compute again; empty where nothing is.
+        again: PLACED: what each worker's backward computes again; empty if nothing.
         wires: WIRED: the edge that each Send and Recv is an end of, by node name.
-        replicas: WIRED: how many each worker has; empty where each has one.
-        buckets: WIRED, where there are replicas: by worker, what its gradients are added up in over them.
+        replicas: WIRED: how many each worker has; empty if each has one.
+        buckets: WIRED, with replicas: by worker, the buckets in which its gradients are added up.
         stages: SPLIT: what each worker executes; EMITTED: with its file.
-        own_backward: which code of the user's own makes gradients, no formula of autograd: hooks, and functions with a
-            backward; '' if none does.
+        own_backward: which of the user's code makes gradients without a formula of autograd: hooks, and functions with
+            a backward; '' if none does.
         loss_of_microbatches: whether a minibatch's loss is the mean of its microbatches' losses, or their sum.
-        differs_from_whole: why that is not meant to be the loss of the whole batch; '' if it is.
-        whole_numbers: whether microbatches take the whole batch's numbers, such as how many samples it has.
+        differs_from_whole: why that differs from the whole batch's loss by design; '' if it does not.
+        whole_numbers: whether microbatches take numbers of the whole batch, such as how many samples it has.
         batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
-        summed_metrics: the step's metrics that are, of a minibatch, the sum of its microbatches'; others are the mean.
-        loss_metrics: the metrics that the loss output has after the loss, once `passes/join_metrics.py` has put them
-            there: it is one tensor then.
-        totals: computes of a microbatch what is added up over the minibatch, for leaves of the batch that the user's
+        summed_metrics: the step's metrics that are sums over the microbatches of a minibatch; the others are means.
+        loss_metrics: the metrics after the loss in the loss output, when `passes/join_metrics.py` has put them there:
+            it is one tensor then.
+        totals: computes from a microbatch what is added up over the minibatch, for leaves of the batch that the user's
             batches do not have (`fxpipe/passes/whole_loss.py`).
-        weights_apart: whether what makes weight gradients alone has a phase of its own, W.
+        weights_apart: whether what makes only weight gradients has its own phase, W.
     """
 
     graph: fx.Graph
@@ -220,7 +220,7 @@ class Program:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether its backward is to begin with a loss scale: gradients of float16 hardly reach below 1e-7."""
+        """Whether its backward begins with a loss scale: float16 gradients hardly reach below 1e-7."""
         return self.autocast == FLOAT16
 
     @property
@@ -230,7 +230,7 @@ class Program:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """F, B and perhaps W of a training step; F alone of an evaluation, whose outputs are metrics and buffers."""
+        """F, B and perhaps W for a training step; only F for an evaluation, whose outputs are metrics and buffers."""
         kinds = {output.kind for output in self.outputs}
         if "metric" in kinds and kinds <= {"metric", "buffer"}:
             return ("F",)
@@ -242,7 +242,7 @@ class Program:
         return {stage.file: stage.source for stage in self.stages}
 
     def metrics(self) -> dict[str, fx.Node]:
-        """Node by metric; those of a training step are outputs until they are joined to the loss."""
+        """Node by metric; a training step's metrics are outputs until they are joined to the loss."""
         return {o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "metric"}
 
     def gradients(self) -> dict[str, fx.Node]:

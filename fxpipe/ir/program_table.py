@@ -1,4 +1,4 @@
-"""The program after its last pass as plain rows, one per node: what a build keeps for those who want to inspect it.
+"""The program after its last pass as plain rows, one per node: what a build keeps for `fxpipe inspect`.
 
 `program.json` is this table. A run does not need it, and it needs no torch to be read.
 """
@@ -37,7 +37,7 @@ class Row(NamedTuple):  # a tuple: there are tens of thousands
         ms: its cost; None for a placeholder.
         worker: where it runs; for a parameter its owner, for a buffer its home, for an input worker 0.
         unit: number of its unit; None for a placeholder.
-        weight: whether it makes weight gradients alone (W).
+        weight: whether it makes only weight gradients (W).
         source, text: the user's line, `gpt.py:51` and its text; for a placeholder its names in the model.
         inputs: the rows that it reads.
     """
@@ -64,7 +64,7 @@ class ProgramTable:
     Attributes:
         sends: the row in which each edge of the plan is sent, by the edge's name.
         gradients: the row that makes each trained parameter's gradient, by the name of the parameter's row.
-        names: what the model calls a placeholder, by the name of its row; several for a tied parameter.
+        names: the model's names for a placeholder, by the name of its row; several for a tied parameter.
     """
 
     rows: tuple[Row, ...] = field(repr=False)
@@ -85,19 +85,19 @@ def read_table(path: Path) -> ProgramTable:
     """Read a file that has the text of `ProgramTable.to_json`.
 
     Raises:
-        BuildError: it is not there, is not JSON, or has another form.
+        BuildError: it does not exist, is not JSON, or has another form.
     """
     with explained(path, error=BuildError, hint="compile again, or delete it: a run does not need it"):
         body = parse(path)
         if isinstance(body, dict) and "format" in body and "columns" in body:
             if (body.pop("format"), body.pop("columns")) != (FORMAT, list(Row._fields)):
-                raise Malformed(f"it is not of format {FORMAT}, or its columns are others", ", $")
+                raise Malformed(f"it is not of format {FORMAT}, or it has other columns", ", $")
         else:
-            raise Malformed("it has no format and no columns", ", $")
+            raise Malformed("format or columns are missing", ", $")
         table = convert(body, ProgramTable)
         for i, row in enumerate(table.rows):
             if row.worker < 0 or not all(0 <= n < i for n in row.inputs):
-                raise Malformed("a row's worker and inputs are not there", f", $.rows[{i}]")
+                raise Malformed("a row's worker or inputs are missing", f", $.rows[{i}]")
         for i in (*table.sends.values(), *table.gradients.values()):
             if not 0 <= i < len(table.rows):
                 raise Malformed(f"there is no row {i}", ", $")
@@ -164,7 +164,7 @@ def _op(node: fx.Node) -> str:
 
 
 def _names(program: Program) -> dict[str, tuple[str, ...]]:
-    """What the model calls its parameters, buffers and inputs, by their nodes."""
+    """The model's names for its parameters, buffers and inputs, by node."""
     found = {p.node: p.names for p in program.parameters}
     found |= {b.node: b.names for b in program.buffers}
     return found | {b.node: (b.leaf.name,) for b in program.batch if b.node is not None}

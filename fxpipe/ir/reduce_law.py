@@ -1,4 +1,4 @@
-"""The law of replicas: what a worker's replicas add up is all of its gradients, each once, once it is there."""
+"""The law of replicas: a worker's replicas add up all of its gradients, each once, after it exists."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def check_reduced(program: Program) -> None:
         if is_reduce(node):
             calls[info(node).worker or 0].append(node)
     if program.replicas and not workers == len(program.replicas) == len(program.buckets):
-        raise VerifyError(f"there are {workers} workers, and not as many numbers of replicas and lists of buckets")
+        raise VerifyError(f"there are {workers} workers, but not as many numbers of replicas and lists of buckets")
     gradients = _gradients(program)
     for worker, found in calls.items():
         several = bool(program.replicas) and program.replicas[worker] > 1
         buckets = program.buckets[worker] if several else ()
         names, expected = [bucket_of(node) for node in found], [bucket.name for bucket in buckets]
         if names != expected or len(set(expected)) < len(expected):
-            raise VerifyError(f"worker {worker} hands over the buckets {names}, and has {expected}")
+            raise VerifyError(f"worker {worker} hands over the buckets {names}, but has {expected}")
         if several:
             _check_members(worker, buckets, gradients[worker])
         for bucket, node in zip(buckets, found, strict=True):
@@ -57,7 +57,7 @@ def _check_members(worker: int, buckets: tuple[BucketSpec, ...], gradients: dict
 def _check_call(program: Program, bucket: BucketSpec, node: fx.Node, gradients: dict[str, fx.Node]) -> None:
     where = f"{node}, which hands over {bucket.name} of worker {info(node).worker},"
     if info(node).phase != program.phases[-1]:
-        raise VerifyError(f"{where} is in {info(node).phase}, and gradients are returned in {program.phases[-1]}")
+        raise VerifyError(f"{where} is in {info(node).phase}, but gradients are returned in {program.phases[-1]}")
     if node.target.__name__ != bucket.call:  # type: ignore[union-attr]
         raise VerifyError(f"{where} is {node.target.__name__}, not {bucket.call}")  # type: ignore[union-attr]
     replicas = program.replicas[info(node).worker or 0]

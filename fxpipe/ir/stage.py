@@ -17,9 +17,9 @@ class Part:
     """One function of a stage.
 
     `graph` has a placeholder for every weight, buffer and batch leaf or saved value (in the order of `spec`), ATen
-    calls, Send and Recv nodes (`edges` gives the edge's name by node name), and the output tuple: of `forward`
-    `(loss or None, updates, saved)`, of `backward` the gradients, or the list of deferred values where `weights` makes
-    the gradients; of `evaluate` the metrics, then the updates.
+    calls, Send and Recv nodes (`edges` gives the edge's name by node name), and the output tuple: for `forward`
+    `(loss or None, updates, saved)`, for `backward` the gradients, or the list of deferred values if `weights` makes
+    the gradients; for `evaluate` the metrics, then the updates.
     """
 
     function: Literal["forward", "backward", "weights", "evaluate"]
@@ -29,18 +29,18 @@ class Part:
 
     @property
     def third(self) -> str:
-        """What the function calls its third argument."""
+        """The name of the function's third argument."""
         return {"backward": "saved", "weights": "deferred"}.get(self.function, "batch")
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """The names of the values that the function before it left for it."""
+        """The names of the values that the previous function left for it."""
         return {"backward": self.spec.saved, "weights": self.spec.deferred}.get(self.function, ())
 
     def last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """By node, the values that the code drops after it: those with memory that nothing below reads.
+        """By node, the values that the code drops after it: those with memory that no later call reads.
 
-        Weights and buffers are not the part's to drop.
+        Weights and buffers do not belong to the part.
         """
         last: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Stage:
-    """The parts of one worker by phase: F, B and perhaps W of a training step, F alone of an evaluation.
+    """The parts of one worker by phase: F, B and perhaps W for a training step, only F for an evaluation.
 
     `file` is the name of the emitted file and `source` its text, once there is one.
     """
@@ -71,7 +71,7 @@ class Stage:
 
 
 def name_in_part(node: fx.Node) -> str:
-    """The name of a program's node in its part: a received value keeps its sender's name, because it is that value."""
+    """The name of a program's node in its part: a received value keeps its sender's name."""
     if is_unpack(node):
         return node.name.rpartition("_unpack_")[0]
     if not is_recv(node):

@@ -15,14 +15,14 @@ from fxpipe.ir.wire import bucket_of, is_recv, is_reduce, is_send
 from fxpipe.plan.spec import Phase
 
 _BUILTINS = {"float"}
-"""What emitted code reads of Python's own names: `float("inf")`."""
+"""The names of Python itself that emitted code reads: `float("inf")`."""
 
 
 def check_split(program: Program) -> None:
-    """Raise VerifyError if a call is not in exactly one part, or a part reads what it is not given."""
+    """Raise VerifyError if a call is not in exactly one part, or a part reads a value that it is not given."""
     assert program.cuts is not None
     if [stage.worker for stage in program.stages] != list(range(program.cuts.workers)):
-        raise VerifyError("a split program has one stage for each worker, in their order")
+        raise VerifyError("a split program has one stage for each worker, in order")
     calls: dict[tuple[int, Phase], list[fx.Node]] = {}
     for node in program:
         calls.setdefault((info(node).worker or 0, info(node).phase), []).append(node)
@@ -39,7 +39,7 @@ def check_split(program: Program) -> None:
 
 
 def _check_part(program: Program, where: str, part: Part, calls: Sequence[fx.Node]) -> None:
-    part.graph.lint()  # among others: a node reads earlier nodes of its own graph
+    part.graph.lint()  # this also checks that a node reads only earlier nodes of its graph
     _compare(where, "is given", *_inputs(program, part))
     found = {node.name: node for node in part.graph.nodes if node.op == "call_function"}
     _compare(where, "holds the calls", list(found), [name_in_part(node) for node in calls])
@@ -53,7 +53,7 @@ def _check_part(program: Program, where: str, part: Part, calls: Sequence[fx.Nod
 
 
 def _inputs(program: Program, part: Part) -> tuple[list[str], list[str]]:
-    """What a part is given, by its placeholders and by its interface: the names of the model, then of saved values."""
+    """The inputs of a part, from its placeholders and from its interface: names of the model, then of saved values."""
     names = {p.node: p.names[0] for p in program.parameters} | {b.node: b.names[0] for b in program.buffers}
     names |= {b.node: b.leaf.name for b in program.batch if b.node}
     given = [node.name for node in part.graph.nodes if node.op == "placeholder"]

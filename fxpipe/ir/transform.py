@@ -25,8 +25,8 @@ class Pass(ABC):
     """One step from program to program. Its fields are its options; it never changes the program it is given.
 
     Attributes:
-        requires: the level of the programs it takes: no lower, since it reads what that level promises, and no higher,
-            since what later levels have added would be wrong after it.
+        requires: the level of the programs it takes: no lower, since it relies on that level, and no higher, since it
+            would invalidate what later levels have added.
         provides: the level of the program it gives.
     """
 
@@ -57,15 +57,15 @@ Observer = Callable[[Applied], None]
 def run_passes(
     program: Program, passes: Sequence[Pass], observers: Sequence[Observer] = (), dumped_as: str = "", first: int = 1
 ) -> Program:
-    """Apply the passes in order; after each, verify the law of its level and tell the observers.
+    """Apply the passes in order; after each, verify the law of its level and call the observers.
 
     Args:
-        dumped_as: what the names of dumped files begin with.
-        first: the number of the first pass, where others have run before.
+        dumped_as: the start of the names of dumped files.
+        first: the number of the first pass, if others have run before.
 
     Raises:
-        VerifyError: a pass would be given a program of another level than it requires, which is found before the first
-            one runs; or it broke the law of the level it provides.
+        VerifyError: a pass would get a program of another level than it requires, which is found before the first one
+            runs; or it broke the law of the level it provides.
     """
     check_order(program.level, passes)
     observers = (*observers, *_dumping(dumped_as))
@@ -91,7 +91,7 @@ def check_order(level: Level, passes: Sequence[Pass]) -> None:
     """Refuse passes that cannot run in this order on a program of that level.
 
     Raises:
-        VerifyError: names the pass, the level of the program that it would be given, and what to run first.
+        VerifyError: names the pass, the level of the program that it would get, and what to run first.
     """
     for place, step in enumerate(passes):
         if level != step.requires:
@@ -102,7 +102,7 @@ def check_order(level: Level, passes: Sequence[Pass]) -> None:
             else:
                 hint = f"run {step.name} before {raised[0]}" if raised else f"begin with a {step.requires.name} program"
             raise VerifyError(
-                f"pass {step.name} takes a program that is {step.requires.name}, and this one is {level.name}",
+                f"pass {step.name} takes a program that is {step.requires.name}, but this one is {level.name}",
                 hint=hint,
             )
         level = step.provides
@@ -125,7 +125,7 @@ CAPTURE = "capture"
 
 
 class PassReached(Exception):
-    """Ends the passes: the wanted program is there."""
+    """Ends the passes: the wanted program exists."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()

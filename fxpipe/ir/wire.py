@@ -1,11 +1,11 @@
-"""Send and Recv, what packs a value for the way between them, and sums over replicas, as nodes of the program's graph.
+"""Send and Recv, packing between them, and sums over replicas, as nodes of the program's graph.
 
-In the joint graph a Recv takes its Send, and both pass the value on, so that a wired program still runs in one process.
-In a stage they become `comm.send("edge", value)` and `value = comm.recv("edge")`, and the others `int8.pack(value)` and
-`int8.unpack(packed, …)`.
+In the joint graph a Recv takes its Send, and both return the value unchanged, so a wired program still runs in one
+process. In a stage they become `comm.send("edge", value)` and `value = comm.recv("edge")`, and packing becomes
+`int8.pack(value)` and `int8.unpack(packed, …)`.
 
-What hands gradients over for the worker's replicas to add up, `comm.all_reduce("bucket", [g1, g2])`, gives no value,
-neither here nor there: the graph is that of one microbatch, and the sum is that of all of them.
+The call that hands gradients over to be added up by replicas, `comm.all_reduce("bucket", [g1, g2])`, returns no value,
+neither here nor in a stage: the graph is for one microbatch, and the sum is over all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxpipe.codecs import codec as make_codec
 from fxpipe.codecs.codec import EdgeState
 
 TAKEN = ("torch", "aten", "codec", "weights", "buffers", "batch", "saved", "comm", "forward", "backward")
-"""What emitted code calls things of its own."""
+"""Names that emitted code uses for its own things."""
 
 
 def send(value: torch.Tensor) -> torch.Tensor:
@@ -33,10 +33,10 @@ def recv(sent: torch.Tensor) -> torch.Tensor:
 
 
 def pack(value: torch.Tensor, codec: str, edge: str | None) -> torch.Tensor:
-    """What a codec makes of a value before it is sent.
+    """The codec's form of a value before it is sent.
 
     Args:
-        edge: whose state the codec takes at the sender; None if it keeps none.
+        edge: the edge whose state the sender's codec uses; None if it keeps none.
     """
     return make_codec(codec).pack(value, None if edge is None else EdgeState(place=lambda: (edge,)))
 
@@ -44,7 +44,7 @@ def pack(value: torch.Tensor, codec: str, edge: str | None) -> torch.Tensor:
 def unpack(
     packed: torch.Tensor, codec: str, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """What a codec reads back of a value that was received."""
+    """The value that a codec reads from what was received."""
     return make_codec(codec).unpack(packed, shape, dtype, stride)
 
 
@@ -52,7 +52,7 @@ def all_reduce(bucket: str, gradients: Sequence[torch.Tensor | None]) -> None:
     """Hand a microbatch's gradients over, to be added up over microbatches and replicas; every replica gets the sums.
 
     Args:
-        gradients: of the bucket's parameters; None for what gets none.
+        gradients: of the bucket's parameters; None for a parameter without one.
     """
 
 
@@ -74,7 +74,7 @@ def codec_of(node: fx.Node) -> str:
 
 
 def variable(codec: str) -> str:
-    """What emitted code calls a codec: `topk_0_01`; with `_` after it where something else has that name."""
+    """The name of a codec in emitted code: `topk_0_01`; with `_` after it if another thing has that name."""
     name = "".join(c if c.isalnum() else "_" for c in codec)
     return f"{name}_" if name in TAKEN else name
 
@@ -90,7 +90,7 @@ def bucket_of(node: fx.Node) -> str:
 
 
 def members_of(node: fx.Node) -> list[fx.Node | None]:
-    """The gradients that it hands over, None for what gets none."""
+    """The gradients that it hands over, None for a parameter without one."""
     return list(node.args[1])  # type: ignore[arg-type]
 
 

@@ -56,7 +56,7 @@ def captured_step(
 
     Args:
         batch: one whole minibatch.
-        shapes: more minibatches: those of another shape, or with other constants, are captured, too.
+        shapes: more minibatches: if their shape or constants differ, they are captured, too.
         last: a smaller minibatch, such as the last of an epoch. The number of microbatches that is chosen divides it,
             too; where its step cannot be captured, a warning says so.
         say: is called with the further shape that is being captured.
@@ -241,7 +241,7 @@ def _check_shares(batch: Batch, options: CompileOptions) -> None:
 
 
 def _check_divisible(program: Program, first: Batch, other: Batch, options: CompileOptions) -> None:
-    """Refuse a batch whose leaves cannot be cut into microbatches where those of the first batch are.
+    """Refuse a batch that cannot be cut into microbatches along the same dimensions as the first.
 
     Raises:
         BatchError: names the numbers that divide both.

@@ -27,7 +27,7 @@ from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import join, run_local
 from fxpipe.runtime.wires.group import place_of_process
 from fxpipe.task.first_batches import first_batches
-from fxpipe.task.hooks import NO_HOOKS, OF_RUNS, Hooks, Loss, taken_apart
+from fxpipe.task.hooks import NO_HOOKS, OF_RUNS, Hooks, Loss, split_hooks
 from fxpipe.task.model_file import Task
 from fxpipe.task.uncompiled import uncompiled
 
@@ -108,7 +108,7 @@ def fit(
         raise TaskError("only one of eval_data and metrics is given", hint="give both, or none")
     held_out = None if eval_data is None else _function("eval_data", eval_data)
     hooks = Hooks(loss=loss, train_data=_function("data", data), eval_data=held_out)
-    hooks, rest = taken_apart(hooks, HOOKS, changes)
+    hooks, rest = split_hooks(hooks, HOOKS, changes)
     task = Task(replace(hooks, model=lambda: model))
     of_compile, of_run = _options({"workers": workers, **rest})
     options = CompileOptions(**of_compile).for_task(task)

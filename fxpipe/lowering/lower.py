@@ -61,13 +61,12 @@ def compile(
     Args:
         model, loss, batch: `loss(model, batch)` is the step; `batch` is one whole minibatch.
         options, changes: `fxpipe.lowering.options.CompileOptions` lists the options.
-        shapes: more minibatches: those of another shape than `batch`, or with other constants, get stages of their own.
+        shapes: more minibatches: if their shape or constants differ from `batch`, they get separate stages.
             Where batches are padded (`pad_to`), their padded shapes count.
         last: a smaller minibatch, such as the last of an epoch: likewise, or a warning says why not.
         evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the whole batches
             that runs will evaluate on: read once here, for their shapes. With `metrics_of_all` after them, `metrics`
-                may
-            return tensors with dimensions, too.
+            may return tensors with dimensions, too.
         observers: are called for every pass.
         say: is called with the shape of batch in work, and with the part that is being put onto engines.
 

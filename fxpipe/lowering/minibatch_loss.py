@@ -132,7 +132,7 @@ def _is_proved(program: Program, dims: Dims) -> bool:
 
 
 def _ways(batch: Batch) -> list[Dims]:
-    """Where samples may be, likeliest first: dimension 0 of all leaves, or of all but one; 1; or that of a size."""
+    """Where samples may be, likeliest first: dimension 0 of all leaves, or of all but one; 1; or a given size."""
     tensors = {name: tuple(tensor.shape) for name, tensor in batch.tensors.items() if tensor.dim()}
     uncut: Dims = dict.fromkeys(batch.names)
     found: list[Dims] = [{**uncut, **dict.fromkeys(tensors, 0)}]

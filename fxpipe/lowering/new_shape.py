@@ -84,7 +84,8 @@ _AGAIN = "compile with a batch of this shape (--scan N; in Python shapes=...)"
 def options_of(plan: Plan, batch: Batch, hooks: StepHooks) -> CompileOptions:
     """The options a plan was compiled with, as far as they matter for one more shape.
 
-    Leaves are cut where those of the first shape are, if the batch has the same leaves; else the cuts are found again.
+    Leaves are cut along the same dimensions as in the first shape, if the batch has the same leaves; else these are
+    found again.
     """
     dims = {leaf.name: leaf.dim if leaf.tensor else None for leaf in plan.given}
     cuts = Cuts.of(plan)

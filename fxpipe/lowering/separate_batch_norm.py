@@ -18,8 +18,7 @@ class SeparateBatchNorm(TorchFunctionMode):
     """Inside, a batch norm in training splits a batch and normalises one microbatch after the other.
 
     Everything else sees the whole batch: so eager PyTorch's loss is the whole batch's with batch norms as in a
-        pipeline.
-    It works in backward, too, where regions of `torch.utils.checkpoint` are computed again.
+    pipeline. It works in backward, too, where regions of `torch.utils.checkpoint` are computed again.
 
     Args:
         microbatches: how many a batch has, along dimension 0 of what is normalised.

@@ -290,7 +290,7 @@ def _within(bounds: Sequence[int], placed: Iterable[tuple[int, int]], what: str)
 
 
 def _check_alike(plan: Plan, made: Plan, number: int) -> None:
-    """Refuse stages that read or make other things than those of the first shape."""
+    """Refuse stages that do not read and make the same things as the first shape's."""
     wrong, names = [], list[str]()
     if made.loss_worker != plan.loss_worker:
         wrong.append(f"the loss is on worker {made.loss_worker} , not {plan.loss_worker}")

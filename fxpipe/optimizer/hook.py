@@ -1,4 +1,4 @@
-"""Asks the user for the optimizer of some parameters: on small copies at compile time, on a worker's own in a run."""
+"""Asks the user for the optimizer of some parameters: of small copies at compile time, of a worker's own in a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fxpipe.torch_private import accumulated_hooks, backward_hooks
 
 
 def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
-    """The user's optimizer of these parameters, or all of theirs in one, checked; None where it chooses none of them.
+    """The user's optimizer for these parameters, or several in one, checked; None if it chooses none of them.
 
-    A rate that is a tensor is the optimizer's own from then on: a scheduler writes into it.
+    A rate that is a tensor is copied: a scheduler writes into it.
 
     Raises:
-        OptimizerRefused: it is no optimizer, holds other parameters, needs a closure, or hooks into gradients.
+        OptimizerRefused: it is not an optimizer, holds other parameters, needs a closure, or hooks into gradients.
     """
     before = [_hooks(parameter) for _, parameter in named]
     try:
@@ -31,9 +31,9 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
     hooked = [name for (name, p), count in zip(named, before, strict=True) if _hooks(p) != count]
     if hooked:
         raise OptimizerRefused(
-            f"optimizer() puts a hook on the gradient of {hooked[0]}, and no hook of it runs in a pipeline: stages "
+            f"optimizer() puts a hook on the gradient of {hooked[0]}, which does not run in a pipeline: stages "
             "compute gradients without autograd",
-            hint="change gradients in step(), or by register_hook in model(), where they are captured",
+            hint="change gradients in step(), or with register_hook in model(), which is captured",
         )
     if not any(group["params"] for group in made.param_groups):
         return None
@@ -49,7 +49,7 @@ def _hooks(parameter: nn.Parameter) -> int:
 
 
 def _chose_none(error: BaseException | None) -> bool:
-    """Whether torch refused an empty list, somewhere below what the hook raised."""
+    """Whether torch refused an empty list anywhere below the error."""
     while error is not None:
         if isinstance(error, ValueError) and "empty parameter list" in str(error):
             return True
@@ -58,7 +58,7 @@ def _chose_none(error: BaseException | None) -> bool:
 
 
 def _refuse_foreign_parameters(made: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """An optimizer over other tensors would train nothing here, and no one would notice."""
+    """Refuse an optimizer over other tensors, which would silently train nothing here."""
     own = {id(parameter) for _, parameter in named}
     foreign = [p for group in made.param_groups for p in group["params"] if id(p) not in own]
     if foreign:

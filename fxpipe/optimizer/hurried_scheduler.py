@@ -1,4 +1,4 @@
-"""Finds a scheduler that makes a step after every update and seems to be meant for epochs, as most scripts have it."""
+"""Finds a scheduler that is stepped after every update although it seems meant for epochs, as in most scripts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fxpipe.torch_private import STEPPED
 from fxpipe.tracing.holders import Advancing
 
 FALL = 1000
-"""How many times smaller a rate must become in half of an epoch."""
+"""A rate falls too fast if it becomes this many times smaller in half an epoch."""
 
 TENTH = 10
-"""How many times smaller in an epoch, where it falls by one factor again and again, and more epochs follow."""
+"""The same in one epoch, if it falls by one factor repeatedly, and more epochs follow."""
 
 FURTHEST = 10_000
-"""The most updates that are looked at."""
+"""The most updates to look at."""
 
 ENDS = ("T_max", "total_steps", "total_iters")
-"""What torch's schedulers call the number of their steps, where the rate has its way to go in these."""
+"""What torch's schedulers call the number of steps in which the rate goes its whole way."""
 
 WHOLE_WAY = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")
-"""Those whose steps are a whole training's; others, such as a warm-up, have an end of their own."""
+"""Schedulers whose steps span the whole training; others, such as a warm-up, may end before."""
 
 
 def hurried(
@@ -34,17 +34,17 @@ def hurried(
 ) -> str | None:
     """Why a scheduler seems to be meant for epochs: a sentence; None if nothing says so.
 
-    It is where its own end, or a thousandth of its highest rate, comes in the first half of so many updates; or a tenth
-    of that rate in all of them, by one factor again and again, though more epochs follow.
+    It does if its own end, or a thousandth of its highest rate, comes in the first half of the updates; or a tenth of
+    that rate comes within them, by one factor repeatedly, and more epochs follow.
 
     Args:
-        scheduler: makes a step after every update; it has made none yet, and makes none here.
-        updates: of an epoch, or of the run if that is shorter.
-        of: which of them.
+        scheduler: it is stepped after every update; it has made no step yet, and makes none here.
+        updates: in an epoch, or in the run if that is shorter.
+        of: which of the two.
         more: the run has more epochs.
     """
     half = min(updates // 2, FURTHEST)
-    cure = 'a step after every epoch is `return scheduler, "epoch"`'
+    cure = 'for a step after every epoch: `return scheduler, "epoch"`'
     end = _end(scheduler)
     if end is not None and end <= half:
         return (
@@ -64,21 +64,22 @@ def hurried(
 
 
 def _fall_steadily(rates: list[float]) -> bool:
-    """Whether the rates fall after their highest, by one factor again and again."""
+    """Whether the rates fall from their highest by one factor repeatedly."""
     falling = [rate for rate, _ in itertools.groupby(rates[rates.index(max(rates)) :])] if rates else []
     factors = [after / before for before, after in itertools.pairwise(falling) if before]
     return len(factors) > 1 and max(factors) < 1 and max(factors) - min(factors) < 1e-3
 
 
 def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list[float]:
-    """The first group's rates in so many updates, by a copy of the scheduler; fewer if it cannot be copied, or ends.
+    """The first group's rates in `count` updates, by a copy of the scheduler; fewer if it cannot be copied, or ends.
 
-    The copy acts on a shell of the optimizer: the same type and options, but no parameters and no state. It shares
-    functions with the scheduler: what they change is put back, and where that cannot be, there is no copy.
+    The copy acts on an empty optimizer: the same type and options, but no parameters and no state. It shares functions
+        with
+    the scheduler: what they change is restored, and if that is impossible, nothing is copied.
     """
     found: list[float] = []
-    foretells = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
-    if not foretells or hasattr(type(optimizer), "param_groups"):  # a property: setting it might reach the real groups
+    predictable = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+    if not predictable or hasattr(type(optimizer), "param_groups"):  # setting a property may reach the real groups
         return found
     shell = object.__new__(type(optimizer))
     shell.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults), state={}, **STEPPED)

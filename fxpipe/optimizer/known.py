@@ -15,11 +15,11 @@ _TRIED = {
     "NovoGrad", "NvNovoGrad", "PAdam", "PID", "QHAdam", "Ranger", "SGDP", "SM3", "SRMM", "ScalableShampoo",
     "ScheduleFreeAdamW", "Shampoo", "StableAdamW", "Tiger", "Yogi",
 }  # fmt: skip
-"""Names in these packages: those that `make zoo ONLY=recipe` trains as eager PyTorch does."""
+"""Names in these packages: `make zoo ONLY=recipe` finds that they train as eager PyTorch does."""
 
 
 def looks_at_each_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known to: one of torch's own without hooks on its step, or of those that were tried."""
+    """Whether it is known to: one of torch's own without hooks on its step, or one of those tested."""
     return all(
         not changes_torchs(part) or (type(part).__name__ in _TRIED and type(part).__module__.startswith(_PACKAGES))
         for part in parts_of(optimizer)

@@ -1,10 +1,9 @@
-"""Whether each worker may have an optimizer of its own: one over all parameters, and one for each worker, are compared.
+"""Finds whether each worker may have its own optimizer: compares one over all parameters with one for each worker.
 
-Most optimizers look at each parameter alone: then it makes no difference who else is in the list. Others clip by the
-norm of all gradients inside step(), adapt one number to all parameters (Prodigy), or make rates from a parameter's
-place in the list. Each worker of a pipeline has an optimizer over its own parameters, so these would train otherwise
-there, and nobody would notice. Of an optimizer that is not known, a trial may find that it is one of these, and never
-that it is none.
+Most optimizers look at each parameter alone: then the other parameters in the list make no difference. Others clip by
+the norm of all gradients inside step(), adapt one number to all parameters (Prodigy), or make rates from a parameter's
+place in the list. Each worker of a pipeline has an optimizer over its own parameters, so these would silently train
+differently. For an unknown optimizer, a trial may find a difference, but cannot prove that there is none.
 """
 
 from __future__ import annotations
@@ -31,23 +30,24 @@ from fxpipe.threads import threads
 from fxpipe.torch_private import DYNAMO, foreach_norm, foreach_sub
 
 MOST = 400
-"""Parameters that are played with, at most."""
+"""The most parameters in the trial."""
 
 SAME = 1e-6
-"""The share of its own way by which a weight may differ. Copies are in double precision, where rounding is far less."""
+"""The largest difference of a weight, as a share of its own way. Copies are in double precision: rounding is far
+less."""
 
 ADAPTED = 1e-3
 """The same for a group's numbers, such as Prodigy's d: far more than rounding."""
 
 COARSE = 0.05
-"""The same where the optimizer itself computes in a coarse dtype, as Muon does: never more than this."""
+"""The same if the optimizer itself computes in a coarse dtype, as Muon does; never more than this."""
 
 UNUSUAL = {1e9: "far larger", math.nan: "not a number", math.inf: "infinite"}
-"""What gradients are multiplied by, and what they are then: for what waits for a large norm, or skips such steps."""
+"""Factors on gradients, and what gradients are then: for optimizers that wait for a large norm, or skip such steps."""
 
 UNKNOWN = (
-    "{kind} may train otherwise with one for each worker, over its own parameters, than with one over all: a trial on "
-    "small copies found no difference, but it is not known to look at each parameter alone; if it does, "
+    "{kind} may train differently with one for each worker than with one over all parameters: a trial on "
+    "small copies found no difference, but fxpipe does not know if it looks at each parameter alone; if it does, "
     "say so with --accept-optimizer-per-worker"
 )
 WHERE = "optimizer(), tried on small copies of the parameters"
@@ -55,10 +55,10 @@ WHERE = "optimizer(), tried on small copies of the parameters"
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two ways of playing come apart most.
+    """Where two ways of playing differ most.
 
     Attributes:
-        share: how far apart a weight is, relative to how far it has gone.
+        share: the difference of a weight, relative to how far it has moved.
         parameter: its number.
     """
 
@@ -68,7 +68,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class _Disagreement:
-    """What one optimizer over all parameters and one for each worker do otherwise, and how to make it go."""
+    """The difference between one optimizer over all parameters and one for each worker, and how to remove it."""
 
     what: str
     cure: str
@@ -77,21 +77,22 @@ class _Disagreement:
 def check_per_worker(
     plan: Plan, make: MakeOptimizer | None, scheduler: MakeScheduler | None = None, *, accepted: bool = False
 ) -> str | None:
-    """Play the user's optimizer both ways, in milliseconds; the process's random state stays as it is.
+    """Play the user's optimizer both ways, in milliseconds; the process's random state stays unchanged.
 
     Args:
-        plan: says who owns which parameters; their values are not needed. Of very many, some are drawn. Where replicas
-            of a worker share its parameters out, each has an optimizer of its own, and counts as a worker here.
+        plan: says which worker owns which parameters; their values are not needed. If there are very many, some are
+            drawn. If replicas of a worker shard its parameters, each has its own optimizer, and counts as a worker
+            here.
         make: None is the default, which looks at each parameter alone.
-        scheduler: of its rates; one that cannot be played is left out.
+        scheduler: of its rates; left out if it cannot be played.
         accepted: the user knows that it makes a difference.
 
     Returns:
-        One sentence for a warning: what could not be found out, or what was accepted.
+        One sentence for a warning: what is unknown, or what was accepted.
 
     Raises:
         OptimizerRefused: no run can use it, or it trains nothing.
-        TaskError: it makes a difference, or it fails where it is given one worker's parameters alone.
+        TaskError: it makes a difference, or it fails with one worker's parameters.
     """
     trained = [p for p in plan.parameters if p.trained]
     if plan.sharded:
@@ -107,7 +108,7 @@ def check_per_worker(
         except OptimizerRefused:
             raise
         except TaskError as error:
-            return f"{' '.join(error.what.split())}; it was not found out whether each worker may have one of its own"
+            return f"{' '.join(error.what.split())}; whether each worker may have its own is unknown"
         if not together.kinds and len(rows) == len(trained):
             raise OptimizerRefused(
                 "optimizer() chooses none of the model's parameters: nothing would be trained",
@@ -128,13 +129,13 @@ def check_per_worker(
         if accepted:
             return f"{found.what}; this was accepted"
         if divided.drew_without_torch:
-            return f"{found.what}; it draws random numbers from `random` or numpy, and these may be the only reason"
-        accept = f"to train so nevertheless, with a {kind} for each worker: compile with --accept-optimizer-per-worker"
+            return f"{found.what}; it draws random numbers from `random` or numpy, which may be the only reason"
+        accept = f"to accept this, with a {kind} for each worker: compile with --accept-optimizer-per-worker"
         raise TaskError(found.what, where=WHERE, hint=f"{found.cure}; {accept}")
 
 
 def compare(together: Played, divided: Played) -> Divergence:
-    """Where the weights after some step differ most, relative to how far they have gone by then."""
+    """Where the weights after some step differ most, relative to how far they have moved by then."""
     ones, others = together.weights, divided.weights
     way = torch.zeros(len(ones[0]), dtype=torch.float64)
     rounding = torch.tensor([4 * torch.finfo(weight.dtype).eps for weight in ones[0]]) * _norms(ones[0])
@@ -152,12 +153,12 @@ def compare(together: Played, divided: Played) -> Divergence:
 
 
 def _of_replica(plan: Plan, row: ParameterSpec) -> ParameterSpec:
-    """A parameter whose owner is the replica that updates it, by its number among those of all workers in order."""
+    """A parameter whose owner is the replica that updates it, numbered among all workers' replicas in order."""
     return replace(row, owner=row.owner * plan.dp + plan.updaters(row.owner).get(row.name, 0))
 
 
 def _some(trained: list[ParameterSpec]) -> list[ParameterSpec]:
-    """All of them, or `MOST` at random: every so many might be the biases alone."""
+    """All of them, or `MOST` at random: every n-th might be only the biases."""
     if len(trained) <= MOST:
         return trained
     order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(0)).tolist()
@@ -180,7 +181,7 @@ def _all_together(copies: Copies) -> Played:
     except OptimizerRefused:
         raise
     except TaskError:
-        copies.wide = False  # kernels of the optimizer's own may know the model's dtypes alone
+        copies.wide = False  # the optimizer's kernels may support only the model's dtypes
         with users():
             return copies.play(_everything(copies))
 
@@ -192,7 +193,7 @@ def _divided(copies: Copies) -> Played:
         raise
     except Exception as error:
         raise TaskError(
-            "the optimizer takes all parameters together, but fails where each worker has one of its own: "
+            "the optimizer works over all parameters, but fails if each worker has its own: "
             f"{type(error).__name__}: {error}",
             where=WHERE,
             hint="optimizer(named_parameters) is called on every worker, with the parameters that it owns",
@@ -200,31 +201,31 @@ def _divided(copies: Copies) -> Played:
 
 
 def _refuse_lost(copies: Copies, together: Played, divided: Played) -> None:
-    """What one over all parameters trains, and a worker's own does not: torch takes no empty list.
+    """Refuse if one over all trains parameters that a worker's own does not: torch refuses an empty list.
 
-    A run takes a worker whose optimizer would be over nothing for one that trains nothing.
+    In a run, a worker whose optimizer would be empty trains nothing.
     """
     pairs = zip(copies.rows, together.options[0], divided.options[0], strict=True)
     lost = [row for row, one, own in pairs if one and not own]
     if lost:
         raise TaskError(
-            f"optimizer() trains {lost[0].name} where it is given all parameters, but not where it is given those of "
-            f"its worker {lost[0].owner} alone: an optimizer over an empty list raises an error",
+            f"optimizer() trains {lost[0].name} if it is given all parameters, but not if it is given only those of "
+            f"its worker {lost[0].owner}: an optimizer over an empty list raises an error",
             where=WHERE,
-            hint="a worker may own parameters of one kind alone: leave out what has none, as in "
+            hint="a worker may own parameters of one kind only: leave out empty optimizers, as in "
             "`[torch.optim.Muon(matrices)] if matrices else []`",
         )
 
 
 def _unusual_difference(copies: Copies) -> _Disagreement | None:
-    """The same where gradients of some workers are of no usual size."""
+    """The same with gradients of unusual size on some workers."""
     for (factor, called), of in itertools.product(UNUSUAL.items(), (0, 1)):
         gradients = copies.unusual(factor, of)
         try:
             together = copies.play(_everything(copies), gradients)
             divided = copies.play(_by_worker(copies), gradients)
         except (Exception, TooLong):
-            continue  # with such gradients it stops
+            continue  # it fails with such gradients
         found = _difference(copies, together, divided)
         if found is not None:
             return replace(found, what=f"{found.what}; gradients of other workers are {called} there")
@@ -232,7 +233,7 @@ def _unusual_difference(copies: Copies) -> _Disagreement | None:
 
 
 def _difference(copies: Copies, together: Played, divided: Played) -> _Disagreement | None:
-    """Of the weights, or of the numbers that an optimizer adapts: a few steps of Prodigy may show nothing else."""
+    """A difference of weights, or of numbers that an optimizer adapts: a few steps of Prodigy may show nothing else."""
     kind, steps = together.kinds[0], len(together.weights) - 1
     found = compare(together, divided)
     if found.share > min(max(100 * max(together.eps, divided.eps), SAME), COARSE):
@@ -242,8 +243,8 @@ def _difference(copies: Copies, together: Played, divided: Played) -> _Disagreem
             much = "many times"
         clue, cure = _why(together, divided, found.parameter)
         return _Disagreement(
-            f"{kind} trains otherwise with one for each worker, over its own parameters, than with one over all: in "
-            f"{steps} steps weights come up to {much} their way apart ({row.name}, of worker {row.owner}){clue}",
+            f"{kind} behaves differently when each worker has its own: after {steps} steps weights differ by up to "
+            f"{much} the distance that they moved ({row.name}, of worker {row.owner}){clue}",
             cure,
         )
     for row, one, own in zip(copies.rows, together.options[1], divided.options[1], strict=True):
@@ -252,25 +253,25 @@ def _difference(copies: Copies, together: Played, divided: Played) -> _Disagreem
             return _Disagreement(
                 f"{kind} adapts {name} to all parameters at once: after {steps} steps it is {a:.6g} with one optimizer "
                 f"over all, {b:.6g} with each worker's own ({row.name}, of worker {row.owner})",
-                "take an optimizer that looks at each parameter alone",
+                "use an optimizer that looks at each parameter alone",
             )
     return None
 
 
 def _shared_state(copies: Copies, together: Played, divided: Played) -> _Disagreement | None:
-    """Of a difference that goes where each optimizer has globals and the like of its own."""
+    """A difference that vanishes if each optimizer has separate globals and the like."""
     if _difference(copies, together, copies.play(_by_worker(copies), processes=True)) is not None:
         return None
     names = listed(list(dict.fromkeys(divided.outside)), 4)
     return _Disagreement(
-        f"{together.kinds[0]} or its scheduler changes {names} at every step, which is not its own: the workers of one "
-        "process share it and change it several times a step, and no checkpoint has it",
+        f"{together.kinds[0]} or its scheduler changes {names} at every step, which it does not own: the workers of "
+        "one process share it and change it several times a step, and checkpoints leave it out",
         "keep it in the optimizer: in self.state, in param_groups or in an attribute",
     )
 
 
 def _differing(one: dict[str, float], own: dict[str, float], limit: float) -> tuple[str, float, float] | None:
-    """The first of a group's numbers that differs by more than a share of itself, and both."""
+    """The first of a group's numbers with a relative difference above `limit`, and both its values."""
     for name in one:
         if name in own and abs(one[name] - own[name]) > limit * max(abs(one[name]), abs(own[name])):
             return name, one[name], own[name]
@@ -278,7 +279,7 @@ def _differing(one: dict[str, float], own: dict[str, float], limit: float) -> tu
 
 
 def _why(together: Played, divided: Played, parameter: int) -> tuple[str, str]:
-    """What more can be said of a difference, and how to make it go."""
+    """More about a difference, and how to remove it."""
     for first, options in zip((True, False), zip(together.options, divided.options, strict=True), strict=True):
         found = _differing(options[0][parameter], options[1][parameter], SAME)
         if found is None:
@@ -287,32 +288,32 @@ def _why(together: Played, divided: Played, parameter: int) -> tuple[str, str]:
         clue = f"; its {name} is {one:.6g} with one, {own:.6g} with its worker's own"
         if first:
             return clue, (
-                f"make {name} from the parameter's name and from constants, not from its place in the list or from how "
-                "many there are: a worker is given only its own"
+                f"make {name} from the parameter's name and from constants, not from its place in the list or from "
+                "their number: a worker is given only its own"
             )
-        return clue, f"it adapts {name} to all parameters at once: take an optimizer that looks at each alone"
+        return clue, f"it adapts {name} to all parameters at once: use an optimizer that looks at each alone"
     return "", (
-        "its step() computes something of all parameters at once, such as a norm: to clip by the norm of all "
-        "gradients, leave that out of the optimizer and use --clip-norm; what else is skipped or adapted must follow "
+        "its step() computes something over all parameters, such as a norm: to clip by the norm of all "
+        "gradients, remove that from the optimizer and use --clip-norm; what else it skips or adapts must follow "
         "from each parameter alone"
     )
 
 
 def _norms(ones: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
-    """Of each tensor, or of how far each is from another."""
+    """The norm of each tensor, or of its difference from another."""
     tensors = ones if others is None else foreach_sub(ones, others)
     return torch.stack([norm.double() for norm in foreach_norm(tensors)]).cpu()
 
 
 @contextmanager
 def _counted(plan: Plan) -> Iterator[None]:
-    """Errors say what they call a worker, where it is a replica."""
+    """Errors in here explain what they call a worker, if it is a replica."""
     try:
         yield
     except TaskError as error:
         if plan.sharded:
             error.what += (
-                f"; with --shard optimizer each replica has an optimizer of its own, and is counted as a worker here: "
+                f"; with --shard optimizer each replica has its own optimizer, and counts as a worker here: "
                 f"replica r of worker w is {plan.dp} w + r"
             )
         raise
@@ -320,6 +321,6 @@ def _counted(plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """What the optimizer compiles with torch.compile is not compiled for the copies: it would take long."""
+    """Inside, torch.compile does not compile the optimizer: it would take long."""
     with torch.compiler.set_stance("force_eager") if DYNAMO in sys.modules else nullcontext():
         yield

@@ -27,28 +27,29 @@ from fxpipe.tracing.lasting_state import noteworthy
 from fxpipe.tracing.model_state import PythonState, Snapshot, put_back
 
 ELEMENTS = 64
-"""Of a copy, at most."""
+"""The most elements of a copy."""
 
 LOUD = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 0.01)
-"""How large the gradients of the steps are: long even for what adapts its rate, then a spike for what clips."""
+"""The sizes of the gradients of the steps: equal for long, for optimizers that adapt rates; then a spike for
+clipping."""
 
 QUIET, SPREAD = 1e-4, 1e5
-"""Of a step before these: how large its gradients are, and how many times as large the first worker's. What skips a
-step where any gradient is too large then skips it for this worker alone; later, others have come too far to show it."""
+"""For a step before these: how large its gradients are, and the factor on the first worker's. An optimizer that skips a
+step with any too large gradient skips it only for this worker; later, the others have moved too far to show it."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """What some optimizers made of the copies.
+    """What some optimizers did to the copies.
 
     Attributes:
-        kinds: the optimizers' types by name; none where all chose no parameter.
-        weights: after every step, beginning with those before the first.
+        kinds: the optimizers' types by name; empty if all chose no parameter.
+        weights: before the first step, and after every step.
         options: of each parameter before the first step and after the last: its group's numbers, `lr` first.
-        known: all of them are known to look at each parameter alone.
+        known: all optimizers are known to look at each parameter alone.
         drew_without_torch: a step used the generators of `random` or numpy.
-        eps: of the coarsest dtype that was computed in, counts and rates apart.
-        outside: Python state that is not their own, and that they have changed.
+        eps: of the coarsest dtype in a computation, except for counts and rates.
+        outside: Python state that they have changed and do not own.
     """
 
     kinds: tuple[str, ...]
@@ -61,15 +62,15 @@ class Played:
 
 
 class Copies:
-    """Copies of these parameters, and gradients for them, on which optimizers are played.
+    """Copies of parameters, and gradients for them, on which optimizers are played.
 
     Args:
         make, scheduler: the user's; a scheduler that fails is left out.
 
     Attributes:
-        rows: what is copied; their values are not looked at.
+        rows: what is copied; values are not used.
         make, scheduler: as given.
-        gradients: those of every parameter, for every step.
+        gradients: of every parameter, for every step.
         device: where the copies are.
         wide: the copies are in double precision, else in the parameters' own dtypes.
     """
@@ -87,10 +88,10 @@ class Copies:
         self._generator = torch.Generator().manual_seed(0)
         self._weights = [0.5 * weight for weight in self._random()]
         self.gradients = list(self._noisy())
-        self._operators = 0  # of usual steps
+        self._operators = 0  # of steps with usual gradients
 
     def unusual(self, factor: float, of: int) -> Sequence[Sequence[Tensor]]:
-        """Three steps' gradients, in the second of which those of every other worker are so many times as large.
+        """The gradients of three steps; in the second, every other worker's are multiplied by `factor`.
 
         Args:
             of: 0 for the first, the third and so on, 1 for the others.
@@ -106,15 +107,15 @@ class Copies:
         gradients: Sequence[Sequence[Tensor]] | None = None,
         processes: bool = False,
     ) -> Played:
-        """Make one optimizer for every part, by the rows' numbers, and let them step. Python state is put back.
+        """Make one optimizer for every part, by row number, and step them. Python state is put back.
 
         Args:
-            gradients: instead of `self.gradients`, of as many steps as are wanted.
-            processes: each has globals and the like of its own, as in a process of its own.
+            gradients: used in place of `self.gradients`, for any number of steps.
+            processes: each optimizer has its own globals and the like, as in a separate process.
 
         Raises:
             Exception: whatever the user's optimizer raises.
-            TooLong: with these gradients it makes far more operators than with the usual ones.
+            TooLong: with these gradients it calls far more operators than with the usual ones.
         """
         copies = [nn.Parameter(weight) for weight in self._own(self._weights)]
         draws = _EqualDraws(self.device, math.inf if gradients is None else 2 * self._operators)
@@ -124,7 +125,7 @@ class Copies:
             with draws:
                 optimizer = make_optimizer(self.make, [(self.rows[i].name, copies[i]) for i in part])
             made += [] if optimizer is None else [optimizer]
-        known = all(map(looks_at_each_alone, made))  # a scheduler changes what `step` is
+        known = all(map(looks_at_each_alone, made))  # a scheduler replaces `step`
         python = state_outside(made, [self.scheduler])
         first = python.snapshot()
         turns = [_Turn(python, first) if processes else nullcontext() for _ in made]
@@ -145,7 +146,7 @@ class Copies:
                         with torch.no_grad():
                             optimizer.step()
                         drew = drew or drew_without_torch(state)
-                        with suppress(Exception):  # it may know a run's steps, or wait for a metric
+                        with suppress(Exception):  # it may need a run's steps, or a metric
                             scheduler.step()
                 weights.append(_values(copies))
             outside = tuple(change.place for change in noteworthy(python.changes(first)))
@@ -157,7 +158,7 @@ class Copies:
         return Played(kinds, weights, options, known, drew, draws.eps, outside)
 
     def _check_zero_grad(self, copies: Sequence[nn.Parameter], made: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse optimizers that carry gradients over: a run gives every step those of its minibatch alone."""
+        """Refuse optimizers that carry gradients over: in a run every step has only its minibatch's."""
         for parameter, gradient in zip(copies, self._own(self.gradients[0]), strict=True):
             parameter.grad = gradient
         for optimizer in made:
@@ -170,19 +171,19 @@ class Copies:
             return
         raise OptimizerRefused(
             f"{name_of(optimizer)}.zero_grad() keeps gradients for the next step, and a pipeline gives every "
-            "step the gradients of its minibatch alone",
+            "step only the gradients of its minibatch",
             hint="keep what is carried over in the optimizer's state, and add it in step()",
         )
 
     def _scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The scheduler, which makes a step after every step of the copies, even if it is for epochs."""
+        """The scheduler, which steps after every step of the copies, even if it is for epochs."""
         with suppress(Exception):
             made = paced(self.scheduler(optimizer)) if self.scheduler is not None else None
             return None if made is None else made.scheduler
         return None
 
     def _own(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Copies that an optimizer may write into."""
+        """Copies that an optimizer may write to."""
         dtypes = [value.dtype for value in values] if self.wide else self._dtypes
         return [value.to(self.device, dtype, copy=True) for value, dtype in zip(values, dtypes, strict=True)]
 
@@ -192,9 +193,9 @@ class Copies:
         return [torch.randn(shape, generator=self._generator, dtype=dtype) for shape, dtype in pairs]
 
     def _noisy(self) -> Sequence[list[Tensor]]:
-        """The gradients of every step: noise around one direction, as where a loss falls.
+        """The gradients of every step: noise around one direction, as if a loss falls.
 
-        They are louder for some parameters and workers than for others, so that no mean or norm is like another.
+        Their noise differs between parameters and workers, so that all means and norms differ.
         """
         own = 10 ** torch.rand(len(self.rows), generator=self._generator, dtype=torch.float64)
         louder = [scale * 8.0 ** (row.owner % 3) for scale, row in zip(own.tolist(), self.rows, strict=True)]
@@ -209,7 +210,7 @@ class Copies:
 
 
 class _Turn:
-    """A context in which Python state is that of one of several processes."""
+    """A context with the Python state of one of several simulated processes."""
 
     def __init__(self, python: PythonState, state: Snapshot) -> None:
         self._python, self._state = python, state
@@ -222,19 +223,19 @@ class _Turn:
 
 
 class TooLong(BaseException):
-    """A loop that does not end, as it seems: the optimizer's except clauses let it pass."""
+    """A loop that seems endless: the optimizer's except clauses do not catch it."""
 
 
 class _EqualDraws(LightDispatchMode):
-    """Every operator that draws random numbers gives the same ones for the same shape, in whatever order it is called.
+    """Every operator that draws random numbers gives the same numbers for the same shape, in any order of calls.
 
     Args:
-        device: what draws them, if not the CPU.
+        device: draws the numbers, if not the CPU.
         most: operators before `TooLong`.
 
     Attributes:
         operators: how many were called.
-        eps: of the coarsest dtype that was computed in, counts and rates apart.
+        eps: of the coarsest dtype in a computation, except for counts and rates.
     """
 
     def __init__(self, device: str, most: float) -> None:

@@ -11,11 +11,11 @@ from fxpipe.errors import TaskError
 from fxpipe.task.one_optimizer import NEEDS_CLOSURE, OptimizerRefused
 
 STILL = 1e-6
-"""What learning rates are multiplied by to keep weights where they are: nothing overflows or underflows."""
+"""The factor on learning rates that keeps weights where they are: nothing overflows or underflows."""
 
 
 def shrunk(shape: Sequence[int], numel: float) -> tuple[int, ...]:
-    """The shape with its largest dimension halved, again and again, until it has no more elements than `numel`."""
+    """The shape with its largest dimension halved repeatedly, until it has at most `numel` elements."""
     sides = list(shape)
     while sides and max(sides) > 1 and torch.Size(sides).numel() > numel:
         largest = sides.index(max(sides))
@@ -24,7 +24,7 @@ def shrunk(shape: Sequence[int], numel: float) -> tuple[int, ...]:
 
 
 def hold_still(made: torch.optim.Optimizer) -> None:
-    """Make its steps so small that weights stay where they are; a group without a rate has none to change."""
+    """Make its steps so small that weights do not move; groups without a rate are skipped."""
     for group in made.param_groups:
         if group.get("lr") is not None:
             group["lr"] = group["lr"] * STILL
@@ -32,11 +32,11 @@ def hold_still(made: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def users() -> Iterator[None]:
-    """Errors in here are the user's optimizer's.
+    """Errors in here come from the user's optimizer.
 
     Raises:
         OptimizerRefused: no run can use it.
-        TaskError: it fails on the copies; a run may do better.
+        TaskError: it fails on the copies; it may work in a run.
     """
     try:
         yield
@@ -48,8 +48,8 @@ def users() -> Iterator[None]:
             raise OptimizerRefused(f"step() of the optimizer needs a closure: {said}", hint=NEEDS_CLOSURE) from error
         if "process group" in said.lower():
             raise OptimizerRefused(
-                f"the optimizer talks to other processes: {said}",
-                hint="those of a pipeline train other parameters: take the optimizer's form for one device",
+                f"the optimizer communicates with other processes: {said}",
+                hint="in a pipeline they train other parameters: use the optimizer's form for one device",
             ) from error
         raise TaskError(
             f"the optimizer fails on small copies of the model's parameters: {said}",

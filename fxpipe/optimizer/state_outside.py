@@ -1,6 +1,6 @@
-"""Python state that an optimizer or a scheduler changes, and that is not its own: globals, closures, other objects.
+"""Python state that an optimizer or a scheduler changes and does not own: globals, closures, other objects.
 
-Optimizers of several workers of a process share it, and no checkpoint has it.
+Optimizers of several workers of a process share it, and no checkpoint contains it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _OWN = (torch.optim.Optimizer, LRScheduler)
 
 
 def state_outside(things: Iterable[Any], others: Iterable[Any] = ()) -> PythonState:
-    """What the code of these optimizers and schedulers reaches: their classes, hooks and functions.
+    """The state that the code of these optimizers and schedulers reaches: their classes, hooks and functions.
 
     Args:
-        things: what they hold themselves is left out.
+        things: their own attributes are left out.
         others: functions that change state, too.
     """
     every = [part for thing in things for part in _parts(thing)]
@@ -32,7 +32,7 @@ def state_outside(things: Iterable[Any], others: Iterable[Any] = ()) -> PythonSt
 
 
 def _parts(thing: Any) -> Iterator[Any]:
-    """The optimizers of several; a scheduler and those that it calls."""
+    """The optimizers in a list; a scheduler and those that it calls."""
     if isinstance(thing, torch.optim.Optimizer):
         yield from parts_of(thing)
     elif hasattr(thing, "__dict__"):
@@ -44,7 +44,7 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 
 def _functions(values: Iterable[Any]) -> Iterator[Any]:
-    """Functions among the values and in their lists and dictionaries; of another object that is called, its class."""
+    """Functions among the values and in their lists and dictionaries; for another callable object, its class."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from _functions(value)

@@ -1,4 +1,4 @@
-"""A build on disk: how its directory is written, and whether what is read back can be trusted. Needs no torch."""
+"""A build on disk: how its directory is written, and whether it can be trusted when read back. Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_plan(folder: str | Path) -> Plan:
     """The plan of a build directory; no other file of it is read.
 
     Raises:
-        BuildError: there is none, or it was changed, or is of another version.
+        BuildError: the folder is not a build, or it was changed, or is of another version.
     """
     folder = Path(folder)
     if not folder.exists():
@@ -49,7 +49,7 @@ def read_plan(folder: str | Path) -> Plan:
 
 
 def _check_inside(folder: Path, plan: Plan) -> None:
-    """Refuse files of a build that are links to elsewhere: a build is read, and run, as what its folder holds."""
+    """Refuse files of a build that are links to files elsewhere: a run must read only what is in the folder."""
     inside = folder.resolve()
     own = [path.name for path in folder.iterdir() if _OWN.fullmatch(path.name)]
     for name in sorted({*own, plan.weights_file, *(code.file for code in plan.code)}):
@@ -90,7 +90,7 @@ def load_plan(folder: str | Path) -> Plan:
 
 
 def model_path(plan: Plan, folder: str | Path, given: str | Path | None = None) -> Path | None:
-    """The user's file: the one given, else the one the plan names; None for a build made from objects."""
+    """The user's file: the given one, else the one that the plan names; None for a build made from objects."""
     if given is not None:
         return Path(given)
     return None if plan.model_file is None else Path(os.path.normpath(Path(folder) / plan.model_file))
@@ -103,7 +103,7 @@ def check_target(folder: Path) -> None:
         BuildError: it holds something that is not a build, or a build and other files, or cannot be created.
     """
     if folder.exists() and not (folder / PLAN).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BuildError(f"{folder} exists and is not an fxpipe build", hint="choose another -o, or remove it yourself")
+        raise BuildError(f"{folder} exists and is not an fxpipe build", hint="choose another -o, or remove it")
     if folder.is_dir():
         foreign = sorted(entry.name for entry in folder.iterdir() if not _OWN.fullmatch(entry.name))
         if foreign:

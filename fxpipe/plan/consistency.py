@@ -1,4 +1,4 @@
-"""Checks whether the parts of a plan that was read fit together, which its types alone do not ensure."""
+"""Checks that the parts of a plan fit together after reading, which its types alone do not ensure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 
 
 def check(plan: Plan) -> None:
-    """Raise Malformed for a plan that refers to what it does not have, or that no run could follow."""
+    """Raise Malformed for a plan that refers to missing parts, or that no run could follow."""
     for name, count, most in (
         ("workers", plan.workers, MOST_WORKERS),
         ("microbatches", plan.microbatches, MOST_MICROBATCHES),
@@ -54,10 +54,10 @@ def check(plan: Plan) -> None:
         _check_part(plan, found, place)
     every = [name for held in plan.tensors for name in held.names]
     if len(set(every)) < len(every):
-        raise Malformed("two parameters or buffers have one name", ", $")
+        raise Malformed("two parameters or buffers have the same name", ", $")
     for name in plan.sources:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise Malformed(f"{name[:80]!r} is not a file beside the model file", ", $.sources")
+            raise Malformed(f"{name[:80]!r} is not a file next to the model file", ", $.sources")
     ranks = set(plan.placement)
     if ranks and (
         len(plan.placement) != plan.workers or ranks != set(range(len(ranks))) or plan.placement[0] or not plan.virtual
@@ -72,17 +72,17 @@ def check(plan: Plan) -> None:
             raise Malformed(f"there are {len(of.stages)} stages for {plan.workers} workers", f"{place}.stages")
         leaves = len(of.given if isinstance(of, Plan) else of.batch)
         if (count := _tree_leaves(of.batch_spec, f"{place}.batch_spec")) != leaves:
-            raise Malformed(f"it is a batch of {count} leaves, but {leaves} are listed", f"{place}.batch_spec")
+            raise Malformed(f"the batch has {count} leaves, but {leaves} are listed", f"{place}.batch_spec")
     for at, shape in shapes:
         _check_units(shape, at)
         if shape.tokens < 0 or not all(0 <= flops < math.inf for flops in shape.flops.values()):
-            raise Malformed("a step has no fewer than 0 tokens or FLOPs", at)
+            raise Malformed("tokens and FLOPs must be 0 or more", at)
         for i, stage in enumerate(shape.stages):
             place = f"{at}.stages[{i}]"
             if stage.backward is None:
-                raise Malformed("it has no backward", place)
+                raise Malformed("the stage has no backward", place)
             if (stage.weights is None) == plan.weights_apart:
-                raise Malformed("some stages make weight gradients apart, and it does not", place)
+                raise Malformed("other stages have a separate function for weight gradients, this one does not", place)
             _check_buckets(plan, i, stage, place)
             for phase, part in stage.parts.items():
                 _check_names(plan, part, shape, place)
@@ -93,16 +93,16 @@ def check(plan: Plan) -> None:
             alone.append((f"{at}.totals", shape.totals))
     names = [edge.name for edge in plan.all_edges]
     if len(set(names)) < len(names):
-        raise Malformed("two edges have one name", ", $.edges")
+        raise Malformed("two edges have the same name", ", $.edges")
     for at, evaluation in alone:
         for i, share in enumerate(evaluation.stages):
             if tuple(share.parts) != ("F",):
-                raise Malformed("it has more than a forward", f"{at}.stages[{i}]")
+                raise Malformed("the stage has more than a forward", f"{at}.stages[{i}]")
             _check_names(plan, share.forward, evaluation, f"{at}.stages[{i}]")
 
 
 def _parts(found: Any, place: str) -> Iterator[tuple[Any, str]]:
-    """The dataclasses that a plan is made of, itself first, and where each is in the file."""
+    """The dataclasses in a plan, itself first, and the place of each in the file."""
     if isinstance(found, tuple):
         for i, inner in enumerate(found):
             yield from _parts(inner, f"{place}[{i}]")
@@ -113,7 +113,7 @@ def _parts(found: Any, place: str) -> Iterator[tuple[Any, str]]:
 
 
 def _check_part(plan: Plan, found: Any, place: str) -> None:
-    """Whether one part of a plan names workers and files that there can be, and has sizes that a tensor has."""
+    """Check that one part of a plan names possible workers and files, and has the sizes of a tensor."""
     workers: tuple[int, ...] = ()
     file = None
     match found:
@@ -130,11 +130,11 @@ def _check_part(plan: Plan, found: Any, place: str) -> None:
         case TensorSpec(shape, stride, dtype):
             sizes = len(shape) == len(stride) and min((*shape, *stride), default=0) >= 0
             if dtype not in _DTYPES or not sizes or max((math.prod(shape), *stride)) > MOST_ELEMENTS:
-                raise Malformed(f"there is no tensor of {dtype[:40]}, {shape}, {stride}", place)
+                raise Malformed(f"a tensor cannot have {dtype[:40]}, {shape}, {stride}", place)
         case LeafSpec(tensor=TensorSpec() as tensor, dim=int() as dim) if not 0 <= dim < len(tensor.shape):
             raise Malformed(f"{found.name[:80]!r} has no dimension {dim}", place)
     if isinstance(found, ParameterSpec | BufferSpec) and not found.names:
-        raise Malformed("it has no name", place)
+        raise Malformed("the tensor has no name", place)
     for worker in workers:
         if not 0 <= worker < plan.workers:
             raise Malformed(f"there is no worker {worker}", place)
@@ -143,7 +143,7 @@ def _check_part(plan: Plan, found: Any, place: str) -> None:
 
 
 def _check_replicas(plan: Plan) -> None:
-    """Whether each worker has some replicas, with as many microbatches each, and those of one rank equally many."""
+    """Check that replicas divide the microbatches, and workers of a rank have equal numbers of replicas."""
     counts = plan.replicas
     if counts and (len(counts) != plan.workers or any(count < 1 or plan.microbatches % count for count in counts)):
         what = f"{plan.workers} workers cannot have {list(counts)[:80]} replicas for {plan.microbatches} microbatches"
@@ -155,35 +155,35 @@ def _check_replicas(plan: Plan) -> None:
     if outer is not None:
         rates = math.isfinite(outer.lr) and outer.lr > 0 and 0 <= outer.momentum < 1
         if plan.dp == 1 or outer.every < 1 or not rates or outer.delay not in (0, 1):
-            raise Malformed(f"{plan.dp} replicas cannot come together by {outer}", ", $.outer")
+            raise Malformed(f"{plan.dp} replicas cannot combine weights by {outer}", ", $.outer")
 
 
 def _check_buckets(plan: Plan, worker: int, stage: StageSpec, place: str) -> None:
-    """Whether the buckets of a stage have all gradients, each once, are handed over, and are the first shape's."""
+    """Check that a stage's buckets have each gradient once, are handed over, and equal those of the first shape."""
     first = plan.stages[worker]
     several = bool(plan.replicas) and plan.replicas[worker] > 1 and plan.outer is None
     members = [name for bucket in stage.buckets for name in bucket.parameters]
     if sorted(members) != sorted(first.gradients if several else ()):
-        what = "there are buckets without replicas" if not several else "its buckets do not have each gradient once"
+        what = "there are buckets without replicas" if not several else "not every gradient is in exactly one bucket"
         raise Malformed(what, f"{place}.buckets")
     if stage.buckets != first.buckets:
-        raise Malformed("its buckets are not those of the first shape", f"{place}.buckets")
+        raise Malformed("the buckets differ from those of the first shape", f"{place}.buckets")
     names = tuple(bucket.name for bucket in stage.buckets)
     if len(set(names)) < len(names) or any(bucket.bytes < 0 for bucket in stage.buckets):
-        raise Malformed("two buckets have one name, or one has less than no bytes", f"{place}.buckets")
+        raise Malformed("two buckets have the same name, or one has negative bytes", f"{place}.buckets")
     if len({bucket.sharded for bucket in stage.buckets}) > 1:
-        raise Malformed("some buckets are shared out, and others are not", f"{place}.buckets")
+        raise Malformed("some buckets are sharded, others are not", f"{place}.buckets")
     for bucket in stage.buckets:
         count = len(bucket.parameters) if bucket.sharded else 0
         if len(bucket.updaters) != count or not all(0 <= r < plan.replicas[worker] for r in bucket.updaters):
-            raise Malformed(f"{bucket.name} has other updaters than a replica for each parameter", f"{place}.buckets")
+            raise Malformed(f"{bucket.name} must have one replica as updater for each parameter", f"{place}.buckets")
     *before, last = stage.parts.values()
     if last.reduces != names or any(part.reduces for part in before):
-        raise Malformed("its code does not hand over its buckets, in their order, where it makes gradients", place)
+        raise Malformed("the code does not hand over the buckets in order where it makes gradients", place)
 
 
 def _check_units(shape: Plan, at: str) -> None:
-    """Whether the workers divide the units among them, each kind in the workers' order."""
+    """Check that the workers divide the units among them, each kind in the workers' order."""
     for kind in ("forward_units", "backward_units", "weight_units"):
         reached = 0
         for i, stage in enumerate(shape.stages):
@@ -196,7 +196,7 @@ def _check_units(shape: Plan, at: str) -> None:
 
 
 def _tree_leaves(text: str, place: str) -> int:
-    """How many leaves a serialised pytree has: its nodes without a type."""
+    """The number of leaves of a serialised pytree: its nodes without a type."""
 
     def leaves(node: Any) -> int:
         return 1 if node["type"] is None else sum(map(leaves, node["children_spec"]))
@@ -205,11 +205,11 @@ def _tree_leaves(text: str, place: str) -> int:
         _protocol, tree = parse(text, finite=False)
         return leaves(tree)
     except (Malformed, RecursionError, KeyError, TypeError, ValueError) as error:
-        raise Malformed("it is not a pytree as torch writes it", place) from error
+        raise Malformed("not a pytree in torch's format", place) from error
 
 
 def _check_names(plan: Plan, part: PartSpec, of: Plan | StepSpec, place: str) -> None:
-    """Whether a part names what the plan has, and the step or evaluation that it is a part of."""
+    """Check that a part names what the plan has, and the step or evaluation that it belongs to."""
     parameters = {p.name for p in plan.parameters}
     wires = {edge.name for edge in of.edges}
     for found, known, what in (
@@ -227,7 +227,7 @@ def _check_names(plan: Plan, part: PartSpec, of: Plan | StepSpec, place: str) ->
 
 
 def _check_held(part: PartSpec, first: PartSpec, place: str) -> None:
-    """Whether a part for any shape reads and makes only what that for the first shape does: a worker holds no more."""
+    """Check that a part for any shape reads and makes only what the first shape's part does: a worker holds no more."""
     for found, held, what in (
         (part.weights, first.weights, "be read"),
         (part.gradients, first.gradients, "get a gradient"),
@@ -236,4 +236,4 @@ def _check_held(part: PartSpec, first: PartSpec, place: str) -> None:
         if more := set(found) - set(held):
             raise Malformed(f"{min(more)[:80]!r} cannot {what} here: it is not for batches of the first shape", place)
     if part.loss != first.loss:
-        raise Malformed("the loss is elsewhere than for batches of the first shape", place)
+        raise Malformed("the loss is on another worker than for batches of the first shape", place)

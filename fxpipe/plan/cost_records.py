@@ -1,4 +1,4 @@
-"""What a build costs, in records: workers, stages, optimizer, edges, engines. `costs.json` keeps most of them."""
+"""The costs of a build, in records: workers, stages, optimizer, edges, engines. `costs.json` has most of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fxpipe.plan.spec import FUNCTIONS, Phase
 
 @dataclass(frozen=True)
 class PartMemory:
-    """What one function of a stage holds, for one microbatch, in bytes; without weights and buffers.
+    """The memory of one function of a stage, for one microbatch, in bytes; without weights and buffers.
 
     Attributes:
-        taken: what the function before it has left for it.
-        received: what it receives, which is there before it begins.
-        left: what it leaves for the next one.
-        sent: what it sends and does not leave: the transport holds it until it has been received.
+        taken: what the previous function has left for it.
+        received: what it receives, which exists before it begins.
+        left: what it leaves for the next function.
+        sent: what it sends and does not leave: the transport holds it until it is received.
         shared: what it sends and leaves, too.
         peak: the most that it holds at once, `taken`, `received` and `batch` at its start included.
         peak_unreceived: the same while the transport holds what of `taken` was sent.
-        batch: the tensors of the batch that it is given; they stay until it returns.
+        batch: the batch's tensors in its arguments; they stay until it returns.
     """
 
     phase: Phase
@@ -38,21 +38,21 @@ class WorkerSummary:
     """One worker, as the compiler estimates it from the costs of its nodes.
 
     Attributes:
-        forward, backward, weight: seconds a microbatch. `backward` leaves out what makes only weight gradients: that is
-            `weight`, of the units `weight_units`.
+        forward, backward, weight: seconds a microbatch. `backward` leaves out nodes that make only weight gradients:
+            these are `weight`, of the units `weight_units`.
         update: seconds a minibatch.
         begins: the module paths where its forward and its backward begin.
-        bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, copies of weights once.
-        owned_bytes, copy_bytes: of parameters: owned here; copies of those of other workers, or frozen, and what
-            is kept at both ends for encoded differences to build on.
+        bytes_in, bytes_out: for a minibatch: every edge once for each microbatch, copies of weights once.
+        owned_bytes, copy_bytes: of parameters: those owned here; copies of other workers' or of frozen ones, and what
+            both ends keep as the base of encoded differences.
         saved_bytes: what forward keeps for backward, once for each microbatch in flight.
-        in_flight: of how many microbatches it keeps saved or deferred values at once.
+        in_flight: the number of microbatches whose saved or deferred values it keeps at once.
         memory_bytes: the most that it holds at once (`fxpipe/simulator/memory.py`).
-        deferred_bytes: what backward keeps for weight gradients, where these are apart; None where they are not.
-        again: of `backward` and `weight`, seconds a microbatch in which they compute values of the worker's own forward
-            again because memory is short.
-        spared_bytes: what its forward saves less for that.
-        parts: what its functions hold, in their order.
+        deferred_bytes: what backward keeps for separate weight gradients; None if they are not separate.
+        again: seconds a microbatch, within `backward` and `weight`, for computing values of the worker's own forward
+            again to save memory.
+        spared_bytes: the saved bytes that this avoids.
+        parts: the memory of its functions, in their order.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class WorkerSummary:
 
     @property
     def time(self) -> StageTime:
-        """Its times, by this estimate."""
+        """Its estimated times."""
         if self.deferred_bytes is None:
             return StageTime(self.forward, self.backward + self.weight, self.update)
         return StageTime(self.forward, self.backward, self.update, self.weight)
@@ -92,11 +92,11 @@ class StageTime:
 
     Attributes:
         forward, backward: of one microbatch. If measured: the mean over the microbatches of a minibatch, and of these
-            the lower quartile over minibatches, because other work of the machine only ever adds time. Of many
-            microbatches, some represent all: the first, which also predicts weights and begins the sum of gradients,
+            the lower quartile over minibatches, because other work of the machine only ever adds time. With many
+            microbatches, only some are timed: the first, which also predicts weights and begins the sum of gradients,
             and some of the others.
         update: once a minibatch, after its last action: keeping copies, the optimizer's step, packing weight copies.
-        weight: of one microbatch's weight gradients, where they are an action of their own; else part of `backward`.
+        weight: of one microbatch's weight gradients, if they are a separate action; else part of `backward`.
     """
 
     forward: float
@@ -106,21 +106,21 @@ class StageTime:
 
     @property
     def microbatch(self) -> float:
-        """Of one microbatch, all of it but the update."""
+        """The time of one microbatch, without the update."""
         return self.forward + self.backward + self.weight
 
     def of(self, phase: Phase) -> float:
-        """Of one microbatch in a phase."""
+        """The time of one microbatch in a phase."""
         return {"F": self.forward, "B": self.backward, "W": self.weight}[phase]
 
 
 @dataclass(frozen=True)
 class PolicyTimes:
-    """What a policy does to the weights that a worker owns, in seconds for each byte of them.
+    """A policy's work on the weights that a worker owns, in seconds per byte of them.
 
     Attributes:
-        prediction: one prediction by the optimizer's own rule, and what that must remember of an update.
-        repetition: one prediction that repeats the last update (`weight_form`), and remembering that.
+        prediction: one prediction by the optimizer's own rule, and remembering what it needs of an update.
+        repetition: one prediction that repeats the last update (`weight_form`), and remembering that update.
         feedback: error feedback of one update.
     """
 
@@ -131,11 +131,11 @@ class PolicyTimes:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What an optimizer's step holds while it runs, beside weights, gradients and state.
+    """The memory of an optimizer's step while it runs, in addition to weights, gradients and state.
 
     Attributes:
-        of_largest: bytes for each byte of the largest parameter, of an optimizer that goes from parameter to parameter.
-        of_all: bytes for each byte of all that it trains, of one that takes them together.
+        of_largest: bytes per byte of the largest parameter, for an optimizer that steps one parameter at a time.
+        of_all: bytes per byte of all its parameters, for one that steps them together.
         keeps_update: a policy that predicts by this optimizer's rule remembers the last update.
     """
 
@@ -146,14 +146,14 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class OptimizerCosts:
-    """What a model's optimizer costs.
+    """The costs of a model's optimizer.
 
     Attributes:
-        state_bytes: of its state, for each byte of trained parameters.
-        seconds_per_byte: of its step, for each byte of trained parameters.
+        state_bytes: of its state, per byte of trained parameters.
+        seconds_per_byte: of its step, per byte of trained parameters.
         momentum: each of its groups has momentum, by its options.
-        policy: what policies do to the weights that it trains.
-        step: what its step holds while it runs.
+        policy: the policies' work on the weights that it trains.
+        step: the memory of its step while it runs.
         doubt: one sentence for a warning, if the optimizer could not be tried and the costs are assumed; else None.
     """
 
@@ -166,7 +166,7 @@ class OptimizerCosts:
 
 
 UNKNOWN = OptimizerCosts(0.0, 0.0)
-"""Of an optimizer that is not known yet."""
+"""The costs of an optimizer that is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ class EdgeTiming:
     Attributes:
         made: the share of its source's F or B, by time, that is over when the value is sent.
         needed: the share of its destination's F or B that is over when the value is waited for.
-        places: of its send, and of its wait, among all sends and waits of the F or B, from 0: those at the same share
-            come in that order.
+        places: of its send and of its wait among all sends and waits of the F or B, from 0; the order of those at the
+            same share.
     """
 
     name: str
@@ -188,7 +188,7 @@ class EdgeTiming:
 
 @dataclass(frozen=True)
 class CodecTimes:
-    """What a codec takes, in seconds for each byte of the value that it packs or unpacks."""
+    """The time of a codec, in seconds per byte of the value that it packs or unpacks."""
 
     pack: float = 0.0
     unpack: float = 0.0
@@ -225,17 +225,17 @@ class EngineTime:
 
 @dataclass(frozen=True)
 class ScheduleForecast:
-    """One schedule that was compared, with the best cuts that were found for it, as simulated.
+    """One simulated schedule, with the best cuts found for it.
 
     Attributes:
-        cuts: the kind of its cuts: 'same', 'bidirectional', 'three-way' or 'pinned'; '' where nothing fits.
-        seconds: of a minibatch; None where nothing fits, or the schedule is refused.
+        cuts: the kind of its cuts: 'same', 'bidirectional', 'three-way' or 'pinned'; '' if nothing fits.
+        seconds: of a minibatch; None if nothing fits, or the schedule is refused.
         bubble: the share of the workers' time in which they are not busy.
-        memory_bytes: of the worker that holds most; of one that does not fit, what that worker would need.
-        enough_bytes: where nothing fits, the memory of every worker that would be enough; None if they have different
+        memory_bytes: of the worker that holds most; if it does not fit, what that worker would need.
+        enough_bytes: if nothing fits, the memory of every worker that would be enough; None if workers have different
             memories.
         staleness: how many updates a forward misses at most.
-        why: what it loses, and why; '' of the one that was taken.
+        why: what it loses, and why; '' for the chosen one.
     """
 
     schedule: str

@@ -1,4 +1,4 @@
-"""Whether a build is what a compile of the user's files, as they are now, with these settings, would capture."""
+"""Whether a compile of the user's current files with these settings would capture the same as the build has."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxpipe.settings import Value, pairs, read_as
 
 @dataclass(frozen=True)
 class Changes:
-    """What has happened to the model file and the files that it imports since the compile.
+    """What has changed in the model file and the files that it imports since the compile.
 
     Attributes:
         read: what concerns the build: `model.py: Net changed`, `data.py is gone`.
-        unread: files that changed in nothing that capture read.
+        unread: changed files in which nothing that capture read has changed.
         settings: those that the files name now.
     """
 
@@ -30,7 +30,7 @@ class Changes:
 
 
 def changes(plan: Plan, folder: str | Path, given: str | Path | None = None) -> Changes:
-    """What has happened since to the files that a build was compiled from; nothing for a build of objects."""
+    """The changes in the files that a build was compiled from; none for a build of objects."""
     path = model_path(plan, folder, given)
     if path is None:
         return Changes()
@@ -58,7 +58,7 @@ def _digest(file: Path) -> str:
 
 
 def stale_sources(plan: Plan, folder: str | Path, given: str | Path | None = None) -> list[str]:
-    """What has changed since of what capture read: `gpt.py: Block changed`, `data.py is gone`."""
+    """The changes in what capture read: `gpt.py: Block changed`, `data.py is gone`."""
     return list(changes(plan, folder, given).read)
 
 
@@ -76,7 +76,7 @@ def check_current(
         settings, arguments: of the run; see `RunOptions`.
 
     Raises:
-        BuildError: names all that changed or is gone, or the setting.
+        BuildError: names everything that changed or is gone, or the setting.
         TaskError: there is no such setting, or its value is not of its type.
     """
     path = model_path(plan, folder, given)
@@ -99,16 +99,16 @@ def check_current(
         if row is None or same or not (by := row.captured or plan.captured.any_setting):
             continue
         raise BuildError(
-            f"setting {name!r} was {row.value!r} when {by} was captured, and the build is of that value",
+            f"setting {name!r} was {row.value!r} when {by} was captured, and the build has that value",
             where=str(folder),
             hint=f"compile it again: fxpipe compile {path} --set {name}={text} -o {folder}, {options}",
         )
     by = plan.captured.any_argument
     if arguments is not None and by and tuple(arguments) != plan.captured.given_arguments:
         raise BuildError(
-            f"the arguments after -- are others than those of the compile, and {by}, which was captured, reads them",
+            f"the arguments after -- differ from the compile's, and {by}, which was captured, reads them",
             where=str(folder),
-            hint=f"compile it again with them, {options}; or read with fxpipe.setting() what a run is to change",
+            hint=f"compile it again with them, {options}; or read values that a run may change with fxpipe.setting()",
         )
     return found
 
@@ -117,7 +117,7 @@ def check_known(given: Mapping[str, Value], known: Iterable[str]) -> None:
     """Refuse a setting that the model file does not read.
 
     Raises:
-        TaskError: names the first, and a near name.
+        TaskError: names the first, and a similar name.
     """
     names = sorted(known)
     for name in given:
@@ -129,6 +129,6 @@ def check_known(given: Mapping[str, Value], known: Iterable[str]) -> None:
 
 
 def captured_settings(found: ReadByCapture, values: Mapping[str, Value]) -> dict[str, str]:
-    """The settings that are known after a compile, each with the part by which capture may have read it."""
+    """The settings known after a compile, each with the part through which capture may have read it."""
     names = dict.fromkeys((*found.settings, *values))
     return {name: found.settings.get(name, "") or found.any_setting for name in names}

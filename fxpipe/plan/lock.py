@@ -1,7 +1,7 @@
-"""One writer a folder: a lock file that says who writes there, and that no one's death leaves shut.
+"""One writer per folder: a lock file that names the writer, and that a killed writer does not leave locked.
 
-A writer that was killed cannot take its lock away. So the file names the process, and whoever finds that this process
-is gone takes the lock over. Of a process on another host nobody here can say whether it is gone.
+A killed writer cannot remove its lock. So the file names the process, and a process that finds it gone takes the lock
+over. Whether a process on another host is gone cannot be known here.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ except ImportError:  # pragma: no cover (not on POSIX)
     fcntl = None  # type: ignore[assignment]
 
 _held: dict[Path, int] = {}
-"""The locks of this process, by how many times it has taken each."""
+"""The locks of this process, each with the number of times it has been taken."""
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who holds a lock.
+    """The holder of a lock.
 
     Attributes:
-        host: its name; where the system has them, the namespace of process ids too, since a container has its own.
-        started: what tells the process from a later one with its id: the boot of the machine and the moment in it.
+        host: its name; and, if the system has them, the namespace of process ids, since a container has its own.
+        started: distinguishes the process from a later one with its id: the boot of the machine and the time since.
         since: when it took the lock, in ISO 8601.
     """
 
@@ -55,27 +55,27 @@ class LockHolder:
 
     @property
     def gone(self) -> bool:
-        """Whether it has ended for certain: only of processes that this one could see."""
+        """Whether it has certainly ended: only for processes that this one can see."""
         return self.host == host_of_processes() and process_began(self.pid) not in (self.started, "unknown")
 
 
 def run_lock(out: str | Path) -> Path:
-    """The lock of a run's output folder: in it."""
+    """The lock of a run's output folder, inside it."""
     return Path(out).resolve() / ".fxpipe.lock"
 
 
 def build_lock(folder: str | Path) -> Path:
-    """The lock of a folder that is replaced as a whole, such as a build: beside it."""
+    """The lock of a folder that is replaced as a whole, such as a build, next to it."""
     target = Path(folder).resolve()
     return target.with_name(f".{target.name}.fxpipe.lock")
 
 
 @contextmanager
 def locked(lock: Path, folder: str | Path, option: str) -> Iterator[None]:
-    """Inside, this process alone writes into the folder. Folders that are made for the lock vanish if nothing comes.
+    """Inside, only this process writes into the folder. Folders made for the lock are removed if they stay empty.
 
     Args:
-        lock: the file, see `run_lock` and `build_lock`. A process may take a lock again that it holds.
+        lock: the file, see `run_lock` and `build_lock`. A process may take its lock again.
         folder: as the user named it with `option`.
 
     Raises:
@@ -115,7 +115,7 @@ def replacing_alone(folder: Path) -> Iterator[Path]:
 
 
 def _make(lock: Path, folder: str | Path, option: str) -> list[Path]:
-    """Make the folder of the lock; gives those that were not there, the innermost first."""
+    """Make the folder of the lock; returns the new folders, the innermost first."""
     missing = [parent for parent in (lock.parent, *lock.parents) if not parent.exists()]
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -125,15 +125,15 @@ def _make(lock: Path, folder: str | Path, option: str) -> list[Path]:
 
 
 def _take(lock: Path, folder: str | Path, option: str) -> int:
-    """Take the lock, over from a process that is gone; gives the inode of the file."""
+    """Take the lock, also from a process that is gone; returns the inode of the file."""
     while True:
         try:
             number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _unwritable(lock, folder, option, error) from error
         with os.fdopen(number, "r+", encoding="utf-8", errors="replace") as file:
-            # The lock is the text of the file. This other one, of the kernel, lasts while the text is read and written.
-            with suppress(OSError):  # some file systems of clusters have none
+            # The lock is the text of the file. The kernel's lock here only protects reading and writing the text.
+            with suppress(OSError):  # some file systems of clusters do not have it
                 if fcntl is not None:
                     fcntl.flock(file, fcntl.LOCK_EX)
             inode = os.fstat(file.fileno()).st_ino
@@ -142,7 +142,7 @@ def _take(lock: Path, folder: str | Path, option: str) -> int:
                     continue
             except OSError:  # released since
                 continue
-            if text := file.read():  # none: its writer was killed in this very block
+            if text := file.read():  # empty: its writer was killed in this block
                 _refuse_held(text, lock, folder, option)
             try:
                 file.seek(0)

@@ -10,13 +10,13 @@ from fxpipe.errors import RunError
 from fxpipe.plan.spec import TensorSpec
 
 ALIGNMENT = 64
-"""Bytes. Kernels may pick another summation order for unaligned memory: every received value starts aligned."""
+"""Bytes. Kernels may sum unaligned memory in another order: every received value starts aligned."""
 
 
 class Layout:
-    """How tensors of one spec lie on the wire: in the spec's own strides, where these are dense.
+    """The layout in which tensors of one spec travel: with the spec's own strides if these are dense.
 
-    Else without gaps, the dimensions in their order in memory: operators choose the layout of their results by it.
+    Else without gaps, with the same order of dimensions in memory: operators choose the layout of results by it.
     """
 
     __slots__ = ("bytes", "count", "dtype", "name", "shape", "stride")
@@ -32,13 +32,13 @@ class Layout:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` itself if it has this layout and is aligned, else a copy that has and is.
 
-        Raises:
+        RunError: its shape or dtype differs from the plan's.
             RunError: another shape or dtype than the plan's.
         """
         tensor = tensor.resolve_conj().resolve_neg()  # lazy views of complex numbers are not plain memory
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise RunError(
-                f"{self.name} is {tensor.dtype}{list(tensor.shape)}, the plan says {self.dtype}{list(self.shape)}",
+                f"{self.name} is {tensor.dtype}{list(tensor.shape)}, but the plan says {self.dtype}{list(self.shape)}",
                 hint="if the stage was edited, keep the shapes and dtypes of what it sends",
             )
         if tensor.stride() == self.stride and tensor.data_ptr() % ALIGNMENT == 0:
@@ -63,7 +63,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _without_gaps(spec: TensorSpec) -> tuple[int, ...]:
-    """The strides of what torch's operators make of one such tensor."""
+    """The strides that torch's operators give a result like such a tensor."""
     return torch.empty_like(torch.empty_strided(spec.shape, spec.stride, device="meta")).stride()
 
 

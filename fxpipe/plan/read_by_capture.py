@@ -1,9 +1,9 @@
 """Which parts of a user's files the capture of a step can have read, from their text alone: nothing is imported.
 
 A part is a statement at the top of a file. One that only binds names (a def, a class, an import, `X = 3`) counts if a
-hook that is captured mentions the name, or another part that counts does. All other statements count: what they change
-is not known. So does a function that changes what is not its own, and one that mentions something changeable which
-counts: it may have run before the capture. In doubt, a part counts.
+captured hook mentions the name, or another part that counts does. All other statements count: their effects are
+unknown. So does a function that changes something that it does not own, and one that mentions something changeable
+that counts: it may have run before the capture. In doubt, a part counts.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ CAPTURED = {
     *("model", "loss", "metrics", "loss_weight", "reset"),
     *("microbatch_dims", "pad", "pad_to", "constant_batch", "compile_options", "run_options"),
 }
-"""The hooks of which a build is made. Of data, optimizer and callbacks it has nothing but what a run compares."""
+"""The hooks from which a build is made. Of data, optimizer and callbacks it has only what a run compares."""
 
 SETTING = "setting"
-"""What reads a setting: `fxpipe.setting`."""
+"""The function that reads a setting: `fxpipe.setting`."""
 
 _PARSE = {"parse_args", "parse_known_args", "argv"}
 _KNOWN = {"torch", "numpy", "fxpipe"} | sys.stdlib_module_names
 """Packages whose import changes nothing else."""
 
 _QUIET = {"int", "float", "str", "bool", "len", "abs", "round", "range", "Path", "device", "read_text", SETTING}
-"""Calls that change nothing, and give what nobody can change."""
+"""Calls that change nothing, and whose results cannot be changed."""
 
 _DECORATORS = {
     "no_grad",
@@ -44,21 +44,21 @@ _DECORATORS = {
     "lru_cache",
 }
 _REFLECTION = {"globals", "exec", "eval", "__import__"}, {"import_module", "getmembers", "__subclasses__"}
-"""Functions, and attributes, by which code finds a part without its name."""
+"""Functions and attributes by which code finds a part without its name."""
 
 _REACHES_OUT = {"setattr", "delattr", "__setattr__"}, {"environ", "putenv", "backends", "__class__", "__dict__"}
-"""Functions, and attributes, by which a function changes what is not its own."""
+"""Functions and attributes by which a function changes something that it does not own."""
 
 _ADAPTERS = "fxpipe.adapters"
 _OF_HOOKS = {"data", "train_dataset", "eval_dataset", "callbacks"}
-"""What they take for hooks that are not captured."""
+"""Their arguments for hooks that are not captured."""
 
 _ARGUMENTS = "TrainingArguments"
 _OF_OPTIMIZER = {
     *("learning_rate", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
 }
-"""What transformers' `TrainingArguments` have for the optimizer and its scheduler alone."""
+"""The fields of transformers' `TrainingArguments` only for the optimizer and its scheduler."""
 
 _OTHERS = "top level"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -69,15 +69,15 @@ class ReadByCapture:
     """What the capture of a step can have read.
 
     Attributes:
-        parts: the digest of each, by file and name, as `model.py: Net`; of a file that is imported in another way than
-            by an import statement, the file's.
-        files: all that were looked at, by their path from the model file's folder.
-        settings: the settings that the files name, each with the part that counts and names it, '' if none does.
-        any_setting: a part that counts and reads settings that its text does not name; '' if there is none.
-        arguments: the parsed arguments that parts which count mention, as `model.py: args.width`.
+        parts: the digest of each, by file and name, as `model.py: Net`; for a file that is not imported by an import
+            statement, the file's digest.
+        files: all files examined, by their path from the model file's folder.
+        settings: the settings that the files name, each with the part that counts and names it, or ''.
+        any_setting: a part that counts and reads settings without naming them in its text; '' if there is none.
+        arguments: the parsed arguments that parts that count mention, as `model.py: args.width`.
         any_argument: a part that counts and reads the command line in another way; '' if there is none.
-        lines: of the parts that count, the first and the last of each, by file.
-        unnamed: a part, whether it counts or not, or a file that counts as a whole, may read settings of any name.
+        lines: the first and the last line of each part that counts, by file.
+        unnamed: whether any part, or a file that counts as a whole, may read settings of any name.
     """
 
     parts: dict[str, str]
@@ -101,16 +101,16 @@ class _Statement:
     """A statement.
 
     Attributes:
-        names: the names that it mentions, or binds inside; `dotted` those of them that are only mentioned as `x.y`.
-        attributes: all that come after a dot.
-        imports: the user's own files that it imports, each with the name that it takes of it (None: any) and the name
+        names: the names that it mentions, or binds inside; `dotted` are those only mentioned as `x.y`.
+        attributes: all names after a dot.
+        imports: the user's own files that it imports, each with the name that it takes from it (None: any) and the name
             that it has here ('': imported inside a function).
-        quiet: it does nothing but bind names.
+        quiet: whether it only binds names.
         fixed: what it binds cannot be changed.
-        leads_on: what it binds is no value, but leads to what it mentions: a function, a class, an import.
-        calls: the function whose result is all that it binds.
+        leads_on: what it binds is not a value, but refers to what it mentions: a function, a class, an import.
+        calls: the function whose result is everything that it binds.
         arguments: it binds the parsed command line.
-        lines: the first and the last.
+        lines: the first and the last line.
     """
 
     file: str
@@ -147,18 +147,18 @@ def read_by_capture(path: Path, imported: Iterable[str] = (), called: str = "") 
     """What the capture of a model file can have read.
 
     Args:
-        imported: files that were imported, by their path from its folder: those that no import statement names count
+        imported: files that were imported, by their path from its folder; a file that no import statement names counts
             as a whole.
         called: the name of the model file when it was compiled, if it has another one now.
 
     Raises:
-        SyntaxError, ValueError, OSError: a file is no Python, or cannot be read.
+        SyntaxError, ValueError, OSError: a file is not Python, or cannot be read.
     """
     root, own = path.resolve().parent, path.name
     files = _files(root, own, whole=False)
     every = [part for found in files.values() for part in found]
     if any(part.attributes & _OF_OPTIMIZER or part.names & {"train_data", "eval_data"} for part in every):
-        files = _files(root, own, whole=True)  # something reads what was left out
+        files = _files(root, own, whole=True)  # some part reads what was left out
         every = [part for found in files.values() for part in found]
     makers = _find_arguments(files)
     counted = _counted(files, own)
@@ -188,10 +188,10 @@ def read_by_capture(path: Path, imported: Iterable[str] = (), called: str = "") 
 
 
 def _files(root: Path, own: str, whole: bool) -> dict[str, list[_Statement]]:
-    """The parts of a file and of all that it imports of the user's.
+    """The parts of a file and of all the user's files that it imports.
 
     Args:
-        whole: with what the adapters take for hooks that are not captured.
+        whole: with the adapters' arguments for hooks that are not captured.
     """
     files: dict[str, list[_Statement]] = {}
     waiting = [own]
@@ -228,7 +228,7 @@ def _counted(files: dict[str, list[_Statement]], own: str) -> set[_Statement]:
 
 
 def _mentioned(files: dict[str, list[_Statement]], part: _Statement) -> set[_Statement]:
-    """The other parts that bind what one mentions."""
+    """The other parts that bind names that a part mentions."""
     found = {other for other in files[part.file] if other.binds & part.mentions or "*" in other.binds}
     for file, name, local in part.imports:
         if not local or local in part.binds:
@@ -251,14 +251,14 @@ def _arguments(files: dict[str, list[_Statement]], part: _Statement) -> Iterator
     """The parsed arguments that a part mentions, with the file that parses them."""
     for found in (found for found in _mentioned(files, part) if found.arguments):
         attributes = {attribute for name, attribute in part.dotted if name in found.binds}
-        if found.binds & part.names or not attributes:  # all of them; or an import of them
+        if found.binds & part.names or not attributes:  # all of them, or an import of them
             yield found.label
         yield from (f"{found.label}.{attribute}" for attribute in attributes)
 
 
 class _WithoutUncaptured(ast.NodeTransformer):
-    """Leaves out what calls of the adapters are given for hooks that are not captured; then their hooks, at the top of
-    the model file, are no names that code computes.
+    """Leaves out arguments of the adapters for hooks that are not captured; then their hooks, at the top of the model
+    file, are not names that code computes.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -358,7 +358,7 @@ def _look(root: Path, part: _Statement, statement: ast.stmt) -> None:
     part.names &= known
     part.dotted = {(name, attribute) for name, attribute in part.dotted if name in known}
     if ("sys", "modules") in part.dotted or any(_called(c) in ("vars", "locals") and not c.args for c in calls):
-        part.names.add("globals")  # at the top of a file, they are
+        part.names.add("globals")  # at the top of a file, locals are globals
     read = [call for call in calls if _called(call) == SETTING]
     names = [call.args[0] if call.args else None for call in read]
     part.settings = {n.value for n in names if isinstance(n, ast.Constant) and isinstance(n.value, str)}
@@ -373,7 +373,7 @@ def _globals(scope: symtable.SymbolTable) -> set[str]:
 
 
 def _import(root: Path, file: str, statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> _Statement:
-    """What an import statement does for one of its names."""
+    """The effect of an import statement for one of its names."""
     local, module = _local(alias), alias.name if isinstance(statement, ast.Import) else statement.module or ""
     text = f"import {module} {getattr(statement, 'level', 0)} {alias.name} as {local}"
     part = _Statement(file, local, text, {local}, imports=_imported(root, file, statement, alias))
@@ -385,7 +385,7 @@ def _import(root: Path, file: str, statement: ast.Import | ast.ImportFrom, alias
 def _imported(
     root: Path, file: str, statement: ast.Import | ast.ImportFrom, alias: ast.alias
 ) -> list[tuple[str, str | None, str]]:
-    """The user's own files that an import runs: each with the name that it takes of it, and the name it has here."""
+    """The user's own files that an import runs: each with the name that it takes from it, and the name it has here."""
     local, base = _local(alias), Path()
     if isinstance(statement, ast.Import):
         module, name = alias.name, None
@@ -408,14 +408,14 @@ def _called(call: ast.Call) -> str:
 
 
 def _quiet(value: ast.expr | None) -> bool:
-    """Whether computing a value changes nothing: it calls nothing but what is known not to."""
+    """Whether computing a value changes nothing: it calls only functions known to change nothing."""
     nodes = [] if value is None else list(ast.walk(value))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     return all(_called(call) in _QUIET for call in calls) and not any(isinstance(n, ast.NamedExpr) for n in nodes)
 
 
 def _fixed(value: ast.expr | None, known: dict[str, bool]) -> bool:
-    """Whether what a value is cannot be changed, by its looks."""
+    """Whether a value cannot be changed, judged by its text."""
     if isinstance(value, ast.Call):
         return _called(value) in _QUIET
     if isinstance(value, ast.Name):
@@ -430,7 +430,7 @@ def _fixed(value: ast.expr | None, known: dict[str, bool]) -> bool:
 
 
 def _quiet_definition(node: Definition) -> bool:
-    """Whether a definition only binds its name, and what it defines changes nothing but its own, as far as one sees."""
+    """Whether a definition only binds its name, and its code visibly changes only what it owns."""
     made_by = {ast.unparse(d.func if isinstance(d, ast.Call) else d).rpartition(".")[2] for d in node.decorator_list}
     if not made_by <= _DECORATORS:
         return False
@@ -451,7 +451,7 @@ def _quiet_in_class(statement: ast.stmt) -> bool:
 
 
 def _reaches_out(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function may change what is not its own, as far as its text shows."""
+    """Whether a function may change something that it does not own, judged by its text."""
     nodes = list(ast.walk(function))
     own = {n.arg for n in nodes if isinstance(n, ast.arg)} - {"cls"}
     own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}

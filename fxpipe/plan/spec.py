@@ -17,12 +17,12 @@ from typing import Any, Literal
 from fxpipe.plan.signed import digest_of, signed
 
 FORMAT = 15
-LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
-LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
-Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients where a schedule has them apart
+LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf with its result
+LOSS_SCALE = "loss_scale"  # the leaf with which a float16 backward begins
+Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients if a schedule separates them
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
 FUNCTIONS: dict[Phase, Literal["forward", "backward", "weights"]] = {"F": "forward", "B": "backward", "W": "weights"}
-"""What the code calls the function of each phase."""
+"""The name of the function of each phase in the code."""
 
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # copies of weights follow from `parameters`
 
@@ -41,7 +41,7 @@ class TensorSpec:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of a sum of gradients of this type: those of 16 bits are added up in float32."""
+        """Bytes of a sum of gradients of this type: 16-bit ones are added up in float32."""
         return self._elements * max(4, self._item)
 
     @property
@@ -63,9 +63,9 @@ class EdgeSpec:
     A `token` carries nothing: it keeps a worker after its neighbour if no value does.
 
     Attributes:
-        tensor: the value, as the code before the edge and after it has it.
-        codec: what packs it to travel (`fxpipe.codecs`), '' if it travels as it is.
-        packed: what it is packed into.
+        tensor: the value, with its layout in the code at both ends.
+        codec: what packs it to travel (`fxpipe.codecs`), '' if nothing does.
+        packed: the packed value.
     """
 
     name: str
@@ -80,7 +80,7 @@ class EdgeSpec:
 
     @property
     def sent(self) -> TensorSpec:
-        """What travels."""
+        """The value that travels."""
         return self.packed or self.tensor
 
 
@@ -88,8 +88,8 @@ class EdgeSpec:
 class ParameterSpec:
     """A parameter: all its names (tied ones share a row), its owner and who reads it where.
 
-    `owner` holds the master weight and the optimizer state. `readers` lists every (worker, phase) whose code
-    takes it as an argument, the owner's own included.
+    `owner` holds the master weight and the optimizer state. `readers` lists every (worker, phase) whose code takes it
+    as an argument, including the owner's own.
     """
 
     names: tuple[str, ...]
@@ -105,7 +105,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A buffer or a constant of the model. `home` updates it (None: no one does, every reader has its own copy)."""
+    """A buffer or a constant of the model. `home` updates it (None: no worker does, every reader has its own copy)."""
 
     names: tuple[str, ...]
     tensor: TensorSpec
@@ -122,9 +122,9 @@ class BufferSpec:
 class LeafSpec:
     """One leaf of the batch: a tensor (of one microbatch), or a constant.
 
-    A number that the step computes with is a tensor without dimensions. A constant is plain Python; that of a tensor is
-    its dtype and the values that every microbatch has. `dim` is the dimension along which the minibatch's tensor is
-    cut; None: every microbatch gets all of it. A leaf that the step does not `read` may be anything.
+    A number that the step computes with is a tensor without dimensions. A constant is plain Python; for a tensor, its
+    dtype and values, the same in every microbatch. `dim` is the dimension along which the minibatch's tensor is cut;
+    None: every microbatch gets all of it. A leaf that the step does not `read` may be anything.
     """
 
     name: str
@@ -140,8 +140,8 @@ class PadSpec:
 
     Attributes:
         leaf: the leaf's name, or the key in its name, as the user wrote it.
-        value: the number that is appended.
-        dims: along these, to the next multiple of `multiple`.
+        value: the appended number.
+        dims: the dimensions to pad to the next multiple of `multiple`.
     """
 
     leaf: str
@@ -155,12 +155,12 @@ class BucketSpec:
     """Gradients of one dtype that a worker's replicas add up in one go.
 
     Attributes:
-        name: other than those of the worker's other buckets.
-        parameters: whose gradients, in the order in which the code hands them over.
+        name: unique among the worker's buckets.
+        parameters: those of the gradients, in the order in which the code hands them over.
         bytes: of all of them.
         sharded: whether each replica gets only its own part of the sums (`comm.reduce_scatter`), not all of them
             (`comm.all_reduce`).
-        updaters: then, for each of the parameters, the replica that gets the sum of its gradient and updates it.
+        updaters: if sharded, for each parameter the replica that gets the sum of its gradient and updates it.
     """
 
     name: str
@@ -171,7 +171,7 @@ class BucketSpec:
 
     @property
     def call(self) -> Literal["all_reduce", "reduce_scatter"]:
-        """What the code calls of its `comm`."""
+        """The method of `comm` that the code calls."""
         return "reduce_scatter" if self.sharded else "all_reduce"
 
 
@@ -185,13 +185,13 @@ class PartSpec:
         batch: batch leaf names, the order of the `batch` argument (worker 0's forward only).
         receives, sends: edge names, in the order of the code.
         saved: names of the values that forward returns and backward takes.
-        deferred: names of the values that backward returns and `weights` takes, where gradients are made there.
-        updates: buffer names whose new values forward returns, or the function of an evaluation after its metrics.
+        deferred: names of the values that backward returns and `weights` takes, if it makes gradients.
+        updates: buffer names whose new values are returned by forward, or after the metrics by an evaluation.
         gradients: parameter names whose gradients the function returns: `weights`, or backward without it.
         loss: whether forward returns the loss (else it returns None there).
         random: whether the code draws random numbers.
         metrics: of an evaluation: the names of the metrics that its function returns first; of a forward that returns
-            the loss: of those that come after it, in one tensor of float32.
+            the loss: of those after the loss, in one float32 tensor.
         reduces: names of the buckets that the function hands to the worker's replicas to add up.
     """
 
@@ -218,12 +218,12 @@ class PartSpec:
 class StageSpec:
     """One worker's stage: its file, the file's digest, its units (half-open ranges) and its functions.
 
-    `weight_units` are those whose weight gradients it makes, except for operators that make them together with their
-    input's gradient: those are in `backward_units`. `engines` run its forward and its backward. `weights` is there if
-    weight gradients are made apart from backward: it then returns the stage's gradients, all of them. `again` names the
-    values of its forward that its backward computes again because memory is short. `buckets` are what its gradients
-    are added up in over the worker's replicas, in the order of the code; there are none without replicas. One that does
-    not train has a forward alone, which its file calls `evaluate`, and no units.
+    `weight_units` are the units whose weight gradients it makes, except for operators that make them together with the
+    input's gradient: those are in `backward_units`. `engines` run its forward and its backward. `weights` is present if
+    weight gradients are separate from backward: it then returns all of the stage's gradients. `again` names the values
+    of its forward that its backward computes again to save memory. `buckets` are those in which its gradients are added
+    up over the worker's replicas, in the order of the code; without replicas there are none. A stage that does not
+    train has only a forward, which its file calls `evaluate`, and no units.
     """
 
     file: str
@@ -246,11 +246,11 @@ class StageSpec:
 
     @property
     def functions(self) -> dict[Phase, str]:
-        """What its file calls its functions."""
+        """The names of its functions in its file."""
         return {"F": "evaluate"} if self.backward is None else {phase: FUNCTIONS[phase] for phase in self.parts}
 
     def part(self, phase: Phase) -> PartSpec:
-        """The interface of the function that runs in this phase; of nothing if there is none."""
+        """The interface of the function that runs in this phase; an empty one if there is none."""
         return self.parts.get(phase, PartSpec())
 
     @property
@@ -259,7 +259,7 @@ class StageSpec:
         return (self.weights or self.backward or self.forward).gradients
 
     def engine(self, phase: Phase) -> str:
-        """The engine that runs this phase's function: weight gradients apart are always made by the emitted code."""
+        """The engine of this phase's function: separate weight gradients are always made by the emitted code."""
         return {"F": self.engines[0], "B": self.engines[1], "W": "eager"}[phase]
 
 
@@ -267,18 +267,18 @@ class StageSpec:
 class StepSpec:
     """What the workers compute of batches of one shape: a step of training, an evaluation, or totals of a minibatch.
 
-    A step of training for another shape than the first reads no other weights than the first, has no other gradients
-    and updates no other buffers. An evaluation is `metrics(model, batch)` in eval mode, of a whole batch of
-    `eval_data()`. Totals are what worker 0 computes of each microbatch. Both have only forwards.
+    A step of training for another shape than the first reads only the first's weights, has the same gradients and
+    updates the same buffers. An evaluation is `metrics(model, batch)` in eval mode, on a whole batch of `eval_data()`.
+    Totals are what worker 0 computes from each microbatch. Evaluations and totals have only forwards.
 
     Attributes:
         batch: the leaves in pytree order; `batch_spec` is the serialised pytree.
         edges: in the order in which they are sent.
-        stages: one for each worker; of totals, only worker 0's.
-        metrics: of an evaluation or of totals, their names, in the order of the user's dictionary.
-        constants: those metrics that are plain numbers, the same for every batch.
-        gathered: those that are tensors with dimensions, of which the hook `metrics_of_all` makes numbers.
-        units, differs_from_whole, whole_numbers, totals, flops, tokens: of a step of training, as those of `Plan`.
+        stages: one for each worker; for totals, only worker 0's.
+        metrics: of an evaluation or of totals, the names, in the order of the user's dictionary.
+        constants: the metrics that are plain numbers, the same for every batch.
+        gathered: the metrics that are tensors with dimensions, from which the hook `metrics_of_all` makes numbers.
+        units, differs_from_whole, whole_numbers, totals, flops, tokens: of a step of training, as in `Plan`.
     """
 
     batch: tuple[LeafSpec, ...]
@@ -296,21 +296,21 @@ class StepSpec:
     tokens: int = 0
 
     def sizes(self, worker: int) -> list[int]:
-        """How many numbers each metric has that a worker computes of a batch."""
+        """How many numbers each metric has that a worker computes for a batch."""
         metrics = self.stages[worker].forward.metrics
         return [math.prod(self.gathered[name].shape) if name in self.gathered else 1 for name in metrics]
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run: those of a rank are next to each other, or, `apart`, those of a replica.
+    """The processes of a run: those of a rank are neighbours, or, if `apart`, those of a replica.
 
-    With equally many replicas it has two dimensions, `pp`, the ranks of the pipeline, and `dp`, the replicas of each.
+    With equal numbers of replicas it has two dimensions: `pp`, the ranks of the pipeline, and `dp`, the replicas.
 
     Attributes:
-        placement: as of `Plan`.
-        replicas: how many each rank has; empty where each has one.
-        apart: replicas train apart: the processes of a replica, not those of a rank, are next to each other.
+        placement: as in `Plan`.
+        replicas: how many each rank has; empty if each has one.
+        `apart`: replicas are independent: the processes of a replica, not of a rank, are neighbours.
     """
 
     placement: tuple[int, ...] = ()
@@ -319,7 +319,7 @@ class Mesh:
 
     @property
     def plain(self) -> bool:
-        """Whether each process has one worker, which has no other."""
+        """Whether each process has one worker without other replicas."""
         return not self.replicated and len(set(self.placement)) == len(self.placement)
 
     @property
@@ -329,7 +329,7 @@ class Mesh:
 
     @property
     def noun(self) -> str:
-        """What a process is called, by what it has."""
+        """The word for a process: worker, rank or replica."""
         return "worker" if self.plain else "process" if self.replicated else "rank"
 
     def rank_of(self, worker: int) -> int:
@@ -351,7 +351,7 @@ class Mesh:
         return range(first, first + self.replicas[rank])
 
     def seat(self, process: int) -> tuple[int, int]:
-        """The rank of a process, and which of its replicas it is."""
+        """The rank of a process, and the number of its replica."""
         if self.apart:
             replica, rank = divmod(process, len(self.replicas))
             return rank, replica
@@ -366,10 +366,10 @@ MESH = Mesh()
 
 @dataclass(frozen=True)
 class OuterSpec:
-    """How replicas that train apart bring their weights together (`fxpipe/runtime/worker/outer_step.py`).
+    """How independent replicas combine their weights (`fxpipe/runtime/worker/outer_step.py`).
 
     Attributes:
-        every: after so many updates, an outer step.
+        every: the number of updates before each outer step.
         lr, momentum: of the outer step, which is one of SGD with Nesterov momentum.
         delay: how many outer steps later the result of an exchange is applied: 0 or 1.
     """
@@ -381,8 +381,8 @@ class OuterSpec:
 
     @property
     def kept(self) -> int:
-        """How often a replica keeps the bytes of trained weights for outer steps: the common weights, the momentum and,
-        with a delay, the weights that an exchange began with."""
+        """How many times a replica stores the bytes of trained weights for outer steps: the common weights, the
+        momentum and, with a delay, the weights with which an exchange began."""
         return 2 + self.delay
 
     def __str__(self) -> str:
@@ -395,9 +395,9 @@ class SettingSpec:
     """A hyperparameter of the model file (`fxpipe.setting`).
 
     Attributes:
-        value: what it was when the build was compiled; None where nothing read it.
+        value: its value when the build was compiled; None if nothing read it.
         given: the text that the compile was given for it; None if none was.
-        captured: a part of the user's files that capture read and that has it; '' if none has.
+        captured: a part of the user's files that capture read and that reads it; '' if there is none.
     """
 
     name: str
@@ -408,15 +408,15 @@ class SettingSpec:
 
 @dataclass(frozen=True)
 class CapturedSpec:
-    """What capture read of the user's files, so that the rest may change without compiling again.
+    """What capture read from the user's files, so that the rest may change without compiling again.
 
     Attributes:
-        parts: the digest of each part that counts (`fxpipe.plan.read_by_capture`); empty where it is not known, and all
-            of the files counts.
-        settings: all that are known.
+        parts: the digest of each part that counts (`fxpipe.plan.read_by_capture`); empty if that is unknown, and all of
+            the files count.
+        settings: all known ones.
         any_setting: a part that counts, and may have read any of them; '' if none.
         given_arguments: the model file's own command line.
-        arguments: what parts that count have of it parsed, as `model.py: args.width`, and its value's text.
+        arguments: the parsed ones that parts that count read, as `model.py: args.width`, with their values as text.
         any_argument: a part that counts, and may have read any of it; '' if none.
     """
 
@@ -429,7 +429,7 @@ class CapturedSpec:
 
     @property
     def given(self) -> dict[str, str]:
-        """The texts that the compile was given, by setting."""
+        """The texts given to the compile, by setting."""
         return {row.name: row.given for row in self.settings if row.given is not None}
 
 
@@ -441,42 +441,42 @@ class Plan:
         model_file: the user's file, relative to the build directory; None when compiled from objects.
         sources: digest of the user's file and of each file of the user's own that it imports, by relative path.
         captured: what capture read of them.
-        microbatches: their number in the whole minibatch, of which each of a worker's replicas does its share.
+        microbatches: their number in the whole minibatch; each of a worker's replicas does its share.
         batch: the leaves of one microbatch in pytree order, then those that worker 0 makes (`made`); `batch_spec` is
-            the serialised pytree of what the user gives.
-        loss_of_microbatches: whether a minibatch's loss and gradients are the mean of the microbatches', or their sum.
-        differs_from_whole: why the loss of a minibatch is not meant to be that of the whole batch; '' if it is.
-        whole_numbers: whether microbatches take the whole batch's numbers, such as how many samples it has: the loss of
-            one is then not the user's function of it.
+            the serialised pytree of the user's batches.
+        loss_of_microbatches: whether a minibatch's loss and gradients are the microbatches' mean, or their sum.
+        differs_from_whole: why the loss of a minibatch differs from the whole batch's by design; '' if it does not.
+        whole_numbers: whether microbatches take numbers of the whole batch, such as how many samples it has: a
+            microbatch's loss is then not the user's function of that microbatch.
         batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
-        loss_weight: whether the loss of each microbatch is weighed by the hook `loss_weight(batch)`: a leaf of that
-            name holds the weight over the mean weight of the minibatch's microbatches.
-        totals: computes, of each microbatch, what is added up over the minibatch: its metrics are leaves of the batch
-            by the same names. None if nothing is.
-        flops: of a microbatch's forward and backward in the user's step, by the dtype that is multiplied; empty where
-            they are not known (`fxpipe.costs.step_work`).
-        tokens: of a microbatch; 0 where it has none, or they are not known.
+        loss_weight: whether the hook `loss_weight(batch)` weights the loss of each microbatch: a leaf of that name
+            holds the weight over the mean weight of the minibatch's microbatches.
+        totals: computes from each microbatch what is added up over the minibatch: its metrics are leaves of the batch
+            with the same names. None if nothing is added up.
+        flops: of a microbatch's forward and backward in the user's step, by the dtype that is multiplied; empty if
+            unknown (`fxpipe.costs.step_work`).
+        tokens: of a microbatch; 0 if it has none, or they are unknown.
         loss_worker: the worker whose forward returns the loss.
         units: the module path that each unit starts in.
         weights_file, weights_digest: initial parameters and buffers, under the model's own names.
-        meta: whether the parameters had no values at compile time: `weights_file` holds buffers and constants alone,
-            and a run makes the parameters' initial values.
-        shapes: the step for each further shape of batch; what is above is for the first.
-        codec: what was asked for, as `--codec` has it; the edges say which they got.
+        meta: whether the parameters had no values at compile time: `weights_file` holds only buffers and constants, and
+            a run makes the parameters' initial values.
+        shapes: the step for each further shape of batch; the fields above are for the first.
+        codec: the requested codecs, in the form of `--codec`; the edges have the chosen ones.
         padding: how batches are padded, in training and in evaluation; the shapes are those of padded batches.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
         not_evaluated: why the validation hooks could not be cut into stages; '' if they were, or if there are none.
-        placement: the rank that each worker runs on: a rank is a process with one device; empty where worker k is on
-            rank k. Worker 0 is on rank 0.
-        rows: of a schedule that was read from a file (`schedule` is 'csv'), or that the model file registered, what
-            each rank does of a minibatch.
+        placement: the rank that each worker runs on: a rank is a process with one device; empty if worker k is on rank
+            k. Worker 0 is on rank 0.
+        rows: what each rank does for a minibatch, by a schedule that was read from a file (`schedule` is 'csv') or that
+            the model file registered.
         weights_codec: what packs the changes of weights that owners send to their readers (`fxpipe.codecs`), with its
             option; '' sends the weights as they are.
-        replicas: how many processes each worker has, with the same stage and the same weights; empty where each has
-            one. Microbatch i of a minibatch is done by replica i mod r of a worker that has r.
+        replicas: how many processes each worker has, with the same stage and the same weights; empty if each has one.
+            Microbatch i of a minibatch belongs to replica i mod r of a worker that has r.
         run_options: the options of `fxpipe run` that the model file gives, for runs whose command line does not.
-        outer: how replicas that train apart, each on its own share of a minibatch, come together; None where they add
-            up their gradients. What is above of losses is then of a replica's share: it is its whole batch.
+        outer: how independent replicas, each on its own share of a minibatch, combine their weights; None if they add
+            up their gradients. The fields about losses are then for a replica's share, which is its whole batch.
     """
 
     fxpipe: str
@@ -523,18 +523,18 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many processes the pipeline has, each with one device; each has as many replicas as its workers."""
+        """How many processes the pipeline has, each with one device; a rank has as many replicas as its workers."""
         return max(self.placement, default=self.workers - 1) + 1
 
     @property
     def dp(self) -> int:
-        """How many pipelines there are next to each other: as many as each worker has replicas, if that is one number;
-        else 1, which all are in."""
+        """How many pipelines run in parallel: the number of replicas if all workers have the same, else 1, which
+        contains them all."""
         return self.replicas[0] if len(set(self.replicas)) == 1 else 1
 
     @property
     def crossing(self) -> bool:
-        """Whether workers have different numbers of replicas, so that messages cross from one replica to another."""
+        """Whether workers have different numbers of replicas, so messages cross between replicas."""
         return len(set(self.replicas)) > 1
 
     def replicas_of(self, worker: int) -> int:
@@ -559,7 +559,7 @@ class Plan:
         return sum(self.mesh.replicas)
 
     def seat(self, process: int) -> tuple[int, int]:
-        """The rank of a process of a run, and which of its replicas it is."""
+        """The rank of a process of a run, and the number of its replica."""
         return self.mesh.seat(process)
 
     def process_of(self, worker: int, replica: int) -> int:
@@ -568,7 +568,7 @@ class Plan:
 
     @property
     def own_microbatches(self) -> int:
-        """How many microbatches the schedule of the plan has: those of a minibatch, shared by the pipelines (`dp`)."""
+        """How many microbatches the plan's schedule has: a minibatch's, divided among the pipelines (`dp`)."""
         return self.microbatches // self.dp
 
     def share(self, worker: int) -> int:
@@ -576,12 +576,12 @@ class Plan:
         return self.microbatches // self.replicas_of(worker)
 
     def microbatch(self, own: int, worker: int, replica: int) -> int:
-        """The number, in the whole minibatch, of a replica's own microbatch: replicas take them in turn."""
+        """The number, in the whole minibatch, of a replica's own microbatch: replicas take turns."""
         return own * self.replicas_of(worker) + replica
 
     @property
     def of_one_replica(self) -> Plan:
-        """The pipeline of a replica that trains apart, as if it were the only one; this plan where none does."""
+        """The pipeline of one independent replica, as if it were alone; this plan if replicas are not independent."""
         if self.outer is None:
             return self
         return dataclasses.replace(self, microbatches=self.own_microbatches, replicas=(), outer=None)
@@ -601,18 +601,18 @@ class Plan:
 
     @property
     def code(self) -> tuple[StageSpec, ...]:
-        """Everything of the build that has a file of its own: the stages, then what has only forwards."""
+        """Everything of the build that has its own file: the stages, then evaluations and totals."""
         stages = (stage for plan in self.of_shapes for stage in plan.stages)
         return (*stages, *(share for e in self.alone for share in e.stages))
 
     @property
     def alone(self) -> tuple[StepSpec, ...]:
-        """What has only forwards: evaluations, and the totals of every shape."""
+        """Evaluations, and the totals of every shape: everything with only forwards."""
         return (*self.evaluations, *(plan.totals for plan in self.of_shapes if plan.totals))
 
     @property
     def of_shapes(self) -> tuple[Plan, ...]:
-        """For each shape of batch, the plan as it would be if there were no other."""
+        """For each shape of batch, the plan as if there were no other."""
         own = ["batch", "batch_spec", "edges", "stages", "units", "differs_from_whole", "whole_numbers", "totals"]
         own += ["flops", "tokens"]
         fields = [{name: getattr(shape, name) for name in own} for shape in self.shapes]
@@ -620,7 +620,7 @@ class Plan:
 
     @property
     def weights_apart(self) -> bool:
-        """Whether the stages make weight gradients in a function of their own."""
+        """Whether the stages make weight gradients in a separate function."""
         return any(stage.weights is not None for stage in self.stages)
 
     @property
@@ -636,13 +636,13 @@ class Plan:
 
     @property
     def made(self) -> tuple[LeafSpec, ...]:
-        """The leaves that worker 0 makes: no batch of the user's has them."""
+        """The leaves that worker 0 makes: the user's batches do not have them."""
         totals = self.totals.metrics if self.totals else ()
         return tuple(leaf for leaf in self.batch if leaf.name in (*totals, LOSS_WEIGHT, LOSS_SCALE))
 
     @property
     def loss_divisor(self) -> int:
-        """What the sum of the microbatches' losses, and of their gradients, is divided by."""
+        """The divisor of the sum of the microbatches' losses, and of their gradients."""
         if self.loss_of_microbatches == "sum":
             return 1
         return self.microbatches if self.outer is None else self.own_microbatches
@@ -668,13 +668,13 @@ class Plan:
 
     @property
     def sharded(self) -> bool:
-        """Whether each replica of a worker updates its own share of the worker's parameters, and not all of them."""
+        """Whether each replica of a worker updates only its own share of the worker's parameters."""
         return any(bucket.sharded for stage in self.stages for bucket in stage.buckets)
 
     def updaters(self, worker: int) -> dict[str, int]:
-        """The replica that updates each trained parameter of a worker, by name; empty where all replicas update all.
+        """The replica that updates each trained parameter of a worker, by name; empty if all replicas update all.
 
-        Of a parameter that never gets a gradient it is the first.
+        For a parameter that never gets a gradient it is the first.
         """
         shared = [bucket for bucket in self.stages[worker].buckets if bucket.sharded]
         known = {n: r for bucket in shared for n, r in zip(bucket.parameters, bucket.updaters, strict=True)}
@@ -688,7 +688,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """What tells this plan from others; `plan.json` has it too."""
+        """The digest that identifies this plan; `plan.json` has it too."""
         return digest_of(self._body())
 
     def to_json(self) -> str:

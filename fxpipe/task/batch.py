@@ -1,4 +1,4 @@
-"""A batch as one value: any pytree of tensors and plain constants, flattened and described once, where it comes in."""
+"""A batch as one value: any pytree of tensors and plain constants, flattened and described when it enters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxpipe.torch_private import is_traceable_wrapper_subclass, pytree, register
 Dims = Mapping[str, int | None]
 CONSTANTS = (bool, int, float, str, type(None))
 LARGEST_CONSTANT = 4096
-"""Elements of a tensor of the batch that is a constant of the capture: the plan holds its values."""
+"""The most elements of a tensor that is a constant of the capture: the plan holds its values."""
 
 
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
@@ -29,7 +29,7 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
 
 
 def unusual(tensor: torch.Tensor) -> str | None:
-    """What kind of tensor it is, if it is more than a dense block of values."""
+    """The kind of a tensor, if it is more than a dense block of values."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout != torch.strided:
@@ -42,7 +42,7 @@ def unusual(tensor: torch.Tensor) -> str | None:
 
 
 def constant_of(value: Any) -> Any:
-    """A constant of a batch as JSON holds it; a tensor's dtype and values."""
+    """A constant of a batch as JSON; for a tensor its dtype and values."""
     if isinstance(value, (list, tuple)):
         return [constant_of(each) for each in value]
     if not isinstance(value, torch.Tensor):
@@ -51,12 +51,12 @@ def constant_of(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a step may compute with; a flag is none."""
+    """Whether it is a number that a step may compute with, and not a flag."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def as_scalar(number: int | float, device: str = "cpu") -> torch.Tensor:
-    """A number as a tensor without dimensions: float64, or int64 of an int."""
+    """A number as a tensor without dimensions: float64, or int64 for an int."""
     return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64, device=device)
 
 
@@ -67,16 +67,16 @@ def said(constant: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch, flattened once; what is asked of its leaves is found when it is first asked.
+    """A batch, flattened once; facts about its leaves are computed when first asked for.
 
     Attributes:
-        given: as the data give it, or padded, moved, cut.
+        given: as it comes from the data, or padded, moved or cut.
         values: its leaves, tensors and constants.
-        tree: how it is built of them.
-        constants: the leaves that are constants of the capture, by their names or keys. Of the others, a number is a
-            tensor without dimensions, and a string is not read.
-        cut: by name of a leaf, along which dimension its tensor is cut into microbatches; None for one that every
-            microbatch gets whole. Without it, all are cut along their first.
+        tree: how it is built from them.
+        constants: the leaves that are constants of the capture, by their names or keys. Other numbers become tensors
+            without dimensions, and other strings are not read.
+        cut: by leaf name, the dimension along which its tensor is cut into microbatches; None if every microbatch gets
+            it whole. Without it, all are cut along their first dimension.
     """
 
     given: Any
@@ -87,10 +87,10 @@ class Batch:
 
     @staticmethod
     def of(batch: Any, constants: Iterable[str] = ()) -> Batch:
-        """The batch, flattened; the same object if it is one already.
+        """The batch, flattened; the same object if it is already a Batch.
 
         Raises:
-            BatchError: a container cannot be made again of what it holds.
+            BatchError: a container cannot be rebuilt from its content.
         """
         if isinstance(batch, Batch):
             return batch
@@ -98,7 +98,7 @@ class Batch:
         return Batch(batch, tuple(values), tree, tuple(constants))
 
     def of_values(self, values: Iterable[Any]) -> Batch:
-        """A batch that is built as this one, of other leaves."""
+        """A batch with the same structure and other leaves."""
         values = tuple(values)
         return replace(self, given=pytree.tree_unflatten(values, self.tree), values=values)
 
@@ -114,7 +114,7 @@ class Batch:
         """What the leaves are, and along which dimension each is cut.
 
         Raises:
-            BatchError: there is no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed),
+            BatchError: it has no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed),
                 or a constant is large.
         """
         leaves, wrong = [], []
@@ -155,7 +155,7 @@ class Batch:
         """Refuse names of constants that no leaf has.
 
         Raises:
-            BatchError: says which, and what leaves there are.
+            BatchError: names them, and the leaves that exist.
         """
         unknown = [known for known in self.constants if not any(is_named(name, [known]) for name in self.names)]
         if unknown:
@@ -166,7 +166,7 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by their names, those that are constants of the capture among them.
+        """The tensors by their names, including constants of the capture.
 
         Raises:
             BatchError: as `leaves`.
@@ -176,12 +176,12 @@ class Batch:
 
     @property
     def dims(self) -> dict[str, int | None]:
-        """By the names of leaves, along which dimension each is cut."""
+        """By leaf name, the dimension along which each is cut."""
         return {leaf.name: leaf.dim for leaf in self.leaves}
 
     @property
     def plain(self) -> tuple[str, ...]:
-        """The leaves that are numbers or strings, by name, and no constants of the capture."""
+        """The names of leaves that are numbers or strings, and not constants of the capture."""
         rows = zip(self.leaves, self.values, strict=True)
         return tuple(
             leaf.name for leaf, v in rows if not isinstance(v, torch.Tensor) and (leaf.tensor or not leaf.read)
@@ -189,13 +189,13 @@ class Batch:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Equal for batches that fit the same captured program, if its step reads no numbers and strings of them."""
+        """Equal for batches that fit the same captured program, if its step reads none of their numbers and strings."""
         rows = ((leaf.tensor.shape, leaf.tensor.dtype) if leaf.tensor else leaf.constant for leaf in self.leaves)
         return dump(self.tree), *map(repr, rows)
 
     @property
     def plain_values(self) -> str:
-        """The values of numbers and strings: equal, besides the shape, for batches that fit whatever is read."""
+        """The values of numbers and strings: equal, in addition to the shape, if batches fit whatever a step reads."""
         return repr([value for value in self.values if not isinstance(value, torch.Tensor)])
 
     def __str__(self) -> str:
@@ -218,10 +218,10 @@ class Batch:
         return self.each(lambda tensor: tensor.to(device))
 
     def padded(self, padding: Sequence[PadSpec]) -> Batch:
-        """The batch as the stages see it: the same object if there is nothing to append.
+        """The padded batch as the stages see it: the same object if there is nothing to append.
 
-        Leaves that it does not have, or that are no tensors of so many dimensions, are left alone: what is wrong with
-        such a batch is said where it is compared with the captured ones.
+        Leaves that it does not have, or that are not tensors with enough dimensions, are left unchanged: the comparison
+        with the captured batches reports them.
         """
         if not padding:
             return self
@@ -234,14 +234,14 @@ class Batch:
         return self if same else self.of_values(values)
 
     def along(self, asked: Any) -> Batch:
-        """The batch with dimensions along which its leaves are cut, as the user says it.
+        """The batch with dimensions along which its leaves are cut, as the user gives them.
 
         Args:
-            asked: one number for all tensors; or a number or None in the place of every leaf; or, by the names of
-                leaves (`batch[0]`), for some, while the others are cut along their first dimension.
+            asked: one number for all tensors; or a number or None in place of every leaf; or a dictionary by leaf name
+                (`batch[0]`) for some leaves, while the others are cut along their first dimension.
 
         Raises:
-            BatchError: it does not fit the batch.
+            BatchError: `asked` does not fit the batch.
         """
         tensors = self.tensors
         if isinstance(asked, int):
@@ -259,20 +259,20 @@ class Batch:
             given, tree = flatten(asked)
             if tree != self.tree:
                 raise BatchError(
-                    f"microbatch_dims is built differently from the batch: {tree} for {self.tree}",
-                    hint="give a number, or None, in the place of every leaf of the batch",
+                    f"microbatch_dims is built differently from the batch: {tree} instead of {self.tree}",
+                    hint="give a number, or None, in place of every leaf of the batch",
                 )
             dims = dict(zip(self.names, given, strict=True))
         for name, dim in dims.items():
             rank = tensors[name].dim() if name in tensors else 0
             if dim is not None and not (isinstance(dim, int) and 0 <= dim < rank):
-                raise BatchError(f"microbatch_dims gives {name} dimension {dim!r}, and it has {rank}")
+                raise BatchError(f"microbatch_dims gives {name} dimension {dim!r}, but it has {rank}")
         return replace(self, cut=dims)
 
     def cut_as(self, leaves: Iterable[LeafSpec]) -> Batch:
-        """The batch cut where leaves of the same names are, of a plan or a program.
+        """The batch, cut where leaves of the same names in a plan or a program are.
 
-        A tensor that the step does not read is cut if it is as long as one that it reads, and whole otherwise.
+        A tensor that the step does not read is cut if it is as long as one that the step reads, and else whole.
         """
         known = {leaf.name: leaf for leaf in leaves}
         rows = [(known[name], value) for name, value in zip(self.names, self.values, strict=True)]
@@ -281,26 +281,26 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        """How many samples there are along the dimensions in which the batch is cut: what its microbatches must divide.
+        """The number of samples along the dimensions that are cut: microbatches must divide it.
 
         Raises:
-            BatchError: the tensors differ, or there is none.
+            BatchError: the tensors differ, or there are none.
         """
         self.check_sizes()
         return _common(size for _, size in self.sizes.values())
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """By the names of tensors that are no constants, the dimension that is cut, and how long it is."""
+        """By tensor name, except constants, the dimension that is cut, and its size."""
         rows = ((leaf.name, leaf.tensor, leaf.dim) for leaf in self.leaves)
         return {name: (dim, tensor.shape[dim]) for name, tensor, dim in rows if tensor and dim is not None}
 
     def check_sizes(self) -> None:
-        """Refuse tensors of which one is longer than another where samples are. Not with constants, which may
+        """Refuse tensors of different sizes where samples are. Not with constants, which may
         say how many rows a sample has, such as the patches of an image.
 
         Raises:
-            BatchError: says how long each is.
+            BatchError: says the size of each.
         """
         sizes = self.sizes
         if not self.constants and len({size for _, size in sizes.values()}) > 1:
@@ -317,8 +317,8 @@ class Batch:
         """The batch cut into equal microbatches: views of the same memory.
 
         Raises:
-            BatchError: `microbatches` does not divide the size of the batch, the greatest common divisor of its
-                tensors'.
+            BatchError: `microbatches` does not divide the size of the batch (the greatest common divisor of its
+                tensors' sizes).
         """
         if microbatches == 1:
             return [self]
@@ -334,10 +334,10 @@ class Batch:
         return [self.of_values(values) for values in zip(*chunks, strict=True)]
 
     def share(self, microbatches: int, replicas: int) -> Batch:
-        """The first of several replicas' share: as one batch, of the microbatches that it does.
+        """The share of the first of several replicas, as one batch.
 
         Args:
-            microbatches: of the whole batch; replicas take them in turn.
+            microbatches: of the whole batch; replicas take turns.
 
         Raises:
             BatchError: as `split`.
@@ -351,18 +351,18 @@ class Batch:
         )
 
     def check_divisible(self, microbatches: int, dims: Dims, size: int) -> None:
-        """Refuse a batch of another shape than the first that so many microbatches do not divide, before any is
+        """Refuse a batch of another shape that cannot be cut into this number of microbatches, before any is
         computed.
 
         Args:
-            dims: where the first batch is cut, by the names of leaves.
+            dims: where the first batch is cut, by leaf name.
             size: how many samples the first batch has.
 
         Raises:
             BatchError: names the numbers of microbatches that divide both.
         """
         places = ((value.shape, dims.get(name)) for name, value in self.tensors.items())
-        found = math.gcd(*(shape[dim] for shape, dim in places if dim is not None and dim < len(shape)))  # 0 of none
+        found = math.gcd(*(shape[dim] for shape, dim in places if dim is not None and dim < len(shape)))  # 0 if none
         if found % microbatches == 0:
             return
         both = math.gcd(found, size)
@@ -377,20 +377,20 @@ class Batch:
 
 
 def _size(value: Any, dim: int | None) -> int | None:
-    """How long a leaf is along a dimension; None where it has none."""
+    """The size of a leaf along a dimension; None if it has none."""
     found = isinstance(value, torch.Tensor) and dim is not None and dim < value.dim()
     return value.shape[dim] if found else None
 
 
 def _common(sizes: Iterable[int]) -> int:
-    """The size of a batch: the greatest common divisor, where the tensors have more than one."""
+    """The size of a batch: the greatest common divisor, if tensors have different sizes."""
     if not (found := list(sizes)):
         raise BatchError("a batch of scalars cannot be split into microbatches", hint="use --microbatches 1")
     return math.gcd(*found)
 
 
 def is_named(name: str, known: Iterable[str]) -> bool:
-    """Whether a leaf is named, by itself (`batch['grid']`) or by its key (`grid`)."""
+    """Whether a leaf is among the names, with its full name (`batch['grid']`) or its key (`grid`)."""
     return any(name == one or name.endswith((f"[{one!r}]", f".{one}")) for one in known)
 
 
@@ -451,5 +451,5 @@ def _appended(tensor: torch.Tensor, rule: PadSpec) -> torch.Tensor:
 
 
 def split(batch: Any, microbatches: int) -> list[Any]:
-    """The microbatches of a batch, cut along the first dimension of each tensor; errors as of `Batch.split`."""
+    """The microbatches of a batch, cut along the first dimension of each tensor; errors as `Batch.split`."""
     return [part.given for part in Batch.of(batch).split(microbatches)]

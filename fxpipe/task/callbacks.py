@@ -1,10 +1,10 @@
-"""What a run calls while it trains: the user's `on_step`, `on_eval` and `on_epoch`.
+"""The functions that a run calls while it trains: the user's `on_step`, `on_eval` and `on_epoch`.
 
-    def on_step(step, loss, run): ...     # after every step, with how many were made
+    def on_step(step, loss, run): ...     # after every step, with the number of steps so far
     def on_eval(step, metrics, run): ...  # after every evaluation
     def on_epoch(epoch, run): ...         # after every epoch and its evaluation, from 1
 
-Something true that one returns ends the run. `run` is the run itself: `run.save()`, `run.set_lr(rate)`.
+If one returns something true, the run ends. `run` is the run itself: `run.save()`, `run.set_lr(rate)`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ ON_STEP = "on_step"
 ON_EVAL = "on_eval"
 ON_EPOCH = "on_epoch"
 CALLBACKS = {ON_STEP: "(step, loss, run)", ON_EVAL: "(step, metrics, run)", ON_EPOCH: "(epoch, run)"}
-"""The hooks, and what each is called with."""
+"""The hooks, and their arguments."""
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Those of one run; None is not called.
+    """The callbacks of one run; None is not called.
 
     Attributes:
-        path: the file that they stand in, if one is known.
+        path: the file that defines them, if one is known.
 
     Raises:
-        TaskError: one is no function of what it is called with.
+        TaskError: one is not a function with its arguments.
     """
 
     on_step: OnStep | None = None
@@ -49,7 +49,7 @@ class Callbacks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The hooks there are."""
+        """The names of the hooks that are given."""
         return tuple(name for name in CALLBACKS if getattr(self, name) is not None)
 
 
@@ -57,12 +57,12 @@ def _check(name: str, function: Any, path: Path | None) -> None:
     where = None if path is None else path.name
     hint = f"def {name}{CALLBACKS[name]}"
     if not callable(function):
-        raise TaskError(f"{name} is {type(function).__name__}, which is no function", where=where, hint=hint)
+        raise TaskError(f"{name} is {type(function).__name__}, not a function", where=where, hint=hint)
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin, say: the call will tell
+    except (TypeError, ValueError):  # of a builtin, for instance: the call will show
         return
     try:
         signature.bind(*CALLBACKS[name].split(","))
     except TypeError as error:
-        raise TaskError(f"{name}{signature} is not called so", where=where, hint=hint) from error
+        raise TaskError(f"{name}{signature} has other parameters", where=where, hint=hint) from error

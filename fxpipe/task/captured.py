@@ -1,4 +1,4 @@
-"""What capture read of a model file, as the plan keeps it; and whether a run's model file has the same."""
+"""What capture read from a model file, as the plan keeps it; and whether a run's model file has the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxpipe.settings import read
 
 
 def read_of(path: Path) -> ReadByCapture | None:
-    """What capture can have read of a model file that was imported; None if its text does not say."""
+    """What capture can have read from an imported model file; None if its text does not show it."""
     own = str(path.resolve().name)
     try:
         return read_by_capture(path, (name for name in source_digests(path) if name != own))
@@ -27,12 +27,12 @@ def read_of(path: Path) -> ReadByCapture | None:
 
 
 def captured_of(path: Path, given: Mapping[str, str], arguments: Sequence[str], lines: Iterable[str]) -> CapturedSpec:
-    """What capture read of a model file, once all of it has run that a compile runs.
+    """What capture read from a model file, once everything has run that a compile runs.
 
     Args:
-        given, arguments: what it was loaded with.
-        lines: those of the user's files that the program has, as `model.py:12`: one that would not count shows that the
-            text does not say all, so that everything counts.
+        given, arguments: the settings and arguments that it was loaded with.
+        lines: the lines of the user's files in the program, as `model.py:12`. If one would not count, the text does not
+            show everything, so everything counts.
 
     Raises:
         TaskError: a setting was given that nothing reads.
@@ -50,7 +50,7 @@ def captured_of(path: Path, given: Mapping[str, str], arguments: Sequence[str], 
 
 
 def check_arguments(captured: CapturedSpec, path: Path, called: str | None) -> None:
-    """Refuse a loaded model file whose parsed arguments are others than those that capture read.
+    """Refuse a loaded model file whose parsed arguments differ from those that capture read.
 
     Args:
         called: the name of the model file when it was compiled.
@@ -63,14 +63,14 @@ def check_arguments(captured: CapturedSpec, path: Path, called: str | None) -> N
         now = _text(path, label if file != called else f"{path.name}: {name}")
         if now != before:
             raise BuildError(
-                f"{name} was {before} when the model was captured, and is {now}: the build is of the former",
+                f"{name} was {before} when the model was captured, but is {now} now",
                 where=file,
                 hint="compile it again with these arguments after --",
             )
 
 
 def _text(path: Path, label: str) -> str:
-    """The value of a name, or of an attribute of it, in an imported file: `model.py: args.width`."""
+    """The value of a name, or of its attribute, in an imported file: `model.py: args.width`."""
     file, _, name = label.partition(": ")
     wanted = (path.resolve().parent / file).resolve()
     modules: list[Any] = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
@@ -90,7 +90,7 @@ def source_digests(path: Path) -> dict[str, str]:
     files = {path.resolve()}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        # Modules that torch invents have a bare name here, "_ops.py", which must not be looked up in the working
+        # Modules that torch makes up have a bare name here, "_ops.py", which must not be looked up in the working
         # directory.
         if isinstance(file, str) and file.endswith(".py") and os.path.isabs(file) and "site-packages" not in file:
             resolved = Path(file).resolve()
@@ -100,7 +100,7 @@ def source_digests(path: Path) -> dict[str, str]:
 
 
 def _is_environment(file: Path, root: Path) -> bool:
-    """Whether `file` belongs to fxpipe or to the interpreter, either of which may be below the user's folder."""
+    """Whether `file` belongs to fxpipe or the interpreter, which may be below the user's folder."""
     own = Path(__file__).resolve().parents[2]
     prefixes = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {root}
     inside_prefix = any(file.is_relative_to(p) and p.is_relative_to(root) for p in prefixes)

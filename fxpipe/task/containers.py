@@ -1,6 +1,7 @@
-"""Containers of batches that torch's pytrees do not know: mappings, as a tokenizer's BatchEncoding, and dataclasses.
+"""Containers of batches that torch's pytrees do not know: mappings, such as a tokenizer's BatchEncoding, and
+dataclasses.
 
-Their types are registered when a batch first has one, so that a batch reaches the model as the container it was.
+Their types are registered when a batch first has one, so a batch reaches the model in its original container.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from fxpipe.torch_private import pytree
 
 
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a batch, whatever containers it has, and how it is built; a list of strings is one leaf.
+    """The leaves of a batch with any containers, and its structure; a list of strings is one leaf.
 
     Raises:
-        BatchError: a container cannot be made again of what it holds.
+        BatchError: a container cannot be rebuilt from its content.
     """
     while True:
         leaves, spec = pytree.tree_flatten(batch, is_leaf=is_text)
@@ -32,7 +33,7 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a list of strings, or of such lists: names of files, words, however many a batch has, or none."""
+    """Whether it is a list of strings, possibly nested or empty: names of files, words."""
     return type(value) in (list, tuple) and all(type(v) is str or is_text(v) for v in value)
 
 
@@ -69,7 +70,7 @@ def _register(kind: type, value: Any) -> None:
         same = False
     if not same:
         raise BatchError(
-            f"the batch holds a {kind.__module__}.{kind.__qualname__}, which cannot be made again of what it holds",
+            f"the batch holds a {kind.__module__}.{kind.__qualname__}, which cannot be rebuilt from its content",
             hint="let train_data() give a dict, list or tuple of tensors",
         )
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -83,8 +84,8 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def tree_text(spec: str) -> str:
-    """A serialised pytree as torch shows it; as it is written, if torch knows no such type."""
+    """A serialised pytree as torch shows it; unchanged if torch does not know a type."""
     try:
         return str(pytree.treespec_loads(spec))
-    except Exception:  # whatever a plan holds that someone has written
+    except Exception:  # a plan that was edited by hand may hold anything
         return spec

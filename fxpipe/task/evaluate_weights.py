@@ -21,11 +21,11 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
     """The metrics of `eval_data()`, as a run computes them in its pipeline; empty if the file defines none.
 
     Args:
-        plan: of the build that was trained; says where samples are.
-        weights: the file of them.
+        plan: of the trained build; says where samples are.
+        weights: the file with them.
 
     Raises:
-        TaskError: a hook failed, metrics returned something that is not a number, or the batches weigh nothing.
+        TaskError: a hook failed, metrics returned something that is not a number, or all batches have weight 0.
     """
     if not task.validates:
         return {}

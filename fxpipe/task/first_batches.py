@@ -1,4 +1,4 @@
-"""The first batches of some data, and what the data say of all of them."""
+"""The first batches of some data, and what the data say about all of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FirstBatches:
 
     Attributes:
         batches: at least one.
-        length: how many an epoch has, where the data say so.
-        size: the samples of a batch, where the data say so (`batch_sizes`).
-        last: those of its last batch, where that is smaller.
+        length: how many an epoch has, if the data say so.
+        size: the samples of a batch, if the data say so (`batch_sizes`).
+        last: the samples of an epoch's last batch, if it is smaller.
     """
 
     batches: list[Any]
@@ -30,14 +30,14 @@ class FirstBatches:
     last: int | None = None
 
     def apart(self) -> tuple[list[Any], Any]:
-        """The batches after the first, and, apart from them, the smaller last one of an epoch, if it is among them."""
+        """The batches after the first, and separately the smaller last one of an epoch, if it is among them."""
         if self.last is None or len(self.batches) != self.length:
             return self.batches[1:], None
         return self.batches[1:-1], self.batches[-1]
 
 
 def first_batches(data: Iterable[Any], count: int) -> FirstBatches:
-    """At most so many, read in one go; the first is a copy where more are read, which may be made in its memory."""
+    """At most `count` batches, read in one go; the first is a copy if more are read, which may reuse its memory."""
     try:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -49,9 +49,9 @@ def first_batches(data: Iterable[Any], count: int) -> FirstBatches:
 
 
 def batch_sizes(data: Any) -> tuple[int | None, int | None]:
-    """The samples of the data's batches, and those of an epoch's last one where they are fewer; None: not known.
+    """The samples of the data's batches, and of an epoch's last one if it has fewer; None: not known.
 
-    A DataLoader says so if torch's own sampler makes its batches. Other data, or a sampler, say it by a method
+    A DataLoader says so if torch's own sampler makes its batches. Other data, or a sampler, can have a method
     `batch_sizes()` that returns these two.
     """
     sampler: Any = data.batch_sampler if isinstance(data, DataLoader) else None
@@ -64,24 +64,24 @@ def batch_sizes(data: Any) -> tuple[int | None, int | None]:
 
 
 def plain_sampler(data: Any) -> BatchSampler | None:
-    """What makes the batches of a DataLoader, where it is torch's own."""
+    """The sampler that makes the batches of a DataLoader, if it is torch's own."""
     sampler = data.batch_sampler if isinstance(data, DataLoader) else None
     plain = type(sampler).__name__ == "BatchSampler"  # torch's, or torchdata's
     return sampler if isinstance(sampler, BatchSampler) and plain else None
 
 
 def at_most(length: int, most: int | float | None) -> int:
-    """How many of so many batches an epoch has: at most a number of them, or a share."""
+    """How many of `length` batches an epoch has: at most a number of them, or a share."""
     return length if most is None else int(most * length) if isinstance(most, float) else min(most, length)
 
 
 def joined_sizes(
     sampler: BatchSampler, joined: int = 1, most: int | float | None = None
 ) -> tuple[int | None, int | None]:
-    """As `batch_sizes`, where so many of a sampler's batches make one; the last of an epoch may be of fewer.
+    """As `batch_sizes`, if several of a sampler's batches make one; the last of an epoch may have fewer.
 
     Args:
-        most: as of `at_most`, of the sampler's batches.
+        most: as in `at_most`, for the sampler's batches.
     """
     try:
         samples, batches = len(sampler.sampler), at_most(len(sampler), most)  # type: ignore[arg-type]
@@ -94,8 +94,8 @@ def joined_sizes(
 
 
 def shortened(batch: Batch, first: FirstBatches, dims: Dims) -> Batch | None:
-    """As many samples of a batch, along these dimensions, as the last one of an epoch will have; None if they are not
-    seen in its tensors."""
+    """A batch shortened along these dimensions to the samples of an epoch's last one; None if its tensors do not show
+    them."""
     rows = [(value, dims[name]) for name, value in zip(batch.names, batch.values, strict=True)]
     if first.last is None or {value.shape[dim] for value, dim in rows if dim is not None} != {first.size}:
         return None

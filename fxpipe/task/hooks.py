@@ -1,4 +1,4 @@
-"""The user's hooks as one value: functions of a model file by their names, or what the Python interface is given.
+"""The user's hooks as one value: functions of a model file by name, or arguments of the Python interface.
 
 def model(): ...           # a model file has model, loss and train_data, and as many of the others as it needs
 def loss(model, batch): ...
@@ -107,12 +107,12 @@ class Hooks:
 
 NO_HOOKS = Hooks()
 OF_LOOPS = ("model", "loss", "optimizer", "lr_scheduler", "averaged", "loss_weight", "reset", "metrics_of_all")
-"""Those that the user's own loop takes."""
+"""The hooks of the user's own loop."""
 OF_RUNS = (*OF_LOOPS, "eval_data", *CALLBACKS)
-"""Those that a run takes beside its data."""
+"""The hooks of a run, in addition to its data."""
 
 
-def taken_apart(hooks: Hooks, names: Sequence[str], changes: Mapping[str, Any]) -> tuple[Hooks, dict[str, Any]]:
-    """The hooks with those of the changes that have such names, and the other changes, which are options."""
+def split_hooks(hooks: Hooks, names: Sequence[str], changes: Mapping[str, Any]) -> tuple[Hooks, dict[str, Any]]:
+    """The hooks with the changes that have one of these names, and the other changes, which are options."""
     found = {name: changes[name] for name in names if name in changes}
     return replace(hooks, **found), {name: value for name, value in changes.items() if name not in found}

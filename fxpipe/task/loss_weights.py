@@ -1,4 +1,4 @@
-"""How much batches count: what the hook `loss_weight` gives for them, or their samples; and means by these weights."""
+"""How much batches count: by the hook `loss_weight`, or by their samples; and means with these weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LossWeight = Callable[[Any], Any]
 
 
 def weight_of(hook: LossWeight, batch: Any) -> float:
-    """What the hook gives, as a number.
+    """The hook's result as a number.
 
     Raises:
-        TaskError: the hook failed, or gave no number.
+        TaskError: the hook failed, or did not return a number.
     """
     try:
         return float(hook(batch))
@@ -31,10 +31,10 @@ def weight_of(hook: LossWeight, batch: Any) -> float:
 
 
 class LossWeights:
-    """Weighs the batches of `eval_data()`: by the user's hook where there is one, else by their samples.
+    """Weights for the batches of `eval_data()`: the user's hook if there is one, else the number of samples.
 
-    The samples of a batch are the size of its first tensor where training cuts the tensor of that name into
-    microbatches, else its first dimension; a batch without such a tensor counts as one sample.
+    The samples of a batch are counted in its first tensor that training cuts into microbatches, along that dimension,
+    else along its first dimension; a batch without such a tensor counts as one sample.
     """
 
     def __init__(self, plan: Plan, loss_weight: LossWeight | None) -> None:
@@ -42,10 +42,10 @@ class LossWeights:
         self._loss_weight, self._padding = loss_weight, plan.padding
 
     def __call__(self, batch: Any) -> float:
-        """A number of 0 or more: what the hook gives for the padded batch, or the samples of the batch as it is.
+        """A number of 0 or more: the hook's for the padded batch, or the samples of the unpadded batch.
 
         Raises:
-            TaskError: the hook failed, or gave what is no weight.
+            TaskError: the hook failed, or did not return a weight.
         """
         read = Batch.of(batch)
         if self._loss_weight is None:
@@ -66,13 +66,13 @@ class LossWeights:
 
 
 def weighted_means(rows: Iterable[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """The mean of every metric over some batches, summed in their order.
+    """The mean of every metric over some batches, summed in order.
 
     Args:
-        rows: of each batch, its weight and its metrics. Those of a batch of weight 0 are not read: they may be NaN.
+        rows: of each batch, its weight and metrics. Metrics with weight 0 are not read: they may be NaN.
 
     Raises:
-        TaskError: the batches weigh nothing.
+        TaskError: all weights are 0.
     """
     totals: dict[str, float] = {}
     whole = 0.0
@@ -82,7 +82,7 @@ def weighted_means(rows: Iterable[tuple[float, Mapping[str, float]]]) -> dict[st
             totals[name] = totals.get(name, 0.0) + weight * value
     if not whole:
         raise TaskError(
-            "the batches of eval_data() weigh nothing: all have loss_weight(batch) 0, or no samples",
-            hint="evaluate on batches that count",
+            "all batches of eval_data() have weight 0: loss_weight(batch) is 0, or they have no samples",
+            hint="give a batch with a weight above 0",
         )
     return {name: total / whole for name, total in totals.items()}

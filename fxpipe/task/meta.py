@@ -1,8 +1,8 @@
 """Models larger than memory: parameters without values, on torch's meta device.
 
-A model is made by its own code, but each of its parameters is moved to the meta device as soon as a module registers
-it: it keeps its shape, dtype and name, and takes no memory. Buffers stay real, so that masks and tables have their
-values. Initialising parameters has no effect there. A run calls the same code again and lets a worker's own parameters
+A model is made by its own code, but each parameter moves to the meta device when a module registers it: it keeps its
+shape, dtype and name, and takes no memory. Buffers stay real, so masks and tables have their values. Initialising
+parameters has no effect there. A run calls the same code again and lets a worker's own parameters
 keep the values that this code gives them (`fxpipe.runtime.worker.initial_weights`).
 """
 
@@ -23,14 +23,14 @@ from fxpipe.errors import FxpipeError
 from fxpipe.task.batch import to_device as batch_to_device
 from fxpipe.torch_private import parse_to
 
-Told = Callable[[int, nn.Parameter], None]
+OnBirth = Callable[[int, nn.Parameter], None]
 HINT = "parameters have no values here (--meta): model() may set them in place, but not look at them or assign to .data"
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model whose parameters have no values, except those that were to keep theirs.
+    """A model whose parameters have no values, except those asked to keep theirs.
 
     Attributes:
         births: all parameters in the order in which they were first registered or deeply copied; some are not in the
@@ -41,7 +41,7 @@ class MetaModel:
     births: tuple[nn.Parameter, ...]
 
     def numbers(self) -> dict[str, int]:
-        """The births of the model's parameters, by every name, except those that entered the model unseen."""
+        """The birth numbers of the model's parameters, by every name, except of those that entered the model unseen."""
         numbers = {id(parameter): i for i, parameter in enumerate(self.births)}
         parameters = self.model.named_parameters(remove_duplicate=False)
         return {name: numbers[id(p)] for name, p in parameters if id(p) in numbers}
@@ -50,7 +50,7 @@ class MetaModel:
 def on_meta(
     make: Callable[[], nn.Module],
     keep: Collection[int] = (),
-    told: Told = lambda number, parameter: None,
+    on_birth: OnBirth = lambda number, parameter: None,
     *,
     all_of_it: bool = True,
 ) -> MetaModel:
@@ -58,11 +58,11 @@ def on_meta(
 
     Args:
         keep: births, by their number in an earlier call, whose parameters keep their values.
-        told: is called with the number of every birth and the parameter, which then has no value.
-        all_of_it: if no parameter is to keep its values, those that entered their modules unseen lose them, too: not
-            wanted where `make` may give a model that was there before.
+        on_birth: is called with the number of every birth and the parameter, which then has no value.
+        all_of_it: if no parameter keeps its values, those that entered their modules unseen lose them, too. Not for a
+            `make` that may return an existing model.
     """
-    births = _Births(keep, told)
+    births = _Births(keep, on_birth)
     with births.watching(), births, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
         try:
@@ -88,7 +88,7 @@ def are_on_meta(tensors: Sequence[Tensor]) -> bool:
 
 
 class _StayOnMeta(TorchFunctionMode):
-    """Keep what is on the meta device there, even under `.to(device)`: it has no value to move."""
+    """Keeps what is on the meta device there, even under `.to(device)`: it has no value to move."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -102,11 +102,11 @@ class _StayOnMeta(TorchFunctionMode):
 class _Births(_StayOnMeta):
     """Sees every parameter when it is registered or deeply copied, and removes its value."""
 
-    def __init__(self, keep: Collection[int], told: Told) -> None:
+    def __init__(self, keep: Collection[int], on_birth: OnBirth) -> None:
         super().__init__()
         self.found: list[nn.Parameter] = []
         self._keep = keep
-        self._told = told
+        self._on_birth = on_birth
         self._numbers: dict[int, int] = {}  # by the id of a parameter, which `found` keeps alive
 
     @contextlib.contextmanager
@@ -139,11 +139,11 @@ class _Births(_StayOnMeta):
         self.found.append(parameter)
         if number not in self._keep:
             _forget_value(parameter)
-        self._told(number, parameter)
+        self._on_birth(number, parameter)
 
 
 def _forget_value(parameter: nn.Parameter) -> None:
-    """Move the parameter to the meta device; it stays the same object, so that ties and lists of it hold."""
+    """Move the parameter to the meta device; it stays the same object, so ties and lists of it stay valid."""
     if parameter.is_meta or is_lazy(parameter):
         return
     made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

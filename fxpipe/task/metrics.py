@@ -10,7 +10,7 @@ NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 def loss_and_metrics(returned: Any) -> tuple[Any, dict[Any, Any]]:
-    """What the hook `loss` returned, apart: `(loss, {"accuracy": ...})`, or the loss alone, which has no metrics."""
+    """The parts of the hook `loss`'s result: `(loss, {"accuracy": ...})`, or the loss alone, without metrics."""
     match returned:
         case (loss, Mapping() as metrics) if isinstance(returned, tuple):
             return loss, dict(metrics)
@@ -19,6 +19,6 @@ def loss_and_metrics(returned: Any) -> tuple[Any, dict[Any, Any]]:
 
 
 def named_numbers(found: Any, names: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """A minibatch's loss and its metrics by name, of the one tensor in which they travel (see `PartSpec.metrics`)."""
+    """A minibatch's loss and its metrics by name, from the one tensor in which they travel (see `PartSpec.metrics`)."""
     loss, *metrics = found.reshape(-1).tolist()
     return loss, dict(zip(names, metrics, strict=True))

@@ -1,4 +1,4 @@
-"""The hooks as a run calls them, with defaults and errors that name their place; and the file that has them."""
+"""The hooks as a run calls them, with defaults, and errors that say where; and the file that has them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fxpipe.task.uncompiled import uncompiled
 
 REQUIRED = ("model", "loss", "train_data")
 VALUES = ("microbatch_dims", "pad", "pad_to", "constant_batch", "compile_options", "run_options")
-"""The hooks that are no functions, or need not be."""
+"""The hooks that are not, or need not be, functions."""
 NONE: Mapping[str, str] = {}
 OPTIONAL = tuple(field.name for field in fields(Hooks) if field.name not in (*REQUIRED, *VALUES))
 SIGNATURES = {
@@ -56,13 +56,13 @@ class Task:
     """The user's hooks as methods, with defaults for the optional ones.
 
     Attributes:
-        path: the file that was loaded; None for hooks that were given in Python: what they raise is raised as it is.
+        path: the file that was loaded; None for hooks that were given in Python: their errors are raised unchanged.
         warnings: functions whose names look like a misspelt optional hook.
-        seen: gives the model of which `optimizer` and `reset` get views, where there is no `model`.
-        compiled: what the build was compiled of, for a step where the hooks are not there.
+        seen: gives the model of which `optimizer` and `reset` get views, if there is no `model`.
+        compiled: what the build was compiled from, for a step if the hooks are missing.
 
     Raises:
-        TaskError: one of the hooks asks for the model, and there is none.
+        TaskError: a hook asks for the model, and there is none.
     """
 
     hooks: Hooks
@@ -91,7 +91,7 @@ class Task:
         """
         if self.hooks.model is None:
             raise TaskError(
-                "the build has no values of the parameters (--meta), and there is no model to initialise them",
+                "the build has no parameter values (--meta), and no model to initialise them",
                 hint="give a checkpoint (weights=...), or model=, a function that makes the model",
             )
         made = self._call("model")
@@ -109,39 +109,39 @@ class Task:
 
     @property
     def step_hooks(self) -> StepHooks | None:
-        """What a step can be captured of during a run; None where the model or the loss is not there."""
+        """What a step can be captured from during a run; None if the model or the loss is missing."""
         if self.hooks.model is None or self.hooks.loss is None:
             return self.compiled
         return StepHooks(self.model, self.hooks.loss, self.hooks.loss_weight)
 
     def train_data(self) -> Iterable[Any]:
-        """A fresh iterable of batches: one epoch."""
+        """A new iterable of batches: one epoch."""
         return self._data("train_data")
 
     def eval_data(self) -> Iterable[Any]:
-        """A fresh iterable of the batches that are evaluated; only where `validates`."""
+        """A new iterable of the evaluated batches; only if `validates`."""
         return self._data("eval_data")
 
     @property
     def metrics(self) -> Metrics:
-        """The user's own function, like `loss`; only where `validates`."""
+        """The user's own function, like `loss`; only if `validates`."""
         assert self.hooks.metrics is not None
         return self.hooks.metrics
 
     @property
     def gathers(self) -> bool:
-        """Whether `metrics` may return tensors with dimensions, of which `metrics_of_all` makes numbers."""
+        """Whether `metrics` may return tensors with dimensions, from which `metrics_of_all` makes numbers."""
         return self.hooks.metrics_of_all is not None
 
     def metrics_of_all(self, gathered: dict[str, list[torch.Tensor]]) -> dict[str, float]:
-        """What the user's hook makes of the tensors of all batches; it leaves random generators as they were.
+        """The result of the user's hook for the tensors of all batches; random generators stay unchanged.
 
         Raises:
-            TaskError: it failed, or returned no numbers by name; or there is no such hook.
+            TaskError: it failed, or did not return numbers by name; or there is no such hook.
         """
         if not self.gathers:
             raise TaskError(
-                f"metrics(model, batch) returns {', '.join(gathered)} of each batch, and nothing takes them",
+                f"metrics(model, batch) returns {', '.join(gathered)} of each batch, but there is no metrics_of_all()",
                 hint="give metrics_of_all=, with which the build was compiled",
             )
         with random_state_kept():
@@ -163,7 +163,7 @@ class Task:
         return self.first(1).batches[0]
 
     def first(self, count: int) -> FirstBatches:
-        """The first batches of the training data, at most so many, and what the data say of the others.
+        """The first batches of the training data, at most `count`, and what the data say about the others.
 
         Raises:
             TaskError: making them failed, or there is none.
@@ -198,17 +198,17 @@ class Task:
 
     @property
     def view(self) -> nn.Module | None:
-        """The model that the optimizer and `reset` have had views of; None if they have had none."""
+        """The model of which the optimizer and `reset` have had views; None if they have had none."""
         views = vars(self).get("_views")
         return None if views is None else vars(views).get("model")
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
-        """What the user's hook returns: see `fxpipe.task.paced_scheduler`; None if none is defined."""
+        """The result of the user's hook: see `fxpipe.task.paced_scheduler`; None if none is defined."""
         return None if self.hooks.lr_scheduler is None else self._call("lr_scheduler", optimizer)
 
     @property
     def loss_weight(self) -> LossWeight | None:
-        """How much a microbatch counts in its minibatch's loss; None if no hook says it."""
+        """How much a microbatch counts in its minibatch's loss; None without a hook."""
         return self.hooks.loss_weight
 
     @property
@@ -216,12 +216,12 @@ class Task:
         """The tensors of a batch that are constants of the capture: by their names or keys.
 
         Raises:
-            TaskError: it is no list of names.
+            TaskError: it is not a list of names.
         """
         names = self.hooks.constant_batch
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TaskError(
-                f"constant_batch is {names!r}, which is no list of names",
+                f"constant_batch is {names!r}, not a list of names",
                 where=self.file,
                 hint='such as constant_batch = ["image_grid_thw"], or ["batch[2]"] in a tuple',
             )
@@ -229,16 +229,16 @@ class Task:
 
     @property
     def compile_options(self) -> dict[str, Any]:
-        """The options of a compile that the file gives.
+        """The options of a compile from the file.
 
         Raises:
-            TaskError: they are no dictionary of plain values.
+            TaskError: they are not a dictionary of plain values.
         """
         return self._options("compile_options")
 
     @property
     def run_options(self) -> dict[str, Any]:
-        """The options of a run that the file gives; errors as of `compile_options`."""
+        """The options of a run from the file; errors as `compile_options`."""
         return self._options("run_options")
 
     def _options(self, hook: str) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Task:
         for name, value in given.items():
             if not isinstance(value, (bool, int, float, str, type(None))):
                 raise TaskError(
-                    f"{hook} has {name}={value!r}", where=self.file, hint="give numbers, texts, True or False"
+                    f"{hook} has {name}={value!r}", where=self.file, hint="give numbers, strings, True or False"
                 )
         return {str(name): value for name, value in given.items() if value is not None}
 
@@ -258,15 +258,15 @@ class Task:
         return self.hooks.averaged is not None
 
     def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
-        """What the optimizer has averaged of these parameters, by name; only where `averages`."""
+        """The optimizer's averages of these parameters, by name; only if `averages`."""
         return self._call("averaged", optimizer, named_parameters)
 
     @property
     def callbacks(self) -> Callbacks:
-        """What the run calls while it trains.
+        """The functions that the run calls while it trains.
 
         Raises:
-            TaskError: one of them is no such function.
+            TaskError: one of them is not such a function.
         """
         return Callbacks(path=self.path, **{name: getattr(self.hooks, name) for name in CALLBACKS})
 
@@ -276,7 +276,7 @@ class Task:
         return self.hooks.reset is not None
 
     def reset(self, buffers: Rows) -> dict[str, torch.Tensor]:
-        """What `reset(model)` makes of these buffers; see `fxpipe.task.reset_buffers`. Only where `resets`."""
+        """The buffers after `reset(model)`; see `fxpipe.task.reset_buffers`. Only if `resets`."""
         return buffers_after(self._views.model, self.reset_model, buffers, self._place("reset"))
 
     def reset_model(self, model: nn.Module) -> None:
@@ -286,7 +286,7 @@ class Task:
 
     @property
     def validates(self) -> bool:
-        """Whether there is validation: eval_data and metrics; the latter need not be given, the build has them."""
+        """Whether there is validation: eval_data, and metrics in the file or in the build."""
         hooks = ("eval_data",) if self.path is None else ("eval_data", "metrics")
         return all(callable(getattr(self.hooks, hook)) for hook in hooks)
 
@@ -318,14 +318,14 @@ class Task:
             raise hook_raised(hook, error, self.path, self._place(hook)) from error
 
 
-def hook_raised(hook: str, error: Exception, path: Path | None, otherwise: str | None = None) -> TaskError:
+def hook_raised(hook: str, error: Exception, path: Path | None, default_place: str | None = None) -> TaskError:
     """The error that says that a user's hook raised `error`, and where.
 
     Args:
         path: the file of the hook; None if it has none.
-        otherwise: the place to name if no frame of the error is in `path`; by default the file's name.
+        default_place: the place to name if no frame of the error is in `path`; by default the file's name.
     """
-    where = None if path is None else place_in(error, path) or otherwise or path.name
+    where = None if path is None else place_in(error, path) or default_place or path.name
     return TaskError(f"{hook}() raised {type(error).__name__}: {error}", where=where, hint=_to_install(error))
 
 
@@ -336,11 +336,11 @@ EXTRAS = {
     "peft": "peft",
     "lightning": "lightning",
 }
-"""By module that a model file may import, the extra of fxpipe that installs it."""
+"""By the name of a module that a model file may import, the extra of fxpipe that installs it."""
 
 
 def _to_install(error: Exception) -> str | None:
-    """What to install, where a module is missing that an extra brings."""
+    """What to install, if the missing module comes with an extra."""
     extra = EXTRAS.get((error.name or "").partition(".")[0]) if isinstance(error, ModuleNotFoundError) else None
     return f"pip install -c constraints.txt 'fxpipe[{extra}]', or '.[{extra}]' in the repository" if extra else None
 
@@ -358,7 +358,7 @@ def load_task(path: str | Path, settings: Mapping[str, str] = NONE, arguments: S
     """Import the user's file and check its hooks.
 
     Args:
-        settings: what `fxpipe.setting` gives there, by name, from now on.
+        settings: the values of `fxpipe.setting` from now on, by name.
         arguments: its command line, from now on.
 
     Raises:
@@ -386,7 +386,7 @@ def load_task(path: str | Path, settings: Mapping[str, str] = NONE, arguments: S
         )
     warnings = []
     used = {node.id for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Name)}
-    unknown = [name for name in unknown if name not in used]  # what the file itself calls is no misspelt hook
+    unknown = [name for name in unknown if name not in used]  # a function that the file calls is not a misspelt hook
     for name in OPTIONAL:
         instead = {"optimizer": "configure_optimizers", "configure_optimizers": "optimizer"}.get(name, name)
         if not hasattr(module, name) and not hasattr(module, instead):
@@ -410,12 +410,12 @@ def task_of_build(
     """The model file given, else the one that the plan of the build in `folder` names, loaded.
 
     Args:
-        settings: in place of those that the build was compiled with, each as `name=value`.
-        arguments: in place of those of the compile; None means the same.
+        settings: instead of those that the build was compiled with, each as `name=value`.
+        arguments: instead of those of the compile; None takes these.
 
     Raises:
-        TaskError: no file is known, or it cannot be loaded; or its options of runs are not those that the build keeps.
-        BuildError: arguments differ that the compile has captured.
+        TaskError: no file is known, or it cannot be loaded; or its run_options differ from those that the build keeps.
+        BuildError: arguments that the compile has captured differ.
     """
     path = model_path(plan, folder, model_file)
     if path is None:
@@ -434,9 +434,9 @@ def task_of_build(
             if task.run_options.get(name) != plan.run_options.get(name)
         )
         raise TaskError(
-            f"run_options gives another {', '.join(names)} than when the build was compiled",
+            f"run_options has other values of {', '.join(names)} than when the build was compiled",
             where=path.name,
-            hint="compile again, or leave the file as it was and give the option to `fxpipe run`",
+            hint="compile again, or change the file back and give the option to `fxpipe run`",
         )
     return task
 
@@ -453,7 +453,7 @@ def imported(path: Path) -> ModuleType:
     """
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # the files next to the user's, as `python model.py` would find them
+        sys.path.insert(0, folder)  # so that it finds the files next to it, as under `python model.py`
     name = f"fxpipe_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -21,10 +21,10 @@ class ModelOptions:
     """How a model is made.
 
     Attributes:
-        device: 'cpu' or 'cuda'; the model's own where None.
+        device: 'cpu' or 'cuda'; None is the model's own.
         seed: of the initial weights.
         meta: parameters get no values, for models larger than memory.
-        settings: what `fxpipe.setting` gives, each as `name=value`.
+        settings: values for `fxpipe.setting`, each as `name=value`.
         arguments: the model file's own command line.
     """
 
@@ -46,7 +46,7 @@ class ModelOptions:
         """The model file, with these settings and arguments.
 
         Raises:
-            TaskError: it cannot be loaded, or it reads no such setting.
+            TaskError: it cannot be loaded, or does not read such a setting.
         """
         from fxpipe.plan.current import check_known
         from fxpipe.settings import read
@@ -56,7 +56,7 @@ class ModelOptions:
         given = pairs(self.settings)
         task = load_task(path, given, self.arguments)
         found = read_of(Path(path))
-        if found is None or not found.unnamed:  # else one may yet be read whose name is not in the text
+        if found is None or not found.unnamed:  # else it may later read one whose name is not in the text
             check_known(given, {*read(), *(found.settings if found else ())})
         return task
 
@@ -70,7 +70,7 @@ class ModelOptions:
         return model, first.batches[0]
 
     def make_with(self, task: Task, count: int) -> tuple[nn.Module, FirstBatches]:
-        """The model, and the first batches of its training data, at most so many; only the first is on the device.
+        """The model, and the first batches of its training data, at most `count`; only the first is on the device.
 
         Raises:
             TaskError: a hook failed.

@@ -1,16 +1,16 @@
 """A view of the model for a worker's optimizer: the worker's own parameters are live, all others have no values.
 
-    def optimizer(named_parameters, model):                       # asks for it by a second argument
+    def optimizer(named_parameters, model):                       # its second parameter asks for it
         norms = {p: None for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
         return torch.optim.AdamW([
             {"params": [p for p in model.parameters() if p not in norms]},
             {"params": [*norms], "weight_decay": 0.0},
         ])
 
-A view is the user's module: names, types, attributes, ties. Each of its parameters is either one of those that the
-optimizer is asked for, the very same object, or stands on the meta device in name, shape, dtype and `requires_grad`.
-Those are taken out of the optimizer afterwards. A group that has none left stays, so that every worker has the same
-groups in the same order, as a scheduler with a function for each of them needs it.
+A view is the user's module: names, types, attributes, ties. Each of its parameters is either the very object that the
+optimizer is given, or one on the meta device with its name, shape, dtype and `requires_grad`. The latter are removed
+from the optimizer afterwards. A group that becomes empty stays, so that every worker has the same groups in the same
+order, as a scheduler with a function for each group needs it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _CONTAINERS = (list, tuple, set, dict, OrderedDict)
 
 
 def asks_for_model(hook: Callable[..., Any]) -> bool:
-    """Whether a hook `optimizer` has a second positional parameter that is named `model`, or has no default.
+    """Whether a hook `optimizer` has a second positional parameter that is named `model` or has no default.
 
-    An optimizer's class has none, whatever its arguments: they are options.
+    An optimizer class has none: its arguments are options.
     """
     if inspect.isclass(hook):
         return False
@@ -52,11 +52,11 @@ def asks_for_model(hook: Callable[..., Any]) -> bool:
 
 
 class ModelViews:
-    """Makes views of one model, which is made without values when the first is asked for.
+    """Makes views of one model, which is made without values when the first is needed.
 
     Args:
-        make: gives the model. It is called as under `--meta`; where its code needs values, again with them: the model
-            is in memory for as long as that takes. The random state stays as it was.
+        make: gives the model. It is called as under `--meta`, and again with values if its code needs them: then the
+            model is in memory for that time. The random state stays unchanged.
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -64,9 +64,9 @@ class ModelViews:
 
     @functools.cached_property
     def model(self) -> nn.Module:
-        """The module, whose parameters have no values."""
+        """The module; its parameters have no values."""
         with random_state_kept(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they came out when the model was compiled
+            warnings.simplefilter("ignore")  # they appeared when the model was compiled
             try:
                 made = on_meta(self._make, all_of_it=False).model
             except Exception:
@@ -76,24 +76,24 @@ class ModelViews:
     def optimizer(
         self, call: Callable[[nn.Module], Any], named: Named, where: str | None = None
     ) -> torch.optim.Optimizer:
-        """The optimizer that `call` makes of a view, over parameters among these.
+        """The optimizer that `call` makes from a view, over parameters among these.
 
-        Attributes that model() has given its parameters are set on these, too: optimizers look at them.
+        Attributes that model() has set on its parameters are set on these, too: optimizers may read them.
 
         Args:
-            named: live parameters by one of their names; in shape they may be smaller.
+            named: live parameters by one of their names; their shapes may be smaller.
             where: the place that errors name.
 
         Raises:
-            OptimizerRefused: it is none, or the model has no such parameters.
+            OptimizerRefused: it is not an optimizer, or the model has no such parameters.
             Exception: whatever `call` raises.
         """
         present = dict(self.model.named_parameters(remove_duplicate=False))
         wrong = [name for name, p in named if name not in present or present[name].dim() != p.dim()]
         if wrong:
             raise OptimizerRefused(
-                f"optimizer() asks for the model, and model() does not give the one that was compiled: {listed(wrong)} "
-                "is another there",
+                f"optimizer() asks for the model, but model() does not give the one that was compiled: {listed(wrong)} "
+                "differs",
                 where=where,
                 hint="give the same model, or compile it again",
             )
@@ -112,7 +112,7 @@ class ModelViews:
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """The module again, with parameters on the meta device; it takes no memory, and shares buffers and all else."""
+    """A copy of the module with parameters on the meta device; it takes no memory, and shares buffers and all else."""
     known: dict[int, Any] = {}
     for parameter in model.parameters():
         made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -124,16 +124,16 @@ def without_values(model: nn.Module) -> nn.Module:
 
 
 def no_model(hook: str) -> TaskError:
-    """The error where a hook asks for the model, and there is none."""
-    otherwise = "; or ask for named_parameters alone" if hook == "optimizer()" else ""
+    """The error if a hook asks for the model, and there is none."""
+    other = "; or ask for named_parameters alone" if hook == "optimizer()" else ""
     return TaskError(
-        f"{hook} asks for the model, and there is none to be had: the build knows parameters alone",
-        hint=f"give model=, a function that makes the model that was compiled{otherwise}",
+        f"{hook} asks for the model, but the build has only its parameters",
+        hint=f"give model=, a function that makes the model that was compiled{other}",
     )
 
 
 def of_parameters(hook: Callable[..., Any] | None, make: Callable[[], nn.Module] | None) -> Any:
-    """The hook as one that is called with named parameters alone.
+    """The hook in a form that is called with named parameters only.
 
     Args:
         make: gives the model; see `ModelViews`.
@@ -154,9 +154,9 @@ def of_parameters(hook: Callable[..., Any] | None, make: Callable[[], nn.Module]
 
 
 def replaced(value: Any, known: dict[int, Any]) -> Any:
-    """The value with others in place of what is known by its id, in modules and containers of its own.
+    """The value with replacements for objects known by their id, in modules and containers of its own.
 
-    A module's attributes may hold parameters and modules in lists and dictionaries; what other objects hold stays.
+    A module's attributes may hold parameters and modules in lists and dictionaries; other objects are not searched.
     """
     if id(value) in known:
         return known[id(value)]
@@ -176,11 +176,11 @@ def replaced(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _take_out(optimizer: torch.optim.Optimizer, foreign: set[int]) -> None:
-    """Remove parameters, given by their ids, from its groups and from the state that it has made of them."""
+    """Remove parameters, given by their ids, from the optimizer's groups and state."""
     for part in parts_of(optimizer):
         for group in part.param_groups:
             stay = [id(parameter) not in foreign for parameter in group["params"]]
-            for key in ("params", "param_names"):  # names where it was made of pairs
+            for key in ("params", "param_names"):  # names if it was made from pairs
                 if key in group:
                     group[key] = [each for each, own in zip(group[key], stay, strict=True) if own]
         for held in [held for held in part.state if isinstance(held, Tensor) and id(held) in foreign]:

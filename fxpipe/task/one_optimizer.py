@@ -1,4 +1,4 @@
-"""What optimizer() returned, as one optimizer that a worker can step."""
+"""The result of optimizer() as one optimizer that a worker can step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NEEDS_CLOSURE = (
 
 
 class OptimizerRefused(TaskError):
-    """An optimizer that no run can use, whatever parameters it is given."""
+    """An optimizer that no run can use, with any parameters."""
 
 
 def one_optimizer(made: Any, where: str | None = None) -> torch.optim.Optimizer:
-    """The optimizer, or one that steps all of a list or tuple.
+    """The optimizer, or one that steps all in a list or tuple.
 
     Raises:
-        OptimizerRefused: something in it is no optimizer, or has a step() that computes the loss again; or two of them
-            hold the same parameter.
-        ValueError: a list of none, as any torch.optim.Optimizer says that it has no parameters.
+        OptimizerRefused: something in it is not an optimizer, or has a step() that computes the loss again; or two of
+            them hold the same parameter.
+        ValueError: an empty list, as any torch.optim.Optimizer raises without parameters.
     """
     several = isinstance(made, (list, tuple))
     for each in made if several else [made]:
@@ -58,7 +58,7 @@ def _refuse(made: Any, container: str | None, where: str | None) -> None:
         )
     if _needs_closure(made):
         raise OptimizerRefused(
-            f"{type(made).__name__}.step() needs a closure that computes the loss again and again, and a pipeline "
+            f"{type(made).__name__}.step() needs a closure that computes the loss repeatedly, but a pipeline "
             "computes it once",
             where=where,
             hint=NEEDS_CLOSURE,
@@ -74,15 +74,15 @@ def _holds_some(made: Any) -> bool:
 
 
 def _needs_closure(made: Any) -> bool:
-    """Whether step() has an argument that must be given: that of the class, or what was put in its place.
+    """Whether step() has an argument that must be given: of the class, or of its replacement.
 
-    A scheduler puts a function there that is no method, and says that it is the method.
+    A scheduler replaces it with a function that claims to be the method.
     """
     try:
         arguments = [
             *list(inspect.signature(type(made).step).parameters.values())[1:],
             *inspect.signature(made.step, follow_wrapped=False).parameters.values(),
         ]
-    except (AttributeError, TypeError, ValueError):  # there is none, or it is not written in Python
+    except (AttributeError, TypeError, ValueError):  # it does not exist, or is not written in Python
         return False
     return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)

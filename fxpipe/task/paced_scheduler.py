@@ -1,4 +1,4 @@
-"""What `lr_scheduler()` returns: a scheduler, and after what it makes a step: every update, epoch or evaluation."""
+"""The result of `lr_scheduler()`: a scheduler, and when it is stepped: after every update, epoch or evaluation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fxpipe.errors import TaskError
 
 STEP, EPOCH = "step", "epoch"
 
-RETURNS = 'return a torch.optim.lr_scheduler, which makes a step after every update; or (scheduler, "epoch"); or None'
+RETURNS = 'return a torch.optim.lr_scheduler, stepped after every update; or (scheduler, "epoch"); or None'
 OF_METRIC = (
-    'return (scheduler, "loss"): it makes a step after every evaluation, with that metric of metrics(model, batch)'
+    'return (scheduler, "loss"): it is stepped after every evaluation, with that metric of metrics(model, batch)'
 )
 PLATEAU = "ReduceLROnPlateau"
 
 
 @dataclass(frozen=True)
 class PacedScheduler:
-    """A user's scheduler: it makes a step after the last update of every epoch, if it is `per_epoch`; after every
-    evaluation, with its `metric`, if it has one; else after every update."""
+    """A user's scheduler: stepped after the last update of every epoch, if it is `per_epoch`; after every evaluation,
+    with its `metric`, if it has one; else after every update."""
 
     scheduler: Any
     per_epoch: bool = False
@@ -30,7 +30,7 @@ class PacedScheduler:
 
 
 def paced(made: Any) -> PacedScheduler | None:
-    """What `lr_scheduler()` has returned: a scheduler, `(scheduler, "epoch")`, `(scheduler, "step")`, or None.
+    """The result of `lr_scheduler()`: a scheduler, `(scheduler, "epoch")`, `(scheduler, "step")`, or None.
 
     A ReduceLROnPlateau comes with the name of a metric: `(ReduceLROnPlateau(optimizer), "loss")`.
 
@@ -44,7 +44,7 @@ def paced(made: Any) -> PacedScheduler | None:
         raise TaskError(f"lr_scheduler() returned {type(scheduler).__name__}, which has no step()", hint=RETURNS)
     if any(base.__name__ == PLATEAU for base in type(scheduler).__mro__):  # torch is not imported here
         if not isinstance(pace, str) or pace in (STEP, EPOCH):
-            raise TaskError(f"lr_scheduler() returned {PLATEAU} and no metric for its steps", hint=OF_METRIC)
+            raise TaskError(f"lr_scheduler() returned {PLATEAU} without a metric for its steps", hint=OF_METRIC)
         return PacedScheduler(scheduler, metric=pace)
     if pace not in (STEP, EPOCH):
         raise TaskError(f"lr_scheduler() returned a scheduler for every {pace!r}", hint=RETURNS)
@@ -53,7 +53,7 @@ def paced(made: Any) -> PacedScheduler | None:
 
 @contextmanager
 def without_order_warning() -> Iterator[None]:
-    """Without torch's warning of a scheduler that makes steps before the optimizer."""
+    """Without torch's warning that a scheduler is stepped before the optimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

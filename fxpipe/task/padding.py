@@ -1,7 +1,7 @@
-"""Padding of batches: named leaves get values appended, so that their lengths are multiples, and batches of few shapes.
+"""Padding of batches: values are appended to named leaves, so that their lengths are multiples and shapes are few.
 
-`padding_of` reads what a user says of it, the plan keeps that, and `Batch.padded` does it wherever batches enter: it
-leaves a batch alone that is padded already, so that nobody need know whether another has done it.
+`padding_of` reads what the user asks, the plan keeps it, and `Batch.padded` pads wherever batches enter. It leaves a
+padded batch unchanged, so callers need not know whether it was already called.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from fxpipe.plan.spec import PadSpec
 from fxpipe.task.batch import Batch, is_named, tensor_spec
 
 Pad = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
-"""By a leaf's name or key, what is appended along dimension 1, or that and the dimension; or makes that of a batch."""
+"""By a leaf's name or key, the value appended along dimension 1, or value and dimension; or a function of a batch."""
 
 
 def padding_of(pad: Pad | None, pad_to: int | None, batches: Sequence[Batch]) -> tuple[PadSpec, ...]:
-    """What is padded, and with what, as the user says it.
+    """Which leaves are padded, and with what, from the user's options.
 
     Args:
-        pad: what is appended to which leaves.
-        pad_to: of what lengths are to be multiples.
-        batches: at least one, as the data give them: the first says what leaves there are, all which shapes.
+        pad: the values to append, by leaf.
+        pad_to: lengths are padded to multiples of this.
+        batches: at least one, as the data give them: the first shows the leaves, all show the shapes.
 
     Raises:
-        BatchError: nothing is named, or what is named cannot be padded so; lists the leaves.
-        TaskError: `pad` failed, is no dictionary, or comes without `pad_to`.
+        BatchError: no leaf is named, or a named one cannot be padded; lists the leaves.
+        TaskError: `pad` failed, is not a dictionary, or is given without `pad_to`.
     """
     if pad_to is None:
         if pad is not None:
-            raise TaskError("pad says what is padded, and not to multiples of what", hint="give pad_to=64, too")
+            raise TaskError("pad is given without pad_to, the multiple to pad to", hint="give pad_to=64, too")
         return ()
     if isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1:
-        raise TaskError(f"pad_to is {pad_to!r}, which is no length", hint="such as pad_to = 64")
+        raise TaskError(f"pad_to is {pad_to!r}, not a length", hint="such as pad_to = 64")
     given, first = _given(pad, batches[0].given), batches[0]
     if not given:
         raise _nothing_named(pad_to, batches)
@@ -61,7 +61,7 @@ def _given(pad: Pad | None, batch: Any) -> dict[str, Any]:
         return {}
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise TaskError(
-            f"pad is {found!r}, which is no dictionary of leaves", hint='such as pad = {"input_ids": 0, "labels": -100}'
+            f"pad is {found!r}, not a dictionary of leaves", hint='such as pad = {"input_ids": 0, "labels": -100}'
         )
     return dict(found)
 
@@ -79,12 +79,12 @@ def _rule(name: str, said: Any, multiple: int, batch: Batch) -> PadSpec:
     leaves = {leaf: value for leaf, value in zip(batch.names, batch.values, strict=True) if is_named(leaf, [name])}
     for leaf, tensor in leaves.items():
         if not isinstance(tensor, Tensor):
-            raise BatchError(f"pad names {leaf}, which is no tensor but {tensor!r}")
+            raise BatchError(f"pad names {leaf}, which is {tensor!r}, not a tensor")
         rank = tensor.dim()
         if wrong := [dim for dim in places if not -rank <= dim < rank]:
             raise BatchError(
-                f"pad appends to {leaf} along dimension {wrong[0]}, and it has {rank}",
-                hint=f'say along which: pad = {{"{name}": ({value!r}, 0)}}' if rank else "leave it out",
+                f"pad appends to {leaf} along dimension {wrong[0]}, but it has {rank}",
+                hint=f'name the dimension: pad = {{"{name}": ({value!r}, 0)}}' if rank else "leave it out",
             )
         if not _holds(tensor.dtype, value):
             dtype = tensor_spec(tensor).dtype
@@ -108,14 +108,14 @@ def _holds(kind: torch.dtype, value: Any) -> bool:
 
 
 def _nothing_named(pad_to: int, batches: Sequence[Batch]) -> BatchError:
-    """The error that shows which leaves there are, and of how many sizes."""
+    """The error that shows the leaves and their sizes."""
     seen: dict[str, set[tuple[int, ...]]] = {}
     for name, tensor in (row for batch in batches for row in batch.tensors.items()):
         if tensor.dim():
             seen.setdefault(name, set()).add(tuple(tensor.shape))
     shown = [f"{name} ({', '.join(str([*shape]) for shape in sorted(shapes)[:3])})" for name, shapes in seen.items()]
     return BatchError(
-        f"pad_to={pad_to} is asked for, and nothing says what is padded, and with what; the leaves are "
+        f"pad_to={pad_to} is given without pad, which says what is padded and with what; the leaves are "
         + (listed(shown, 12) or "none"),
         hint="write into the model file (in Python: pad=…), with the values that model and loss ignore: "
         'pad = {"input_ids": 0, "labels": -100}',

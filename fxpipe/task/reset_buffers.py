@@ -1,12 +1,12 @@
-"""The hook `reset(model)`: which buffers begin anew with an epoch, and with an evaluation, such as a hidden state.
+"""The hook `reset(model)`: which buffers start afresh with an epoch and with an evaluation, such as a hidden state.
 
     def reset(model):
         for layer in model.layers:
             layer.hidden.zero_()                       # in place
             layer.cell = torch.zeros_like(layer.cell)  # or another tensor of the same shape and dtype
 
-It is called on a view of the model (`fxpipe.task.model_view`) on every worker: the buffers that the worker has are
-live, all others and all parameters stand on the meta device. Only buffers may change.
+It is called on a view of the model (`fxpipe.task.model_view`) on every worker: the worker's buffers are
+live, all other buffers and all parameters are on the meta device. Only buffers may change.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from fxpipe.task.model_view import replaced
 from fxpipe.torch_private import BUFFERS, MODULES, PARAMETERS, version_of
 
 Rows = Mapping[tuple[str, ...], Tensor]
-"""Buffers by all their names."""
+"""Buffers by all of their names."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_HINT = "reset(model) may change buffers alone: keep the state in a tensor that register_buffer() was called with"
+_HINT = "reset(model) may change only buffers: keep the state in a tensor registered with register_buffer()"
 
 
 def buffers_after(
     model: nn.Module, hook: Callable[[nn.Module], Any], rows: Rows, where: str | None = None
 ) -> dict[str, Tensor]:
-    """The values that `hook` leaves in the buffers of a view of the model; those given stay as they are.
+    """The values that `hook` leaves in the buffers of a view of the model; those given stay unchanged.
 
     Args:
-        model: without values of parameters; it stays as it is.
+        model: without values of parameters; it stays unchanged.
         where: the place that errors name.
 
     Returns:
-        All of `rows` that are buffers of the model, by first names, laid out in memory as they were.
+        All of `rows` that are buffers of the model, by first names, with their former strides.
 
     Raises:
         TaskError: the hook failed, changed something else, or gave a buffer another shape or dtype.
@@ -87,7 +87,7 @@ def buffers_after(
             raise TaskError(
                 f"reset(model) makes {given} of buffer {name}, which is {old.dtype}{list(old.shape)}",
                 where=where,
-                hint="a buffer keeps its shape and dtype, and is made anew from numbers or from itself",
+                hint="a buffer keeps its shape and dtype, and is computed from numbers or from itself",
             )
         found[first] = new
     return {n: torch.empty_like(by_name[n][1]).copy_(v.detach()) for n, v in found.items()}

@@ -1,4 +1,4 @@
-"""Several optimizers, each over parameters of its own, as the one that everything else steps and reads."""
+"""Several optimizers, each over its own parameters, in the form of a single one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fxpipe.torch_private import step_hooks
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Steps its optimizers one after the other; its groups are theirs, the very same dictionaries, in that order.
+    """Steps its optimizers one after the other; its groups are their dictionaries, in that order.
 
-    So a scheduler changes the rates of all of them. Its state is theirs as well, and a state that is loaded becomes
+    So a scheduler changes the rates of all of them. Its state is theirs as well, and loading a state loads
     theirs.
 
     Args:
@@ -24,21 +24,21 @@ class SeveralOptimizers(torch.optim.Optimizer):
         optimizers: as given.
 
     Raises:
-        ValueError: they have no parameters, or a parameter in common; as any torch.optim.Optimizer says it.
+        ValueError: they have no parameters, or a parameter in common; as from any torch.optim.Optimizer.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
         first, *others = [each.defaults for each in self.optimizers] or [{}]
         common = {name: value for name, value in first.items() if all(name in other for other in others)}
-        # torch looks for parameters that are twice there; the groups themselves must not be touched.
+        # torch checks for repeated parameters there; the groups themselves must not be touched.
         super().__init__([{"params": list(group["params"])} for group in self._groups()], {})
-        self.defaults = common  # what a scheduler asks for, such as momentum that it may change in every group
+        self.defaults = common  # schedulers read them, such as momentum, which they may change in every group
         self.param_groups = self._groups()
         self.state = _StateOfAll(self.optimizers)  # type: ignore[assignment]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of each. A closure would be called by none: a pipeline has made the gradients."""
+        """One step of each. None would call a closure: a pipeline has made the gradients."""
         for each in self.optimizers:
             each.step()
 
@@ -47,7 +47,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
             each.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Gives each its part of a state that `state_dict` has returned."""
+        """Gives each optimizer its part of a state from `state_dict`."""
         super().load_state_dict(state_dict)
         groups, state = iter(self.param_groups), self.state
         for each in self.optimizers:
@@ -72,7 +72,7 @@ class _StateOfAll(Mapping[Tensor, Any]):
 
     def __getitem__(self, parameter: Tensor) -> Any:
         for each in self._optimizers:
-            if parameter in each.state:  # looked for first: a missing entry would be made
+            if parameter in each.state:  # checked first: reading a missing entry would make it
                 return each.state[parameter]
         raise KeyError(parameter)
 
@@ -100,11 +100,11 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step may use random numbers, being more than one of torch's own optimizers makes."""
+    """Whether a step may use random numbers: it does more than those of torch's own optimizers."""
     return any(map(changes_torchs, parts_of(optimizer)))
 
 
 def changes_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is another than that of one of torch's own optimizers."""
+    """Whether its step differs from the step of torch's own optimizers."""
     own = f"{type(optimizer).__module__}.".startswith("torch.optim.") and "step" not in vars(optimizer)
     return any(step_hooks(optimizer)) or not own

@@ -58,20 +58,20 @@ class Splitter:
         return batch.cut_as(self.leaves).split(self.microbatches)
 
     def differences(self, batch: Batch) -> list[str]:
-        """How the leaves of a batch that is built as the captured one differ from its leaves, in words."""
+        """How the leaves of a batch with the captured structure differ from the captured leaves, in words."""
         return [text for text in map(self._difference, self.leaves, batch.values) if text]
 
     def distance(self, batch: Batch) -> float:
-        """How far a batch is from the captured ones: 0 if it fits, infinite if it is built differently.
+        """How far a batch is from the captured ones: 0 if it fits, infinite if its structure differs.
 
-        Each leaf that differs counts 1, and each of its dimensions that does.
+        Each leaf that differs counts 1, and so does each of its dimensions that differs.
         """
         if not self._is_built_so(batch.tree):
             return math.inf
         return sum(self._distance(leaf, value) for leaf, value in zip(self.leaves, batch.values, strict=True))
 
     def fits(self, batch: Batch) -> bool:
-        """Whether a batch differs from the captured ones in nothing that the step reads."""
+        """Whether a batch agrees with the captured ones in everything that the step reads."""
         return self.distance(batch) == 0
 
     def _distance(self, leaf: LeafSpec, value: Any) -> int:
@@ -92,7 +92,7 @@ class Splitter:
         """A microbatch's tensors and constants, in the plan's order.
 
         Tensors are copies, because an iterable may reuse their memory while the minibatch is in flight. They have the
-        strides of the captured ones, because the captured code may rely on them.
+        captured strides, because the captured code may rely on them.
         """
         return tuple(map(self._placed, self.leaves, part.values))
 
@@ -115,7 +115,7 @@ class Splitter:
         return made.copy_(value.detach())
 
     def _is_constant(self, leaf: LeafSpec, value: Any) -> bool:
-        """Whether a leaf of the minibatch is what every microbatch was captured with."""
+        """Whether a leaf of the minibatch equals the one that every microbatch was captured with."""
         parts = [value]
         if isinstance(value, torch.Tensor) and leaf.dim is not None:
             parts = list(torch.chunk(value, self.microbatches, leaf.dim))
@@ -147,5 +147,5 @@ class Splitter:
 
 
 def splitter_of(plan: Plan, device: torch.device | str = "cpu") -> Splitter:
-    """What cuts the user's minibatches for a build."""
+    """The splitter of the user's minibatches for a build."""
     return Splitter(plan.given, plan.batch_spec, plan.microbatches, device)

@@ -1,4 +1,4 @@
-"""What a training step is captured of, where it can be captured again: the user's model and loss."""
+"""The user's model and loss, from which a training step can be captured again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class StepHooks:
     """The hooks that a step needs.
 
     Attributes:
-        model: makes the model as it was compiled, or gives the very one.
+        model: makes the model as it was compiled, or gives the same object.
         loss: `loss(model, batch)`.
-        loss_weight: that of the build, if it has one.
-        same: the model is the one that was compiled: its constants are those of the build.
-        kept: then, it, in whatever mode it is; None where it is gone.
-        trained: whether each parameter of it required gradients.
+        loss_weight: the build's, if it has one.
+        same: the model is the one that was compiled: its constants are the build's.
+        kept: that model in any mode; None if it is gone.
+        trained: whether each of its parameters required gradients.
     """
 
     model: Callable[[], nn.Module]
@@ -35,9 +35,9 @@ class StepHooks:
 
     @staticmethod
     def of_compiled(model: nn.Module, loss: Loss, loss_weight: LossWeight | None) -> StepHooks:
-        """Of a model that is being compiled: it is not kept alive, and may not have been changed when it is asked for.
+        """Of a model that is being compiled: it is not kept alive, and must not have changed when it is needed.
 
-        Its `model` raises TaskError where the model is gone, or in another mode.
+        Its `model` raises TaskError if the model is gone, or in another mode.
         """
         kept, modes = weakref.ref(model), {name: part.training for name, part in model.named_modules()}
 
@@ -50,7 +50,7 @@ class StepHooks:
             changed = [name for name, part in found.named_modules() if part.training != modes.get(name)]
             if changed:
                 raise TaskError(
-                    f"the model that was compiled is in another mode since ({changed[0] or 'the whole of it'})",
+                    f"the model that was compiled is now in another mode ({changed[0] or 'the whole of it'})",
                     hint="call model.train() again, or give model=, a function that makes the model, and loss=",
                 )
             return found

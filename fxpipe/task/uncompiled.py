@@ -12,7 +12,7 @@ from fxpipe.torch_private import COMPILED, MODULES
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model, with the plain modules in the place of those that torch.compile wrapped; says which, once."""
+    """The model, with plain modules instead of those that torch.compile wrapped; names these, once."""
     found = [path or "the model" for path, module in model.named_modules() if COMPILED in vars(module)[MODULES]]
     if not found:
         return model

@@ -131,7 +131,7 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any, *, gather
         model: any module; it is put in eval mode, and afterwards every submodule back into its own mode.
         metrics: returns a dictionary of numbers and tensors of one element.
         gathers: it may return tensors with dimensions, too, which runs gather.
-        batch: a pytree of tensors and plain constants, or a `Batch` with those of its tensors that are constants, too.
+        batch: a pytree of tensors and plain constants, or a `Batch`, which also says which are constants.
 
     Raises:
         CaptureError: with the user's line, when it cannot be one graph; or eval mode changes the weights.

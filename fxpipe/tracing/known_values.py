@@ -1,4 +1,4 @@
-"""Tensors whose values a step may read while it is traced: those of the batch that are constants of the capture.
+"""Tensors whose values a step may read while it is traced: tensors of the batch that are constants.
 
 What a step computes from constants alone is known, too: it is computed with values as well. Numbers, lists, branches
 and shapes that follow from it are fixed at capture; whoever takes a later batch checks that it has equal constants

@@ -225,7 +225,7 @@ def explain(error: Exception, watch: origin.TracedStep | None = None) -> Capture
     return CaptureError(
         f"tracing the step failed: {first}",
         where=where,
-        hint="if the step fails in eager mode too, mend that first; if not, fxpipe cannot capture it yet ("
+        hint="if the step fails in eager mode too, fix that first; if not, fxpipe cannot capture it yet ("
         + origin.version_hint()
         + ")",
     )

@@ -280,7 +280,7 @@ class StepCalls:
         return ("constant", checksum(tensor)) if _is_readable(tensor) else ("tensor", tensor.dtype)
 
     def _deciding(self, results: Sequence[Any]) -> tuple[list[tuple[Place, Call]], list[int]]:
-        """The calls that results and changes in place depend on, numbered anew, and their former numbers."""
+        """The calls that results and changes in place depend on, renumbered, and their former numbers."""
         roots = [self._of_tensor(result) for result in results if isinstance(result, torch.Tensor)]
         needed = {token.call for root in roots for token in _tokens(root)}
         every = any(root[0] == "unknown" for root in roots)

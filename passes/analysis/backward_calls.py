@@ -1,4 +1,4 @@
-"""Which backward calls belong to a forward call alone."""
+"""Which backward calls belong only to one forward call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BackwardCalls:
                     self.forward.setdefault(number, []).append(node)
 
     def of(self, node: fx.Node) -> list[fx.Node] | None:
-        """The backward calls in which a forward call's numbers may be; None if those may be another's, or unknown."""
+        """The backward calls that may use a forward call's numbers; None if unknown, or perhaps of another call."""
         if node not in self.depends:
             return []
         calls = self.backward.get(node.meta.get("seq_nr"), [])
@@ -47,6 +47,6 @@ class BackwardCalls:
         return calls
 
     def alone(self, node: fx.Node) -> bool:
-        """Whether the backward calls of a forward call's number are its own, or those of the call it is a part of."""
+        """Whether the backward calls with a forward call's number are its own, or those of the call it is a part of."""
         number = node.meta.get("seq_nr")
         return len(self.forward.get(number, [])) == 1 and bool(self.backward.get(number))

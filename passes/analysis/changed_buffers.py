@@ -1,4 +1,4 @@
-"""Which buffers several microbatches make something else of than the whole batch does."""
+"""Which buffers several microbatches change differently from the whole batch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import fx
 from fxpipe.ir.aten import is_getitem
 
 aten = torch.ops.aten
-COUNTER = "num_batches_tracked"  # of a batch norm, which is said to see one microbatch at a time
+COUNTER = "num_batches_tracked"  # of a batch norm, a separate warning covers batch norm
 
 
 def changed_buffers(found: Microbatches) -> list[str]:
-    """The names of the buffers that every microbatch changes, where only a whole batch should.
+    """The names of the buffers that every microbatch changes, although only a whole batch should.
 
-    Left out are those to which each microbatch adds its share of a sum, those that are set to what is the same in every
-    microbatch, and the statistics of batch norm.
+    Left out are buffers to which each microbatch adds its share of a sum, buffers that are set to what is the same in
+    every microbatch, and the statistics of batch norm.
     """
     program = found.program
     placeholders, updates = program.placeholders, program.updates()

@@ -1,4 +1,4 @@
-"""Where in a stage's code each value is sent and first needed: the emitted text no longer has the nodes' times."""
+"""When each value of a stage is sent and first needed: the emitted text no longer has the nodes' times."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def edge_timings(program: Program) -> tuple[EdgeTiming, ...]:
             (sent if is_send(node) else awaited)[program.wires[node.name].name] = _Moment(action, now, place)
         spent[action] = now + (record.seconds or 0.0)
 
-    def share(moment: _Moment, otherwise: float) -> float:
+    def share(moment: _Moment, default: float) -> float:
         whole = spent[moment.action]
-        return moment.seconds / whole if whole else otherwise
+        return moment.seconds / whole if whole else default
 
     return tuple(
         EdgeTiming(name, share(end, 1.0), share(awaited[name], 0.0), (end.place, awaited[name].place))
@@ -41,7 +41,7 @@ def edge_timings(program: Program) -> tuple[EdgeTiming, ...]:
 
 
 class _Moment(NamedTuple):
-    """A send or a wait: so many seconds of its action come before it, and so many sends and waits."""
+    """A send or a wait, with the seconds of its action and the number of sends and waits before it."""
 
     action: _Action
     seconds: float

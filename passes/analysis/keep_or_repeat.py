@@ -1,4 +1,4 @@
-"""Which values to keep and which to compute again: the least cost at a price for what is kept, by a minimum cut."""
+"""Which values to keep and which to compute again: the least cost at a price for kept bytes, by a minimum cut."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 _MOST = 1 << 28
-"""All finite capacities together: flows are 32-bit."""
+"""The sum of all finite capacities: flows are 32-bit."""
 
 _LARGE = 1 << 29
-"""The capacity of what no cut may part."""
+"""The capacity of edges that no cut may cross."""
 
 LEAST = 1e4
-"""The price at which all time is worth a ten thousandth of all bytes."""
+"""The price at which all time is worth a ten-thousandth of all bytes."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Item:
     """A value of forward that backward may need.
 
     Attributes:
-        seconds: what computing it again takes, from its inputs; inf if it cannot be.
-        bytes: what keeping it takes; inf if it cannot be kept by itself, such as a view or a tuple.
-        inputs: positions of the earlier items that it is made of; what is there in any case is left out.
+        seconds: the time to compute it again from its inputs; inf if that is impossible.
+        bytes: the memory to keep it; inf if it cannot be kept by itself, such as a view or a tuple.
+        inputs: positions of the earlier items that it is made from, without values that exist in any case.
         needed: whether backward reads it.
     """
 
@@ -41,8 +41,8 @@ class Keeping:
 
     Attributes:
         repeated: the positions of the items that are computed again.
-        kept: those of the items that are kept.
-        seconds, bytes: what that takes.
+        kept: the positions of the items that are kept.
+        seconds, bytes: their cost.
     """
 
     repeated: frozenset[int]
@@ -57,15 +57,15 @@ class KeepOrRepeat:
 
     Every needed item is kept, or computed again from inputs that are kept or computed again. That is a cut of a graph
     in which each item v is an edge in(v) → out(v), after the graph of torch's min-cut partitioner (Chen 2022, "Min-cut
-    optimal recomputation", torch/_functorch/partitioners.py). What is on the sink's side is there in backward:
+    optimal recomputation", torch/_functorch/partitioners.py). The sink's side exists in backward:
 
-        in(v) → out(v)     bytes(v) · price: cut if v is there only because it was kept
+        in(v) → out(v)     bytes(v) · price: cut if v exists only because it was kept
         source → in(v)     seconds(v): cut if v is computed again
-        out(u) → in(v)     not to be cut, for each input u: v is computed again only if u is there
-        out(v) → in(v)     not to be cut: what is computed again is there
+        out(u) → in(v)     not to be cut, for each input u: v is computed again only if u exists
+        out(v) → in(v)     not to be cut: what is computed again exists
         out(v) → sink      not to be cut, if v is needed
 
-    Unlike torch's graph this one counts time, too, so that a minimum cut is a point of the lower convex hull of seconds
+    Unlike torch's graph this one also counts time, so a minimum cut is a point of the lower convex hull of seconds
     against bytes (a Lagrangian relaxation), and prices from 0 to `LEAST` give all of them.
     """
 
@@ -79,11 +79,11 @@ class KeepOrRepeat:
             object.__setattr__(self, f"_{name}", sum(v for v in finite if math.isfinite(v)) or 1.0)
 
     def at(self, price: float) -> Keeping:
-        """The least seconds + price · bytes, each as a share of all items' own; of equal choices, the one that computes
-        least again.
+        """The least seconds + price · bytes, each as a share of the sum over all items; of equal choices, the one that
+        computes least again.
 
         Raises:
-            ValueError: an item is needed that can neither be kept nor computed again.
+            ValueError: a needed item can be neither kept nor computed again.
         """
         from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
@@ -105,7 +105,7 @@ class KeepOrRepeat:
         graph = csr_matrix((sizes, (rows, columns)), shape=(2 * count + 2,) * 2)
         flow = maximum_flow(graph, source, sink)
         if flow.flow_value >= _LARGE:
-            raise ValueError("an item is needed that can neither be kept nor computed again")
+            raise ValueError("a needed item can be neither kept nor computed again")
         left = graph - flow.flow
         left.data = np.maximum(left.data, 0)
         left.eliminate_zeros()
@@ -114,7 +114,7 @@ class KeepOrRepeat:
         return self.keeping(repeated)
 
     def keeping(self, repeated: frozenset[int]) -> Keeping:
-        """What a choice takes that computes these items again, and keeps of all others what is needed."""
+        """The cost of a choice that computes these items again, and keeps the others that are needed."""
         wanted = {u for v in repeated for u in self.items[v].inputs}
         wanted.update(v for v, item in enumerate(self.items) if item.needed)
         kept = frozenset(wanted - repeated)
@@ -134,7 +134,7 @@ class KeepOrRepeat:
         found = [self.at(0.0), self.at(LEAST)]
         if found[1].bytes >= found[0].bytes:
             return found[:1]
-        open_ = [0]  # the gaps that may have a point inside, by their first end
+        open_ = [0]  # the gaps that may have a point inside, by their start
         while open_ and len(found) < most:
             i = max(open_, key=lambda i: found[i].bytes - found[i + 1].bytes)
             first, last = found[i], found[i + 1]

@@ -1,4 +1,4 @@
-"""What every worker's forward leaves for its backward, and its backward for weight gradients, in bytes."""
+"""How many bytes every worker's forward leaves for its backward, and its backward for weight gradients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fxpipe.ir.program import AGAIN, Program, info, size_of, value
 
 @dataclass(frozen=True)
 class LeftValues:
-    """Of one worker and one microbatch.
+    """The bytes of one worker and one microbatch.
 
     Attributes:
         saved: bytes that forward leaves.
-        deferred: bytes that backward leaves, where weight gradients are apart.
-        repeated: the most bytes that backward holds at once of what it computes again because memory is short.
-        seconds: of its backward and weight gradients.
+        deferred: bytes that backward leaves, if weight gradients are separate.
+        repeated: the most bytes that backward holds at once of what it computes again to save memory.
+        seconds: of its backward and its weight gradients.
     """
 
     saved: int
@@ -29,9 +29,9 @@ class LeftValues:
 
 
 def left_values(program: Program) -> list[LeftValues]:
-    """By worker, of a program that has been through `rematerialize`, before `comm`; linear in the graph.
+    """By worker, for a program after `rematerialize` and before `comm`; linear in the graph.
 
-    Views of one value count once, as does the batch. What only backward receives is not left by forward.
+    Views of one value count once, as does the batch. Forward does not leave what only backward receives.
     """
     assert program.cuts is not None
     found = []
@@ -57,7 +57,7 @@ def left_values(program: Program) -> list[LeftValues]:
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """The value whose memory a view on the same worker shows; what came from another worker has memory of its own."""
+    """The value whose memory a view on the same worker shares; values from other workers have their own memory."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         parent = node.all_input_nodes[0]
         if isinstance(value(parent), (tuple, list)):
@@ -69,7 +69,7 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def _held_by_forward(program: Program, mine: Iterable[fx.Node], worker: int) -> set[fx.Node]:
-    """What is in memory when a worker's forward ends: what it has made, or read of other workers or of the batch."""
+    """What is in memory when a worker's forward ends: what it made, or read from other workers or the batch."""
     placed = {b.node for b in program.batch if b.node} | set(program.updates())
     found: set[fx.Node] = set()
     for node in mine:
@@ -83,7 +83,7 @@ def _held_by_forward(program: Program, mine: Iterable[fx.Node], worker: int) -> 
 
 
 def _read(calls: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """The memory of what calls read."""
+    """The memory that calls read."""
     for node in calls:
         for source in node.all_input_nodes:
             yield memory_of(source)
@@ -94,7 +94,7 @@ def _size(nodes: Iterable[fx.Node]) -> int:
 
 
 def copies_held(backward: Sequence[fx.Node], chosen: Collection[str]) -> Iterator[tuple[fx.Node, int]]:
-    """For each call, the bytes of chosen copies that are there, each from where it is made to its last reader."""
+    """For each call, the bytes of chosen copies that exist, each from its making to its last reader."""
     last: dict[fx.Node, int] = {}
     for i, node in enumerate(backward):
         for source in node.all_input_nodes:

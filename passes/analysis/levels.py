@@ -1,4 +1,4 @@
-"""What every unit saves at each of a few levels of recomputation: the planner's view of `recompute`."""
+"""What every unit saves at a few levels of recomputation: the planner's view of `recompute`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import SavingLevel
 
 LEVELS = 5
-"""The most there are, beside saving all."""
+"""The most levels, without the level that saves everything."""
 
 
 def levels_of_units(program: Program) -> list[tuple[SavingLevel, ...]]:
-    """For each unit of a program that is not cut yet, its levels; the same number for all, perhaps none.
+    """For each unit of an uncut program, its levels; the same number for all, perhaps none.
 
-    They are minimum cuts of the whole graph, as for one worker. Of any run of units, a worker can have the same choice
+    They are minimum cuts of the whole graph, as for one worker. A worker can make the same choice for any run of units
     if it also keeps what enters the run.
     """
     count = len(program.units)
@@ -43,7 +43,7 @@ def levels_of_units(program: Program) -> list[tuple[SavingLevel, ...]]:
 
 
 def _seconds(program: Program, count: int) -> list[float]:
-    """Of backward, by unit."""
+    """The seconds of backward, by unit."""
     found = [0.0] * count
     for node in _backward(program):
         found[info(node).unit] += info(node).seconds or 0.0
@@ -61,13 +61,13 @@ def _level(
 
     Args:
         program: on one worker, after `rematerialize`.
-        names: what backward computes again of forward.
-        anywhere: what counts as neither saved nor sent: masks, casts of weights.
+        names: what backward computes again from forward.
+        anywhere: what is neither saved nor sent: masks, casts of weights.
         seconds: of backward, by unit, if nothing is computed again.
     """
     saved, made, deferred, alive = ([0.0] * len(seconds) for _ in range(4))
     inputs = {b.node for b in program.batch if b.node}
-    readers: dict[fx.Node, list[fx.Node]] = {}  # of a value or a view of it
+    readers: dict[fx.Node, list[fx.Node]] = {}  # of a value or its views
     for node in _backward(program):
         for source in node.all_input_nodes:
             readers.setdefault(memory_of(source), []).append(node)
@@ -83,7 +83,7 @@ def _level(
             own = [n for n in found if n.meta.get(AGAIN) not in names]
             made[info(memory).unit] += size if own else 0.0
             deferred[info(memory).unit] += size if any(info(n).weight for n in own) else 0.0
-    most = 0  # of what was computed again, for the next call that is no copy
+    most = 0  # of what was computed again, for the next call that is not a copy
     for node, held in copies_held(list(_backward(program)), names):
         most = max(most, held)
         if node.meta.get(AGAIN) not in names:

@@ -1,10 +1,10 @@
-"""How much memory the functions of a stage hold while they run: a walk over their code, call by call.
+"""How much memory the functions of a stage hold while they run, found by walking their code call by call.
 
 A value lives from the call that makes it to the `del` that codegen writes after its last reader (`Part.last_uses`).
-Values that share memory count once: which do, the operators' schemas say. Weights and buffers are not the part's own,
-and count elsewhere.
+Values that share memory count once; the operators' schemas show which do. Weights and buffers do not belong to the
+part, and count elsewhere.
 
-What an operator allocates for itself while it runs is not known here.
+What an operator allocates internally while it runs is not known here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fxpipe.torch_private import OpOverload, schema_of
 
 
 class _Storage:
-    """Memory that one or more values show.
+    """Memory that one or more values share.
 
     Attributes:
-        own: it is the parts' own, not the worker's (weights, buffers).
+        own: it belongs to the parts, not to the worker (weights, buffers).
         sent: a part has sent it.
     """
 
@@ -43,11 +43,11 @@ class _Storage:
 
 
 _Held = _Storage | list[Any]
-"""The storage of a tensor; those of the elements of a tuple; an empty list for what is no tensor."""
+"""The storage of a tensor; the storages of the elements of a tuple; an empty list for anything else."""
 
 
 def part_memories(stage: Stage) -> tuple[PartMemory, ...]:
-    """What each function of a stage holds, for one microbatch, in the order in which they run."""
+    """The memory of each function of a stage, for one microbatch, in the order in which they run."""
     passed: dict[str, _Held] = {}
     made = []
     for phase, part in stage.parts.items():
@@ -59,24 +59,24 @@ def part_memories(stage: Stage) -> tuple[PartMemory, ...]:
 
 
 class _CodeWalk:
-    """One function, as it is called with what the one before it has left.
+    """One function, called with what the previous one has left.
 
     Args:
-        unreceived: the transport holds what of that was sent.
+        unreceived: whether the transport holds what was sent of it.
     """
 
     def __init__(self, part: Part, passed: Mapping[str, _Held], unreceived: bool = False) -> None:
         self.part = part
         self._held: dict[fx.Node, _Held] = {}
-        self._names: Counter[_Storage] = Counter()  # how many values show it, and whether it is on its way
+        self._names: Counter[_Storage] = Counter()  # how many values share it, and whether it is being sent
         self._sent: dict[_Storage, None] = {}
         self._dying = part.last_uses()
         self.now = self.peak = 0
         self._take(passed, unreceived)
         self._batch = 0 if part.passed else self.now
         self._taken = self.now - self._batch
-        coming = [node for node in part.graph.nodes if node.op == "call_function" and is_recv(node)]
-        for node in coming:  # receives are posted before the action
+        receives = [node for node in part.graph.nodes if node.op == "call_function" and is_recv(node)]
+        for node in receives:  # receives are posted before the action
             self._hold(node, _new(value(node)))
         self._received = self.now - self._taken - self._batch
         for node in part.graph.nodes:
@@ -85,7 +85,7 @@ class _CodeWalk:
         self.left = self._passed_on()
 
     def memory(self, phase: Phase, unreceived: int) -> PartMemory:
-        """What was seen."""
+        """The result of the walk."""
         left = dict.fromkeys(s for held in self.left.values() for s in _storages(held) if s.own)
         return PartMemory(
             phase,
@@ -134,7 +134,7 @@ class _CodeWalk:
             self._keep(storage)
 
     def _result(self, node: fx.Node) -> _Held:
-        """The memory of a call's result: its own, or that of what it shows."""
+        """The memory of a call's result: its own, or the memory of the value it shows."""
         if is_getitem(node):
             source, index = node.args
             held = self._held[source]  # type: ignore[index]
@@ -182,10 +182,10 @@ class _CodeWalk:
 
 
 def _new(shown: Any, whole: bool = False) -> Any:
-    """Memory of its own for a value.
+    """New memory for a value.
 
     Args:
-        whole: without gaps, however the value is laid out.
+        whole: without gaps, for any layout of the value.
     """
     if isinstance(shown, (tuple, list)):
         return [_new(each) for each in shown]
@@ -207,7 +207,7 @@ def _storages(held: _Held) -> Iterator[_Storage]:
 
 
 def _aliases(node: fx.Node) -> list[fx.Node | None]:
-    """For each value that an operator returns, the argument whose memory it shows; none if no value does."""
+    """For each value that an operator returns, the argument whose memory it shares; none if no value does."""
     target = node.target
     if target is aten._unsafe_view.default:
         return [node.all_input_nodes[0]]
@@ -221,7 +221,7 @@ def _aliases(node: fx.Node) -> list[fx.Node | None]:
             given.update(dict.fromkeys(argument.alias_info.before_set, found))
     shown: list[fx.Node | None] = []
     for returned in schema.returns:
-        # The elements of a list, as split has them, are of the argument that has a name at all.
+        # The elements of a list, as of split, share the memory of the only named argument.
         names = () if returned.alias_info is None else returned.alias_info.before_set or given
         shown.append(next((given[name] for name in names if name in given), None))
     return shown if any(shown) else []

@@ -1,6 +1,6 @@
-"""The calls that serve the metrics of a training step alone, and the program without them.
+"""The calls that serve only the metrics of a training step, and the program without them.
 
-Nobody pays for them with another plan: they open no units, and units are planned as if they were not there.
+They do not affect the plan: they open no units, and units are planned without them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def loss_itself(program: Program) -> fx.Node | None:
     return joined.args[0][0] if joined is not None and program.loss_metrics else joined  # type: ignore[index, return-value]
 
 
-def metric_nodes(program: Program, besides: Collection[str] = ()) -> list[fx.Node]:
-    """The calls whose values go nowhere but into the metrics, in order; the one that joins them to the loss is last.
+def metric_nodes(program: Program, kept: Collection[str] = ()) -> list[fx.Node]:
+    """The calls whose values go only into the metrics, in order; the one that joins them to the loss is last.
 
     Args:
-        besides: metrics that count as anything else does.
+        kept: metrics that count like any other output.
     """
     outputs = zip(program.output_nodes, program.outputs, strict=True)
     left_out = {"loss" if program.loss_metrics else "metric"}
-    needed = {n for n, o in outputs if o.kind not in left_out or o.target in besides}
+    needed = {n for n, o in outputs if o.kind not in left_out or o.target in kept}
     needed |= {n for n in [loss_itself(program)] if n is not None}
     ends, found = set(program.output_nodes), []
     for node in reversed(list(program)):
@@ -40,7 +40,7 @@ def metric_nodes(program: Program, besides: Collection[str] = ()) -> list[fx.Nod
 
 
 def without_metrics(program: Program) -> Program:
-    """The program that has the loss alone; itself if that has no metrics."""
+    """The program with only the loss; unchanged if it has no metrics."""
     if not program.loss_metrics:
         return program
     program = program.copy()
@@ -52,16 +52,16 @@ def without_metrics(program: Program) -> Program:
 
 
 def place_metrics(nodes: Collection[fx.Node], last_reader: dict[fx.Node, int]) -> None:
-    """Give the calls of metrics the units of what they are computed of, when all other calls have theirs.
+    """Give calls of metrics the units of their inputs, when all other calls have theirs.
 
     Args:
-        last_reader: of the model's own tensors, the last unit whose forward reads them: no worker gets weights for
-            metrics that it does not have already.
+        last_reader: for the model's own tensors, the last unit whose forward reads them: no worker gets additional
+            weights for metrics.
     """
     for node in nodes:
         near = [info(n).unit if n.op == "call_function" else last_reader.get(n, -1) for n in node.all_input_nodes]
         info(node).unit = max(near, default=-1)
-    for node in reversed(list(nodes)):  # made of the batch alone: where it is read
+    for node in reversed(list(nodes)):  # made only from the batch: where it is read
         if info(node).unit < 0:
             info(node).unit = min((info(n).unit for n in node.users if n.op == "call_function"), default=0)
     for node in nodes:

@@ -1,7 +1,7 @@
-"""What each forward value of a microbatch is of the whole minibatch's: rows of it, its sum, its mean, or the same.
+"""What each forward value of a microbatch is in the whole minibatch: rows of it, its sum, its mean, or the same.
 
 The loss of a minibatch is the mean, or the sum, of its microbatches' losses only if that can be derived, operator by
-operator, from the leaves of the batch. `share_rules/` has a rule for each operator. A value is lost where an operator
+operator, from the leaves of the batch. `share_rules/` has a rule for each operator. A value is lost if an operator
 is unknown or mixes samples, and so is all that is computed from it.
 """
 
@@ -38,15 +38,15 @@ def microbatches_of(
     metrics: Collection[str] = (),
     seen: Mapping[str, Known] = NOTHING_SEEN,
 ) -> Microbatches:
-    """Derive what each forward value is; linear in the graph, for each value that must be known of the whole batch.
+    """Derive what each forward value is; linear in the graph, for each value that must be known for the whole batch.
 
     Args:
         program: at level FOLDED, captured on one microbatch. If `next_to` (`whole_call.py`) has put it next to the step
-            on the whole batch, all that is derived is held against that.
+            on the whole batch, everything derived is compared with that.
         dims: by leaf of the batch, the dimension along which it is cut; None if every microbatch gets all of it. By
-            default what the leaves themselves say.
-        metrics: of the step, those that are derived, too; the calls that serve the others alone are passed over.
-        seen: what values were seen to be on one batch, by their nodes' names: taken where nothing can be derived.
+            default from the leaves themselves.
+        metrics: of the step, those to derive, too; calls that serve only the others are skipped.
+        seen: by node name, what values were on one batch: used if nothing can be derived.
     """
     placeholders = program.placeholders
     leaves = {placeholders[b.node]: b.leaf for b in program.batch if b.node}
@@ -64,7 +64,7 @@ def microbatches_of(
         batch=batch,
         backward=BackwardCalls(program),
         changing=frozenset(updated),
-        passed_over=frozenset(metric_nodes(program, besides=metrics)),
+        passed_over=frozenset(metric_nodes(program, kept=metrics)),
     )
     found.parts = min((_parts(node, dims[leaves[node].name], n) for node, n in sizes.items()), default=0)
     while True:
@@ -89,7 +89,7 @@ def microbatches_of(
                 if isinstance(found.known[node], Lost):
                     found.known[node] = seen.get(node.name, found.known[node])
                 if found.known[node] != found.totals.get(node, found.known[node]):
-                    del found.totals[node]  # it is computed of what has become a total
+                    del found.totals[node]  # it is computed from what has become a total
                 if node in found.totals:
                     found.known[node] = Share.SAME
                 found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
@@ -98,7 +98,7 @@ def microbatches_of(
 
 
 def _parts(node: fx.Node, dim: int | None, size: int) -> int:
-    """How many times as large the leaf is in the whole batch; 0 if it is not known."""
+    """How many times as large the leaf is in the whole batch; 0 if that is not known."""
     shape = whole_shape(node)
     return 0 if shape is None or dim is None else shape[dim] // size
 

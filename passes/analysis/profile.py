@@ -1,4 +1,4 @@
-"""What every unit of a costed program costs: the planner's view of it."""
+"""The costs of every unit of a costed program: the planner's view of it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fxpipe.planner.profile import Profile, Unit, Value, in_turn
 def profile_of(program: Program, update_seconds_per_byte: float = 0.0, levels: bool = False) -> Profile:
     """The profile of a program whose nodes have their costs, for one microbatch.
 
-    What `rematerialize` will compute where it is used (masks, casts of weights, checkpoint regions) counts as neither
-    sent nor saved. Linear in the graph.
+    What `rematerialize` will compute where it is used (masks, casts of weights, checkpoint regions) is neither sent nor
+    saved. Linear in the graph.
 
     Args:
         update_seconds_per_byte: of the optimizer, for each byte of a trained parameter.
-        levels: whether its units say what they save if values are computed again.
+        levels: whether units list what they save at each level of recomputation.
     """
     return _Profiler(program, update_seconds_per_byte).profile(levels)
 
@@ -36,7 +36,7 @@ class _Profiler:
         self.updated = set(program.updates())
         self.nodes = list(program)
         sources = sources_of(program)
-        self.anywhere = sources.cheap | sources.fixed  # the worker or the backward that needs them makes them
+        self.anywhere = sources.cheap | sources.fixed  # the worker or backward that needs them makes them
         self.rows: list[dict[str, float]] = [{} for _ in range(self.count)]
 
     def profile(self, levels: bool) -> Profile:
@@ -94,7 +94,7 @@ class _Profiler:
                 yield Value(unit, size_of(value(node)), earlier)
 
     def _saved(self) -> None:
-        """For every unit what its B and W read of forward, and the gradients that its W reads of B.
+        """For every unit what its B and W read from forward, and the gradients that its W reads from B.
 
         A value that several units' backwards read counts for the last of them, whose backward runs first.
         """

@@ -1,4 +1,4 @@
-"""What a microbatch's value is of the whole minibatch's: the words of `microbatches.py` and its rules."""
+"""What a microbatch's value is in the whole minibatch: the words of `microbatches.py` and its rules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fxpipe.ir.program import Program
 class Share(Enum):
     """A value that has no rows of the batch.
 
-    SAME: each microbatch has the whole minibatch's value. UNIFORM: so it is, and its elements are alike (filled, or
-    drawn independently), so that it goes with any rows. SUM: the whole value is the sum of the microbatches', MEAN:
-    their mean.
+    SAME: each microbatch has the whole minibatch's value. UNIFORM: the same, and its elements are equal (filled, or
+    drawn independently), so it fits any rows. SUM: the whole value is the sum of the microbatches' values, MEAN: their
+    mean.
     """
 
     SAME = "the same in every microbatch"
@@ -30,12 +30,12 @@ class Share(Enum):
 
 @dataclass(frozen=True)
 class Rows:
-    """The whole value is the microbatches' values, put together along a dimension.
+    """The whole value is the microbatches' values, concatenated along a dimension.
 
     Attributes:
-        dim: which one.
-        outer: how many blocks the dimension is made of, each of them put together by itself: a transposed
-            [time, batch], seen as one dimension, has `time` of them.
+        dim: the dimension.
+        outer: how many blocks the dimension has, each concatenated separately: a transposed [time, batch], flattened to
+            one dimension, has `time` of them.
     """
 
     dim: int
@@ -44,12 +44,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Alike:
-    """The same in every microbatch, and along some dimensions: an expanded weight, which goes with rows there.
+    """The same in every microbatch, and along some dimensions: an expanded weight, which fits rows there.
 
     Attributes:
-        dims: along which it is the same.
-        periods: other dimensions, and after how many places it repeats itself along them: a mask for each window of a
-            picture, once for each sample.
+        dims: the dimensions along which it is the same.
+        periods: other dimensions, and after how many places it repeats along them: a mask for each window of a picture,
+            once for each sample.
     """
 
     dims: frozenset[int]
@@ -62,7 +62,7 @@ class Lost:
 
     Attributes:
         why: what lost it, in words.
-        node: the name of the node that did.
+        node: the name of the node where it was lost.
     """
 
     why: str
@@ -74,26 +74,26 @@ Known = Share | Rows | Alike | Lost
 
 @dataclass
 class Microbatches:
-    """What is known of a program that was captured on one microbatch; `microbatches.py` derives it.
+    """What is known about a program that was captured on one microbatch; `microbatches.py` derives it.
 
     Attributes:
         batch: how many samples the microbatch has.
-        backward: which backward calls belong to which forward call.
+        backward: which backward calls belong to a forward call.
         parts: how many times as large the whole batch is; 0 if the program does not say (`whole_call.py`).
         changing: the placeholders of buffers that the step updates.
         known: what each forward value is; a tuple for an operator whose results differ.
-        alone: the nodes that are computed from the batch and from constants: no gradient goes through them.
-        totals: sums and means over the batch, by what they are, that are not only added up: the whole minibatch's value
-            must take their place, and then they are the same in every microbatch.
+        alone: the nodes computed from the batch and constants: no gradient goes through them.
+        totals: sums and means over the batch that are not only added up: the whole minibatch's value must replace them,
+            and is then the same in every microbatch.
         likelihoods: the means of negative log-likelihoods, which divide by the weights of one microbatch's targets.
-        numbers: by a call that takes numbers which depend on how many samples there are: which it must take for the
-            whole minibatch, by their place.
-        kept: calls whose number depends on it, too, and is right as it is: it makes a mean of a sum.
-        factors: by a quotient or product that would be a sum, the input that makes it a mean if that is scaled.
-        divided: by an addition of a sum and what is none, the values that are sums, too, once they are divided by the
-            number of microbatches, each with the call that reads it.
+        numbers: for calls with numbers that depend on how many samples there are, by place: the numbers to use for the
+            whole minibatch.
+        kept: calls whose number depends on it, too, and is correct already: it makes a mean of a sum.
+        factors: for a quotient or product that would be a sum, the input to scale to make it a mean.
+        divided: for an addition of a sum and another value, the values that are sums, too, once divided by the number
+            of microbatches, each with the call that reads it.
         batch_norms: the normalisations over the samples of a microbatch.
-        passed_over: calls that serve metrics, of which nothing is derived.
+        passed_over: calls for metrics, for which nothing is derived.
     """
 
     program: Program
@@ -114,14 +114,14 @@ class Microbatches:
 
     @property
     def loss(self) -> Known:
-        """What the loss of one microbatch is."""
+        """What is known about the loss of one microbatch."""
         node = self.program.loss_node
         assert node is not None
         return self.known[node]
 
 
 def fits(known: Known, own: Sequence[int], whole: Sequence[int], parts: int) -> bool:
-    """Whether a value of which this is known can have that shape on the whole batch."""
+    """Whether a value of which this is known can have that shape in the whole batch."""
     if known is Share.UNIFORM or isinstance(known, Lost):
         return True
     if len(own) != len(whole):
@@ -145,14 +145,14 @@ def after_view(
     may_be: Callable[[Rows], bool],
     groups: bool = False,
 ) -> Rows | None:
-    """The rows of a tensor that is seen in another shape; None if the batch is divided.
+    """The rows of a tensor viewed in another shape; None if the batch is divided.
 
     Args:
         before, after: the shapes.
         batch: how many samples a microbatch has.
-        may_be: whether the result's shape on the whole batch allows it.
+        may_be: whether the result's shape on the whole batch allows them.
         groups: whether a row may be several whole samples: the rewards of each prompt's answers. Only the shape on the
-            whole batch tells groups of samples from samples in two dimensions.
+            whole batch distinguishes groups of samples from samples in two dimensions.
     """
     outer = prod(before[: rows.dim]) * rows.outer
     block = prod(before) // max(outer, 1)
@@ -166,6 +166,6 @@ def after_view(
             (grouped if block // below % batch else found).append(made)
     if not found and groups:
         return grouped[0] if len(grouped) == 1 else None
-    # More than one fits if some are of size 1: take what is the batch alone.
+    # More than one fits if some are of size 1: take only the batch.
     alone = [r for r in found if after[r.dim] == batch and r.outer == 1]
     return next(iter(alone or found), None)

@@ -1,4 +1,4 @@
-"""What is made again where it is read, instead of being sent or saved: the one answer for planner and passes."""
+"""What is made again where it is read, instead of being sent or saved; used by planner and passes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Sources:
 
     Attributes:
         cheap: those that are cheap to make: masks, position ids, casts and transposes of weights.
-        fixed: those that neither the batch nor an update of a buffer changes: what is made of weights and constants, at
+        fixed: those that neither the batch nor a buffer update changes: they are made from weights and constants, at
             any cost.
-        leaves: the placeholders that each of them is made of.
+        leaves: the placeholders that each is made from.
     """
 
     cheap: frozenset[fx.Node]

@@ -22,8 +22,8 @@ def summarize(program: Program, plan: Plan, demand: Demand, optimizer: Optimizer
     """The table's rows, for a program that has been through every pass.
 
     Args:
-        demand: who reads which weights, for the bytes of weight copies, under which schedule, for those of values kept.
-        optimizer: what the model's costs.
+        demand: who reads which weights, for the bytes of weight copies; and the schedule, for the bytes of kept values.
+        optimizer: the costs of the model's optimizer.
     """
     seconds: dict[tuple[int, str], float] = {}
     for node in program:
@@ -74,13 +74,13 @@ def summarize(program: Program, plan: Plan, demand: Demand, optimizer: Optimizer
 
 
 class Traffic:
-    """Bytes that every worker receives and sends for one minibatch, in the steady state.
+    """The bytes that every worker receives and sends for one minibatch, in the steady state.
 
     Attributes:
         arriving, leaving: by worker.
-        weights: what an owner sends a reader after an update, by (owner, reader).
-        bases: by worker, the bytes that it keeps of the last messages of weight copies, sent and received, because the
-            next ones are encoded differences to them.
+        weights: what an owner sends to a reader after an update, by (owner, reader).
+        bases: by worker, the bytes that it keeps of the last messages of weight copies, sent and received: the next
+            messages are encoded as differences from them.
     """
 
     def __init__(self, plan: Plan, demand: Demand) -> None:
@@ -114,7 +114,7 @@ def begin(plan: Plan, bounds: tuple[int, int]) -> str:
 
 
 def _passed_bytes(program: Program, part: Part) -> int:
-    """Bytes that the part before it keeps for a part: views of one value count once, the batch's own tensors too."""
+    """Bytes that a part gets from the part before it: views of one value count once, the batch's tensors count, too."""
     given = len(part.spec.weights) + len(part.spec.buffers)
     nodes = list(part.graph.nodes)[given:][: len(part.passed)]
     by_name = {n.name: n for n in program.graph.nodes}

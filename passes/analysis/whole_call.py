@@ -1,8 +1,8 @@
-"""What each call of a microbatch's step is in the step on the whole batch: its numbers and its shapes there.
+"""What each call of a microbatch's step is in the step on the whole batch: its numbers and shapes there.
 
 A graph holds sizes as numbers: `x.sum() / len(x)` and `x.sum() / 8` are one graph, and `x[:4]` of four samples is no
 call at all. So the step is captured on the whole batch, too, and `next_to` puts the two graphs next to each other, call
-by call: a number that is another one there depends on how many samples there are.
+by call: a number that differs there depends on how many samples there are.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WHOLE = "whole"
 """The key in `node.meta` of a `WholeCall`, or of the reason, in words, why the step on the whole batch has none."""
 
 NEAR = 12
-"""How many calls ahead a partner is looked for: the order in which torch makes views depends on their layout."""
+"""How many calls ahead to look for a partner: the order in which torch makes views depends on their layout."""
 
 Place = int | str
-"""Where an argument of a call is: its position, or its name."""
+"""The place of a call's argument: its position, or its name."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class WholeCall:
     """A call, or an input, of the step on the whole batch.
 
     Attributes:
-        shapes: of its value, or of each value of a tuple; None where that is no tensor.
-        arguments: what it is called with where that is no tensor: numbers, lists of numbers.
-        value: of a constant that has another value there.
+        shapes: of its value, or of each value of a tuple; None for a value that is not a tensor.
+        arguments: those that are not tensors: numbers, lists of numbers.
+        value: of a constant whose value differs there.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -48,7 +48,7 @@ class WholeCall:
 
 
 def whole_call(node: fx.Node) -> WholeCall | str | None:
-    """What `next_to` found for a node: None if it was not asked, or for a call that computes nothing."""
+    """What `next_to` found for a node: None if it was not called, or for a call that computes nothing."""
     return node.meta.get(WHOLE)
 
 
@@ -59,7 +59,7 @@ def shapes_of(shown: Any) -> tuple[tuple[int, ...] | None, ...]:
 
 
 def arguments_of(node: fx.Node) -> dict[Place, Any]:
-    """What a call is called with where that is no tensor."""
+    """The arguments of a call that are not tensors."""
     given: dict[Place, Any] = dict(enumerate(node.args))
     given.update(node.kwargs)
     return {
@@ -68,7 +68,7 @@ def arguments_of(node: fx.Node) -> dict[Place, Any]:
 
 
 def changed_arguments(node: fx.Node) -> dict[Place, Any]:
-    """The arguments that are others in the step on the whole batch, as they are there."""
+    """The arguments that differ in the step on the whole batch, with their values there."""
     call = whole_call(node)
     if not isinstance(call, WholeCall):
         return {}
@@ -77,12 +77,12 @@ def changed_arguments(node: fx.Node) -> dict[Place, Any]:
 
 
 def changed_numbers(node: fx.Node) -> dict[Place, Any]:
-    """The numbers that are others in the step on the whole batch, as they are there; sizes are none."""
+    """The numbers that differ in the step on the whole batch, with their values there, without sizes."""
     return {p: a for p, a in changed_arguments(node).items() if type_of(node, p) in ("number", "float", "Tensor")}
 
 
 def type_of(node: fx.Node, place: Place) -> str:
-    """The type of an argument by the operator's schema, where numbers may stand for tensors."""
+    """The type of an argument by the operator's schema, where numbers may replace tensors."""
     if not isinstance(node.target, OpOverload):
         return ""
     schema = schema_of(node.target)
@@ -92,10 +92,10 @@ def type_of(node: fx.Node, place: Place) -> str:
 
 
 def next_to(program: Program, whole: Program | str) -> Program:
-    """The program, each of whose forward calls knows what it is in the step on the whole batch.
+    """The program, with each forward call knowing what it is in the step on the whole batch.
 
-    Calls are taken in their order; those that compute nothing are passed over. A backward call knows it where its
-    forward call has the same ones.
+    Calls are paired in order; those that compute nothing are skipped. A backward call knows it if both forward calls
+    have the same backward calls.
 
     Args:
         program: captured on a microbatch.
@@ -117,7 +117,7 @@ def next_to(program: Program, whole: Program | str) -> Program:
     if first is not None:
         place = f" ({info(first).source})" if info(first).source else ""
         for node in mine[mine.index(first) :]:
-            node.meta[WHOLE] = f"the step on the whole batch does something else from here on{place}"
+            node.meta[WHOLE] = f"the step on the whole batch differs from here on{place}"
     loss, its = program.loss_node, whole.loss_node
     assert loss is not None
     assert its is not None
@@ -129,20 +129,20 @@ def next_to(program: Program, whole: Program | str) -> Program:
     if unlike is not None or not _same_outputs(program, whole, pairs):
         _backward(program, whole, forward)
         if not _has_one_sample(pairs) or _without_shapes(program) != _without_shapes(whole):
-            loss.meta[WHOLE] = "the step on the whole batch computes its gradient otherwise"
+            loss.meta[WHOLE] = "the step on the whole batch computes its gradient differently"
     return program
 
 
 def partners(program: Program, whole: Program) -> dict[str, str]:
-    """By the name of a forward value, that of the same one in the step on the whole batch; see `next_to`."""
+    """By the name of a forward value, the name of its partner in the step on the whole batch; see `next_to`."""
     program = program.copy()
     pairs = _inputs(program, whole)
     _pair(_forward(program, metric_nodes(program)), _forward(whole, metric_nodes(whole)), pairs)
     return {mine.name: theirs.name for mine, theirs in pairs.items()}
 
 
-def _forward(program: Program, besides: Collection[fx.Node]) -> list[fx.Node]:
-    left_out = set(besides)
+def _forward(program: Program, left_out: Collection[fx.Node]) -> list[fx.Node]:
+    left_out = set(left_out)
     return [n for n in _phase(program, "F") if n not in left_out]
 
 
@@ -151,7 +151,7 @@ def _phase(program: Program, phase: Phase) -> list[fx.Node]:
 
 
 def _same_outputs(program: Program, whole: Program, pairs: dict[fx.Node, fx.Node]) -> bool:
-    """Whether all parameters get their gradients from calls that are one."""
+    """Whether all parameters get their gradients from partner calls."""
     here, there = _outputs(program), _outputs(whole)
     if list(here) != list(there):
         return False
@@ -159,7 +159,7 @@ def _same_outputs(program: Program, whole: Program, pairs: dict[fx.Node, fx.Node
 
 
 def _outputs(program: Program) -> dict[Output, fx.Node]:
-    """All but the metrics."""
+    """All outputs but the metrics."""
     return {o: n for n, o in zip(program.output_nodes, program.outputs, strict=True) if o.kind != "metric"}
 
 
@@ -169,17 +169,17 @@ def _has_one_sample(pairs: dict[fx.Node, fx.Node]) -> bool:
 
 
 def _without_shapes(program: Program) -> Counter[Any]:
-    """What backward calls, without what serves shapes alone: of one sample, it expands nothing, and adds nothing up."""
+    """The calls of backward, without those for shapes: for one sample, it expands nothing and adds nothing up."""
     calls = (n for n in _phase(program, "B") if not computes_nothing(n))
     return Counter(_operator(n) for n in calls if operator_name(n.target) not in _OF_SHAPES)
 
 
 def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """Find the partners of calls, nearly in their order, until one has none, which is returned.
+    """Find the partners of calls, nearly in order, until one has none; that one is returned.
 
     A partner is the same operator, called with partners.
     """
-    biases: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # their products without the bias that my call has added
+    biases: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # their products without the bias that this call has added
     rest = list(reversed(theirs))
     for one in mine:
         near = rest[: -NEAR - 1 : -1]
@@ -202,9 +202,9 @@ def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Nod
 
 
 def _without_bias(one: fx.Node, other: fx.Node, pairs: dict[fx.Node, fx.Node]) -> bool:
-    """Whether a linear layer's product is one call with its bias here, and without it there.
+    """Whether a linear layer's product and bias are one call here, and two calls there.
 
-    Rows of one sample lie in a row whatever the order of dimensions is; then torch adds the bias in the same call.
+    Rows of one sample are contiguous in any order of dimensions; then torch adds the bias in the same call.
     """
     if one.target is not aten.addmm.default or other.target is not aten.mm.default or one.kwargs:
         return False
@@ -219,13 +219,13 @@ def _adds_bias(other: fx.Node, biases: dict[fx.Node, tuple[fx.Node, fx.Node]], p
 
 
 def _inputs(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
-    """Which placeholder is which."""
+    """The partners of placeholders."""
     theirs, nodes, other_nodes = _by_role(whole), program.placeholders, whole.placeholders
     pairs = {}
     for role, name in _by_role(program).items():
         node, other = nodes[name], other_nodes.get(theirs.get(role, ""))
         if other is None:
-            node.meta[WHOLE] = "the step on the whole batch does without it"
+            node.meta[WHOLE] = "the step on the whole batch does not use it"
             continue
         pairs[node] = other
         node.meta[WHOLE] = call = _call(other)
@@ -237,7 +237,7 @@ def _inputs(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
 
 
 def _by_role(program: Program) -> dict[tuple[str, str], str]:
-    """The names of placeholders by what they are: a tensor of the model, of the batch, or a constant by its number."""
+    """The names of placeholders by role: a tensor of the model, of the batch, or a constant by its number."""
     found = {("model", p.names[0]): p.node for p in program.parameters}
     found |= {("model", b.names[0]): b.node for b in program.buffers if not b.constant}
     found |= {("batch", b.leaf.name): b.node for b in program.batch if b.node}
@@ -247,7 +247,7 @@ def _by_role(program: Program) -> dict[tuple[str, str], str]:
 
 def _same_value(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.is_meta or other.is_meta:
-        return True  # their shapes tell, or they have no values
+        return True  # the shapes decide, or they have no values
     return one.data_ptr() == other.data_ptr() or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
@@ -262,7 +262,7 @@ _NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.defaul
 
 
 def computes_nothing(node: fx.Node) -> bool:
-    """Whether a call gives what it gets: it copies, or gives it the shape that it has."""
+    """Whether a call returns its input: it copies, or gives it the shape that it has."""
     if node.target in _NOTHING:
         return True
     if node.target in (aten.view.default, aten.expand.default, *_VIEWS):
@@ -271,7 +271,7 @@ def computes_nothing(node: fx.Node) -> bool:
 
 
 def whole_shape(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of a value in the step on the whole batch, if that is known."""
+    """The shape of a value in the step on the whole batch, if known."""
     while whole_call(node) is None and node.op == "call_function" and computes_nothing(node):
         node = node.all_input_nodes[0]
     call = whole_call(node)
@@ -279,14 +279,14 @@ def whole_shape(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _computed(node: fx.Node) -> fx.Node:
-    """The value that calls which compute nothing give."""
+    """The value behind calls that compute nothing."""
     while node.op == "call_function" and computes_nothing(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _partner(node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """The computed value that a value is in the step on the whole batch."""
+    """The computed value that is the partner of a value."""
     while node not in pairs and node.op == "call_function" and computes_nothing(node):
         node = node.all_input_nodes[0]
     return _computed(pairs[node]) if node in pairs else None
@@ -297,7 +297,7 @@ def _operator(node: fx.Node) -> Any:
 
 
 def _alike(one: fx.Node, other: fx.Node, pairs: dict[fx.Node, fx.Node]) -> bool:
-    """Whether two calls are one, but for numbers."""
+    """Whether two calls are equal except for numbers."""
     if _operator(one) is not _operator(other) or set(one.kwargs) != set(other.kwargs):
         return False
     if is_getitem(one) and one.args[1] != other.args[1]:
@@ -316,7 +316,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _backward(program: Program, whole: Program, pairs: dict[fx.Node, fx.Node]) -> None:
-    """Let backward calls know what they are, where the backward of a forward call has the same ones."""
+    """Let backward calls know what they are, if both forward calls have the same backward calls."""
     mine, theirs = _by_number(program), _by_number(whole)
     numbers: dict[Any, set[Any]] = defaultdict(set)
     for one, other in pairs.items():

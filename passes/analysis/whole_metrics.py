@@ -1,4 +1,4 @@
-"""What the metrics of microbatches are of the whole minibatch's, without changing anything of the loss for that."""
+"""What the metrics of microbatches are in the whole minibatch, without changing anything for the loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxpipe.ir.program import INFO, info
 
 
 def with_metrics(found: Microbatches) -> Microbatches:
-    """What is known of the loss, and of those metrics for which that can be derived and asks nothing else of the loss.
+    """What is known about the loss, and about metrics that can be derived and need no change to the loss.
 
-    A metric of which nothing can be derived, and all metrics where those that can be derived would change what the
-    loss is computed of, are computed of the microbatch's own values.
+    Metrics that cannot be derived, and all metrics if deriving them would change what the loss is computed from, are
+    computed from the microbatch's own values.
     """
     program = found.program
     names = list(program.metrics())
@@ -37,7 +37,7 @@ def with_metrics(found: Microbatches) -> Microbatches:
 
 
 def _asked(of: Microbatches, found: Microbatches) -> Any:
-    """All that is asked of the calls which the loss is computed of."""
+    """Everything needed of the calls from which the loss is computed."""
     calls = found.known.keys()
     likelihoods = [node for node in of.likelihoods if node in calls]
     several = (of.totals, of.numbers, of.factors, of.divided)
@@ -50,7 +50,7 @@ def _asked(of: Microbatches, found: Microbatches) -> Any:
 
 
 def _keep_own_values(found: Microbatches, metrics: Collection[str]) -> None:
-    """Compute again, for some metrics, what will be made the whole minibatch's for the loss."""
+    """For some metrics, compute again from the microbatch what the loss will take from the whole minibatch."""
     program = found.program
     changed = {*found.totals, *found.numbers, *found.factors, *found.likelihoods}
     changed |= {reader for pairs in found.divided.values() for _, reader in pairs}
@@ -78,7 +78,7 @@ def _copied(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> fx.No
 
 
 def _behind(node: fx.Node, among: Collection[fx.Node]) -> set[fx.Node]:
-    """A node, and all of some nodes that it is computed of."""
+    """A node, and all nodes among these that it is computed from."""
     found, stack = {node}, [node]
     while stack:
         for source in stack.pop().all_input_nodes:

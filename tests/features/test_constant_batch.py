@@ -252,5 +252,5 @@ def test_names_are_a_list(tmp_path: Path) -> None:
     from fxpipe.task.model_file import load_task
 
     (tmp_path / "model.py").write_text(MODEL.format(constants="constant_batch = 'length'"))
-    with pytest.raises(FxpipeError, match="no list of names"):
+    with pytest.raises(FxpipeError, match="not a list of names"):
         _ = load_task(tmp_path / "model.py").constant_batch

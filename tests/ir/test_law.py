@@ -167,15 +167,15 @@ BROKEN: list[tuple[Level, Callable[[Program], Program | None], str]] = [
     (Level.NUMBERED, no_unit, "has no unit"),
     (Level.NUMBERED, unit_too_early, "F edge .* runs from unit 1 to 0"),
     (Level.NUMBERED, forward_weight_gradient, "makes weight gradients, but is forward"),
-    (Level.NUMBERED, read_weight_gradient, "which makes weight gradients alone"),
+    (Level.NUMBERED, read_weight_gradient, "which makes only weight gradients"),
     (Level.COSTED, no_cost, "has no cost"),
     (Level.PLACED, no_worker, "has no worker"),
     (Level.PLACED, worker_too_late, "F edge .* runs from worker 1 to 0"),
     (Level.PLACED, lambda p: dataclasses.replace(p, cuts=None), "a placed program has cuts"),
-    (Level.PLACED, element_elsewhere, "is not where the tuple is that it is an element of"),
+    (Level.PLACED, element_elsewhere, "is not on the worker of its tuple"),
     (Level.WIRED, crossing, "crosses workers without a Send/Recv pair"),
     (Level.WIRED, other_shape, "differs from its edge in shape or dtype"),
-    (Level.WIRED, lambda p: dataclasses.replace(p, wires={}), "is the end of no edge"),
+    (Level.WIRED, lambda p: dataclasses.replace(p, wires={}), "is not an end of any edge"),
     (Level.SPLIT, lambda p: dataclasses.replace(p, stages=p.stages[1:]), "one stage for each worker"),
     (Level.SPLIT, call_twice, "backward of stage 1 is given|forward of stage 1"),
     (Level.SPLIT, with_spec(weights=()), "forward of stage 0 is given .*too many .*'first.weight'"),
@@ -205,7 +205,7 @@ def test_a_broken_law_is_noticed(level: Level, break_it: Callable[[Program], Pro
 def test_an_evaluation_has_no_backward_and_gives_metrics() -> None:
     program = capture_evaluation(nn.Linear(2, 2), lambda m, x: {"a": m(x).sum(), "b": m(x).amax()}, torch.ones(3, 2))
     assert program.program.phases == ("F",)
-    with pytest.raises(VerifyError, match="an evaluation gives metrics and buffers alone"):
+    with pytest.raises(VerifyError, match="an evaluation has only metrics and buffers"):
         verify(replaced_outputs(program.program, Output("loss"), Output("metric", "b")))
     broken = program.program.copy()
     info(list(broken)[-1]).phase = "B"

@@ -187,7 +187,7 @@ def test_a_weight_that_no_microbatch_has_tried_is_told() -> None:
     weigh = lambda batch: (batch[1] >= 0).sum()  # noqa: E731
     even = (torch.randn(6, 4, 6), torch.ones(6, 4).long())
     warned = compiled(by_largest, even, loss_weight=weigh).warnings
-    assert "loss_weight(batch) was not tried on microbatches that count differently" in "".join(warned)
+    assert "loss_weight(batch) was not tried on microbatches of different weights" in "".join(warned)
     assert not compiled(by_largest, padded(), loss_weight=weigh).warnings
 
 
@@ -213,7 +213,9 @@ def test_a_loss_over_pairs_is_refused_or_accepted() -> None:
 
 
 def test_the_root_of_a_mean_is_refused_with_its_cause_and_cure() -> None:
-    with pytest.raises(BatchError, match=r"sqrt \(.*\) is not linear, and is taken of a mean over the batch") as caught:
+    with pytest.raises(
+        BatchError, match=r"sqrt \(.*\) is not linear, and is applied to a mean over the batch"
+    ) as caught:
         compiled(lambda m, b: F.mse_loss(m(b[0]), b[0][..., :5]).sqrt(), padded())
     assert str(caught.value.hint).startswith("use --microbatches 1. ")
 
@@ -447,7 +449,7 @@ def test_buffers_that_every_microbatch_changes(name: str) -> None:
     if names:
         assert warnings == (
             f"every microbatch changes {names}, 3 times in a step: eager PyTorch changes "
-            f"{'them' if ',' in names else 'it'} once, by the whole batch",
+            f"{'them' if ',' in names else 'it'} once, with the whole batch",
         )
         return
     assert not warnings
@@ -512,7 +514,7 @@ def test_where_it_is_cut_can_be_said(dims: Any) -> None:
     ("dims", "message"),
     [
         ((1,), "built differently from the batch"),
-        ((3, 0), r"gives batch\[0\] dimension 3, and it has 3"),
+        ((3, 0), r"gives batch\[0\] dimension 3, but it has 3"),
         ({"batch[2]": 0}, r"names batch\[2\], which the batch does not have"),
         ((0, 0), r"its size differs: batch\[0\] has 4, batch\[1\] has 9"),
     ],
@@ -595,8 +597,8 @@ def test_every_batch_norm_of_microbatches_is_warned_of() -> None:
 
     build = fxpipe.compile(two(), squared, torch.randn(8, 6), workers=2, schedule="1f1b", cost="analytic")
     (warning,) = [w for w in build.warnings if "batch norm" in w]
-    assert warning.startswith("batch norm normalises each microbatch by itself (1, 3): this trains otherwise than")
-    assert "--microbatches 1, without replicas, trains as that loop does" in warning
+    assert warning.startswith("batch norm normalises each microbatch by itself (1, 3): this trains differently from")
+    assert "--microbatches 1, without replicas, trains like that loop" in warning
     whole = fxpipe.compile(
         two(), squared, torch.randn(8, 6), workers=2, schedule="1f1b", microbatches=1, cost="analytic"
     )

@@ -144,7 +144,7 @@ SAID: dict[str, tuple[str, Step]] = {
         "index_fill",
         lambda m, b: (torch.zeros(CLASSES, len(b[0])).index_fill(0, b[2], 1.0).sum(0) * errors(m, b)).mean(),
     ),
-    "a gradient for many": ("computes its gradient otherwise", lambda m, b: (m(b[0]) * held(m, b)).mean()),
+    "a gradient for many": ("computes its gradient differently", lambda m, b: (m(b[0]) * held(m, b)).mean()),
     "a branch": (
         "does something else",
         lambda m, b: errors(m, b).mean() + (errors(m, b).square().mean() if len(b[0]) < SAMPLES else 0),

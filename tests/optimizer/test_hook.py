@@ -120,7 +120,10 @@ def test_errors_on_copies_are_the_users() -> None:
         raise ValueError("odd")
     with pytest.raises(OptimizerRefused, match="needs a closure: RuntimeError: SAM requires closure"), users():
         raise RuntimeError("SAM requires closure")
-    with pytest.raises(OptimizerRefused, match="talks to other processes: ValueError: Default process group"), users():
+    with (
+        pytest.raises(OptimizerRefused, match="communicates with other processes: ValueError: Default process group"),
+        users(),
+    ):
         torch.distributed.all_reduce(torch.ones(1))
     with pytest.raises(OptimizerRefused, match="as it is"), users():
         raise OptimizerRefused("as it is")

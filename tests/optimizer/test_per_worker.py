@@ -115,13 +115,13 @@ def test_what_is_known_to_look_at_each_parameter_alone_passes(name: str) -> None
 def test_what_looks_at_each_parameter_alone_is_in_doubt_unless_the_user_knows(name: str) -> None:
     found = check_per_worker(plan(), ALONE[name])
     assert found is not None
-    assert "may train otherwise with one for each worker" in found
+    assert "may train differently with one for each worker" in found
     assert "a trial on small copies found no difference" in found
     assert check_per_worker(plan(), ALONE[name], accepted=True) is None
 
 
 def test_so_is_what_waits_for_more_than_a_trial_has() -> None:
-    assert "ClipsLater may train otherwise" in (
+    assert "ClipsLater may train differently" in (
         check_per_worker(plan(), lambda n: ClipsLater(weights(n), most=1.0)) or ""
     )
 
@@ -133,7 +133,7 @@ def test_optimizers_of_other_libraries_are_known() -> None:
         return lambda n: pytorch_optimizer.load_optimizer(name)(weights(n), lr=0.01)
 
     assert check_per_worker(plan(), named("stableadamw")) is None
-    assert "Lamb may train otherwise" in (check_per_worker(plan(), named("lamb")) or "")
+    assert "Lamb may train differently" in (check_per_worker(plan(), named("lamb")) or "")
 
 
 def test_a_step_with_hooks_is_not_known() -> None:
@@ -142,7 +142,7 @@ def test_a_step_with_hooks_is_not_known() -> None:
         made.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(weights(named), 1e9) and None)
         return made
 
-    with pytest.raises(TaskError, match=r"SGD trains otherwise .*; gradients of other workers are far larger there"):
+    with pytest.raises(TaskError, match=r"SGD behaves differently .*; gradients of other workers are far larger there"):
         check_per_worker(plan(), make)
 
 
@@ -185,13 +185,13 @@ class CarriesOver(SGD):
 
 
 LOOKS = {
-    "skips, over 3": (lambda n: SkipsSpikes(weights(n), 3.0), "something of all parameters at once"),
+    "skips, over 3": (lambda n: SkipsSpikes(weights(n), 3.0), "something over all parameters"),
     "norm": (lambda n: ClipsInside(weights(n), most=1.0), "a norm: to clip"),
     "hardly ever": (lambda n: ClipsInside(weights(n), most=1e9), "a norm: to clip"),
     "not finite": (lambda n: SkipsNotFinite(weights(n)), "must follow from each parameter alone"),
-    "mean": (lambda n: MeanOfSquares(weights(n)), "something of all parameters at once"),
+    "mean": (lambda n: MeanOfSquares(weights(n)), "something over all parameters"),
     "adapts": (lambda n: Adapts(weights(n)), "it adapts d to all parameters at once"),
-    "by place": (lambda n: ByPlace(weights(n)), "something of all parameters at once"),
+    "by place": (lambda n: ByPlace(weights(n)), "something over all parameters"),
     "rate by place": (by_count, "make lr from the parameter's name and from constants"),
 }
 
@@ -202,7 +202,7 @@ def test_what_looks_at_all_parameters_is_refused(name: str) -> None:
     with pytest.raises(TaskError) as caught:
         check_per_worker(plan(), make)
     kind = type(make([("weight", torch.nn.Parameter(torch.ones(1)))])).__name__
-    assert caught.value.what.startswith(f"{kind} trains otherwise with one for each worker")
+    assert caught.value.what.startswith(f"{kind} behaves differently when each worker has its own")
     assert cure in str(caught.value.hint)
     assert "--accept-optimizer-per-worker" in str(caught.value.hint)
     accepted = check_per_worker(plan(), make, accepted=True)
@@ -284,7 +284,7 @@ def test_state_that_optimizers_share_is_named(make: Any, scheduler: Any) -> None
 def test_how_far_apart_is_said() -> None:
     with pytest.raises(TaskError) as caught:
         check_per_worker(plan(), by_count)
-    assert f"in {1 + len(LOUD)} steps weights come up to" in caught.value.what
+    assert f"after {1 + len(LOUD)} steps weights differ by up to" in caught.value.what
     assert ", of worker " in caught.value.what
     assert "with one, " in caught.value.what
 
@@ -296,21 +296,21 @@ def test_random_numbers_of_other_generators_are_in_doubt() -> None:
 
     found = check_per_worker(plan(), lambda n: Shuffled(weights(n)))
     assert found is not None
-    assert found.endswith("it draws random numbers from `random` or numpy, and these may be the only reason")
+    assert found.endswith("it draws random numbers from `random` or numpy, which may be the only reason")
 
 
 def test_what_cannot_be_tried_is_in_doubt() -> None:
     found = check_per_worker(plan(), lambda n: torch.optim.SparseAdam(weights(n)))
     assert found is not None
     assert "SparseAdam does not support dense gradients" in found
-    assert found.endswith("it was not found out whether each worker may have one of its own")
+    assert found.endswith("whether each worker may have its own is unknown")
 
 
 def test_what_fails_on_one_workers_parameters_is_refused() -> None:
     def needs_the_first(named: Named) -> Optimizer:
         return SGD([{"params": [dict(named)["tok.weight"]]}], lr=0.1)
 
-    with pytest.raises(TaskError, match=r"takes all parameters together, but fails[\s\S]*KeyError: 'tok.weight'"):
+    with pytest.raises(TaskError, match=r"works over all parameters, but fails[\s\S]*KeyError: 'tok.weight'"):
         check_per_worker(plan(), needs_the_first)
 
 
@@ -356,7 +356,7 @@ def test_copies_are_small_and_few(count: int) -> None:
         seen.append(named)
         return MeanOfSquares(weights(named))
 
-    with pytest.raises(TaskError, match="MeanOfSquares trains otherwise"):
+    with pytest.raises(TaskError, match="MeanOfSquares behaves differently"):
         check_per_worker(large(count), watching)
     assert len(seen[0]) == min(count, MOST)
     assert [len(named) for named in seen[1:5]] == pytest.approx([len(seen[0]) / 4] * 4, rel=0.3)

@@ -128,7 +128,7 @@ def test_the_law_notices_an_edge_that_is_encoded_at_one_end_only(broken: object)
     made = encoded(run_passes(placed(two_layers(), 2), [Comm()]), CODECS)
     verify(made)
     broken(made)  # type: ignore[operator]
-    with pytest.raises(VerifyError, match=r"nothing reads|has the codec 'bf16', and what is next to it another"):
+    with pytest.raises(VerifyError, match=r"nothing reads|has the codec 'bf16', but its neighbour has another"):
         verify(made)
 
 

@@ -68,7 +68,7 @@ def test_every_captured_call_reads_values_laid_out_as_captured(make: type[Middle
             made = super().run_node(n)
             read = isinstance(made, torch.Tensor) and any(user.name in captured for user in n.users)
             if read and made.stride() != value(n).stride():
-                wrong.append(f"{n}: {made.stride()}, foretold {value(n).stride()}")
+                wrong.append(f"{n}: {made.stride()}, predicted {value(n).stride()}")
             return made
 
     feed = {**program.values, **program.example}

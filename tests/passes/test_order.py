@@ -82,7 +82,7 @@ def test_a_harmless_swap_emits_the_same_text(name: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("level", "passes", "message", "hint"),
     [
-        (Level.CAPTURED, LISTS["training"][1:], "whole_loss takes .* FOLDED, and this one is CAPTURED", "FOLDED"),
+        (Level.CAPTURED, LISTS["training"][1:], "whole_loss takes .* FOLDED, but this one is CAPTURED", "FOLDED"),
         (Level.CAPTURED, swapped(LISTS["training"], 11), "codegen takes .* SPLIT, .* is WIRED", "run split first"),
         (Level.CAPTURED, [*LISTS["training"], Fold()], "fold takes .* CAPTURED, .* EMITTED", "run fold before fold"),
         (Level.SPLIT, [Comm()], "pass comm takes a program that is PLACED, .* SPLIT", "begin with a PLACED program"),

@@ -198,14 +198,14 @@ def two_dtypes(program: Program) -> Program:
     ("broken", "said"),
     [
         (without_updaters, r"has the updaters \(2,\): of 1 parameters, 2 replicas"),
-        (no_call, r"hands over the buckets \['bucket_1'\], and has \['bucket_0', 'bucket_1'\]"),
+        (no_call, r"hands over the buckets \['bucket_1'\], but has \['bucket_0', 'bucket_1'\]"),
         (other_member, "which are not the gradients of"),
-        (twice, r"and has \['bucket_0', 'bucket_0'\]"),
+        (twice, r"but has \['bucket_0', 'bucket_0'\]"),
         (in_two_buckets, "the gradient of 2.weight is in two buckets"),
         (left_out, "the gradient of 2.weight is in no bucket"),
         (other_call, "is all_reduce, not reduce_scatter"),
-        (other_phase, "is in B, and gradients are returned in W"),
-        (without_replicas, r"hands over the buckets \['bucket_0', 'bucket_1'\], and has \[\]"),
+        (other_phase, "is in B, but gradients are returned in W"),
+        (without_replicas, r"hands over the buckets \['bucket_0', 'bucket_1'\], but has \[\]"),
         (two_dtypes, "a bucket has one dtype"),
     ],
 )
@@ -274,7 +274,7 @@ def test_sparse_gradients_are_refused() -> None:
     program = run_passes(placed(two_layers()), [Comm()])
     node = next(n for n in program if n.name == "d__2_mm")
     node.meta["val"] = torch.eye(2).to_sparse()
-    with pytest.raises(CutError, match=r"the gradient of 2\.weight is sparse, and cannot be summed over replicas"):
+    with pytest.raises(CutError, match=r"the gradient of 2\.weight is sparse, so it cannot be summed over replicas"):
         Reduce((2,))(program)
     assert Reduce((1,))(program) is program
 

@@ -74,5 +74,5 @@ def test_a_weighted_loss_is_scaled_too() -> None:
 def test_parameters_of_float16_are_refused() -> None:
     model = nn.Linear(4, 4).half()
     program = Fold()(fxpipe.capture(model, lambda m, x: m(x.half()).float().mean(), torch.randn(8, 4)))
-    with pytest.raises(TaskError, match="these are of float16: weight, bias"):
+    with pytest.raises(TaskError, match="these are float16: weight, bias"):
         ScaleLoss()(program)

@@ -92,7 +92,7 @@ def test_the_law_knows_a_node_that_is_wrongly_marked() -> None:
     wrong = program.copy()
     node = next(n for n in wrong if n.name == "d_layers_3_mm")
     info(node).weight = True
-    with pytest.raises(VerifyError, match="d_layers_3_mm, which makes weight gradients alone"):
+    with pytest.raises(VerifyError, match="d_layers_3_mm, which makes only weight gradients"):
         verify(wrong)
     info(node).weight = False
     info(next(n for n in wrong if info(n).phase == "F")).weight = True

@@ -11,7 +11,7 @@ import torch
 from covering import covering
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
-from fxpipe.passes.analysis.whole_call import beside
+from fxpipe.passes.analysis.whole_call import next_to
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.whole_loss import BY_ITSELF, WholeLoss
 from torch import Tensor, nn
@@ -280,7 +280,7 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
         lambda m, b: F.cross_entropy(logits(m, b).mean(1) @ logits(m, b).mean(1).t(), torch.arange(len(b[0]))),
     ),
     "root of a mean": (
-        "sqrt .* is not linear, and is taken of a mean over the batch",
+        "sqrt .* is not linear, and is applied to a mean over the batch",
         lambda m, b: logits(m, b).square().mean().sqrt(),
     ),
     "largest": ("max .* is not a sum or a mean", lambda m, b: logits(m, b).max()),
@@ -342,7 +342,7 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
         lambda m, b: (-torch.cdist(logits(m, b)[:, 0], b[0][:, 0, :5])).exp().mean(),
     ),
     "a sum, and what is read twice": (
-        "adds a sum over the batch and what is none",
+        "adds a sum over the batch to something else",
         lambda m, b: (lambda s: logits(m, b).square().sum() + s + s.square())(m[2].bias.sum()),
     ),
 }
@@ -393,8 +393,8 @@ def distance(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 
 
 def captured(made: nn.Module, step: Step, whole: Batch, count: int) -> Program:
-    """On one microbatch, beside the step on the whole batch."""
-    return beside(fxpipe.capture(made, step, parts(whole, count)[0]), fxpipe.capture(made, step, whole))
+    """On one microbatch, next to the step on the whole batch."""
+    return next_to(fxpipe.capture(made, step, parts(whole, count)[0]), fxpipe.capture(made, step, whole))
 
 
 def lowered(made: nn.Module, step: Step, whole: Batch, count: int, **options: Any) -> Program:
@@ -522,7 +522,7 @@ def test_own_code_that_makes_gradients_is_said(step: Step, why: str) -> None:
     made, whole = model(), batch()
     program = lowered(made, step, whole, 3)
     (warning,) = program.warnings
-    assert re.search(f"neither proved nor checked: {why} may do with a microbatch's gradients", warning), warning
+    assert re.search(f"neither proved nor checked: {why} may treat a microbatch's gradients", warning), warning
     assert distance(minibatch(program, whole, 3), whole_batch(made, step, whole)) < 1e-6
     assert lowered(made, step, whole, 3, accepted=True).differs_from_whole
 
@@ -533,7 +533,7 @@ def test_weighted_microbatches() -> None:
     step = lambda m, b: (logits(m, b).mean(-1) * kept(b)).sum() / kept(b).flatten().double().norm(p=1)  # noqa: E731
     program = lowered(made, step, whole, 3, weighted=True)
     assert program.batch[-1].leaf.name == "loss_weight"
-    assert program.warnings[-1].endswith("loss_weight(batch) was not tried on microbatches that count differently")
+    assert program.warnings[-1].endswith("loss_weight(batch) was not tried on microbatches of different weights")
     assert not lowered(made, step, whole, 3, weighted=True, checked=True).warnings
     found = program.run(batch={"loss_weight": torch.tensor(0.5)})
     plain = fxpipe.capture(made, step, parts(whole, 3)[0]).run()

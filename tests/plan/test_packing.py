@@ -56,7 +56,7 @@ def test_layout_copies_only_what_lies_wrong(dtype: torch.dtype) -> None:
 
 
 def test_another_shape_is_named() -> None:
-    with pytest.raises(RunError, match=r"h0 is torch.float32\[2\], the plan says torch.float32\[3\]"):
+    with pytest.raises(RunError, match=r"h0 is torch.float32\[2\], but the plan says torch.float32\[3\]"):
         Layout(spec(torch.ones(3)), "h0")(torch.ones(2))
 
 

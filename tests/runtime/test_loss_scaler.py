@@ -97,7 +97,7 @@ def test_schedules_without_a_flush_are_refused() -> None:
 def test_parameters_in_float16_are_refused() -> None:
     model = made()
     model.head.half()
-    with pytest.raises(TaskError, match=r"these are of float16: head\.weight, head\.bias"):
+    with pytest.raises(TaskError, match=r"these are float16: head\.weight, head\.bias"):
         fxp.compile(model, loss, batches(1, 0)[0], schedule="1f1b", autocast="fp16", microbatches=1, cost="analytic")
 
 

@@ -142,9 +142,9 @@ def test_a_plan_says_how_replicas_come_together(tmp_path: Path) -> None:
         replace(plan, outer=OuterSpec(5, 0.7, 0.9, 2)),
         replace(plan, replicas=(), microbatches=1),
     ):
-        with pytest.raises(Malformed, match="replicas cannot come together by outer steps"):
+        with pytest.raises(Malformed, match="replicas cannot combine weights by outer steps"):
             check(wrong)
-    with pytest.raises(Malformed, match="its buckets do not have each gradient once"):
+    with pytest.raises(Malformed, match="not every gradient is in exactly one bucket"):
         check(replace(plan, outer=None))
 
 

@@ -65,8 +65,8 @@ def test_what_replicas_hold_is_what_was_foretold(tmp_path: Path, dp: int, optimi
     for worker in range(2):
         held = [sum(_held(executor).values()) for executor in pipeline.every if executor.worker == worker]
         shares = [sum(p.tensor.bytes for p in plan.updated(worker, replica)) for replica in range(dp)]
-        foretold = [builds[1].costs.optimizer_bytes * share for share in shares]
-        assert held == pytest.approx(foretold, rel=0.05)
+        predicted = [builds[1].costs.optimizer_bytes * share for share in shares]
+        assert held == pytest.approx(predicted, rel=0.05)
         all_of_it = sum(p.tensor.bytes for p in plan.owned(worker) if p.trained)
         assert max(shares) < 0.75 * all_of_it
         before = [_at_rest(build, worker) for build in builds]

@@ -144,16 +144,22 @@ def with_buckets(change: Callable[[tuple[BucketSpec, ...]], Sequence[BucketSpec]
             "different numbers of replicas",
         ),
         (lambda plan: dataclasses.replace(plan, replicas=()), "buckets without replicas"),
-        (with_buckets(lambda found: found[1:]), "do not have each gradient once"),
-        (with_buckets(lambda found: (*found, found[0])), "do not have each gradient once"),
-        (with_buckets(lambda found: found[::-1]), "does not hand over its buckets, in their order"),
+        (with_buckets(lambda found: found[1:]), "not every gradient is in exactly one bucket"),
+        (with_buckets(lambda found: (*found, found[0])), "not every gradient is in exactly one bucket"),
+        (with_buckets(lambda found: found[::-1]), "does not hand over the buckets in order"),
         (
             with_buckets(lambda found: [dataclasses.replace(b, name="same") for b in found]),
-            "two buckets have one name",
+            "two buckets have the same name",
         ),
-        (with_buckets(lambda found: [dataclasses.replace(b, bytes=-1) for b in found]), "less than no bytes"),
-        (with_buckets(lambda found: [dataclasses.replace(b, updaters=(0,)) for b in found]), "has other updaters than"),
-        (with_buckets(lambda found: [dataclasses.replace(b, sharded=True) for b in found]), "has other updaters than"),
+        (with_buckets(lambda found: [dataclasses.replace(b, bytes=-1) for b in found]), "negative bytes"),
+        (
+            with_buckets(lambda found: [dataclasses.replace(b, updaters=(0,)) for b in found]),
+            "must have one replica as updater",
+        ),
+        (
+            with_buckets(lambda found: [dataclasses.replace(b, sharded=True) for b in found]),
+            "must have one replica as updater",
+        ),
         (
             lambda plan: of_first(plan, forward=dataclasses.replace(plan.stages[0].forward, reduces=("bucket_0",))),
             "where it makes gradients",
@@ -172,7 +178,7 @@ def test_a_shape_with_other_buckets_is_refused() -> None:
     first = plan.stages[0]
     turned = dataclasses.replace(first, buckets=first.buckets[::-1])
     wrong = StepSpec(plan.batch, plan.batch_spec, (), (turned, *plan.stages[1:]), units=plan.units, totals=plan.totals)
-    with pytest.raises(Malformed, match="not those of the first shape"):
+    with pytest.raises(Malformed, match="differ from those of the first shape"):
         check(dataclasses.replace(plan, shapes=(wrong,)))
 
 

@@ -56,7 +56,7 @@ class Call:
         with torch.no_grad():
             return _strides(self.operator(*self.args, **self.kwargs))
 
-    def foretold(self, mode: FakeTensorMode) -> list[tuple[int, ...]]:
+    def predicted(self, mode: FakeTensorMode) -> list[tuple[int, ...]]:
         """Those of what fake tensors make."""
         args, kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (self.args, self.kwargs))
         with mode:
@@ -157,14 +157,14 @@ def _made_up(operator: OpOverload, dtype: torch.dtype, shapes: Sequence[tuple[in
 def _runs(call: Call) -> bool:
     try:
         call.strides()
-        call.foretold(FakeTensorMode())
+        call.predicted(FakeTensorMode())
     except (RuntimeError, NotImplementedError, torch._subclasses.fake_tensor.DataDependentOutputException):
         return False
     return True
 
 
-def misforetold(call: Call, mode: FakeTensorMode, among: Callable[[Call], bool] = lambda call: True) -> list[str]:
-    """The layouts of its inputs for which the kernel gives other strides than fake tensors foretell, in words.
+def mispredicted(call: Call, mode: FakeTensorMode, among: Callable[[Call], bool] = lambda call: True) -> list[str]:
+    """The layouts of its inputs for which the kernel gives other strides than fake tensors predict, in words.
 
     Args:
         among: which calls to make: some kernels write where they must not if they get a layout that eager never gives.
@@ -175,8 +175,8 @@ def misforetold(call: Call, mode: FakeTensorMode, among: Callable[[Call], bool] 
         made = None
         with contextlib.suppress(RuntimeError):
             made = other.strides()
-        if made is not None and made != (foretold := other.foretold(mode)):
-            found.append(f"{call.operator} of {given} gives {made}, foretold are {foretold}")
+        if made is not None and made != (predicted := other.predicted(mode)):
+            found.append(f"{call.operator} of {given} gives {made}, predicted are {predicted}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Operators whose kernels lay results out otherwise than their fake implementations foretell, and models of them."""
+"""Operators whose kernels lay results out otherwise than their fake implementations predict, and models of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 @torch.library.custom_op("fxpipe_test::packed", mutates_args=())
 def packed(x: Tensor) -> Tensor:
-    """Twice `x`, contiguous; foretold to lie as `x` does."""
+    """Twice `x`, contiguous; predicted to lie as `x` does."""
     return (x * 2).contiguous()
 
 
 @torch.library.custom_op("fxpipe_test::turned", mutates_args=())
 def turned(x: Tensor) -> Tensor:
-    """Twice `x`, its last dimension outermost; foretold to be contiguous."""
+    """Twice `x`, its last dimension outermost; predicted to be contiguous."""
     return (x * 2).movedim(-1, 0).contiguous().movedim(0, -1)
 
 
@@ -28,7 +28,7 @@ def raw(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("fxpipe_test::channels_last", mutates_args=())
 def channels_last(x: Tensor) -> Tensor:
-    """Twice `x`, channels last; foretold to be contiguous."""
+    """Twice `x`, channels last; predicted to be contiguous."""
     return torch.empty_like(x, memory_format=torch.channels_last).copy_(x * 2)
 
 
@@ -64,14 +64,14 @@ class Middle(nn.Module):
 
 
 class Fails(Middle):
-    """The last layer's view needs the layout that was foretold."""
+    """The last layer's view needs the layout that was predicted."""
 
     def middle(self, x: Tensor) -> Tensor:
         return packed(x).tanh()
 
 
 class Differs(Middle):
-    """`contiguous` finds nothing to do where the value is foretold to be so: another operator then reads wrongly."""
+    """`contiguous` finds nothing to do where the value is predicted to be so: another operator then reads wrongly."""
 
     def middle(self, x: Tensor) -> Tensor:
         return raw(turned(x).tanh().contiguous())

@@ -89,7 +89,7 @@ def test_a_container_that_cannot_be_made_again_is_named() -> None:
         def __post_init__(self) -> None:
             self.x = 2 * self.x
 
-    with pytest.raises(BatchError, match="Doubled, which cannot be made again of what it holds"):
+    with pytest.raises(BatchError, match="Doubled, which cannot be rebuilt from its content"):
         flatten(Doubled(torch.ones(2)))
 
 
@@ -101,5 +101,5 @@ def test_a_field_that_construction_does_not_set_is_refused() -> None:
 
     batch = Filled(torch.ones(2))
     batch.mask = torch.zeros(2)
-    with pytest.raises(BatchError, match="Filled, which cannot be made again"):
+    with pytest.raises(BatchError, match="Filled, which cannot be rebuilt"):
         flatten(batch)

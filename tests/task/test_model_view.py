@@ -215,7 +215,7 @@ def test_without_a_model_it_is_refused() -> None:
 
 
 def test_another_model_is_refused() -> None:
-    with pytest.raises(OptimizerRefused, match=r"extra\.weight is another there"):
+    with pytest.raises(OptimizerRefused, match=r"extra\.weight differs"):
         ModelViews(Net).optimizer(
             lambda net: SGD(net.parameters(), lr=0.1), [("extra.weight", nn.Parameter(torch.ones(1)))]
         )

@@ -70,11 +70,11 @@ def test_a_function_may_say_what_is_padded() -> None:
     ("pad", "said"),
     [
         ({"idz": 0}, "pad names idz, which the batch does not have"),
-        ({"scale": 0}, r"along dimension 1, and it has 0"),
-        ({"ids": (0, 2)}, r"along dimension 2, and it has 2"),
+        ({"scale": 0}, r"along dimension 1, but it has 0"),
+        ({"ids": (0, 2)}, r"along dimension 2, but it has 2"),
         ({"pairs": -100}, "bool cannot hold it"),
         ({"ids": 0.5}, "int64 cannot hold it"),
-        ({"batch['nested'][1]": 0}, "is no tensor but 'text'"),
+        ({"batch['nested'][1]": 0}, "which is 'text', not a tensor"),
     ],
 )
 def test_what_a_leaf_cannot_get_is_refused(pad: Any, said: str) -> None:
@@ -87,11 +87,11 @@ def test_what_a_leaf_cannot_get_is_refused(pad: Any, said: str) -> None:
     [
         ({"ids": "x"}, 4, "neither a number nor"),
         ({"ids": (0, 1, 2)}, 4, "neither a number nor"),
-        (["ids"], 4, "no dictionary"),
+        (["ids"], 4, "not a dictionary"),
         ({"ids": 0}, 0, "pad_to is 0"),
         ({"ids": 0}, "64", "pad_to is '64'"),
         (lambda batch: batch["none"], 4, r"pad\(batch\) raised KeyError"),
-        ({"ids": 0}, None, "not to multiples of what"),
+        ({"ids": 0}, None, "given without pad_to"),
     ],
 )
 def test_what_says_nothing_is_refused(pad: Any, pad_to: Any, said: str) -> None:

@@ -90,5 +90,5 @@ def test_a_refused_change_leaves_the_model_as_it_was() -> None:
 
 
 def test_there_must_be_a_model() -> None:
-    with pytest.raises(TaskError, match="there is none to be had"):
+    with pytest.raises(TaskError, match="the build has only its parameters"):
         Task(Hooks(reset=lambda model: None))

@@ -66,8 +66,8 @@ def test_strides_are_foretold_as_the_kernel_gives_them(operator: Any) -> None:
         given = arguments(operator, tuple(m() for m in make))
         computed = operator(*given)
         with mode:
-            foretold = operator(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
-        assert foretold.stride() == computed.stride(), [m().stride() for m in make]
+            predicted = operator(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
+        assert predicted.stride() == computed.stride(), [m().stride() for m in make]
 
 
 WEIGHT = torch.rand(3)
@@ -88,8 +88,8 @@ def test_other_strides_are_foretold_as_the_kernel_gives_them(operator: Any) -> N
         given = OTHERS[operator](a(), b())
         computed = pytree.tree_leaves(operator(*given))
         with mode:
-            foretold = pytree.tree_leaves(operator(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)))
-        assert [t.stride() for t in foretold] == [t.stride() for t in computed]
+            predicted = pytree.tree_leaves(operator(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)))
+        assert [t.stride() for t in predicted] == [t.stride() for t in computed]
 
 
 class Gated(nn.Module):

@@ -13,7 +13,7 @@ from families.entry import TIMM, TRANSFORMERS, define_torchvision_ops
 from families.recipe import OPTIMIZERS, Named, Recipe
 from families.recipe_parts import layers, masked, valued
 
-ALL = "trains otherwise with one for each worker"
+ALL = "behaves differently when each worker has its own"
 TOGETHER = "it looks at all parameters at once"
 Make = Callable[[Named], Any]
 

@@ -137,7 +137,7 @@ def initialised(
         warnings.simplefilter("ignore")  # they were shown when the model was compiled
         lineage = _Lineage()
         with lineage:
-            first = on_meta(make, told=lineage.born)
+            first = on_meta(make, on_birth=lineage.born)
         numbers = first.numbers()
         _check_same(plan, first.model)
         unseen = [p.name for p in needed if p.name not in numbers]

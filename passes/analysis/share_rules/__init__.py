@@ -1,4 +1,4 @@
-"""A rule for each operator: what its result is of the whole minibatch's, from what its arguments are (`share.py`)."""
+"""A rule for each operator: what its result is in the whole minibatch, from what its arguments are (`share.py`)."""
 
 from __future__ import annotations
 

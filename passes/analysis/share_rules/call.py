@@ -1,4 +1,4 @@
-"""An operator's call, as the rules see it, and what several rules ask."""
+"""An operator's call as the rules see it, and what several rules need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME, UNIFORM, SUM, MEAN = Share.SAME, Share.UNIFORM, Share.SUM, Share.MEAN
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator's call: its arguments by the names of its schema, and what is known of them."""
+    """An operator's call: its arguments by the names of its schema, and what is known about them."""
 
     found: Microbatches
     node: fx.Node
@@ -38,7 +38,7 @@ class OperatorCall:
 
     @property
     def tensors(self) -> list[fx.Node]:
-        """All arguments that are tensors, each as often as it is one."""
+        """All arguments that are tensors, each as often as it occurs."""
         found: list[fx.Node] = []
         fx.node.map_arg((self.node.args, self.node.kwargs), found.append)
         return found
@@ -57,12 +57,12 @@ class OperatorCall:
         return Lost(f"{self.name}{place} {why}", self.node.name)
 
     def may_be(self, known: Known) -> bool:
-        """Whether the result's shape on the whole batch, if that is known, allows it."""
+        """Whether the result's shape in the whole batch, if known, allows it."""
         whole = whole_shape(self.node)
         return whole is None or fits(known, self.shape(), whole, self.found.parts)
 
     def whole(self, node: fx.Node) -> bool:
-        """Whether a value is the whole minibatch's, or can be: then it is made so (`Microbatches.totals`)."""
+        """Whether a value is the whole minibatch's, or can be: then it becomes so (`Microbatches.totals`)."""
         share = self.known(node)
         if share in (SUM, MEAN) and node in self.found.alone:
             self.found.totals[node] = share
@@ -82,18 +82,18 @@ def alike(known: Any, count: int) -> frozenset[int]:
 
 
 def period(known: Any, dim: int, shape: Sequence[int]) -> int:
-    """After how many places along a dimension a value is known to repeat itself; its size if it is not."""
+    """After how many places along a dimension a value is known to repeat; its size if that is unknown."""
     if shape[dim] == 1 or dim in alike(known, len(shape)):
         return 1
     return dict(known.periods).get(dim, shape[dim]) if isinstance(known, Alike) else shape[dim]
 
 
 def goes_with(call: OperatorCall, rows: Rows, size: int, known: Any, dim: int, shape: Sequence[int]) -> bool:
-    """Whether what is the same in every microbatch is the same for every sample, too.
+    """Whether a value that is the same in every microbatch is also the same for every sample.
 
     Args:
         rows: of a dimension of this size.
-        known, dim, shape: of the value, and its dimension at that place.
+        known, dim, shape: of the value; its dimension at that place.
     """
     repeats = period(known, dim, shape)
     of_sample, groups = divmod(size // rows.outer, call.found.batch)
@@ -118,7 +118,7 @@ def made_of_totals(found: Microbatches, node: fx.Node) -> bool:
 
 
 def fills(node: fx.Node) -> bool:
-    """Whether it fills the shape of a tensor with a number, whatever the tensor's values are."""
+    """Whether it fills the shape of a tensor with a number, for any values of the tensor."""
     name = operator_of(node)
     if name in ("zeros_like", "ones_like", "new_zeros", "new_ones"):
         return True
@@ -140,7 +140,7 @@ def unknown(call: OperatorCall) -> Known:
 
 
 def by_elements(call: OperatorCall) -> Known:
-    """Each element of the result comes from the elements at its place, as the arguments are broadcast."""
+    """Each element of the result comes from the elements at the same place after broadcasting."""
     rows = aligned(call, call.tensors, call.shape())
     if rows is not None:
         return rows
@@ -148,9 +148,9 @@ def by_elements(call: OperatorCall) -> Known:
 
 
 def not_linear(call: OperatorCall) -> Lost:
-    """Of the whole batch's sum or mean it gives something else than of the microbatches'."""
+    """It gives different results for the whole batch's sum or mean and for the microbatches'."""
     of = next(k for n in call.tensors if (k := call.known(n)) in (SUM, MEAN))
-    return call.lost(f"is not linear, and is taken of {of.value}")
+    return call.lost(f"is not linear, and is applied to {of.value}")
 
 
 def aligned(call: OperatorCall, tensors: Sequence[fx.Node], shape: Sequence[int]) -> Known | None:
@@ -176,7 +176,7 @@ def aligned(call: OperatorCall, tensors: Sequence[fx.Node], shape: Sequence[int]
             return call.lost(f"combines samples with {known.value}")
         elif dim >= 0 and not goes_with(call, found, size, known, dim, own):
             return call.lost(
-                "combines samples with a tensor that has a row for each, and is the same for every microbatch"
+                "combines samples with a tensor that has a row for each and is the same for every microbatch"
             )
     return found
 
@@ -193,9 +193,9 @@ def reduced(call: OperatorCall, count: int) -> set[int]:
 
 
 def moved(call: OperatorCall) -> list[int | None]:
-    """Where each dimension of the argument is in the result: of permute, unsqueeze, squeeze, select and reductions.
+    """The place of each dimension of the argument in the result of permute, unsqueeze, squeeze, select and reductions.
 
-    None if it goes.
+    None if it disappears.
     """
     shape, after = call.shape(call.tensors[0]), len(call.shape())
     places: list[int | None] = list(range(len(shape)))

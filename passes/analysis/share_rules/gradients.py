@@ -1,4 +1,4 @@
-"""Gradients that a step computes itself, for a penalty on them or a force: the backward of other operators."""
+"""Gradients that a step itself computes, for a gradient penalty or a force: the backward of other operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxpipe.passes.analysis.share_rules.call import (
 
 
 def _placed(call: OperatorCall) -> Known:
-    """The gradient of a select or a slice, put into zeros."""
+    """The gradient of a select or a slice, placed into zeros."""
     known: Known = call.known(call.get("grad_output"))
     if not isinstance(known, Rows):
         return known if known in (SUM, MEAN) else unknown(call)
@@ -28,7 +28,7 @@ def _placed(call: OperatorCall) -> Known:
 
 
 def _loss(call: OperatorCall) -> Known:
-    """Of an element-wise loss: a mean over one microbatch divides by what is no number of the whole batch."""
+    """An element-wise loss: a mean over one microbatch divides by a number that is not the whole batch's."""
     if call.get("reduction") == 1:
         return call.lost("divides by the size of one microbatch")
     return aligned(call, call.tensors, call.shape()) or unknown(call)
@@ -44,7 +44,7 @@ def _likelihood(call: OperatorCall) -> Known:
 
 
 def _layer(call: OperatorCall) -> Any:
-    """Of a layer whose first dimension is the batch: the gradients of its weights are sums over it."""
+    """A layer whose first dimension is the batch: the gradients of its weights are sums over it."""
     rows = {call.known(n) for n in call.tensors if isinstance(call.known(n), Rows)}
     if rows != {Rows(0)} or not all(isinstance(call.known(n), Rows) or call.whole(n) for n in call.tensors):
         return unknown(call)

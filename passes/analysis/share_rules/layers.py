@@ -28,7 +28,7 @@ from fxpipe.ir.program import value
 
 
 def _along(call: OperatorCall) -> Known:
-    """Works along a dimension: softmax, cumsum, sort, flip; samples stay apart if it is not the batch's."""
+    """Works along a dimension: softmax, cumsum, sort, flip; samples stay separate unless it is the batch's."""
     rows = aligned(call, call.tensors, call.shape(call.tensors[0]))
     if isinstance(rows, Rows) and rows.dim in reduced(call, len(call.shape(call.tensors[0]))):
         return call.lost("works along the batch")
@@ -71,19 +71,19 @@ def _product(call: OperatorCall) -> Known:
 
 
 def _goes(call: OperatorCall, rows: Rows, factor: fx.Node) -> bool:
-    """Whether a factor of matrices that are samples is a matrix for all of them, or one for each that is alike."""
+    """Whether a factor of matrices that are samples is one matrix for all of them, or equal matrices for each."""
     shape = call.shape(factor)
     return len(shape) < 3 or rows.dim > 0 or goes_with(call, rows, shape[0], call.known(factor), 0, shape)
 
 
 def _convolution(call: OperatorCall) -> Known:
-    """Its weights are the model's: those that are made of samples are for all samples."""
+    """Its weights must be the model's: weights that are made of samples apply to all samples."""
     weights = [n for n in (call.get("weight"), call.get("bias")) if n is not None]
     return _of_samples(call) if all(map(call.whole, weights)) else call.lost("convolves samples with samples")
 
 
 def _of_samples(call: OperatorCall, dim: int = 0) -> Known:
-    """Operators that treat each place of the first (or another) dimension by itself, whatever they do with the rest."""
+    """Operators that treat each place of the first (or another) dimension separately."""
     first: Known = call.known(call.tensors[0])
     rows = [call.known(n) for n in call.tensors if isinstance(call.known(n), Rows)]
     batched = isinstance(first, Rows) and first.dim == dim and all(r == first for r in rows)
@@ -93,7 +93,7 @@ def _of_samples(call: OperatorCall, dim: int = 0) -> Known:
 
 
 def _distances(call: OperatorCall) -> Known:
-    """From each row of one matrix to each of another: a sample's own if the other is whole, or if samples are apart."""
+    """From each row of one matrix to each of another: per sample if the other is whole, or samples are separate."""
     points = call.tensors[:2] if call.name == "_cdist_forward" else call.tensors[1:3]
     if all(isinstance(call.known(n), Rows) and len(call.shape(n)) == 2 for n in points):
         return call.lost("compares samples with each other")
@@ -101,7 +101,7 @@ def _distances(call: OperatorCall) -> Known:
 
 
 def _attention(call: OperatorCall) -> Known:
-    """Samples and heads, the first two dimensions, stay apart. torch 2.15 puts a dimension before those of three."""
+    """Samples and heads, the first two dimensions, stay separate. torch 2.15 adds a dimension to those of three."""
     mask = next((argument(call, n) for n in ("attn_mask", "attn_bias") if argument(call, n) is not None), None)
     query, key, value = call.tensors[:3]
     first = call.known(query)
@@ -113,11 +113,11 @@ def _attention(call: OperatorCall) -> Known:
             return call.lost("has a mask for each sample that is the same for every microbatch")
     if heads:
         alone = all(call.known(n) == first and call.shape(n)[1] == call.shape(query)[1] for n in (key, value))
-        return _of_samples(call, 1) if alone else call.lost("asks samples in groups")
+        return _of_samples(call, 1) if alone else call.lost("queries samples in groups")
     rows: Known = call.known(key)
     if call.whole(query) and 0 in alike(first, 4) and rows == Rows(0):
-        rest = [n for n in call.tensors[1:] if n is not mask]  # a learnt query, which asks every sample alike
-        return rows if all(call.known(n) == rows for n in rest) else call.lost("asks samples and what is none")
+        rest = [n for n in call.tensors[1:] if n is not mask]  # a learnt query, the same for every sample
+        return rows if all(call.known(n) == rows for n in rest) else call.lost("mixes samples with other values")
     return _of_samples(call)
 
 
@@ -139,7 +139,7 @@ def batch_norm(call: OperatorCall) -> Any:
 
 
 def _instance_norm(call: OperatorCall, known: Rows) -> Any:
-    """Samples and channels in one dimension: statistics are of each, and weights are those of channels, repeated."""
+    """Samples and channels in one dimension: statistics are per entry, and weights are per channel, repeated."""
     rows, size = Rows(0, known.outer), call.shape()[1]
     given = [(n, call.known(n), call.shape(n)) for n in call.tensors[1:]]
     repeated = all(call.whole(n) and goes_with(call, rows, size, share, 0, shape) for n, share, shape in given)
@@ -177,13 +177,13 @@ def _gather(call: OperatorCall) -> Known:
 
 
 def _index_fill(call: OperatorCall) -> Known:
-    """Writes at the same places of every sample; its index is of places, not of samples."""
+    """Writes to the same places of every sample; its index is of places, not of samples."""
     source, filler = call.get("self"), call.get("value")
     known: Known = call.known(source)
     if not isinstance(known, Rows) or known.dim == call.get("dim") % len(call.shape(source)):
         return unknown(call)
     given = [n for n in (call.get("index"), filler) if isinstance(n, fx.Node)]
-    return known if all(map(call.whole, given)) else call.lost("writes where or what samples say")
+    return known if all(map(call.whole, given)) else call.lost("writes places or values that depend on samples")
 
 
 def index(call: OperatorCall) -> Known:
@@ -210,7 +210,7 @@ def index(call: OperatorCall) -> Known:
 
 
 def _index_put(call: OperatorCall) -> Known:
-    """x[mask] = number, which is written element by element."""
+    """x[mask] = number, written element by element."""
     given, written = list(call.get("indices")), call.get("values")
     if given[1:] or value(given[0]).dtype != torch.bool or call.shape(written):
         return unknown(call)
@@ -229,14 +229,14 @@ def counts_up(call: OperatorCall, node: fx.Node) -> bool:
 
 
 def _looked_up(call: OperatorCall) -> Known:
-    """Each element of the first argument, in a table."""
+    """Looks up each element of the first argument in a table."""
     element, *tables = [call.get(name) for name in _LOOKED_UP[call.name]]
     known: Known = call.known(element) if isinstance(element, fx.Node) else SAME
     return known if isinstance(known, Rows) and all(map(call.whole, tables)) else unknown(call)
 
 
 def _matrices(call: OperatorCall) -> Known:
-    """Of matrices in the last two dimensions, each by itself."""
+    """Matrices in the last two dimensions, each by itself."""
     given = {(call.known(n), len(call.shape(n))) for n in call.tensors}
     known, count = call.known(call.tensors[0]), len(call.shape(call.tensors[0]))
     if len(given) > 1 or not isinstance(known, Rows):

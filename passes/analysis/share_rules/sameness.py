@@ -1,7 +1,7 @@
-"""Values that are the same in every microbatch: along which of their dimensions they are alike, too.
+"""Values that are the same in every microbatch: along which of their dimensions they are equal, too.
 
 An expanded class token, a recurrent layer's zeros and the mask of a dropped path have a row for each sample, and all
-rows are alike: they go with the rows of the batch, however many these are.
+rows are equal: they fit the rows of the batch, for any number of samples.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fxpipe.ir.aten import is_pointwise, is_random
 from fxpipe.ir.program import value
 
 Dims = Callable[[OperatorCall, list[frozenset[int]]], set[int]]
-"""Along which dimensions a result is alike, from those of the arguments."""
+"""Along which dimensions a result is equal, from those of the arguments."""
 
 
 def same_of(call: OperatorCall) -> Any:
-    """What the result is of an operator whose arguments are all the same in every microbatch."""
+    """The result of an operator whose arguments are all the same in every microbatch."""
     if drawn_once(call.found, call.node):
         return SAME
     if call.name in _FILLED:
@@ -54,9 +54,9 @@ def same_of(call: OperatorCall) -> Any:
 
 
 def drawn_once(found: Microbatches, node: fx.Node) -> bool:
-    """Whether a call draws numbers that are not of samples: eager PyTorch draws them once for the whole batch.
+    """Whether a call draws numbers that do not belong to samples: eager PyTorch draws them once for the whole batch.
 
-    The call has the same shapes in the step on the whole batch; where that is not known, no dimension is a multiple of
+    The call has the same shapes in the step on the whole batch; if that is not known, no dimension is a multiple of
     the batch.
     """
     if not is_random(node) or found.parts == 1:
@@ -68,7 +68,7 @@ def drawn_once(found: Microbatches, node: fx.Node) -> bool:
 
 
 def _rows_of_view(call: OperatorCall, made: Alike | Share) -> Rows | None:
-    """What is alike for each sample, seen with other dimensions as one: no longer alike, but rows all the same."""
+    """A value equal for each sample, merged with other dimensions: no longer equal, but still rows."""
     if _DIMS.get(call.name) is not _view or call.may_be(made):
         return None
     source = call.tensors[0]
@@ -80,7 +80,7 @@ def _rows_of_view(call: OperatorCall, made: Alike | Share) -> Rows | None:
 
 
 def _blocks(call: OperatorCall) -> Rows | None:
-    """Blocks put together, each of elements that are alike and as many as there are samples: labels of two kinds."""
+    """Concatenated blocks, each of equal elements and as long as the number of samples: labels of two kinds."""
     dim = call.get("dim") % max(len(call.shape()), 1)
     sizes = {call.shape(n)[dim] for n in call.tensors if len(call.shape(n)) == len(call.shape())}
     alone = all(call.known(n) is UNIFORM for n in call.tensors)
@@ -105,7 +105,7 @@ def _periods_of_elements(call: OperatorCall) -> dict[int, int]:
 
 
 def _periods_of_view(call: OperatorCall) -> dict[int, int]:
-    """Dimensions that become one: those that are alike in front of the others make it repeat the others."""
+    """Merged dimensions: those that are equal, before the others, make it repeat the others."""
     source = call.tensors[0]
     before, known, found = call.shape(source), call.known(source), {}
     for these, ours in _joined(before, call.shape()):
@@ -122,7 +122,7 @@ def _elements(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
 
 
 def _broadcast(shapes: Sequence[Sequence[int]], dims: Sequence[frozenset[int]], count: int) -> set[int]:
-    """Along which of `count` dimensions tensors are alike, each as it is broadcast to these."""
+    """Along which of `count` dimensions tensors are equal, each broadcast to these."""
     found = set(range(count))
     for shape, own in zip(shapes, dims, strict=True):
         missing = count - len(shape)
@@ -151,7 +151,7 @@ def _view(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
 
 
 def _joined(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """Which dimensions of a tensor become which of its view, in the smallest groups of one size."""
+    """Which dimensions of a tensor become which of its view, in the smallest groups of equal size."""
     i = j = 0
     while i < len(before) and j < len(after):
         begin, first = i, j
@@ -165,7 +165,7 @@ def _joined(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range
 
 
 def _moved(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    """Dimensions change places; new ones, and those that a reduction keeps, are of size 1."""
+    """Dimensions are permuted; new ones, and those that a reduction keeps, have size 1."""
     places = moved(call)
     made = set(range(len(call.shape()))) - set(places)
     kept = reduced(call, len(places)) if argument(call, "keepdim") else set()
@@ -199,7 +199,7 @@ def _samples(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
 
 
 def _index(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    """Along which the indices are alike, if they are for the first dimensions of the table."""
+    """Along which dimensions the indices are equal, if they index the first dimensions of the table."""
     if None in call.get("indices"):
         return set()
     shapes = [call.shape(node) for node in call.tensors[1:]]
@@ -207,13 +207,13 @@ def _index(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
 
 
 def _placed(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    """The gradient of a select or a slice, put into zeros."""
+    """The gradient of a select or a slice, placed into zeros."""
     at = call.get("dim") % len(call.shape())
     return {d + (call.name == "select_backward" and d >= at) for d in dims[0]} - {at}
 
 
 def _written(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    """Some places along a dimension, written over."""
+    """Overwrites some places along a dimension."""
     at = call.get("dim") % len(call.shape())
     less = call.name == "select_scatter"
     return {d for d in dims[0] - {at} if d - (less and d > at) in dims[1]}

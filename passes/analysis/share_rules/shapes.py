@@ -1,4 +1,4 @@
-"""Views, slices and what puts tensors together."""
+"""Views, slices and operators that put tensors together."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _split(call: OperatorCall) -> Any:
 
 
 def _blocks(call: OperatorCall, begin: int, end: int) -> Rows | None:
-    """Some places along the batch: rows of all samples again, if they are whole blocks, such as one of two views."""
+    """Some places along the batch: again rows of all samples, if they are whole blocks, such as one of two views."""
     source = call.tensors[0]
     known = call.known(source)
     size = call.shape(source)[known.dim] // known.outer
@@ -100,7 +100,7 @@ def _blocks(call: OperatorCall, begin: int, end: int) -> Rows | None:
 
 
 def _cat(call: OperatorCall) -> Known:
-    tensors = [n for n in call.tensors if value(n).numel()]  # an empty cache is of no shape
+    tensors = [n for n in call.tensors if value(n).numel()]  # an empty cache has no shape
     if not tensors:
         return SAME
     if call.name == "stack":
@@ -170,7 +170,7 @@ def _last_two(call: OperatorCall) -> Known:
 
 
 def _scatter(call: OperatorCall) -> Known:
-    """Writes a slice of what is there."""
+    """Writes into a slice of a tensor."""
     source, written = call.tensors
     shape, dim = call.shape(source), call.get("dim") % len(call.shape(source))
     known, new = call.known(source), call.known(written)

@@ -1,4 +1,4 @@
-"""Sums, means and what is done with them: the rules that make a loss."""
+"""Sums, means and what is computed from them: the rules that make a loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fxpipe.torch_private import schema_of
 
 
 def _drawn(call: OperatorCall) -> Known:
-    """Filled, or drawn, in the shape of an argument; what is made from nothing is `same_of`'s."""
+    """Filled, or drawn, in the shape of an argument; `same_of` handles what is made from nothing."""
     return next((k for n in call.tensors if isinstance(k := call.known(n), Rows)), UNIFORM)
 
 
@@ -53,7 +53,7 @@ def _filled_with(call: OperatorCall) -> Known:
 def _linear(call: OperatorCall) -> Known:
     """A call that is linear in its last tensor, and works element by element.
 
-    The last one is the only one, but for `copy`, whose first is written over.
+    The last one is the only one, except for `copy`, whose first is overwritten.
     """
     source = call.tensors[-1]
     known = call.known(source)
@@ -69,7 +69,7 @@ def _complex(call: OperatorCall) -> Known:
 
 
 def _keeps(call: OperatorCall, source: fx.Node) -> bool:
-    """Whether numbers stay what they are in the result's dtype: they lose no fraction, and a count is no flag."""
+    """Whether numbers keep their values in the result's dtype: no fraction is lost, no count becomes a flag."""
     made = value(call.node)
     return made.is_floating_point() or not (value(source).is_floating_point() or made.dtype == torch.bool)
 
@@ -87,7 +87,7 @@ def _add(call: OperatorCall) -> Known:
         return same
     divided = [_divisible(call, n) for n in call.tensors if call.known(n) is not SUM]
     if (scalars and not call.found.parts) or not value(call.node).is_floating_point() or None in divided:
-        return call.lost("adds a sum over the batch and what is none")
+        return call.lost("adds a sum over the batch to something else")
     if scalars:
         number: Any = changed_arguments(call.node).get(1, call.node.args[1])
         call.found.numbers[call.node] = {1: number / call.found.parts}
@@ -96,9 +96,9 @@ def _add(call: OperatorCall) -> Known:
 
 
 def _divisible(call: OperatorCall, node: fx.Node) -> list[tuple[fx.Node, fx.Node]] | None:
-    """The values that must be divided so that an argument is divided, each with the call that reads it.
+    """The values that must be divided for an argument to be divided, each with the call that reads it.
 
-    None if the gradient of one cannot be told from others': it is read elsewhere, too, or is a parameter itself.
+    None if one's gradient cannot be separated from others': it is read elsewhere, too, or is itself a parameter.
     """
     if isinstance(call.known(node), Lost) or node.op != "call_function":
         return None
@@ -141,7 +141,7 @@ def _div(call: OperatorCall) -> Known:
 
 
 def _scaled(call: OperatorCall, linear: fx.Node, factor: fx.Node) -> Known:
-    """A sum or a mean, times or over what is the same in every microbatch."""
+    """A sum or a mean, times or over a value that is the same in every microbatch."""
     if call.known(linear) is SUM and made_of_totals(call.found, factor):
         call.found.factors[call.node] = factor
         return MEAN
@@ -167,7 +167,7 @@ def _by_number(call: OperatorCall, over: fx.Node) -> Known | None:
 
 
 def _counts(call: OperatorCall, node: fx.Node, number: Any) -> bool:
-    """Whether a number could be how many samples, or elements of samples, were added up: `x.sum() / 8` does not say."""
+    """Whether a number could be how many samples, or their elements, were added up: `x.sum() / 8` does not show it."""
     while node.op == "call_function" and not isinstance(call.known(node.all_input_nodes[0]), Rows):
         node = node.all_input_nodes[0]
     if node.op != "call_function":
@@ -198,13 +198,13 @@ def _reduction(over_batch: Share | None) -> Rule:
 
 
 def _count(call: OperatorCall) -> Known:
-    """How many are not 0: of samples a sum, of sums none."""
+    """How many are not 0: a sum for samples, unknown for sums."""
     rows = isinstance(call.known(call.tensors[0]), Rows)
     return _reduction(SUM if rows else None)(call)
 
 
 def _loss(call: OperatorCall) -> Known:
-    """An element-wise loss with a reduction of its own: 0 none, 1 mean, 2 sum."""
+    """An element-wise loss with a `reduction`: 0 none, 1 mean, 2 sum."""
     rows = aligned(call, call.tensors, torch.broadcast_shapes(*(call.shape(n) for n in call.tensors)))
     if not isinstance(rows, Rows):
         return rows or without_rows(call) or not_linear(call)
@@ -218,7 +218,7 @@ def _nll(call: OperatorCall) -> Any:
     if not isinstance(rows, Rows) or rows.dim != 0 or of_target not in (rows, UNIFORM):
         return without_rows(call) or call.lost("has targets that are not rows of the batch")
     if weight is not None and not (weight in call.found.alone and call.whole(weight)):
-        return call.lost("weighs classes by what is not constant")
+        return call.lost("weights classes by values that are not constant")
     if reduction == 1 and target in call.found.alone:
         call.found.likelihoods.append(call.node)
     elif reduction == 1 and (weight is not None or not _is_class(target) or call.get("ignore_index") >= 0):
@@ -227,7 +227,7 @@ def _nll(call: OperatorCall) -> Any:
 
 
 def _margins(call: OperatorCall) -> Any:
-    """Margins between a sample's scores: those of the classes, or of the one, that its targets say."""
+    """Margins between a sample's scores: the scores of the classes, or of the one class, that its targets name."""
     scores, target = call.known(call.get("self")), call.known(call.get("target"))
     weighed = all(call.whole(n) for n in call.tensors[2:])
     if scores != Rows(0) or target != scores or not weighed or len(call.shape(call.get("self"))) != 2:
@@ -237,7 +237,7 @@ def _margins(call: OperatorCall) -> Any:
 
 
 def _is_class(target: fx.Node) -> bool:
-    """Whether targets are places of largest scores, so that none is negative."""
+    """Whether targets are positions of largest scores, so that none is negative."""
     while target.op == "call_function" and operator_of(target) in _VIEWS:
         target = target.all_input_nodes[0]
     if is_getitem(target):

@@ -1,7 +1,7 @@
-"""What a rule derives of a call, held against the call in the step on the whole batch (`whole_call.py`).
+"""What a rule derives for a call, compared with the call in the step on the whole batch (`whole_call.py`).
 
-Its shapes must be those that the rule says. Numbers that are others there depend on how many samples there are: the
-call gets the whole batch's, forward and backward.
+Its shapes must be those that the rule gives. Numbers that differ there depend on how many samples there are: the
+call gets the whole batch's numbers, forward and backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxpipe.ir.program import value
 
 
 def held_against_whole(call: OperatorCall, known: Any) -> Any:
-    """What is known of a call's result, in the light of the call in the step on the whole batch."""
+    """What is known about a call's result, after comparing with the call in the step on the whole batch."""
     whole = whole_call(call.node)
     if whole is None or isinstance(known, Lost):
         return known
@@ -52,10 +52,10 @@ def held_against_whole(call: OperatorCall, known: Any) -> Any:
         return known
     call.found.numbers.pop(call.node, None)
     if wrong in (SUM, MEAN):
-        all(map(call.whole, call.tensors))  # as totals they may go with any number of samples: the next round tells
+        all(map(call.whole, call.tensors))  # as totals they may go with any number of samples: the next round decides
     if is_same(wrong):
         return call.lost("depends on how many samples there are, and is the same for every microbatch")
-    return call.lost("has not as many rows on the whole batch as in all microbatches")
+    return call.lost("does not have as many rows on the whole batch as in all microbatches")
 
 
 def _of_arguments(call: OperatorCall) -> str:
@@ -71,12 +71,12 @@ def _of_arguments(call: OperatorCall) -> str:
     if numbers:
         call.found.numbers.setdefault(node, numbers)
     if node in call.found.numbers and call.found.backward.of(node) is None:
-        return "takes a number that depends on how many samples there are, and its gradient cannot be told apart"
+        return "takes a number that depends on how many samples there are, and its gradient cannot be separated"
     return ""
 
 
 def _only_sizes(call: OperatorCall, place: Place, whole: Any) -> bool:
-    """Whether an argument is another one on the whole batch because its tensors are larger there."""
+    """Whether an argument differs on the whole batch because its tensors are larger there."""
     kind = type_of(call.node, place)
     if call.name == "slice":
         return _same_slice(call)
@@ -108,7 +108,7 @@ def _same_slice(call: OperatorCall) -> bool:
 
 
 def _consumed(call: OperatorCall, whole: WholeCall) -> Known | None:
-    """What becomes of values that are the same for all samples, and have a row for each, in sums over the rows."""
+    """What values that are equal for all samples, with a row for each, become in sums over the rows."""
     growing = [n for n in call.tensors if (shape := whole_shape(n)) is not None and shape != call.shape(n)]
     if not growing or whole.shapes != shapes_of(value(call.node)) or call.name in _PICKS:
         return None
@@ -119,7 +119,7 @@ def _consumed(call: OperatorCall, whole: WholeCall) -> Known | None:
         )
     if call.name in _ALIKE and all(_alike_along_growth(call, n) for n in growing):
         return SAME
-    return call.lost("goes over what has a row for each sample")
+    return call.lost("goes over values with a row for each sample")
 
 
 def _alike_along_growth(call: OperatorCall, node: fx.Node) -> bool:

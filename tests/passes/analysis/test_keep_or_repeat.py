@@ -56,5 +56,5 @@ def test_a_hull_runs_from_the_fastest_to_the_smallest_with_falling_returns(choic
 
 
 def test_what_can_be_neither_kept_nor_computed_again_is_refused() -> None:
-    with pytest.raises(ValueError, match="neither be kept nor computed again"):
+    with pytest.raises(ValueError, match="be neither kept nor computed again"):
         KeepOrRepeat([Item(math.inf, math.inf, needed=True)]).at(1.0)

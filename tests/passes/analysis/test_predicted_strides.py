@@ -1,4 +1,4 @@
-"""Which layouts are certain: what torch computes element by element is foretold as its kernels give it."""
+"""Which layouts are certain: what torch computes element by element is predicted as its kernels give it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 
 import pytest
 import torch
-from fxpipe.passes.analysis.foretold import foretells, is_block, lie_alike, order_in_memory
-from relaid_calls import misforetold, pointwise_calls
+from fxpipe.passes.analysis.predicted_strides import is_block, order_in_memory, predicts, same_strides
+from relaid_calls import mispredicted, pointwise_calls
 from torch import Tensor
 from wrong_layouts import packed
 
@@ -24,7 +24,7 @@ def test_pointwise_operators_are_foretold_as_their_kernels_give_them() -> None:
     count, wrong = 0, []
     for call in pointwise_calls():
         count += 1
-        wrong += misforetold(call, mode, lambda c: foretells(c.operator, c.tensors))
+        wrong += mispredicted(call, mode, lambda c: predicts(c.operator, c.tensors))
     assert count > 150
     assert not wrong, "\n".join(wrong[:40])
 
@@ -48,7 +48,7 @@ def test_pointwise_operators_are_foretold_as_their_kernels_give_them() -> None:
 )
 def test_what_is_certain(operator: torch._ops.OpOverload, tensor: Tensor | None, certain: bool) -> None:
     assert packed is not None  # its import defines the operator
-    assert foretells(operator, [tensor]) == certain
+    assert predicts(operator, [tensor]) == certain
 
 
 @pytest.mark.parametrize(
@@ -74,5 +74,5 @@ def test_blocks_have_no_gaps_and_more_than_one_order() -> None:
     assert not is_block(torch.rand(4, 6)[:, ::2])
     assert not is_block(torch.rand(1, 6).expand(4, 6))
     assert not is_block(torch.rand(1, 6, 1))
-    assert lie_alike(torch.empty_strided((2, 1), (1, 7)), torch.empty(2, 1))
-    assert not lie_alike(TRANSPOSED, TRANSPOSED.contiguous())
+    assert same_strides(torch.empty_strided((2, 1), (1, 7)), torch.empty(2, 1))
+    assert not same_strides(TRANSPOSED, TRANSPOSED.contiguous())

@@ -1,4 +1,4 @@
-"""How values lie in memory, and whether a kernel lays its result out as the fake tensors of capture foretell."""
+"""How values are laid out in memory, and whether a kernel gives its result the strides that fake tensors predict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxpipe.tracing.fake_strides import is_corrected
 aten = torch.ops.aten
 
 # Whatever the layout of their inputs. zoo/test_layouts.py compares all of them with their kernels on the CPU.
-_UNSURE = frozenset({  # element by element, and yet foretold otherwise
+_UNSURE = frozenset({  # elementwise, but with other strides than predicted
     aten.copysign.Tensor, aten.div.Tensor_mode, aten.heaviside.default, aten.ldexp.Tensor, aten.logaddexp.default,
     aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
     aten.logit_backward.default, aten.pow.Scalar, aten.special_xlog1py.default, aten.xlogy.Tensor,
@@ -30,7 +30,7 @@ ON_CPU = frozenset({
     aten.embedding.default, aten.embedding_dense_backward.default,
     aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default,
     aten.native_layer_norm.default,
-    # reductions and what works along a dimension
+    # reductions and operators along a dimension
     aten._log_softmax.default, aten._softmax.default, aten._softmax_backward_data.default,
     aten.amax.default, aten.cumsum.default, aten.linalg_vector_norm.default, aten.logsumexp.default,
     aten.mean.dim, aten.sum.dim_IntList,
@@ -42,19 +42,19 @@ ON_CPU = frozenset({
 })  # fmt: skip
 
 
-def is_foretold(node: fx.Node) -> bool:
-    """Whether a value certainly has the strides that were foretold, if the inputs of its call have theirs."""
+def is_predicted(node: fx.Node) -> bool:
+    """Whether a value certainly has the predicted strides, if the inputs of its call have theirs."""
     call = node.all_input_nodes[0] if is_getitem(node) else node
     if not isinstance(call.target, OpOverload) or is_view(call):
         return True
-    return foretells(call.target, (v for n in call.all_input_nodes for v in pytree.tree_leaves(n.meta.get("val"))))
+    return predicts(call.target, (v for n in call.all_input_nodes for v in pytree.tree_leaves(n.meta.get("val"))))
 
 
-def foretells(operator: OpOverload, inputs: Iterable[object]) -> bool:
-    """Whether the strides that fake tensors give to what an operator makes of these inputs are its kernel's.
+def predicts(operator: OpOverload, inputs: Iterable[object]) -> bool:
+    """Whether fake tensors predict the kernel's strides for the result of an operator on these inputs.
 
-    They are where torch computes element by element, where kernels were compared, and where all inputs are contiguous,
-    which torch's own tests cover. Other libraries' fake implementations seldom say more of strides than a guess.
+    They do if torch computes elementwise, if kernels were compared, or if all inputs are contiguous, which torch's own
+    tests cover. The fake implementations of other libraries seldom predict more than a guess.
     """
     if operator.namespace not in ("aten", "prims"):
         return False
@@ -68,7 +68,7 @@ def foretells(operator: OpOverload, inputs: Iterable[object]) -> bool:
 
 
 def is_block(tensor: object) -> bool:
-    """Whether it fills one block of memory, without gaps or overlaps, in one of several orders of its dimensions."""
+    """Whether it fills one block of memory, without gaps or overlaps, in any order of its dimensions."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         return False
     return sum(size > 1 for size in tensor.shape) > 1 and is_non_overlapping_and_dense_or_false(tensor)
@@ -80,6 +80,6 @@ def order_in_memory(tensor: torch.Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda d: (-stride[d], tensor.shape[d] == 1, d))
 
 
-def lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same strides, where strides say anything."""
+def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same strides, in all dimensions where strides matter."""
     return all(x == y for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size > 1)
