@@ -53,7 +53,7 @@ def test_a_model_that_does_not_mask_is_warned_of_with_both_numbers() -> None:
     assert f"{own:.6g} unpadded, {loss(model, after).item():.6g} padded" in of_loss
     assert "batch['ids'] int64[4, 5]" in of_loss
     (of_metric,) = [w for w in build.warnings if "padding changes the evaluation metric 'loss'" in w]
-    assert f"{own:.6g} as it is" in of_metric
+    assert f"{own:.6g} unpadded" in of_metric
 
 
 def test_a_loss_of_the_mean_over_all_tokens_is_warned_of() -> None:

@@ -205,7 +205,7 @@ def test_a_run_that_goes_on_with_other_settings_says_so() -> None:
 def test_a_checkpoint_with_odd_settings_is_refused(odd: dict[str, Any]) -> None:
     run = {"schedule": "async", "policy": "latest", "settings": ["lr=0.5"], "arguments": None, "values": {"lr": 0.5}}
     Manifest(4, 0, 2, "", run, {}, {})
-    with pytest.raises(CheckpointError, match=f"run has {next(iter(odd))} that"):
+    with pytest.raises(CheckpointError, match=f"run has (malformed )?{next(iter(odd))}"):
         Manifest(4, 0, 2, "", run | odd, {}, {})
 
 
