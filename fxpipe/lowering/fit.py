@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
+import torch
 from safetensors.torch import load_file
 from torch import nn
 
@@ -114,6 +116,8 @@ def fit(
     options = CompileOptions(**of_compile).for_task(task)
     run = RunOptions(str(Path(out) / "build"), out=str(out), **{"progress": True, **of_run})
     place = place_of_process()
+    if place is None and not local:  # before the first batches are read: a loader's own generator moves on with them
+        _write_model_file(Path(out) / FOLDER, model, hooks)
     if place is None or place[0] == 0:
         plan = _compiled(model, task, options).save(run.build, model_file=Path(out) / FOLDER / "model.py").plan
     if place is not None:
@@ -121,7 +125,6 @@ def fit(
     elif local:
         summary = run_local(run, task)
     else:
-        _write_model_file(Path(out) / FOLDER, model, hooks)
         summary = launch(run, plan.processes, plan.mesh)
     if summary is None:
         return None
@@ -136,6 +139,20 @@ def _function(name: str, data: Any) -> Callable[[], Iterable[Any]]:
             hint="give a list, a DataLoader, or a function that makes one",
         )
     return data if callable(data) else lambda: data
+
+
+@contextmanager
+def _generators_kept(data: Any) -> Iterator[None]:
+    """Inside, batches may be read; afterwards a DataLoader's own generators are as before, for the run."""
+    batches = getattr(data, "batch_sampler", None)
+    owners = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [own for own in (getattr(owner, "generator", None) for owner in owners) if isinstance(own, torch.Generator)]
+    before = [generator.get_state() for generator in found]
+    try:
+        yield
+    finally:
+        for generator, state in zip(found, before, strict=True):
+            generator.set_state(state)
 
 
 def _options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,7 +175,9 @@ def _options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _compiled(model: nn.Module, task: Task, options: CompileOptions) -> Build:
     """The build of the model, for the shapes of its first batches."""
-    first = first_batches(task.train_data(), options.scan)
+    data = task.train_data()
+    with _generators_kept(data):
+        first = first_batches(data, options.scan)
     if not first.batches:
         raise TaskError("data has no batch", hint="give a list of batches, or a DataLoader that has some")
     shapes, last = first.apart()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import fxpipe
 from fxpipe.errors import FxpipeError, TaskError
@@ -51,6 +52,22 @@ def test_it_trains_the_callers_model_as_a_build_of_it_trains(tmp_path: Path) -> 
     assert all(torch.equal(own[name], expected[name]) for name in own)
     held_out = torch.stack([trained(x).mean() for x in batches()[:2]]).mean().item()
     assert summary["evaluation"]["mean"] == pytest.approx(held_out, rel=1e-5)
+
+
+@pytest.mark.parametrize("local", [True, pytest.param(False, marks=[pytest.mark.slow, pytest.mark.multiproc])])
+def test_a_loaders_own_generator_begins_with_the_run(local: bool, tmp_path: Path) -> None:
+    """The example is read from the same loader, before."""
+    rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+
+    def loader() -> DataLoader[Tensor]:
+        return DataLoader(rows, batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(1))  # type: ignore
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return (net(x) - x.sum(1, keepdim=True)).pow(2).mean()
+
+    made = fxpipe.fit(model(), loss, loader(), out=tmp_path, local=local, **{**OPTIONS, "steps": 1})
+    assert made is not None
+    assert made.summary["losses"][0] == pytest.approx(loss(model(), next(iter(loader()))).item(), rel=1e-6)
 
 
 @pytest.mark.multiproc
