@@ -309,10 +309,14 @@ def _watch(
 
 def _stop(workers: WorkerProcesses, requests: StopRequests, grace: float) -> None:
     """Ask the workers to stop; a second signal, or the end of the grace, ends them."""
-    begun = any(signs.phase in ("training", "writing results") for signs in workers.pulses.read())
+    signs = workers.pulses.read()
+    begun = any(each.phase in ("training", "writing results") for each in signs)
     workers.ask_to_stop()
-    if grace == SAVING and begun:
+    if begun and grace == SAVING:
         say("saving the run before it stops; a second signal stops it at once")
+    elif begun:
+        step = max(each.step for each in signs)
+        say(f"stopped in step {step}, and nothing is saved; with --checkpoint-every, --resume could go on from here")
     deadline = time.monotonic() + grace
     while workers.running() and len(requests.asked) == 1 and time.monotonic() < deadline:
         time.sleep(GLANCE)

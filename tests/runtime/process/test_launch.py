@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -227,7 +228,9 @@ def test_a_signal_stops_the_run(endless: RunOptions, tmp_path: Path, number: sig
         run.launcher.send_signal(number)
         found, err = run.ends(3)
         assert found == code
-        assert err.strip().endswith("KeyboardInterrupt") if number == signal.SIGINT else not err
+        said = re.fullmatch(r"stopped in step \d+, and nothing is saved; with --checkpoint-every, .*\n(?s:(.*))", err)
+        assert said is not None, err
+        assert said[1].strip().endswith("KeyboardInterrupt") if number == signal.SIGINT else not said[1]
         run.is_gone(1)
 
 
@@ -296,5 +299,7 @@ def test_a_stop_is_no_reason_to_start_again(endless: RunOptions, tmp_path: Path)
     with started_run(dataclasses.replace(endless, max_restarts=3), 2, tmp_path / "tmp") as run:
         run.until(lambda: trains(endless))
         run.launcher.send_signal(signal.SIGTERM)
-        assert run.ends(10) == (143, "")
+        code, err = run.ends(10)
+        assert (code, err.count("\n")) == (143, 1)
+        assert "stopped in step" in err
         run.is_gone(1)
