@@ -87,7 +87,7 @@ def test_only_so_many_are_made(one_shape: Build, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert "the batch of step 1 has a new shape (batch[0] int64[8, 3]" in said
     assert "0 more may be made" in said
-    with pytest.raises(BatchError, match=r"step 2 has a new shape .*stages for 1 new shapes were made.*--new-shapes"):
+    with pytest.raises(BatchError, match=r"step 2 has a new shape .*has made stages for 1 new shapes.*--new-shapes"):
         pipeline.step(batch_of(8, 4))
     pipeline.step(batch_of(8, 3))
     pipeline.step(batch_of(8, 6))

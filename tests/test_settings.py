@@ -166,7 +166,7 @@ def test_an_edit_of_what_capture_did_not_read() -> None:
     edit("momentum=0.9", "momentum=0.55")  # of another size: a module of the same second would be the cached one
     found = run(out="other")
     assert losses(found)[-1] != usual[-1]
-    assert found.err.count("model.py changed since the compile, in nothing that capture read") == 1
+    assert found.err.count("model.py changed since the compile, but nothing that capture read") == 1
     edit("nn.ReLU()", "nn.GELU()")
     stale = run(out="stale")
     assert "the build is stale: since it was compiled, model.py: model changed" in stale.err

@@ -308,7 +308,7 @@ def test_mistakes_are_said_before_training(build: Path, plateau: Path, tmp_path:
         return " ".join(result.err.split())
 
     assert "--save-best needs --eval-every" in error(build, "--save-best", "loss")
-    assert "--patience needs the metric" in error(build, "--eval-every", 4, "--patience", 2)
+    assert "--patience needs a metric" in error(build, "--eval-every", 4, "--patience", 2)
     assert "--patience needs --eval-every" in error(build, "--patience", 2, "--patience-metric", "loss")
     assert "--min-delta needs --patience" in error(build, "--eval-every", 4, "--min-delta", 0.1)
     assert "--patience-metric needs --patience" in error(build, "--eval-every", 4, "--patience-metric", "loss")

@@ -105,7 +105,7 @@ def test_what_they_are_called_with_and_what_they_decide(
     seen = calls(called)
     end = result.json["steps"]
     assert 26 < end < 40
-    assert f"on_step() has asked for it after step 26: the run ends after step {end}" in result.err
+    assert f"on_step() asked for it after step 26: the run ends after step {end}" in result.err
     assert result.json["stopped"] == "on_step"
     steps = [row for row in seen if row[0] == "step"]
     assert [row[1] for row in steps] == list(range(1, end + 1))
@@ -235,7 +235,7 @@ def test_processes_that_decide_otherwise_end(tmp_path: Path) -> None:
     assert result.code == 1
     assert "on_step() on worker" in result.err
     assert "ends the run after step 3" in result.err or "it ends the run" in result.err
-    assert "decide by these alone" in result.err
+    assert "decide by these only" in result.err
 
 
 def said(folder: Path, hooks: str, *more: object) -> str:

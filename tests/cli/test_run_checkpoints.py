@@ -148,7 +148,7 @@ def test_runs_are_not_mixed(folder: Path, tmp_path: Path) -> None:
     for more, what in (
         ((), "has the checkpoints of an earlier run"),
         (("--resume", out / "checkpoints" / "step-10"), "has checkpoints of later steps than 10: step-15, step-20"),
-        (("--resume", "--weights", folder / "whole" / "model.safetensors"), "--weights would take others"),
+        (("--resume", "--weights", folder / "whole" / "model.safetensors"), "leave out --weights"),
         (("--resume", tmp_path), "is not a whole checkpoint"),
     ):
         result = fxpipe(*run(folder, out, "--local", *more))
@@ -156,7 +156,7 @@ def test_runs_are_not_mixed(folder: Path, tmp_path: Path) -> None:
         assert what in result.err
     result = fxpipe("run", folder / "build", "--steps", 12, "--out", out, "--resume", "--local")
     assert result.code == 1
-    assert "the checkpoint is of step 20, and the run is to have 12 steps in all" in result.err
+    assert "the checkpoint is of step 20, but the run should have 12 steps in all" in result.err
     result = fxpipe(*run(folder, tmp_path / "none", "--resume", "--local"))
     assert result.code == 1
     assert "there is no checkpoint in" in result.err

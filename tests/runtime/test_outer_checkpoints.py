@@ -126,7 +126,7 @@ def test_another_build_goes_on_with_what_replicas_have_in_common(
     compiled_file(other, "1f1b", workers, dp, 1, **outer)
     capsys.readouterr()
     run_local(options(other, "run", resume=str(step), steps=4))
-    assert "with the common weights of replicas that trained apart" in capsys.readouterr().err
+    assert "with the common weights of replicas that trained separately" in capsys.readouterr().err
     pipeline = fxp.load(other / "build").local(optimizer=load_task(other / "model.py").optimizer)
     pipeline.load(step)
     for name, value in _model(step).items():

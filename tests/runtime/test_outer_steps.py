@@ -221,8 +221,8 @@ def test_outer_steps_without_sense_are_refused(asked: dict[str, Any], said: str)
 @pytest.mark.parametrize(
     ("more", "outer", "options", "said"),
     [
-        ("def on_step(step, loss, run): pass\n", {}, {}, r"on_step\(\) is called with numbers"),
-        ("def on_eval(step, metrics, run): pass\n", {}, {}, r"on_eval\(\) is called with numbers"),
+        ("def on_step(step, loss, run): pass\n", {}, {}, r"would call on_step\(\) with different numbers"),
+        ("def on_eval(step, metrics, run): pass\n", {}, {}, r"would call on_eval\(\) with different numbers"),
         ("", {}, {"save_best": "held_out", "eval_every": 3}, "--save-best follows evaluations"),
         (
             "",

@@ -141,7 +141,7 @@ def test_saved_and_loaded(toy: Any, many: Any, tmp_path: Path, number: int) -> N
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in state.items())
     resumed = fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving, resume=tmp_path / "saved", **options)
     assert resumed.run(many[5:]) == expected
-    with pytest.raises(CheckpointError, match="holds weights alone"):
+    with pytest.raises(CheckpointError, match="has weights, but no training state"):
         fresh.load(build / "weights.safetensors")
 
 
@@ -234,7 +234,7 @@ os._exit(0)
 BODIES = {
     "another call": (
         "pipeline.step(batches[0]); pipeline.flush() if rank == 1 else pipeline.step(batches[1])",
-        "worker 1: RunError: worker 1 calls flush() where worker 0 calls step()",
+        "worker 1: RunError: worker 1 calls flush(), but worker 0 calls step()",
     ),
     "another rate": (
         "pipeline.set_lr(0.1 * (1 + rank))",
@@ -246,7 +246,7 @@ BODIES = {
     ),
     "fewer steps": (
         "[pipeline.step(batch) for batch in batches[: 4 - (rank == 1)]]",
-        "worker 1: RunError: worker 1 calls close() where worker 0 calls step()",
+        "worker 1: RunError: worker 1 calls close(), but worker 0 calls step()",
     ),
 }
 REFUSING = """

@@ -189,7 +189,7 @@ def run_in_threads(
             shapes.attach(own, split if first else None)
             if several_shapes(plan, options):
                 read = (lambda m: split(data[m], m)[0]) if first else None
-                coming = ComingShapes(line, own, lambda: len(data), read, shapes.hear)
+                coming = ComingShapes(line, own, lambda: len(data), read, shapes.prepare)
                 for executor in own:
                     executor.shape_of = coming
                 coming.begin()

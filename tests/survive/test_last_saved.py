@@ -163,8 +163,8 @@ def test_none_that_was_spoilt_is_named_where_something_was_not_finite(tmp_path: 
     error = NotFiniteError("the loss is nan", hint="look at the batch")
     name_checkpoint(error, asked, tmp_path)
     assert error.hint == (
-        f"look at the batch; the last good checkpoint is {good}: go on from there with --resume, after deleting what "
-        f"holds numbers that are not finite: {newest}, {middle}"
+        f"look at the batch; the last good checkpoint is {good}: go on from there with --resume, after deleting those "
+        f"with numbers that are not finite: {newest}, {middle}"
     )
 
 

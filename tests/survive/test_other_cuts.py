@@ -238,7 +238,7 @@ def test_a_run_goes_on_with_other_parameters(
     capsys.readouterr()
     again = others[not thaws, 5 - before].local(lr_scheduler=cosine, resume=path, **options)
     names = listed([n for n, _ in Net(0).named_parameters() if n.startswith(FIRST)], 6)
-    said = "trained from here on, with a fresh state" if thaws else "trained no more, and their state"
+    said = "trained from here on, with a fresh state" if thaws else "no longer trained, and their state"
     assert [line for line in capsys.readouterr().err.splitlines() if said in line and names in line]
     few, every = lambda name: not name.startswith(FIRST), lambda name: True
     losses, weights, averages = eagerly(few, every) if thaws else eagerly(every, few)

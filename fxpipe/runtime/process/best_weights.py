@@ -1,8 +1,8 @@
 """The metric that `--save-best` names, which evaluation is the best so far, and the file with its weights.
 
-An earlier run's file stays as it is until the run has ended well: meanwhile this one's is `best.partial.safetensors`.
-Beside each is a note, `best.json`, of the evaluation that it is of. It is taken away before the weights are replaced
-and written after them: so whoever goes on knows whether these are the weights of the evaluation that counts as best.
+An earlier run's file stays as it is until this run has ended well; until then this run's file is
+`best.partial.safetensors`. Next to each is `best.json`, a note of the evaluation with these weights. It is deleted
+before the weights are replaced and written after them, so a resumed run knows whether the file has the best weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fxpipe.observe.record import BEST_NOTE, BEST_WEIGHTS
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
 
-if TYPE_CHECKING:  # the launcher asks for the metric, and does without torch
+if TYPE_CHECKING:  # the launcher reads the metric, and imports no torch
     from torch import Tensor
 
 PARTIAL = "best.partial.safetensors"
 _NOTES = {BEST_WEIGHTS: BEST_NOTE, PARTIAL: "best.partial.json"}
 
 Write = Callable[[str, "Sequence[Mapping[str, Tensor]]"], RunError | None]
-"""Writes a file of this name, of the tensors of this process's workers by name; returns why it is not there."""
+"""Writes a file of this name with the tensors of this process's workers, by name; returns the error if that fails."""
 
 
 class BestWeights:
@@ -72,8 +72,7 @@ class BestWeights:
             self._take_along(found, best)
 
     def keep(self, states: Sequence[Mapping[str, Tensor]], best: tuple[int, float]) -> None:
-        """These weights are the best so far: of this step, with this value. If they cannot be written that is said, and
-        training goes on."""
+        """Keep these weights, the best so far, of this step and value. If they cannot be written, print a warning."""
         note = self._file(_NOTES[self._target])
         note.unlink(missing_ok=True)
         error = self._write(self._target, states)
@@ -86,11 +85,11 @@ class BestWeights:
         except OSError as refused:
             warn(f"{note} cannot be written: {refused.strerror or refused}; --resume will not know {self._target}")
         if error is not None and not self._warned:
-            warn(f"the best weights so far are not where they should be: {error}")
+            warn(f"the best weights so far are not in their place: {error}")
             self._warned = True
 
     def take_place(self) -> None:
-        """The run has trained to its end: its file takes the place of an earlier run's."""
+        """The run has trained to its end: replace an earlier run's file by this run's."""
         if self._target == BEST_WEIGHTS:
             return
         with suppress(OSError):
@@ -138,7 +137,7 @@ class BestWeights:
 
 
 SMALLER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "nll", "bpc", "wer", "cer", "fid")
-"""Metrics whose names end so are better where they are smaller."""
+"""Metrics with these endings of their names are better where they are smaller."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ class Goal:
             return None
         if options.eval_every is None:
             raise RunError(
-                "--save-best needs --eval-every: the weights at the end are written in any case",
+                "--save-best needs --eval-every: the last weights are written in any case",
                 hint="--eval-every N, or epoch",
             )
         if options.out is None:
@@ -180,7 +179,7 @@ class Goal:
             return None
         if options.patience_metric is None and options.save_best is None:
             raise RunError(
-                "--patience needs the metric that has to improve",
+                "--patience needs a metric that has to improve",
                 hint="--patience-metric loss, or --save-best loss to keep the best weights, too",
             )
         if options.eval_every is None:
@@ -210,7 +209,7 @@ class Goal:
         """Refuse an evaluation that has no such metric.
 
         Raises:
-            RunError: names those that it has.
+            RunError: names the metrics that it has.
         """
         if self.metric not in metrics:
             raise RunError(
@@ -219,7 +218,7 @@ class Goal:
             )
 
     def better(self, value: float, than: float | None, by: float = 0.0) -> bool:
-        """Whether a value is better by more than so much; one that is not finite never is."""
+        """Whether a value is better than another by more than `by`; one that is not finite never is."""
         if not math.isfinite(value):
             return False
         return than is None or (value - by > than if self.greater else value + by < than)

@@ -27,7 +27,7 @@ START_AGAIN = "start the run again, and compile into another folder while runs b
 
 
 def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = True) -> tuple[Plan, Checkpoint | None]:
-    """What a run begins with, after checking that the build is whole, current, and the one that the options are about.
+    """Check that the build is whole, current, and the one that the options mean; return what a run begins with.
 
     Args:
         from_file: the hooks come from the model file, which must be the one that was compiled.
@@ -37,7 +37,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         The build's plan, and the checkpoint to start from, if any.
 
     Raises:
-        FxpipeError: of the build, the model file, the checkpoint to start from, or a place that cannot be written.
+        FxpipeError: in the build, the model file or the checkpoint to start from; or a folder cannot be written.
     """
     from fxpipe.observe.logger import check_loggers
     from fxpipe.observe.trace.writer import check_trace
@@ -69,8 +69,8 @@ def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
         says: this process says what has changed since the compile.
 
     Raises:
-        TaskError: it cannot be loaded, or its optimizer cannot be used, or not with one for each worker.
-        BuildError: it gives what the build was compiled with another value of.
+        TaskError: it cannot be loaded, or its optimizer cannot be used, or not as one for each worker.
+        BuildError: it gives another value than the one that the build was compiled with.
     """
     from fxpipe.optimizer.per_worker import check_per_worker
     from fxpipe.task.model_file import task_of_build
@@ -78,7 +78,7 @@ def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
     task = task_of_build(plan, options.build, options.model_file, options.settings, options.arguments)
     changed = changes(plan, options.build, options.model_file).unread
     if changed and says:
-        say(f"{listed(changed)} changed since the compile, in nothing that capture read: the build stays as it is")
+        say(f"{listed(changed)} changed since the compile, but nothing that capture read: the build stays as it is")
     if changed or options.settings or options.arguments is not None:
         accepted = options.accept_optimizer_per_worker
         found = check_per_worker(plan, task.optimizer, task.lr_scheduler, accepted=accepted)
@@ -88,7 +88,7 @@ def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
 
 
 def writing(out: str | None) -> AbstractContextManager[None]:
-    """Inside, this process and its workers alone write into a run's output folder, if there is one.
+    """Inside, only this process and its workers write into a run's output folder, if there is one.
 
     Raises:
         BuildError: another run writes there, or the folder cannot be written.
@@ -100,7 +100,7 @@ def writing(out: str | None) -> AbstractContextManager[None]:
 
 
 def files_read(options: RunOptions) -> Snapshot:
-    """The files that a worker reads, as they are before it reads the first of them."""
+    """The files that a worker reads, in their state before it reads the first of them."""
     found = [path for path in Path(options.build).glob("*") if not path.is_dir()]
     if options.weights is not None:
         given = Path(options.weights)
@@ -109,7 +109,7 @@ def files_read(options: RunOptions) -> Snapshot:
 
 
 def check_unchanged(files: Snapshot) -> None:
-    """Refuse what was replaced while it was read: a worker would have a part of the old and a part of the new.
+    """Refuse files that were replaced while they were read: a worker would mix old and new.
 
     Raises:
         BuildError: names the files.
@@ -138,7 +138,7 @@ def check_evaluation(plan: Plan, what: str) -> None:
     """Refuse `what` for a build without evaluation.
 
     Raises:
-        RunError: the build has none; the message says why.
+        RunError: it has none; the message says why.
     """
     if plan.evaluations:
         return
@@ -152,10 +152,10 @@ def check_evaluation(plan: Plan, what: str) -> None:
 def decides_alike(plan: Plan, options: RunOptions) -> bool:
     """Whether all replicas evaluate the same weights.
 
-    Those that train apart do so right after outer steps without a delay.
+    Replicas that train separately do so right after outer steps without a delay.
     """
     outer, every = plan.outer, options.eval_every
-    if outer is None or every is None:  # at the end, all have the same
+    if outer is None or every is None:  # at the end, all have the same weights
         return True
     return isinstance(every, int) and every % outer.every == 0 and not outer.delay
 
@@ -164,29 +164,28 @@ def unlike(what: str, plan: Plan) -> RunError:
     """The error that says why something cannot follow evaluations."""
     assert plan.outer is not None
     return RunError(
-        f"{what} follows evaluations, and the weights of replicas that train apart differ then",
-        hint="compile with --outer-delay 0: after its outer steps all have the same"
+        f"{what} follows evaluations, at which replicas that train separately have different weights",
+        hint="compile with --outer-delay 0: after its outer steps all have the same weights"
         if plan.outer.delay
-        else f"--eval-every {plan.outer.every}, or a multiple of it: then all have the same",
+        else f"--eval-every {plan.outer.every}, or a multiple of it: then all have the same weights",
     )
 
 
-def check_replicas_apart(plan: Plan, options: RunOptions, task: Task) -> None:
-    """Refuse what such replicas would decide each for itself, and differently.
+def check_separate_replicas(plan: Plan, options: RunOptions, task: Task) -> None:
+    """Refuse what replicas that train separately would decide differently.
 
     Args:
-        options: which count epochs in steps.
+        options: with epochs counted in steps.
 
     Raises:
-        RunError: names what decides.
+        RunError: names the callback or option that decides.
     """
     callbacks = task.callbacks
     if plan.outer is None:
         return
     if found := [name for name in (ON_STEP, ON_EVAL) if name in callbacks.names]:
         raise RunError(
-            f"{found[0]}() is called with numbers, and replicas that train apart have each its own: they would decide "
-            "differently",
+            f"replicas that train separately would call {found[0]}() with different numbers and decide differently",
             where=None if callbacks.path is None else callbacks.path.name,
             hint="take it out, and read metrics.jsonl; or compile without --outer",
         )
@@ -196,12 +195,12 @@ def check_replicas_apart(plan: Plan, options: RunOptions, task: Task) -> None:
 
 
 NOT_OWN = {
-    "steps": "the loop is yours: leave it when you have had enough",
+    "steps": "the loop is yours: end it after as many steps as you want",
     "epochs": "the loop is yours: go through the data as often as you want",
     "eval_every": "call pipeline.evaluate(batches)",
     "save_best": "call pipeline.save(folder) after the best evaluation",
     **dict.fromkeys(
-        ("patience", "patience_metric", "min_delta"), "leave the loop when evaluations have not improved for so long"
+        ("patience", "patience_metric", "min_delta"), "end the loop when evaluations have stopped improving"
     ),
     "log": "write what step() and evaluate() return",
     "progress": "print what step() returns",
@@ -210,14 +209,14 @@ NOT_OWN = {
     "arguments": "parse sys.argv yourself",
     "max_restarts": "torchrun --max-restarts N, and pipeline.load(folder) at the start",
 }
-"""The options of a run that a user's own loop does in its own way, and how."""
+"""The options of a run that a user's own loop replaces, and what to do instead."""
 
 
 def check_own_loop(options: Iterable[str]) -> None:
-    """Refuse options of a run that mean nothing where the loop is the user's.
+    """Refuse options of a run that mean nothing in a user's own loop.
 
     Raises:
-        RunError: names the first, and what to do.
+        RunError: names the first, and what to do instead.
     """
     for name in options:
         if name in NOT_OWN:

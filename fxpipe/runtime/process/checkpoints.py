@@ -1,4 +1,4 @@
-"""Saves the workers' shards while they train on: a thread of each process writes them, worker 0's makes them a whole.
+"""Saves the workers' shards during training: a thread of each process writes them, worker 0's makes the checkpoint.
 
 every worker:  take a copy of its shard at step S │ train on
   its thread:                                    │ write the files, sync, report their digests
@@ -38,21 +38,21 @@ from fxpipe.runtime.worker.observer import Observer
 from fxpipe.torch_private import HashStore
 
 LOOK = 0.05
-"""Seconds between two looks for the reports of others."""
+"""Seconds between two looks for the reports of other processes."""
 
 
 class Checkpoints(Observer):
-    """The checkpoints that the options of a run ask for, for the workers of one process, whose rows it follows.
+    """Makes the checkpoints that a run's options ask for, for the workers of one process, whose rows it follows.
 
-    The first replica of a worker writes what all have, and each what it alone has, if there is anything.
+    The first replica of a worker writes what all replicas have; each writes what it alone has.
 
     Args:
         out: the run's output folder.
-        executors: this process's; where all are in it, replicas that have nothing to write are left out.
-        resumed, shards: the checkpoint that the run goes on from, and of each executor what it has read of it.
+        executors: this process's; in a run of one process without replicas that have nothing to write.
+        resumed, shards: the checkpoint that the run goes on from, and what each executor has read of it.
         exchange: with the other processes of the run; None if there are none.
-        asked: whether the run is to stop after one more; asked where worker 0 is.
-        observers: hear of checkpoints.
+        asked: whether the run is to stop after one more; called in worker 0's process.
+        observers: are called for each checkpoint.
 
     Raises:
         CheckpointError: there is no output folder for them.
@@ -73,7 +73,7 @@ class Checkpoints(Observer):
     ) -> None:
         assert options.checkpoint_every is not None
         if out is None:
-            raise CheckpointError("checkpoints need an output folder", hint="give out=FOLDER, where they will stand")
+            raise CheckpointError("checkpoints need an output folder", hint="give out=FOLDER for them")
         self.every = Interval.of(options.checkpoint_every)
         write = [e.replica < replicas_that_write(plan, e.worker) or exchange is not None for e in executors]
         executors, shards = list(compress(executors, write)), list(compress(shards, write))
@@ -99,7 +99,7 @@ class Checkpoints(Observer):
         }
 
     def between(self, executors: Sequence[Executor]) -> None:
-        """Has the shards of workers written that have reached a step that is due."""
+        """Write the shards of workers that have reached a step that is due."""
         for executor in executors:
             captures = self._captures.get((executor.worker, executor.replica))
             if captures is None or (shard := captures.take()) is None:
@@ -111,7 +111,7 @@ class Checkpoints(Observer):
             executor.watch.close()
 
     def add(self, step: int) -> None:
-        """There is to be a checkpoint at a step: known so early as `Consequences.earliest` has it."""
+        """Make a checkpoint at a step, which is not before `Consequences.earliest`."""
         self.agenda.add(step)
 
     def finish(self) -> None:
@@ -124,7 +124,7 @@ class Checkpoints(Observer):
             watch.close()
 
     def abandon(self) -> None:
-        """The run is over, or an error ends it: then what all workers have cut is written first."""
+        """The run is over, or an error ends it: first write checkpoints that all workers have copied."""
         error = sys.exception()
         if isinstance(error, Exception) and not self.writer.abandoned:
             most = RUNNING_ON if isinstance(error, PeerLost) else MOST
@@ -132,7 +132,7 @@ class Checkpoints(Observer):
         self.writer.abandon()
 
     def begins(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run in a row; the first worker's comes first."""
+        """The first forward of a minibatch is about to run in a row; the first worker's is the first of all."""
         version, outer = self._store.version, self._store.outer
         self.agenda.begin(minibatch, version if outer is None else outer.made_by_all(version))
 
@@ -144,13 +144,13 @@ class Checkpoints(Observer):
 class ShardWriter:
     """Writes the shards of this process's workers, and on worker 0 makes checkpoints of all shards.
 
-    A checkpoint that cannot be written is given up and said; training goes on, earlier checkpoints stay.
+    A checkpoint that cannot be written is given up with a warning; training goes on, earlier checkpoints stay.
 
     Args:
         about: what the manifest says of the run: `plan`, `run`, `versions`.
         whole: whether this process has worker 0.
         keep: how many checkpoints stay.
-        observers: hear of checkpoints.
+        observers: are called for each checkpoint.
 
     Attributes:
         whole: as given.
@@ -169,30 +169,30 @@ class ShardWriter:
         self.shelf, self.plan, self.about, self.exchange = shelf, plan, about, exchange
         self.keep, self._observers = keep, observers
         self._last: int | None = None
-        self._anchored = False  # the disk has the names of the folders that the checkpoints are in
+        self._anchored = False  # the names of the folders of checkpoints are synced to the disk
         self.whole = whole
         workers = range(plan.workers)
         self._written = [(worker, r) for worker in workers for r in range(replicas_that_write(plan, worker))]
         self._shards: queue.Queue[tuple[int, int, Shard] | None] = queue.Queue(maxsize=len(self._written))
-        self._waiting: dict[int, int] = {}  # the steps whose reports are not all there, and their start
+        self._waiting: dict[int, int] = {}  # steps some of whose reports are missing, and their start
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._thread.start()
 
     def put(self, executor: Executor, shard: Shard, last: bool = False) -> None:
-        """Have a worker's shard written; waits if the disk has not taken those before. After the last the run stops."""
+        """Have a worker's shard written; wait while earlier ones are being written. After the last the run stops."""
         if last:
             self._last = shard.step
         if (executor.worker, executor.replica) in self._written:
             self._shards.put((executor.worker, executor.replica, shard))
 
     def finish(self) -> None:
-        """Wait until everything is on the disk, that of other processes, too, if this one has worker 0."""
+        """Wait until everything is on the disk; with worker 0 here, the shards of other processes, too."""
         self._shards.put(None)
         self._thread.join()
 
     def writes(self) -> bool:
-        """Whether there are shards that it has not written yet."""
+        """Whether shards are yet to be written."""
         return self._thread.is_alive() and self._shards.unfinished_tasks > 0
 
     @property
@@ -201,7 +201,7 @@ class ShardWriter:
         return self._ending.is_set()
 
     def abandon(self) -> None:
-        """Stop: what is not whole by now will not be."""
+        """Stop: checkpoints that are not whole yet will never be."""
         self._ending.set()
 
     def _work(self) -> None:
@@ -218,7 +218,7 @@ class ShardWriter:
                         self._write(*job)
                 self._shards.task_done()
             with suppress(RuntimeError):
-                self._commit_complete()  # after every shard: on a slow disk the next one always waits
+                self._commit_complete()  # after every shard: on a slow disk the next one is always waiting
                 self._look_for_end()
 
     def _write(self, worker: int, replica: int, shard: Shard) -> None:
@@ -228,7 +228,7 @@ class ShardWriter:
             with shown_alive(partial):
                 files = write_shard(partial, self.plan, worker, shard, replica)
             report: dict[str, Any] = {"files": {name: asdict(entry) for name, entry in files.items()}}
-        except Exception as error:  # whatever it is: training would wait for ever for a thread that has ended
+        except Exception as error:  # any error: training would wait for ever for a thread that has ended
             report = {"error": said(error)}
         if self.whole:
             self._waiting.setdefault(shard.step, shard.start)
@@ -242,7 +242,7 @@ class ShardWriter:
                 self.exchange.forget(keys)
 
     def _look_for_end(self) -> None:
-        """Where worker 0 is not: the last checkpoint is over when worker 0 says so."""
+        """In a process without worker 0: the last checkpoint is over when worker 0 says so."""
         if self._last is not None and not self.whole and self.exchange.get([_over(self._last)]) is not None:
             step, self._last = self._last, None
             for observer in self._observers:

@@ -1,12 +1,12 @@
 """The worker processes that `launch` starts: `python -m fxpipe.runtime.process.child OPTIONS LAUNCHER FD RANK…`.
 
-One process imports torch, forks a worker for each of the ranks, and ends: the launcher takes its orphans in (see
+One process imports torch, forks a worker for each of the ranks, and ends: the launcher adopts its orphans (see
 `fxpipe.runtime.process.launch`). Before the forks nothing is computed, so there is no thread and no CUDA
 context that they could lose. A process with one rank is that worker itself. Each worker writes its rank and its process
 id to FD, and has its rank in its name, for `ps` and `top`.
 
-First of all a process sees to it that it ends with the launcher, while torch is still to be imported. Ctrl-C ends it
-silently: the launcher decides what to print.
+Before it imports torch, a process makes sure that it ends with the launcher. Ctrl-C ends it silently: the launcher
+decides what to print.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn
     pulses = PulseFile(exchange / PULSES, int(os.environ["WORLD_SIZE"]))
     for rank in ranks:
         Pulse(pulses.numbers(rank)).phase = "importing"
-    gc.disable()  # imported modules stay: no collection has to look at them, neither now nor while the run goes on
+    gc.disable()  # imported modules stay: no garbage collection need look at them, now or later
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.ends import end_process, leave_error
     from fxpipe.runtime.process.start import join
     from fxpipe.torch_private import DYNAMO
 
-    importlib.import_module(DYNAMO)  # the first optimizer of torch does: a second of each worker's, were it not here
+    importlib.import_module(DYNAMO)  # torch's first optimizer does: else it costs each worker a second
 
     gc.freeze()
     gc.enable()
@@ -71,7 +71,7 @@ def _forked(ranks: Sequence[int], launcher: int) -> int:
     own = os.getpid()
     for rank in ranks:
         if os.fork() == 0:
-            while os.getppid() == own:  # its end would be that of a parent
+            while os.getppid() == own:  # a worker would take the end of this process for the launcher's
                 time.sleep(0.001)
             end_with(launcher)
             os.setsid()
@@ -87,12 +87,12 @@ def _name(build: str, rank: int) -> str:
 
     try:
         return process_name(rank, read_plan(build).mesh)
-    except FxpipeError:  # there is another error to tell
+    except FxpipeError:  # another error will be raised
         return process_name(rank)
 
 
 def end_with(launcher: int) -> None:
-    """End this process when the launcher ends, whatever it is doing then, even if it is stopped."""
+    """End this process when the launcher ends, whatever this process does then, even if it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
@@ -102,7 +102,7 @@ def end_with(launcher: int) -> None:
 
 
 def only_here() -> None:
-    """Talk over the loopback interface alone."""
+    """Communicate over the loopback interface only."""
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback

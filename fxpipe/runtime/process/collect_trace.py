@@ -1,6 +1,6 @@
 """`fxpipe run --trace`: every worker's spans, in worker 0's time, in one file.
 
-Nothing travels while the run trains. At its end the workers send their columns to worker 0 one after the other, which
+Nothing is sent during training. At the end the workers send their columns one after the other to worker 0, which
 writes each and frees it.
 """
 
@@ -43,7 +43,7 @@ class WorkerTrace:
 def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, traces: Iterable[WorkerTrace]) -> None:
     """Write the file, on worker 0.
 
-    Its time begins when worker 0 first read its clock: at that moment no worker had begun to train.
+    Time 0 is when worker 0 first read its clock, before any worker began to train.
 
     Args:
         seconds: what the run took.
@@ -94,7 +94,7 @@ def seats(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _collected(plan: Plan, here: Mapping[tuple[int, int], WorkerTrace]) -> Iterator[WorkerTrace]:
-    """What each of the `seats` recorded, on process 0: of those elsewhere when it is asked for."""
+    """What each of the `seats` recorded, on process 0; received from other processes one at a time."""
     for replica, worker in seats(plan):
         box: list[Any] = [here.get((replica, worker))]
         if box[0] is None:
@@ -119,7 +119,7 @@ def _name(kind: Kind, cause: Cause | None, minibatch: int, microbatch: int) -> s
 
 
 def compare_clocks(path: str | None, rank: int, ranks: int) -> ClockOffset:
-    """Compare this process's clock with worker 0's, if there is a trace, which alone needs it."""
+    """Compare this process's clock with worker 0's, if there is a trace: nothing else needs it."""
     if path is None:
         return ClockOffset(0, 0, 0)
     with peers(rank):
@@ -148,7 +148,7 @@ def collect_trace(
         seconds: what training took.
 
     Returns:
-        Whether the file is there, on process 0; what prevented it is said, since all else of a run is safe by then.
+        On process 0, whether the file was written; a failure is a warning, since the run's results are safe by then.
 
     Raises:
         PeerLost: another process is gone.

@@ -1,6 +1,6 @@
-"""What follows from the evaluations of a run: the best weights so far, its early end, learning rates that wait for it.
+"""What follows from a run's evaluations: the best weights so far, an early end, learning rates that depend on metrics.
 
-Every worker hears all metrics of every evaluation and comes to the same conclusions, at the same version.
+Every worker receives all metrics of every evaluation and draws the same conclusions, at the same version.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PATIENCE = "patience"
 
 
 class Consequences:
-    """Those of one run, for the workers of this process.
+    """What follows from the evaluations of one run, for the workers of this process.
 
     Args:
         options: in steps.
         total: how many steps the run is to have.
         step: how many were made before it went on.
-        speaks: this process tells the user.
-        observers: hear of evaluations and of an early end.
+        speaks: this process prints messages.
+        observers: are called for evaluations and for an early end.
 
     Attributes:
         goal: what `--save-best` asks for; None if it asks for nothing.
@@ -51,7 +51,7 @@ class Consequences:
 
     Raises:
         RunError: the options ask for what cannot be done.
-        TaskError: a scheduler waits for a metric that there is not.
+        TaskError: a scheduler needs a metric that does not exist.
     """
 
     def __init__(
@@ -77,25 +77,25 @@ class Consequences:
         self._flushes = recipe.schedule.synchronous
         self._newest = -1  # the version that was evaluated last
         self._replayed: Mapping[str, Any] | None = None
-        self._improved: float | None = None  # the value that a better one must exceed
-        self._since = 0  # evaluations since that one
+        self._improved: float | None = None  # the value that the next must improve on
+        self._since = 0  # evaluations since then
         for executor in executors:
             _check_metric(executor.store.updater.metric, options, plan)
 
     def due(self, version: int) -> bool:
-        """Whether the run evaluates after so many updates; not at its end, which is evaluated anyway."""
+        """Whether the run evaluates this version; not at its end, where it is evaluated anyway."""
         every = self._options.eval_every
-        assert not isinstance(every, str), "epochs are counted in steps by then"
+        assert not isinstance(every, str), "epochs have been counted in steps"
         return every is not None and 0 < version < self.end and version % every == 0
 
     def replay(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Call first, with the evaluations of the steps before."""
+        """Call first, with the evaluations of earlier steps."""
         self._replayed = evaluations[-1] if evaluations else None
         for row in evaluations:
             self._judge(row["step"], row["metrics"])
         kept = (Path(self._options.out) / name for name in (BEST_WEIGHTS, PARTIAL)) if self._options.out else ()
         if self.goal is None and self._step and self._speaks and (old := next(filter(Path.exists, kept), None)):
-            say(f"{old} stays as it is, whatever the evaluations give: --save-best is not given")
+            say(f"{old} stays as it is: --save-best is not given")
         if self.goal is not None and self._speaks:
             text = "" if self.best is None else f"; {self.best[1]:.4f} of step {self.best[0]} is the best so far"
             say(f"the weights of the best {self.goal} are kept{text}")
@@ -108,7 +108,7 @@ class Consequences:
     def go_on(self) -> None:
         """Call when the pipeline has begun: a checkpoint is cut before the evaluation of its step changes rates."""
         if self._replayed is not None and self._replays_step and self.due(self._step):
-            self._tell_schedulers(self._step, self._replayed["metrics"])
+            self._step_schedulers(self._step, self._replayed["metrics"])
             for observer in self._observers:
                 observer.evaluated(self._step, self._replayed["metrics"])
 
@@ -119,11 +119,11 @@ class Consequences:
 
     @property
     def changes_rates(self) -> bool:
-        """Whether a worker of this process has a scheduler that waits for evaluations."""
+        """Whether a worker of this process has a scheduler that needs evaluations."""
         return any(executor.store.updater.metric is not None for executor in self._executors)
 
     def keep_weights(self, write: Write, plan: Plan) -> bool:
-        """Where worker 0 is, after `replay`: keep the best weights; whether those of the best evaluation are lost."""
+        """In worker 0's process, after `replay`: keep the best weights. Returns whether those so far are lost."""
         assert self.goal is not None
         assert self._options.out is not None
         self.weights = BestWeights(
@@ -131,28 +131,28 @@ class Consequences:
         )
         return self.best is not None and self.weights.held is None
 
-    def heard(self, version: int, metrics: Mapping[str, float]) -> bool:
-        """All workers have evaluated the weights after so many updates; whether they are the best so far."""
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> bool:
+        """All workers have evaluated the weights of a version; returns whether they are the best so far."""
         end = self.end
         for goal in (self.goal, self.wanted):
             if goal is not None:
                 goal.check(metrics)
         best = self._judge(version, metrics)
         if version < end:
-            self._tell_schedulers(version, metrics)
+            self._step_schedulers(version, metrics)
         if self.end < end:
-            self._tell_end()
+            self._show_end()
         for observer in self._observers:
             observer.evaluated(version, metrics)
         return best
 
     def waits(self, minibatch: int, evaluated: int) -> bool:
-        """Whether a minibatch may begin only when a version that is due is evaluated: what follows may end the run.
+        """Whether a minibatch may begin only after an evaluation that is due, which may end the run.
 
-        So it is with a flush, where none of its actions could begin earlier.
+        With a flush, it must: none of its actions could begin earlier anyway.
 
         Args:
-            evaluated: the newest version that was.
+            evaluated: the newest version that was evaluated.
         """
         every = self._options.eval_every
         if every is None or not self._flushes:
@@ -162,20 +162,20 @@ class Consequences:
         return minibatch >= version and self.due(version)
 
     def earliest(self, version: int) -> int:
-        """After which step the run can be saved, if all its workers hear of that at a version."""
+        """After which step the run can be saved, if all its workers learn of that at a version."""
         return max(self._step, version + self._lead)
 
     def earliest_end(self, version: int) -> int:
-        """After which step it can end: at once where no minibatch has begun since the version was evaluated."""
+        """After which step the run can end: at once where no minibatch has begun since the version was evaluated."""
         return max(self._step, version) if self._flushes and version == self._newest else self.earliest(version)
 
     def ends(self, end: int, why: str, reason: str) -> None:
         """All workers decide, at the same version, that the run ends after a step, the `earliest_end`."""
         if self.shorten(end, why, reason):
-            self._tell_end()
+            self._show_end()
 
     def shorten(self, end: int, why: str, reason: str) -> bool:
-        """The same before training begins; whether it would have ended later.
+        """End the run earlier, before training begins; returns whether it would have ended later.
 
         Args:
             why: see `stopped`.
@@ -188,20 +188,20 @@ class Consequences:
             say(f"{reason}: the run ends after step {end}")
         return True
 
-    def _tell_end(self) -> None:
+    def _show_end(self) -> None:
         for executor in self._executors:
             executor.store.versions.end(self.end, told=self.end > executor.store.version)
         for observer in self._observers:
             observer.ends(self.end)
 
     def forget_best(self) -> None:
-        """The weights of the best evaluation so far are not there: the best from here on counts."""
+        """The weights of the best evaluation so far are lost: count only evaluations from here on."""
         if self._speaks and self.best is not None:
-            say(f"the weights of step {self.best[0]} are not in {self._options.out}: the best from here on are kept")
+            say(f"{self._options.out} lacks the weights of step {self.best[0]}: the best from here on are kept")
         self.best = None
 
     def take_place(self, summary: dict[str, Any] | None) -> None:
-        """The run has trained to its end, and its weights are written.
+        """The run has trained to its end, and its weights are written: replace an earlier run's best weights.
 
         Args:
             summary: on worker 0.
@@ -209,10 +209,10 @@ class Consequences:
         if self.weights is not None:
             self.weights.take_place()
         if summary is not None and (self.goal is not None or self.stopped is not None):
-            self.tell(summary)
+            self.add_to(summary)
             write_run(summary)
 
-    def tell(self, summary: dict[str, Any]) -> None:
+    def add_to(self, summary: dict[str, Any]) -> None:
         """Put the best evaluation, and why the run has ended early, into its summary."""
         if self.goal is not None or self.stopped is not None:
             summary["stopped"] = self.stopped
@@ -244,13 +244,15 @@ class Consequences:
             return
         every_steps = self._options.eval_every
         assert isinstance(every_steps, int)
-        self._since += version % every_steps == 0  # else it was the last of a shorter run, which a longer one lacks
+        self._since += (
+            version % every_steps == 0
+        )  # else it was the last of a shorter run, which a longer run does not make
         patience = self._options.patience
         if patience is not None and self._since >= patience and self.stopped is None:
             reason = f"{self.wanted.metric} has not improved in {patience} evaluations"
             self.shorten(self.earliest_end(version), PATIENCE, reason)
 
-    def _tell_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:
+    def _step_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:
         for executor in self._executors:
             executor.store.updater.evaluated(version, metrics)
 
@@ -262,49 +264,48 @@ def _check_metric(metric: str | None, options: RunOptions, plan: Plan) -> None:
         raise unlike("lr_scheduler()", plan)
     if options.eval_every is None:
         raise TaskError(
-            f"lr_scheduler() makes a step after every evaluation, with its {metric!r}, and the run evaluates only at "
-            "the end",
+            f"lr_scheduler() makes a step with {metric!r} of every evaluation, but the run evaluates only at the end",
             hint="--eval-every N, or epoch",
         )
     known = metrics_of(plan)
     if lacks(plan, metric):
         raise TaskError(
-            f"lr_scheduler() waits for the metric {metric!r}, and metrics(model, batch) gives none of that "
-            f"name{near(metric, known)}",
+            f"lr_scheduler() needs the metric {metric!r}, which metrics(model, batch) does not "
+            f"give{near(metric, known)}",
             hint=f"one of {', '.join(known)}",
         )
 
 
 def lead(recipe: Recipe, shapes: bool) -> int:
-    """How many steps after a version a run can end, if its workers hear of it at that version.
+    """How many steps after a version a run can end, if its workers learn of the end at that version.
 
-    What ends it is known between two actions, when all workers have made the same number of updates (the version). By
-    then some have begun later minibatches, have posted receives for those after them, and count on weights that are
-    read later still. So the end is some steps on, where none of that reaches:
+    They learn of it between two actions, when all have made the same number of updates (the version). By then some
+    have begun later minibatches, have posted receives for those after them, and expect weights that are read later
+    still. So the run ends some steps later, after all of these:
 
         evaluated at version 20 ─→ the run ends after step 20 + `lead`
 
     With a flush, what an evaluation decides ends the run at its version: nothing later begins before it (`waits`).
 
     Args:
-        shapes: batches have several shapes: worker 0 reads some ahead.
+        shapes: batches have several shapes, so worker 0 reads ahead.
     """
     demand = recipe.demand
-    reach = max(demand.reach(owner) for owner in range(demand.plan.workers))  # who reads weights that are expected
+    reach = max(demand.reach(owner) for owner in range(demand.plan.workers))  # readers of expected weights
     return furthest(recipe.schedule) + reach + 1 + (AHEAD if shapes else 0)
 
 
 def furthest(schedule: Schedule) -> int:
-    """How far a worker at version v has looked ahead, at most: to an action of minibatch v plus this."""
+    """How far ahead of version v a worker has looked at most: to an action of minibatch v plus this."""
     begun = -(-max(held(schedule)) // schedule.microbatches) + schedule.late
     expected = -(-(LOOKAHEAD + 1) // schedule.microbatches)
     return begun + expected + 1
 
 
 class EndingRow:
-    """What a row has of minibatches before `end()`, which may become smaller meanwhile.
+    """A row up to minibatch `end()`, which may become smaller during the run.
 
-    As `Schedule.until` has it, all of them come before so many later ones.
+    The row ends as in `Schedule.until`.
 
     Args:
         waits: whether a minibatch may not begin yet.
@@ -318,7 +319,7 @@ class EndingRow:
         self._upcoming = next(row, None)
 
     def next(self) -> Event | None:
-        """What comes next; None at its end, or where it waits."""
+        """The next event; None at the row's end, or where it waits."""
         while (event := self._upcoming) is not None and not self._waits(event[1].minibatch):
             self._upcoming = next(self._row, None)
             if event[1].minibatch < self._end():
@@ -329,5 +330,5 @@ class EndingRow:
         return None
 
     def more(self) -> bool:
-        """Whether it is not at its end."""
+        """Whether events are left."""
         return self._upcoming is not None

@@ -1,4 +1,4 @@
-"""On what a process computes, and with whose memory: its device, what carries messages, the C allocator."""
+"""What a process computes on: its device, the backend that carries messages, the C allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxpipe.runtime.wires.exchange import gathered
 
 
 def own_device(kind: str) -> torch.device:
-    """This process's device; of several CUDA devices that of its local rank.
+    """This process's device; with several CUDA devices, the one of its local rank.
 
     Raises:
         RunError: there is none of the build's kind.
@@ -38,23 +38,23 @@ def common_backend(device: torch.device, rank: int, ranks: int) -> str:
     """NCCL if every process on every machine has a CUDA device of its own, else gloo."""
     own = None
     if device.type == "cuda" and dist.is_nccl_available():
-        host = os.environ.get("NCCL_HOSTID") or socket.gethostname()  # as NCCL itself tells hosts apart
+        host = os.environ.get("NCCL_HOSTID") or socket.gethostname()  # as NCCL itself identifies hosts
         own = host, str(torch.cuda.get_device_properties(device).uuid)
     answers = gathered(own, rank, ranks)
     if None not in answers and len(set(answers)) == ranks:
         return "nccl"
     if own is not None and rank == 0:
-        warn("not every process has a CUDA device of its own: messages go through the CPU's memory, over gloo")
+        warn("not every process has a CUDA device of its own: messages go through CPU memory, over gloo")
     return "gloo"
 
 
 def devices_of(device: torch.device, peak: float | None, process: int, processes: int) -> list[Device | None]:
     """The devices of a run, each once, with their peaks as `flops`; None where a peak is not known. Called by all.
 
-    The processor of a machine counts once for each process.
+    A machine's CPU counts once for each process.
 
     Args:
-        peak: FLOP/s that was asked for, for each.
+        peak: FLOP/s of each device, if the user gave them.
     """
     name, which = "cpu", f"process {process}"
     if device.type == "cuda":

@@ -1,19 +1,19 @@
 """Evaluation over the workers of a run: batches enter at worker 0 and go down the pipeline, several at a time.
 
-    worker 0     reads a batch, tells the next process its shape, runs its code
+    worker 0     reads a batch, sends the next process its shape, runs its code
     worker k     receives the shape, passes it on, runs its code: receives, sends, keeps its metrics
     at the end   metrics go to worker 0; once it has all of them, they go from process to process, and all train on
 
-Replicas of the pipeline share the batches out: replica j of R evaluates batch b if b mod R is j. Each replica of worker
-0 reads all batches, and gets what the workers of its own pipeline have made of its share. Then they give each other the
-numbers: the metrics are added up as without replicas, in the order of the batches.
+Replicas of the pipeline share the batches: replica j of R evaluates batch b if b mod R is j. Each replica of worker 0
+reads all batches, and receives the metrics of its share from the workers of its own pipeline. Then the replicas
+exchange these numbers: the metrics are added up as without replicas, in the order of the batches.
 
-A worker waits for the workers after it only until they have what it sent two batches ago, so that no worker runs far
-ahead. It receives the shape of a batch, and posts that batch's receives, before it computes the batch before it.
+A worker waits for the workers after it only until they have what it sent two batches ago, so no worker runs far
+ahead. It receives a batch's shape, and posts that batch's receives, before it computes the previous batch.
 
-What a process does is a row of forwards, as the row of a schedule is one of forwards and backwards. Worker k computes a
-batch k − j turns after worker j: then what it receives was sent a turn ago, and all processes compute at the same time.
-With workers 0 and 2 here, and 1 and 3 there:
+A process walks a row of forwards, as in training it walks a schedule's row of forwards and backwards. Worker k computes
+a batch k − j turns after worker j: what it receives was sent a turn ago, and all processes compute at the same time.
+With workers 0 and 2 in one process, and 1 and 3 in another:
 
     rank 0:  0·b0      0·b1      0·b2 2·b0  0·b3 2·b1
     rank 1:  ..        1·b0      1·b1       1·b2 3·b0
@@ -44,7 +44,7 @@ from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Action, Event
 
 AHEAD = 2
-"""How many batches a worker may be ahead: it has sent their values, and no worker has received them yet."""
+"""How many batches a worker may be ahead: batches whose values it has sent and no worker has received."""
 
 _OVER = -1
 """Sent in place of a shape: there are no more batches."""
@@ -54,20 +54,20 @@ class DistributedEvaluation:
     """What one process does in the evaluations of a run.
 
     Args:
-        executors: of the workers of this process, in rising order. Where pipelines cross, the first replicas alone
-            evaluate, and tell the workers' others the metrics; and where all are in this process, since to share saves
-            no time there.
+        executors: of the workers of this process, in rising order. Where pipelines cross, only the first replicas
+            evaluate, and send the others the metrics; so they do where all are in this process, since sharing would
+            save no time.
         wires: of each of them.
         folder: of the build.
         seed: of the run.
         data: the batches, on worker 0; None elsewhere.
         line: the processes.
-        collective: worker 0's end of what its replicas exchange, where that is; None without replicas.
+        collective: where worker 0 is, connects it with its other replicas; None without replicas.
         alone: there are no other processes.
 
     Attributes:
         evaluators: of its workers.
-        heard: the metrics of the newest evaluation, the same in every process.
+        newest: the metrics of the newest evaluation, the same in every process.
 
     Raises:
         BuildError: as `Evaluator`.
@@ -111,33 +111,35 @@ class DistributedEvaluation:
         self._data = data
         self._resets = first.resets
         self._names = metrics_of(plan)
-        self.heard: dict[str, float] = {}
+        self.newest: dict[str, float] = {}
         self._batches: Iterator[Placed] | None = None
         self._read: list[Placed] = []  # all batches so far, without their leaves
         self._moves = moves(plan)
-        self._fixed: dict[tuple[int, str], Tensor] = {}  # received once, since they never change; by worker
-        self._given: set[str] = set()  # names of the messages that are sent only once, and were
-        self._begun = self._more = False  # an evaluation has begun; another batch comes
+        self._fixed: dict[tuple[int, str], Tensor] = {}  # tensors that never change, received once; by worker
+        self._given: set[str] = set()  # names of the messages that are sent once and have been sent
+        self._begun = self._more = False  # an evaluation has begun; another batch follows
         self._shapes: dict[int, int] = {}  # of this pipeline's share of the batches, by the batch's number
-        self._leaves: dict[int, tuple[Any, ...]] = {}  # where worker 0 is, of those that it has yet to compute
+        self._leaves: dict[
+            int, tuple[Any, ...]
+        ] = {}  # where worker 0 is, the inputs of batches that it has yet to compute
 
     @property
     def watches(self) -> list[Watch]:
-        """They measure its messages, apart from those of training."""
+        """They measure its messages, separately from those of training."""
         return [transport.watch for transport in self._transports.values()]
 
     @property
     def before(self) -> int | None:
-        """The worker that tells this process of batches; None where worker 0 is."""
+        """The worker that sends this process the shapes of batches; None where worker 0 is."""
         return self._line.before
 
     def await_start(self) -> None:
-        """Wait until worker 0 has begun; where that is, return at once."""
+        """Wait until worker 0 has begun; in worker 0's process, return at once."""
         if self.before is not None:
             self._begin()
 
     def run(self, states: Sequence[dict[str, Tensor]]) -> dict[str, float] | None:
-        """One evaluation; every process calls it at the same point of its training.
+        """Run one evaluation; every process calls it at the same point of its training.
 
         Args:
             states: the tensors of each worker here (see `Executor.state`); they must not change meanwhile.
@@ -146,7 +148,7 @@ class DistributedEvaluation:
             The mean of every metric where worker 0 is, None elsewhere.
 
         Raises:
-            FxpipeError: making the data, or computing with them, failed; or another worker failed.
+            FxpipeError: the data or a computation failed; or another worker failed.
         """
         if not self._begun:
             self._begin()
@@ -179,10 +181,10 @@ class DistributedEvaluation:
             for move in self._moves:
                 if move.reader == worker and (worker, move.name) not in self._fixed:
                     transport.expect(move.edge, 0, 0)
-        self._begun, self._more = True, self._hear()
+        self._begun, self._more = True, self._receive_shape()
 
     def _row(self) -> Iterator[Event]:
-        """What the workers here do: forwards of batches, as far as worker 0 has some."""
+        """What the workers here do: forwards of batches, until worker 0 has no more."""
         first, turn = self._hosted[0], 0
         while self._more or turn < len(self._shapes) + self._hosted[-1] - first:
             for worker in self._hosted:
@@ -191,10 +193,10 @@ class DistributedEvaluation:
                     yield worker, Action("F", self._number(place))
             turn += 1
             if self._more:
-                self._more = self._hear()
+                self._more = self._receive_shape()
 
     def _exchange(self, held: dict[int, dict[str, Tensor]]) -> None:
-        """Send the tensors of the workers here to the workers that read them; put those that they read in place."""
+        """Send the tensors of the workers here to the workers that read them; receive those that they read."""
         begun = {worker: dict(state) for worker, state in held.items()}
         for move in self._moves:
             if move.source in held and move.edge.name not in self._given:
@@ -213,7 +215,7 @@ class DistributedEvaluation:
             held[move.reader][move.name] = found
 
     def _number(self, place: int) -> int:
-        """Which batch of the evaluation one of this pipeline's share is, from 0."""
+        """The number, from 0, in the whole evaluation of a batch of this pipeline's share."""
         return place * self._replicas + self._replica
 
     def _next(self, batches: Iterator[Placed]) -> Placed | None:
@@ -224,8 +226,8 @@ class DistributedEvaluation:
                 return batch
         return None
 
-    def _hear(self) -> bool:
-        """Learn the shape of the batch that comes next, and pass it on to the next process; False: none comes."""
+    def _receive_shape(self) -> bool:
+        """Receive the shape of the next batch, and pass it on to the next process; False if there is none."""
         number = self._number(len(self._shapes))
         if self._batches is None:
             assert self._line.before is not None
@@ -266,15 +268,15 @@ class DistributedEvaluation:
         return whole_metrics(self.plan, shapes, weights, made, self._data.of_all)
 
     def _pass_word(self, found: dict[str, float] | None) -> None:
-        """Wait until worker 0 has all metrics, and pass them on; so no training waits for another evaluation, too."""
+        """Wait until worker 0 has all metrics, and pass them on; so training does not wait for another evaluation."""
         if found is None:
             assert self._line.before is not None
             length = self._numbers(self._line.before, "result", 1)
             text = self._numbers(self._line.before, "result", int(length))
-            self.heard = _read(text)
+            self.newest = _read(text)
         else:
-            self.heard = dict.fromkeys(self._names, math.nan) | found
-            text = torch.tensor([*json.dumps(self.heard).encode()], dtype=torch.float64)
+            self.newest = dict.fromkeys(self._names, math.nan) | found
+            text = torch.tensor([*json.dumps(self.newest).encode()], dtype=torch.float64)
             length = torch.tensor([len(text)], dtype=torch.float64)
         for numbers in (length, text):
             if self._line.after is not None:
@@ -284,7 +286,7 @@ class DistributedEvaluation:
         self._finish()
 
     def _next_word(self) -> Key:
-        """What the metrics of one more evaluation are called among replicas."""
+        """The key under which replicas exchange the metrics of one more evaluation."""
         self._count += 1
         return "metrics", self._count
 
@@ -297,15 +299,15 @@ class DistributedEvaluation:
         return self._speaks.recv_note(source, (kind, 0))
 
 
-class HeardEvaluation(DistributedEvaluation):
-    """The same in a process of another replica, where pipelines cross: it evaluates nothing, and hears the metrics."""
+class ReceivedEvaluation(DistributedEvaluation):
+    """Evaluation in a process of another replica, where pipelines cross: it only receives the metrics."""
 
     @property
     def before(self) -> int | None:
         return None
 
     def run(self, states: Sequence[dict[str, Tensor]]) -> dict[str, float] | None:
-        self.heard = _read(self._copied(int(self._copied(1))))
+        self.newest = _read(self._copied(int(self._copied(1))))
         return None
 
     def _copied(self, count: int) -> Tensor:
@@ -316,16 +318,15 @@ class HeardEvaluation(DistributedEvaluation):
 
 
 def _read(text: Tensor) -> dict[str, float]:
-    """Metrics by name, of the bytes in which they travel: the names are the user's hook's."""
+    """Metrics by name, from the bytes in which they are sent: the names are the user's hook's."""
     found: dict[str, float] = json.loads(bytes(int(byte) for byte in text.tolist()))
     return found
 
 
 def sharing(plan: Plan) -> int:
-    """How many replicas of each worker share an evaluation's batches out.
+    """How many replicas of each worker share the batches of an evaluation.
 
-    One, which evaluates all, where a batch changes buffers that the next one reads, or replicas have weights of their
-    own.
+    One, if a batch changes buffers that the next one reads, or if replicas have their own weights.
     """
     carries = any(stage.forward.updates for spec in plan.evaluations for stage in spec.stages)
     return 1 if carries or plan.outer is not None else plan.dp

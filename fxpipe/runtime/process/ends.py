@@ -1,4 +1,4 @@
-"""How a process of a run ends: by its own end, by a signal that asks it to, by an error; and which end came first."""
+"""How a process of a run ends: its work is done, a signal asks it to end, or an error; and which end came first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxpipe.plan.spec import MESH, Mesh
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 ECHOES = (PeerLost.__name__, PeerRefused.__name__)
-"""Kinds of errors that only follow from another worker's."""
+"""Kinds of errors that only follow from an error of another worker."""
 
 
 def end_process(code: int) -> NoReturn:
@@ -46,8 +46,8 @@ class Stopped(SystemExit):
 
 @contextmanager
 def heeding(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, signals are the handler's. Those that the process ignores it goes on ignoring (`nohup`); and in a thread
-    other than the main one, which gets none, nothing changes."""
+    """Inside, the handler receives signals, except those that the process ignores (`nohup`). In a thread other than the
+    main one, which receives none, nothing changes."""
     main = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in SIGNALS} if main else {}
     before = {number: old for number, old in found.items() if old is not signal.SIG_IGN}
@@ -61,11 +61,11 @@ def heeding(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 
 def give_up(number: int) -> NoReturn:
-    """Do what a signal asked for, now that all is put in order.
+    """Do what a signal asked for, after cleaning up.
 
     Raises:
         KeyboardInterrupt: it was Ctrl-C.
-        Stopped: it was another one.
+        Stopped: it was another signal.
     """
     if number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -73,7 +73,7 @@ def give_up(number: int) -> NoReturn:
 
 
 class StopRequests:
-    """Signals that only count: the first asks a run to stop, a second one to stop at once.
+    """Counts signals: the first asks a run to stop, a second one to stop at once.
 
     Attributes:
         asked: the signals so far.
@@ -84,10 +84,10 @@ class StopRequests:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, signals ask (see `heeding`)."""
+        """Inside, signals count as requests (see `heeding`)."""
         with heeding(self._ask):
             yield
-        if self.asked:  # it came too late to stop anything, but it was meant
+        if self.asked:  # it came too late to stop anything, but the user meant it
             self.give_up()
 
     def give_up(self) -> NoReturn:
@@ -99,7 +99,7 @@ class StopRequests:
 
 
 class PoliteStop:
-    """What was asked of a process whose run is saved: the first signal asks for a last checkpoint, the second ends it.
+    """Stops a process whose run is saved: the first signal asks for a last checkpoint, the second ends the process.
 
     Attributes:
         asked: the signal that asked it to stop; None before.
@@ -110,7 +110,7 @@ class PoliteStop:
         self._last: tuple[int, Path | None] | None = None
 
     def listening(self) -> AbstractContextManager[None]:
-        """Inside, signals ask (see `heeding`)."""
+        """Inside, signals count as requests (see `heeding`)."""
         return heeding(self._ask)
 
     def saved(self, step: int, path: Path | None) -> None:
@@ -140,7 +140,7 @@ class PoliteStop:
 
 
 def say_stopped(step: int, saved: Path | None) -> None:
-    """Tell the user where a run that was asked to stop goes on."""
+    """Print where a run that was asked to stop goes on."""
     if saved is None:
         warn(f"the run stops, and its last checkpoint, at step {step}, could not be written")
     else:
@@ -151,7 +151,7 @@ def process_name(process: int, mesh: Mesh = MESH) -> str:
     """`worker 2`, or `rank 1 (workers 1 and 3)`; of replicas, `worker 2, replica 1`.
 
     Args:
-        mesh: the plan's; one worker a process as long as that is not known.
+        mesh: the plan's; one worker a process while the plan is not known.
     """
     rank, replica = mesh.seat(process)
     hosted = [worker for worker, own in enumerate(mesh.placement) if own == rank] or [rank]
@@ -162,7 +162,7 @@ def process_name(process: int, mesh: Mesh = MESH) -> str:
 
 
 def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") -> None:
-    """In a worker process: write down why it ends.
+    """Write down why this worker process ends.
 
     Args:
         who: what to call it (see `process_name`).
@@ -182,7 +182,7 @@ def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") 
 
 
 def ended_by_exit(error: SystemExit, who: str) -> WorkerLost:
-    """What it means that the user's code has called `sys.exit`."""
+    """The error for a worker whose user's code has called `sys.exit`."""
     from fxpipe.tracing.user_lines import user_traceback
 
     shown = "" if error.code is None else repr(error.code)
@@ -200,7 +200,7 @@ def known_errors(exchange: Path) -> list[dict[str, Any]]:
 
 
 def is_explained(exchange: Path, ends: dict[int, int]) -> bool:
-    """Whether the first cause is known: an end of its own, not only lost connections, which follow from others."""
+    """Whether the first cause is known: an error or exit, not only lost connections, which follow from others."""
     echoes = {entry["rank"] for entry in known_errors(exchange) if entry["kind"] in ECHOES}
     return any(rank not in echoes for rank in ends)
 
@@ -208,12 +208,12 @@ def is_explained(exchange: Path, ends: dict[int, int]) -> bool:
 def first_cause(exchange: Path, ends: dict[int, int], signs: Sequence[Signs], mesh: Mesh = MESH) -> FxpipeError:
     """The error that ended a run.
 
-    A worker's own error comes before a death without words, and both before lost connections, which only follow.
+    A worker's own error counts before a process that ended without one, and both before lost connections.
 
     Args:
         exchange: where workers have left their errors.
         ends: exit codes by rank, in the order in which they came; negative: ended by that signal. Only those that
-            came before the launcher ended the rest.
+            came before the launcher ended the others.
         signs: of all processes: where they were.
         mesh: the plan's.
     """
@@ -224,18 +224,18 @@ def first_cause(exchange: Path, ends: dict[int, int], signs: Sequence[Signs], me
     told = {entry["rank"] for entry in left}
     for rank, code in ends.items():
         if rank not in told:
-            return _without_words(process_name(rank, mesh), code, signs[rank])
+            return _without_error(process_name(rank, mesh), code, signs[rank])
     return _rebuilt(left[0], signs, mesh) if left else WorkerLost("the workers stopped without an error")
 
 
-def _without_words(who: str, code: int, signs: Signs) -> WorkerLost:
+def _without_error(who: str, code: int, signs: Signs) -> WorkerLost:
     if code < 0:
         name = signal.Signals(-code).name
         memory = "the system's out-of-memory killer does that: try smaller batches"
         what, hint = f"was killed by signal {-code} ({name})", memory if code == -signal.SIGKILL else None
     else:
         what = f"exited with code {code} before its work was done"
-        hint = "what it wrote to stderr is above; code that calls os._exit ends it without a word"
+        hint = "what it wrote to stderr is above; code that calls os._exit ends a process without an error"
     return WorkerLost(f"{who} {what}", where=signs.place, hint=hint)
 
 

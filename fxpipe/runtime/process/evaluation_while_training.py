@@ -27,22 +27,22 @@ from fxpipe.schedule.action import Action
 
 
 class BuffersKept(Observer):
-    """Keeps what an evaluation while a worker trains on is to read: later forwards put other buffers in the place."""
+    """Keeps the buffers that an evaluation during training reads: later forwards replace them."""
 
     def __init__(self, executor: Executor, due: Due) -> None:
         self._executor, self._due = executor, due
 
     def begins(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run; if its version is not there yet, it is evaluated later."""
+        """The first forward of a minibatch is about to run; if its version is yet to come, it is evaluated later."""
         if minibatch > self._executor.store.version and self._due(minibatch):
             self._executor.kept[minibatch] = dict(self._executor.buffers)
 
 
 class WorkerEvaluations:
-    """Those of the workers of one process, all of which have made as many updates whenever something is due.
+    """The evaluations of one process's workers, which have all made the same number of updates when one is due.
 
     Args:
-        rows: how many are walked here.
+        rows: how many rows this process walks.
         evaluation: what evaluates; None if the run has nothing to evaluate.
         step: the run's first.
     """
@@ -70,7 +70,7 @@ class WorkerEvaluations:
                 executor.observers.append(BuffersKept(executor, consequences.due))
 
     def begin(self, record: Record | None) -> None:
-        """Called by all workers before training begins: what earlier evaluations of the run have led to.
+        """Called by all workers before training begins: apply what earlier evaluations of the run decided.
 
         Args:
             record: on worker 0.
@@ -121,7 +121,7 @@ class WorkerEvaluations:
                 watch.at(Action("B", version - 1))
             watch.refills = not flushed
         if (before := self.evaluation.before) is not None and flushed:
-            # otherwise it would wait as long for the next minibatch
+            # else it would wait as long for the next minibatch
             watches[0].open("wait", Cause("token", "evaluation", before))
             self.evaluation.await_start()
             watches[0].close()
@@ -131,7 +131,7 @@ class WorkerEvaluations:
         self._pulse.phase = "evaluating"
         states = [executor.state(version) for executor in self._executors]
         self.evaluation.run(states)
-        metrics, best = self.evaluation.heard, self._heard(version, states)
+        metrics, best = self.evaluation.newest, self._follow(version, states)
         self._newest = version, metrics
         if self._record is not None:
             self._record.evaluated(version, metrics, perf_counter() - begin, best)
@@ -140,16 +140,16 @@ class WorkerEvaluations:
             averages = averages_of([executor.store.averages for executor in self._executors]) or []
             self.evaluation.run([{**own, **mean} for own, mean in zip(states, averages, strict=True)])
             if self._record is not None:
-                self._record.averages_evaluated(version, self.evaluation.heard, perf_counter() - begin)
+                self._record.averages_evaluated(version, self.evaluation.newest, perf_counter() - begin)
         self._pulse.phase = "training"
         for watch in watches:
             watch.close()
 
-    def _heard(self, version: int, states: Sequence[Mapping[str, Tensor]]) -> bool:
-        """All workers have evaluated these weights: keep them if they are the best so far; whether they are."""
+    def _follow(self, version: int, states: Sequence[Mapping[str, Tensor]]) -> bool:
+        """All workers have evaluated these weights: keep them if they are the best so far; return whether they are."""
         assert self.evaluation is not None
         ends = self.consequences
-        found = ends.heard(version, self.evaluation.heard)
+        found = ends.evaluated(version, self.evaluation.newest)
         if found and ends.weights is not None and ends.best is not None:
             ends.weights.keep(states, ends.best)
         elif found and self._options.out is not None:
@@ -157,7 +157,7 @@ class WorkerEvaluations:
         return found
 
     def last(self, summary: dict[str, Any] | None, averages: Sequence[Mapping[str, Tensor]] | None) -> None:
-        """Evaluate the trained weights, which are written by now, and the averages of them, if there are any.
+        """Evaluate the trained weights, which have been written, and their averages, if there are any.
 
         Args:
             summary: on worker 0.
@@ -168,13 +168,13 @@ class WorkerEvaluations:
         begin = perf_counter()
         self._pulse.phase = "evaluating"
         (version, metrics), best = self._newest, False
-        if version < total:  # else it has ended the run
+        if version < total:  # else this evaluation has ended the run
             states = [executor.state(total) for executor in self._executors]
             with weights_are_safe(out):
                 self.evaluation.run(states)
-            metrics, best = self.evaluation.heard, self._heard(total, states)
+            metrics, best = self.evaluation.newest, self._follow(total, states)
         if record is not None and summary is not None:
-            self.consequences.tell(summary)
+            self.consequences.add_to(summary)
             evaluated_last(record, summary, metrics, perf_counter() - begin, best)
         if averages is not None:
             begin = perf_counter()
@@ -182,5 +182,5 @@ class WorkerEvaluations:
             with weights_are_safe(out):
                 self.evaluation.run([{**executor.state(total), **own} for executor, own in pairs])
             if record is not None and summary is not None:
-                record.averages_evaluated(total, self.evaluation.heard, perf_counter() - begin)
-                averages_evaluated(summary, self.evaluation.heard)
+                record.averages_evaluated(total, self.evaluation.newest, perf_counter() - begin)
+                averages_evaluated(summary, self.evaluation.newest)

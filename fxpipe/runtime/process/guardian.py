@@ -1,8 +1,8 @@
-"""Outlives the launcher, however that ends: then it ends the workers and removes the folder of the run.
+"""A process that outlives the launcher, then ends the workers and removes the folder of the run.
 
 It reads from a pipe whose other end only the launcher has: a process id a line, and `done` at a regular end. When the
 pipe ends without that, the launcher was killed. Workers also ask the system to be killed with the launcher
-(`fxpipe.runtime.process.child`); but the processes that they have started themselves, and the folder, would be left.
+(`fxpipe.runtime.process.child`); but processes that they have started, and the folder, would be left.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ DONE = "done"
 
 
 class Guardian:
-    """The launcher's end. Leaving the context is a regular end."""
+    """The launcher's end of the pipe. Leaving the context is a regular end."""
 
     def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-I", "-S", __file__, str(folder)]  # the quickest start: it needs nothing
+        command = [sys.executable, "-I", "-S", __file__, str(folder)]  # the quickest start: it needs no packages
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -42,7 +42,7 @@ class Guardian:
         self._say(str(process))
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # somebody has killed it
+        with contextlib.suppress(OSError):  # the guardian was killed
             os.write(self._process.stdin.fileno(), f"{line}\n".encode())  # type: ignore[union-attr]
 
 

@@ -1,10 +1,10 @@
-"""What is left of a run that an error ends: checkpoints that are being written become whole where they can, and the
-newest that a run can go on from is named.
+"""What an error leaves of a run: checkpoints that are being written are finished where possible, and the error names
+the newest one that a run can go on from.
 
-A worker cuts a checkpoint between two actions and writes it in a thread, which goes on while the worker waits for
-others. So a checkpoint that all have cut becomes whole though the run stands still; one that a worker has not come to
-never will. The disk tells one from the other: the files of the first still change, and their folder is touched once a
-second while a worker writes, since a disk that syncs, and a digest that is computed, change nothing that can be seen.
+A worker copies its state between two actions and writes it in a thread, which goes on while the worker waits for
+others. So a checkpoint that all workers have copied becomes whole although the run stands still; one that a worker has
+not reached never will. The disk shows which: the files of the first still change, and their folder is touched once a
+second while a worker writes, since syncing and computing a digest change no file.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.resume import NEWEST
 
 PATIENCE = 10.0
-"""Seconds without a change after which what is half written stays so: a disk may take long over the last of it."""
+"""Seconds without a change after which a checkpoint counts as given up: a disk may take long for the end of it."""
 
 MOST = 600.0
-"""Seconds that this takes at most."""
+"""Seconds that waiting takes at most."""
 
 RUNNING_ON = 2.0
-"""The same where a worker was lost: nobody is to outlive it for long."""
+"""The same after a worker was lost: no process should outlive it for long."""
 
 TOUCH = 1.0
 """Seconds between two touches of a folder in which a worker writes."""
@@ -39,13 +39,13 @@ LOOK = 0.05
 
 
 def finish_writing(out: str | Path | None, most: float = MOST, writes: Callable[[], bool] = lambda: False) -> bool:
-    """Wait until the checkpoints of an output folder that are being written are whole, as long as that goes on.
+    """Wait while checkpoints of an output folder are being written.
 
     Args:
         writes: whether this process still has something to write.
 
     Returns:
-        whether there were any.
+        Whether there were any.
     """
     shelf = None if out is None else Shelf.of(out)
     if shelf is None or not ((before := shelf.unfinished()) or writes()):
@@ -61,7 +61,7 @@ def finish_writing(out: str | Path | None, most: float = MOST, writes: Callable[
 
 @contextmanager
 def shown_alive(folder: Path) -> Iterator[None]:
-    """Inside, a folder is touched once a second: see above."""
+    """Inside, a folder is touched once a second (see the top of this file)."""
     done = Event()
 
     def touch() -> None:
@@ -81,10 +81,10 @@ def shown_alive(folder: Path) -> Iterator[None]:
 def last_checkpoint(options: PipelineOptions, out: str | Path | None, spoilt: list[str] | None = None) -> str | None:
     """The newest checkpoint that a run could go on from now, as a user would give it; None without any.
 
-    Its manifest is read, and its files have the sizes that they should have.
+    Its manifest can be read, and its files have the sizes in it.
 
     Args:
-        spoilt: nothing in it may be infinite or no number; gets the newer ones in which something is.
+        spoilt: if given, the checkpoint's numbers must be finite; newer checkpoints with others are added to this.
     """
     shelf = None if out is None else Shelf.of(out)
     paths = [] if shelf is None else [shelf.path(step) for step in reversed(shelf.steps())]
@@ -104,16 +104,16 @@ def last_checkpoint(options: PipelineOptions, out: str | Path | None, spoilt: li
 
 
 def name_checkpoint(error: FxpipeError, options: PipelineOptions, out: str | Path | None) -> None:
-    """Add to the hint of an error that ends a run where it goes on."""
+    """Add to the hint of an error that ends a run from which checkpoint it can go on."""
     spoilt: list[str] | None = [] if isinstance(error, NotFiniteError) else None
     try:
         path = last_checkpoint(options, out, spoilt)
-    except OSError:  # of a disk that fails: no reason to hide the error
+    except OSError:  # a failing disk is no reason to hide the error
         return
     if path is not None:
         said = f"the last good checkpoint is {path}: go on from there with --resume"
         if spoilt:
-            said += f", after deleting what holds numbers that are not finite: {listed(spoilt)}"
+            said += f", after deleting those with numbers that are not finite: {listed(spoilt)}"
         error.hint = said if error.hint is None else f"{error.hint}; {said}"
 
 

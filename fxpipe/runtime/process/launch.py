@@ -37,28 +37,28 @@ GLANCE = 0.05
 """Seconds between two looks at the workers."""
 
 ECHO = 1.0
-"""Seconds that the first cause has to appear when all that is known are lost connections."""
+"""Seconds to wait for the first cause when only lost connections are known."""
 
 GRACE = 5.0
-"""Seconds that workers have to stop when they are asked to; then they are ended."""
+"""Seconds that workers have to stop when asked; then they are killed."""
 
 SAVING = 600.0
 """The same for workers that save a checkpoint first."""
 
 RESTARTED = (WorkerLost, PeerLost)
-"""Errors after which another start may go well: a worker died, by a signal, by an exit of its process or by an error
-that nobody foresaw, or it stood still. An error that explains itself would come again."""
+"""Errors after which another start may succeed: a worker ended by a signal, an exit or an unexpected error, or it stood
+still. An error that fxpipe explains would come again."""
 
 
 class WorkerProcesses:
-    """Processes that run `fxpipe.runtime.process.child`, each the leader of a session of its own: Ctrl-C reaches the
-    launcher alone, and what a worker starts itself ends with it.
+    """Processes that run `fxpipe.runtime.process.child`, each the leader of its own session: Ctrl-C reaches only the
+    launcher, and what a worker starts ends with the worker.
 
-    On Linux one starter imports torch, forks all of them and ends; then they are this process's children, which from
-    now on takes in the orphans below it. Elsewhere each has a starter, and is that.
+    On Linux one starter imports torch, forks all of them and ends; then they are the children of this process, which
+    adopts orphans from now on. On other systems each worker is started by itself.
 
     Attributes:
-        pulses: what they do.
+        pulses: what the workers do.
     """
 
     def __init__(self, options: RunOptions, ranks: int, exchange: Path, guardian: Guardian) -> None:
@@ -67,10 +67,10 @@ class WorkerProcesses:
         self._starters: list[subprocess.Popen[bytes]] = []
         self._processes: dict[int, int] = {}  # by rank, those that have begun
         self._ended: dict[int, int] = {}
-        self._gone: set[int] = set()  # ids that may be others' by now
+        self._gone: set[int] = set()  # ids that other processes may have by now
         heard, said = os.pipe()
         os.set_blocking(heard, False)
-        self._heard = FileIO(heard)
+        self._begun = FileIO(heard)
         adopts = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
         module = "fxpipe.runtime.process.child"
         command = [sys.executable, "-P", "-m", module, options.to_json(), str(os.getpid()), str(said)]
@@ -95,13 +95,13 @@ class WorkerProcesses:
 
     def ended(self) -> dict[int, int]:
         """The exit codes of those that have ended, by rank; negative: by that signal."""
-        no_more = self._heard.closed or self._hear()
+        no_more = self._begun.closed or self._note_begun()
         for rank in range(self._ranks):
             if rank in self._ended:
                 continue
             if rank in self._processes:
                 code = self._exit_code(self._processes[rank])
-            else:  # if no more will begin, something has ended its starter, or it just when it was forked
+            else:  # if no more will begin: its starter was ended, or it was, right after the fork
                 code = (self._starter(rank).wait() or -signal.SIGKILL) if no_more else None
             if code is not None:
                 self._ended[rank] = code
@@ -112,7 +112,7 @@ class WorkerProcesses:
         return len(self.ended()) < self._ranks
 
     def stopped(self, rank: int) -> bool:
-        """Whether it is stopped, as by SIGSTOP; False where the system does not say."""
+        """Whether a worker is stopped, as by SIGSTOP; False where the system does not say."""
         try:
             text = Path(f"/proc/{self._processes.get(rank, self._starter(rank).pid)}/stat").read_text()
         except OSError:
@@ -120,7 +120,7 @@ class WorkerProcesses:
         return text.rpartition(")")[2].split()[0] in ("T", "t")
 
     def ask_to_stop(self) -> None:
-        """Ask each of them to stop; by itself, SIGTERM ends a worker at once. If one has yet to begin, end them."""
+        """Ask each of them to stop; without a handler SIGTERM ends a worker. If one has yet to begin, end all."""
         ended = self.ended()
         if len(self._processes) < self._ranks:
             self.end()
@@ -130,14 +130,14 @@ class WorkerProcesses:
 
     def end(self) -> None:
         """End them at once, with all that they have started."""
-        # The id of a process stays its own until it is waited for, so the group can be no other's.
+        # A process keeps its id until it is waited for, so the group cannot be another's.
         for starter in self._starters:
             if starter.returncode is None:
                 self._kill_group(starter.pid)
-        if not self._heard.closed:
-            os.set_blocking(self._heard.fileno(), True)
-            self._hear()  # until none is left that could yet begin
-            self._heard.close()
+        if not self._begun.closed:
+            os.set_blocking(self._begun.fileno(), True)
+            self._note_begun()  # until no other can begin
+            self._begun.close()
         for process in self._processes.values():
             self._kill_group(process)
         for starter in self._starters:
@@ -152,9 +152,9 @@ class WorkerProcesses:
     def _starter(self, rank: int) -> subprocess.Popen[bytes]:
         return self._starters[rank if len(self._starters) > 1 else 0]
 
-    def _hear(self) -> bool:
-        """Note which have begun; whether no other one will."""
-        while text := self._heard.read(1 << 16):
+    def _note_begun(self) -> bool:
+        """Note which have begun; return whether no more will."""
+        while text := self._begun.read(1 << 16):
             for rank, process in (map(int, line.split()) for line in text.splitlines()):
                 self._processes[rank] = process
                 self._guardian.guard(process)
@@ -166,7 +166,7 @@ class WorkerProcesses:
                 os.killpg(process, signal.SIGKILL)
 
     def _exit_code(self, process: int) -> int | None:
-        """Whether and how a process has ended; where the system can, without giving its id back."""
+        """The exit code of a process that has ended; where the system can, without freeing its id."""
         try:
             if hasattr(os, "waitid"):
                 found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -183,24 +183,24 @@ class WorkerProcesses:
 
 
 def running_under_torchrun() -> bool:
-    """Whether this process is a worker that torchrun (or anything like it) started."""
+    """Whether this process is a worker that torchrun (or a similar program) started."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]:
     """Run a build with `ranks` local processes; return the summary (see `summarize_run`).
 
-    When a worker was lost, all of them are started again, at most `options.max_restarts` times. The summary's
-    `restarts` says why, where that worker was, how many steps had begun, and after which step the run went on: that of
-    the newest checkpoint, or 0.
+    When a worker was lost, all are started again, at most `options.max_restarts` times. The summary's `restarts` says
+    why, where that worker was, how many steps had begun, and after which step the run went on: the step of the newest
+    checkpoint, or 0.
 
     Args:
-        mesh: the plan's, by which errors name a process.
+        mesh: the plan's; errors name processes by it.
 
     Raises:
         FxpipeError: the first error of any worker.
         KeyboardInterrupt: Ctrl-C; no process and no file is left.
-        Stopped: another signal asked for it; likewise.
+        Stopped: the same by another signal.
     """
     restarts: list[dict[str, Any]] = []
     requests = StopRequests()
@@ -223,7 +223,7 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
                 count = f"restart {len(restarts)} of {options.max_restarts}"
                 warn(f"{error}\n  all workers start again ({count}), after step {begin} of {furthest.step} begun")
     if restarts:
-        from fxpipe.runtime.process.run_summary import write_run  # it imports torch, and most launchers do without
+        from fxpipe.runtime.process.run_summary import write_run  # it imports torch, which most launchers do not need
 
         summary["restarts"] = restarts
         write_run(summary)
@@ -240,7 +240,7 @@ class FurthestStep:
 def _attempt(
     options: RunOptions, ranks: int, mesh: Mesh, requests: StopRequests, furthest: FurthestStep
 ) -> dict[str, Any]:
-    """Start the workers once and see them through; return the summary."""
+    """Start the workers once and wait for their end; return the summary."""
     temporary = tempfile.TemporaryDirectory(prefix="fxpipe_run_", ignore_cleanup_errors=True)
     with Guardian(Path(temporary.name)) as guardian, temporary as folder:  # guarded until the folder is gone
         exchange = Path(folder)
@@ -258,7 +258,7 @@ def _attempt(
         finally:
             started.end()
             furthest.step = max(signs.step for signs in started.pulses.read())
-            with suppress(OSError):  # left by a worker that was ended while it wrote
+            with suppress(OSError):  # a file left by a worker that was ended while it wrote
                 if options.trace is not None:
                     partial(options.trace).unlink()
         summary: dict[str, Any] = json.loads((exchange / "summary.json").read_text())
@@ -276,18 +276,18 @@ def _watch(
 ) -> None:
     """Return when all workers have done their work.
 
-    Until that of worker 0 has a display of its own, say every few seconds what they do.
+    Until worker 0 has its own display, print every few seconds what they do.
 
     Raises:
-        FxpipeError: one has not.
-        KeyboardInterrupt, Stopped: they were asked to stop, and have.
+        FxpipeError: a worker failed.
+        KeyboardInterrupt, Stopped: they were asked to stop, and have stopped.
     """
     begin = said = time.monotonic()
     while True:
         if requests.asked:
             _stop(workers, requests, grace)
         ends = workers.ended()
-        signs = workers.pulses.read()  # after: a worker is done before it ends
+        signs = workers.pulses.read()  # after `ended`: a worker is done before it ends
         early = {rank: code for rank, code in ends.items() if code or signs[rank].phase != "done"}
         if early:
             deadline = time.monotonic() + ECHO

@@ -1,8 +1,8 @@
 """A process of a run among the others: they meet, agree on what they run, and leave, in order or after errors.
 
-The processes of one run may read builds on several machines. Two that differ in a bit of a weight would train without
-a word, and to wrong weights; two with other cuts would crash in the middle. So every worker says what it has, and every
-worker compares all of it with what worker 0 has.
+The processes of one run may read builds on several machines. If these differ in a bit of a weight, the run would
+silently train wrong weights; with other cuts it would crash. So every worker sends what it has, and every worker
+compares all of it with what worker 0 has.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from fxpipe.threads import threads_for
 from fxpipe.torch_private import default_store
 
 TIMEOUT = timedelta(minutes=30)
-"""Of the process group, at least; who watches the workers ends a run that stands still."""
+"""Of the process group, at least; the process that watches the workers ends a run that stands still."""
 
 FOREVER = timedelta(days=365)
 LINGER = 3.0
-"""Seconds for which a worker that only lost its peer stays, so that the peer's own error is seen first."""
+"""Seconds that a worker waits after it lost its peer, so that the peer's own error is seen first."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One process among those of a run.
+    """One process of a run.
 
     Attributes:
-        agreed: what all of them run.
-        pulse: its own.
-        pulses: those of all.
+        agreed: what all processes run.
+        pulse: of this process.
+        pulses: of all processes.
     """
 
     agreed: Agreed
@@ -89,7 +89,7 @@ def membership(options: RunOptions, task: Task | None = None, pulse: Pulse | Non
 
     Raises:
         PeerLost: another worker stopped first; the caller exits quietly.
-        FxpipeError: a mistake of the user's, on the worker that found it. Before the first step, on all of them.
+        FxpipeError: a user's mistake, on the worker that found it; before the first step, on all workers.
     """
     if (place := place_of_process()) is None:
         raise RunError(
@@ -142,9 +142,9 @@ def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int) -> Pulses:
 
 
 PLACES = ("build", "model_file", "weights", "resume", "out", "trace", "log")
-"""Options that may name another place on each machine: only whether they are given must be the same."""
+"""Options that may name different places on each machine: only whether they are given must be the same."""
 OWN = ("progress", "exchange", "plan_digest")
-"""Options that are a process's own affair."""
+"""Options that may differ between processes."""
 MOST_LINES = 12
 
 Gather = Callable[[Any], list[Any]]
@@ -157,7 +157,7 @@ class Agreed:
 
     Attributes:
         options: as given, or those of the checkpoint that the run goes on from.
-        files: those it reads, as they were when it checked them.
+        files: the files that it reads, in their state when it checked them.
         checkpoint: the one to start from, if any.
         neighbours: processes of the run on this host, itself included.
     """
@@ -172,11 +172,11 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _Said:
-    """What one worker has to say.
+    """What one worker sends to the others.
 
     Attributes:
         facts: what must be the same everywhere, by name.
-        checkpoint: the files of `--weights`, by what their file systems say: of equal ones no byte need be read.
+        checkpoint: the files of `--weights` with their sizes and times: equal ones need not be read.
         problem: why this worker refuses.
     """
 
@@ -187,15 +187,15 @@ class _Said:
 
 
 def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: ExitStack) -> Agreed:
-    """Check what this worker was given, and compare it with what the others were; called by all, in an open group.
+    """Check what this worker was given, and compare it with the others; called by all, in an open group.
 
     Args:
         task: the user's hooks; None takes those of the model file.
-        held: gets the lock of the output folder, if this worker writes there and no launcher has it.
+        held: holds the lock of the output folder, if this worker writes there and no launcher has the lock.
 
     Raises:
-        FxpipeError: this worker's own, as `check_run`.
-        PeerRefused: another worker's; says which one it is.
+        FxpipeError: this worker refuses, as `check_run`.
+        PeerRefused: another worker refuses; the message names it.
         RunError: the workers were given different things; names the worker and all differences.
     """
     files, plan, problem, facts, checkpoint = Snapshot({}), None, None, dict[str, str](), None
@@ -219,7 +219,9 @@ def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: E
             raise _other_number(plan, world, options.build)
         task = task or task_of_run(plan, options, says=rank == 0)
         facts = facts_of(plan, options) | {"callbacks": ", ".join(task.callbacks.names) or "none"}
-        if checkpoint is not None and checkpoint.manifest is not None:  # each worker compares what it reads with that
+        if (
+            checkpoint is not None and checkpoint.manifest is not None
+        ):  # each worker compares what it reads with the manifest
             facts[f"--weights: {MANIFEST}"] = _digest(checkpoint.path / MANIFEST)
     except FxpipeError as error:
         problem = error
@@ -255,14 +257,14 @@ def _other_number(plan: Plan, world: int, build: str) -> RunError:
 
 
 def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
-    """What decides the numbers of a run, by name: versions, the plan, the code as it is, the options."""
+    """What decides the numbers of a run, by name: versions, the plan, the code as it is now, the options."""
     found = {"fxpipe": fxpipe.__version__, "torch": torch.__version__}
     for name, value in dataclasses.asdict(plan).items():
         found[f"plan.json: {name}"] = _shown(value)
     for code in plan.code:
         found[code.file] = _digest(Path(options.build) / code.file)
     if (model := model_path(plan, options.build, options.model_file)) is not None:
-        for name in plan.sources:  # they may have changed, but then on all machines
+        for name in plan.sources:  # they may have changed, but on all machines alike
             own = name == Path(plan.model_file or "").name
             found[f"source {name}"] = _digest(model if own else model.resolve().parent / name)
     for field in dataclasses.fields(options):
@@ -275,7 +277,7 @@ def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
 
 
 def _shown(value: Any) -> str:
-    """A short value itself, the digest of a long one."""
+    """A short value itself, or the digest of a long one."""
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, str) and len(value) <= 64):
         return str(value)
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -290,7 +292,7 @@ def _digest(file: Path) -> str:
 
 
 def _refuse_with(said: Sequence[_Said], mesh: Mesh) -> None:
-    """Refuse if another process has."""
+    """Refuse if another process refuses."""
     for rank, other in enumerate(said):
         if (problem := other.problem) is not None:
             what = f"{process_name(rank, mesh)} on {other.host} refused to begin: {problem.what}"
@@ -308,7 +310,7 @@ def _refuse_differences(said: Sequence[_Said], options: RunOptions, mesh: Mesh) 
         return
     shown = lines[:MOST_LINES] + ([f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])
     raise RunError(
-        "the workers were not given the same:\n  " + "\n  ".join(shown),
+        "the workers were given different things:\n  " + "\n  ".join(shown),
         where=options.build,
         hint=f"copy the build (and the model file) of worker 0, on {first.host}, to every machine, and start all with "
         "the same options and versions",
@@ -327,7 +329,7 @@ def differences(facts: Mapping[str, str], first: Mapping[str, str]) -> list[str]
 
 @dataclass(frozen=True)
 class _Found:
-    """What a worker says of a checkpoint: what is wrong with its part, else the digest of the manifest."""
+    """What a worker found of a checkpoint: what is wrong with its part, or the digest of the manifest."""
 
     problem: str | None
     manifest: str = ""
@@ -336,16 +338,16 @@ class _Found:
 def newest_of_all(shelf: Shelf | None, worker: int, workers: int, gather: Gather) -> Path | None:
     """The folder of the newest checkpoint of which every worker finds its part whole; called by all of them.
 
-        worker 0:  step-900: files 1 of 4 are whole   │             │ step-600: whole │
-        worker 3:  step-900: optimizer-00004 is short │ all hear it │ step-600: whole │ all go on from step-600
+        worker 0:  step-900: files 1 of 4 are whole   │           │ step-600: whole │
+        worker 3:  step-900: optimizer-00004 is short │ all learn │ step-600: whole │ all go on from step-600
 
-    Of the checkpoint's files, those of worker k are worker k's part; where fewer workers go on, they share them.
+    The files of worker k are worker k's part of the checkpoint; where fewer workers go on, they share the files.
 
     Args:
         shelf: where this worker would look; None if it was not asked to look for the newest.
 
     Returns:
-        None if some worker was not asked, or no checkpoint is whole: who looks by itself, will say what is wrong.
+        None if some worker was not asked, or no checkpoint is whole: each worker that looks then says what is wrong.
     """
     seen = gather(None if shelf is None else shelf.steps())
     if any(steps is None for steps in seen):
@@ -357,7 +359,7 @@ def newest_of_all(shelf: Shelf | None, worker: int, workers: int, gather: Gather
         others = [k for k, other in enumerate(found) if other.manifest != found[0].manifest]
         problems = [f"worker {k}: {other.problem}" for k, other in enumerate(found) if other.problem is not None]
         if not problems and others:
-            problems = [f"worker {others[0]} has another one than worker 0"]
+            problems = [f"worker {others[0]} has a different one from worker 0"]
         if not problems:
             return path
         if worker == 0:

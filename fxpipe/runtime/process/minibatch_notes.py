@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other of each minibatch: shapes, losses, what they call and decide alike."""
+"""What the processes of a run send each other for each minibatch: shapes, losses, calls, decisions of callbacks."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.metrics import named_numbers
 
 AHEAD = LOOKAHEAD + 1
-"""Minibatches: none of the actions whose receives are posted is of a later one."""
+"""Minibatches: receives are posted for none after these."""
 
 MOST = 256
-"""Losses that a worker has yet to receive: of that many steps ago, they have come."""
+"""Losses that a worker may not have received yet; those of more steps ago have come."""
 
 
 def several_shapes(plan: Plan, options: PipelineOptions) -> bool:
-    """Whether batches of a run may have several shapes: then worker 0 reads ahead, and tells them."""
+    """Whether batches of a run may have several shapes: then worker 0 reads ahead, and sends the shapes."""
     return bool(plan.shapes) or bool(options.new_shapes)
 
 
 REFUSED = "a batch that was refused"
 
 CALLS = ("step", REFUSED, "flush", "evaluate", "reset", "set_lr", "save", "load", "close")
-"""What can be called; a run makes steps alone. Worker 0 says `REFUSED` for `step` where the batch does not fit."""
+"""What can be called; a run makes only steps. Worker 0 sends `REFUSED` for `step` if the batch does not fit."""
 
-ALIKE = "every process makes the same calls in the same order: decide by numbers that all of them have"
+ALIKE = "every process must make the same calls in the same order: decide by numbers that all of them have"
 
 
 class Calls:
-    """What each process of several does next, in turn: each hears it from the one before it, and a batch's shape.
+    """Compares the calls of several processes: each sends its call, and a batch's shape, to the process after it.
 
         worker 0:  step ──┐      evaluate ──┐
         worker 1:  step ◄─┴──┐   save     ◄─┴── an error that names both calls, where each would wait for ever
         worker 2:  step    ◄─┘
 
-    So a call costs one small message between neighbours, and no process waits for a worker that it would not wait for
+    A call costs one small message between neighbours, and no process waits for a worker that it does not wait for
     anyway.
 
     Args:
@@ -65,13 +65,13 @@ class Calls:
         self._count = 0
 
     def make(self, call: str, shape: int | None = None) -> int:
-        """This process makes a call; return the shape that worker 0 gives with it.
+        """Make a call in this process; return the shape that worker 0 sends with it.
 
         Args:
             shape: of a batch, on worker 0.
 
         Raises:
-            RunError: the worker before makes another call.
+            RunError: the worker before this one makes another call.
             BatchError: worker 0 refuses the batch.
         """
         note = (CALL, self._count)
@@ -88,7 +88,7 @@ class Calls:
             self._transport.send_note(after, note, torch.tensor([own, given], dtype=torch.float64))
         if theirs != own:
             raise RunError(
-                f"worker {self._line.own} calls {CALLS[own]}() where worker {before} calls {CALLS[theirs]}()",
+                f"worker {self._line.own} calls {CALLS[own]}(), but worker {before} calls {CALLS[theirs]}()",
                 hint=ALIKE,
             )
         if before is not None and own == refused:
@@ -101,15 +101,14 @@ class Calls:
 class ComingShapes(Calls, Observer):
     """The steps of one process of a run, and their shapes: worker 0 reads ahead.
 
-    A worker posts receives before it needs them (`training_loop`), and must know by then what will come. So a
-    minibatch's shape is told when the first forward of an earlier one begins, `AHEAD` minibatches before: that forward
-    cannot begin on a worker before it has begun on the one before, so that none waits for a message that is not under
-    way.
+    A worker posts receives before it needs them (`training_loop`), and must know the shapes by then. So a minibatch's
+    shape is sent when the first forward of a minibatch `AHEAD` before it begins. A worker begins that forward after the
+    worker before it, so no worker waits for a shape that is not yet sent.
 
     Args:
-        total: tells how many minibatches the run has; may become fewer, on all workers at the same version.
+        total: returns how many minibatches the run has; may become fewer, on all workers at the same version.
         read: on worker 0, reads a minibatch and returns its shape; called for each in turn.
-        hear: called with each shape, before this process may have to do with it.
+        prepare: called with each shape before this process uses it.
     """
 
     def __init__(
@@ -118,29 +117,29 @@ class ComingShapes(Calls, Observer):
         executors: Sequence[Executor],
         total: Callable[[], int],
         read: Callable[[int], int] | None,
-        hear: Callable[[int], None],
+        prepare: Callable[[int], None],
     ) -> None:
         super().__init__(line, executors)
-        self._executors, self._total, self._read, self._hear = executors, total, read, hear
+        self._executors, self._total, self._read, self._prepare = executors, total, read, prepare
         self._shapes: dict[int, int] = {}
 
     def __call__(self, minibatch: int) -> int:
-        """The shape of a minibatch in flight, or of one of the next."""
+        """The shape of a minibatch in flight, or of one of the next minibatches."""
         return self._shapes[minibatch]
 
     def begin(self, step: int = 0) -> None:
-        """Learn the first shapes; those of the minibatches from `step` on."""
+        """Learn the first shapes, of the minibatches from `step` on."""
         self._next = step
         self.begins(step - 1)
 
     def begins(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run: learn another shape, and forget those before updates."""
+        """The first forward of a minibatch is about to run: learn another shape, and forget those no longer needed."""
         while self._next < min(minibatch + AHEAD + 1, self._total()):
             shape = self.make("step", None if self._read is None else self._read(self._next))
-            self._hear(shape)
+            self._prepare(shape)
             self._shapes[self._next] = shape
             self._next += 1
-        oldest = min(executor.store.version for executor in self._executors) - 1  # which may not be reported yet
+        oldest = min(executor.store.version for executor in self._executors) - 1  # its loss may not be reported yet
         for old in [known for known in self._shapes if known < oldest]:
             del self._shapes[old]
 
@@ -149,10 +148,10 @@ class BatchesRead:
     """Worker 0's microbatches of each minibatch in turn: read when a forward needs them, or ahead for several shapes.
 
     Args:
-        due: whether there is a checkpoint after so many minibatches; known before the next one is read.
+        due: whether a checkpoint follows this many minibatches; known before the next one is read.
 
     Attributes:
-        ahead: minibatches are read before they are due, by `read`.
+        ahead: `read` reads minibatches before they are due.
     """
 
     def __init__(self, feed: Feed, minibatches: ShapedMinibatches, watch: Watch, ahead: bool, due: Due) -> None:
@@ -161,11 +160,11 @@ class BatchesRead:
         self._read: deque[list[tuple[Any, ...]]] = deque()
 
     def __call__(self, minibatch: int) -> list[tuple[Any, ...]]:
-        """Those of a minibatch that is due."""
+        """The microbatches of a minibatch that is due."""
         return self._read.popleft() if self.ahead else self._next(minibatch)[1]
 
     def read(self, minibatch: int) -> int:
-        """Read a minibatch before it is due; returns its shape."""
+        """Read a minibatch before it is due; return its shape."""
         self._watch.open("data")
         shape, leaves = self._next(minibatch)
         self._watch.close()
@@ -179,8 +178,8 @@ class BatchesRead:
 class StepLoss:
     """The loss of a step, which may be on its way: `float(loss)`, `loss.item()` and `f"{loss:.3f}"` wait for it.
 
-    Asked for in every step, it makes each worker wait for the last one, so that a schedule without a flush gains
-    nothing: ask every so many steps, or for that of some steps ago.
+    If you read the loss in every step, each worker waits for the last one, and a schedule without a flush gains
+    nothing: read it every few steps, or read the loss of some steps ago.
     """
 
     def __init__(self, find: Callable[[], Tensor], names: Sequence[str]) -> None:
@@ -193,7 +192,7 @@ class StepLoss:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What `loss(model, batch)` returned next to the loss; waits, too."""
+        """What `loss(model, batch)` returned next to the loss; waits like `float(loss)`."""
         return self._numbers[1]
 
     @property
@@ -204,7 +203,7 @@ class StepLoss:
         return self._found
 
     def set(self, numbers: Tensor) -> None:
-        """It is known, with its metrics after it."""
+        """Set the loss and its metrics, in this order."""
         self._found = named_numbers(numbers, self._names)
 
     def item(self) -> float:
@@ -219,13 +218,13 @@ class StepLoss:
 
 
 class Losses(Observer):
-    """The losses of all steps, as one process hears them of the loss worker: who does not ask does not wait.
+    """The losses of all steps, received from the loss worker: a process that does not read them does not wait.
 
     Args:
         executors: of this process.
 
     Attributes:
-        hears: the transport of the worker that speaks for it.
+        transport: by which this process receives losses.
         newest: the newest loss, where the loss worker is.
     """
 
@@ -234,38 +233,38 @@ class Losses(Observer):
         self._names = plan.metrics
         self._others = line.others
         transports = {executor.worker: executor.transport for executor in executors}
-        self.hears = transports[line.own]
-        self._tells = transports.get(plan.loss_worker)  # None where that worker is not
+        self.transport = transports[line.own]
+        self._loss_transport = transports.get(plan.loss_worker)  # None where that worker is not
         self._coming: dict[int, StepLoss] = {}
         self.newest: Tensor | None = None
 
     def step(self, minibatch: int) -> StepLoss:
-        """A step begins: its loss, to be asked for."""
+        """A step begins: return its loss, which may come later."""
         loss = self._coming[minibatch] = StepLoss(lambda: self._receive(minibatch), self._names)
-        if self._tells is None:
-            self.hears.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
+        if self._loss_transport is None:
+            self.transport.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
             if len(self._coming) > MOST:
                 float(next(iter(self._coming.values())))
         return loss
 
     def loss(self, minibatch: int, value: Tensor) -> None:
-        """Where the loss worker is: a loss is known; its replicas say the same."""
-        assert self._tells is not None
+        """In the loss worker's process: a loss is known; the worker's replicas have the same."""
+        assert self._loss_transport is not None
         if minibatch not in self._coming:
             return
         self.newest = value.reshape(-1)[0]
         numbers = value.detach().reshape(-1).to("cpu", torch.float64)
         for other in self._others:
-            self._tells.send_note(other, (LOSS, minibatch), numbers)
+            self._loss_transport.send_note(other, (LOSS, minibatch), numbers)
         self._coming.pop(minibatch).set(numbers)
 
     def settle(self) -> None:
-        """The pipeline is empty: receive what has not been asked for."""
+        """The pipeline is empty: receive the losses that were not read."""
         for loss in list(self._coming.values()):
             float(loss)
 
     def _receive(self, minibatch: int) -> Tensor:
-        found = self.hears.recv_note(self._source, (LOSS, minibatch))
+        found = self.transport.recv_note(self._source, (LOSS, minibatch))
         del self._coming[minibatch]
         return found
 
@@ -281,7 +280,7 @@ class Decision(NamedTuple):
     rates: tuple[float, ...] | None = None
 
     def numbers(self) -> Tensor:
-        """Two float64: what it is, and a digest of the rates."""
+        """Two float64: which decisions, and a digest of the rates."""
         rates = self.rates or ()
         what = _ENDS * self.ends + _SAVES * self.saves + _RATES * (self.rates is not None)
         digest = zlib.crc32(struct.pack(f"<{len(rates)}d", *rates))
@@ -289,17 +288,17 @@ class Decision(NamedTuple):
 
 
 class Decisions:
-    """What the callbacks of one process of several decide: all must decide alike, or they would part.
+    """Compares what callbacks decide in several processes: all must decide alike.
 
         last worker:  decides after step 7 ──┐
         worker k:              decides   ◄───┴──┐   an error that names both, before either decision takes effect
         worker 0:                    decides  ◄─┘
 
-    The message goes the way of the backwards, so it has come when a worker makes the update itself: no worker waits for
-    it. Where a process has several workers, the first of them speaks for all.
+    The messages follow the backwards, so they have come when a worker makes its own update: no worker waits for them.
+    Where a process has several workers, the first of them sends for all.
 
     Args:
-        transport: of the worker that speaks for it.
+        transport: of the worker that sends for this process.
     """
 
     def __init__(self, line: ProcessLine, transport: Transport) -> None:
@@ -307,12 +306,12 @@ class Decisions:
         self._transport = transport
 
     def expect(self, hook: str, step: int) -> None:
-        """The next process will tell what it decides after so many steps."""
+        """Expect the next process's decision after this many steps."""
         if (after := self._line.after) is not None:
             self._transport.expect_note(after, (hook, step), 2)
 
     def compare(self, hook: str, step: int, decision: Decision) -> None:
-        """Tell the process before, and compare with that of the next one; `expect` comes before.
+        """Send the decision to the process before, and compare it with the next process's; call `expect` first.
 
         Raises:
             RunError: they differ.
@@ -329,7 +328,7 @@ class Decisions:
             ours = "sets other learning rates" if _said(own) == next_one else _said(own)
             raise RunError(
                 f"{hook}() on worker {self._line.own} {ours} after step {step}, and on worker {after} it {next_one}",
-                hint="it is called in every process with the same numbers: decide by these alone, not by the time, the "
+                hint="it is called in every process with the same numbers: decide by these only, not by the time, the "
                 "rank or a file",
             )
 

@@ -1,10 +1,10 @@
 """Shapes of batches that the build has no stages for: worker 0 makes them during the run, and all workers add them.
 
-    worker 0:  reads a batch ── compiles ── tells the texts ── tells the shape's number ──┐
+    worker 0:  reads a batch ── compiles ── sends the texts ── sends the shape's number ──┐
     worker k:                    computes on, then waits            reads its texts ◄─────┘
 
-The number goes from worker to worker as that of any shape does (`ComingShapes`, `Calls`), before anybody posts a
-receive for a minibatch of this shape. A worker that hears a number it does not know finds the texts in the exchange.
+The number goes from worker to worker like any shape's (`ComingShapes`, `Calls`), before any worker posts a receive for
+a minibatch of this shape. A worker that receives an unknown number finds the texts in the exchange.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from fxpipe.task.step_hooks import StepHooks
 from fxpipe.typed_json import convert
 
 MOST = 8
-"""How many shapes are made where the options do not say it."""
+"""How many shapes may be made by default."""
 
 LOOK = 0.01
-"""Seconds until a text that is on its way is looked for again."""
+"""Seconds between two looks for a text that is on its way."""
 
 
 @dataclass(frozen=True)
 class ShapeOfWorker:
-    """What a worker needs for batches of one more shape, as the workers of a run tell it each other.
+    """What a worker needs for batches of one more shape, as worker 0 sends it.
 
     Attributes:
         files: the texts of its files by name: its stage, and on worker 0 what computes totals.
-        tensors: the constants that the shape brings and that the worker reads, by name.
+        tensors: the new constants of the shape that the worker reads, by name.
     """
 
     files: Mapping[str, str]
@@ -81,7 +81,7 @@ def plan_of_text(text: str) -> Plan:
 
 
 def of_run(options: RunOptions, plan: Plan) -> RunOptions:
-    """Of a run: no shapes are made where the build has one and nothing is asked, because nothing is told then."""
+    """Options of a run: by default a build of one shape gets no new ones, since its workers send no shapes."""
     return options if several_shapes(plan, options) else replace(options, new_shapes=0)
 
 
@@ -90,9 +90,9 @@ class NewShapes:
 
     Args:
         folder: of the build.
-        hooks: on worker 0, what a step is captured of; None where there is no model or no loss.
+        hooks: on worker 0, what a step is captured from; None without a model or a loss.
         exchange: with the processes of the other workers; None if there are none.
-        pulse: says what worker 0 does meanwhile.
+        pulse: shows what worker 0 does.
 
     Attributes:
         plan: of the build with the shapes made so far.
@@ -119,7 +119,7 @@ class NewShapes:
         self._minibatches: ShapedMinibatches | None = None
 
     def attach(self, executors: Sequence[Executor], minibatches: ShapedMinibatches | None) -> None:
-        """Add the shapes to these, which know those of the build, and those that will be made.
+        """Add the shapes made so far, and those made later, to these workers, which know the build's shapes.
 
         Args:
             minibatches: on worker 0.
@@ -130,8 +130,8 @@ class NewShapes:
         for plan, parts in self._made:
             self._add(plan, parts)
 
-    def hear(self, shape: int) -> None:
-        """Worker 0 has a minibatch of this shape: read what this worker needs for it, if it has not.
+    def prepare(self, shape: int) -> None:
+        """Worker 0 has a minibatch of this shape: read what this worker needs for it, unless it has that.
 
         Raises:
             FxpipeError: the stage cannot be loaded here.
@@ -151,7 +151,7 @@ class NewShapes:
         """Compile the shape of a batch, and add it.
 
         Raises:
-            BatchError: it cannot be, or no more may be made; `refusal` says why the batch does not fit the others.
+            BatchError: that fails, or no more may be made; `refusal` says why the batch fits no known shape.
         """
         self._check_divisible(batch, refusal)
         if not self._most:
@@ -160,7 +160,7 @@ class NewShapes:
         shown = f"the batch of step {minibatch + 1} has a new shape ({batch})"
         if len(self._made) >= self._most:
             raise BatchError(
-                f"{shown}, and stages for {self._most} new shapes were made in this run: --new-shapes allows no more",
+                f"{shown}, but this run has made stages for {self._most} new shapes: --new-shapes allows no more",
                 hint="pad batches to a few lengths (--pad-to; pad_to_multiple_of in a collator), compile with more of "
                 f"them (--scan N; in Python shapes=...), or allow more: --new-shapes {2 * self._most}",
                 page="batch-shapes",
@@ -182,7 +182,7 @@ class NewShapes:
         )
 
     def _check_divisible(self, batch: Batch, refusal: BatchError) -> None:
-        """No stages help a batch that the microbatches do not divide."""
+        """Refuse a batch that cannot be divided into the microbatches: no stages help it."""
         dims = {leaf.name: leaf.dim for leaf in self.plan.given if leaf.tensor}
         try:
             batch.check_divisible(self.plan.microbatches, dims, samples_of(self.plan))
@@ -200,10 +200,12 @@ class NewShapes:
         assert self._hooks is not None
         with random_state_kept(), torch.enable_grad():
             build = folder_with_new_shape(self._folder, self._digest, self.plan, self._constants, batch, self._hooks)
-        for buffer in build.plan.buffers:  # what does not change, and no checkpoint holds, the build has the value of
+        for (
+            buffer
+        ) in build.plan.buffers:  # the build has the values of those that never change and are in no checkpoint
             if buffer.persistent and (more := self._new_readers(buffer)):
                 raise BatchError(
-                    f"worker {min(more)} reads {buffer.name} for it, which that worker does not have",
+                    f"worker {min(more)} would read {buffer.name}, which it does not have",
                     hint="compile with a batch of this shape (--scan N; in Python shapes=...)",
                 )
         return build.plan, build.files, build.tensors
@@ -213,7 +215,7 @@ class NewShapes:
         return set(buffer.workers).difference(*(b.workers for b in self.plan.buffers if b.name == buffer.name))
 
     def _give(self, plan: Plan, files: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-        """Add the newest shape of a plan here, and tell the other workers."""
+        """Add the newest shape of a plan here, and send it to the other workers."""
         of_shape, number = plan.of_shapes[-1], len(plan.shapes)
         parts = {}
         for stage, worker in zip(of_shape.stages, range(plan.workers), strict=True):
@@ -255,7 +257,7 @@ class NewShapes:
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        """The others wait meanwhile: worker 0 says what for."""
+        """Inside, worker 0 shows what the others wait for."""
         before, self._pulse.phase = self._pulse.phase, "compiling a shape"
         try:
             yield
@@ -264,7 +266,7 @@ class NewShapes:
 
 
 def _not_made(refusal: BatchError, error: FxpipeError) -> BatchError:
-    """A batch fits no shape of the build, and cannot have stages of its own."""
+    """The error for a batch that fits no shape of the build, and for which no stages can be made."""
     return BatchError(
         f"{refusal.what}; and no stages can be made for its shape: {error.what}",
         where=error.where,

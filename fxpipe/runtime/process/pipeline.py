@@ -1,4 +1,4 @@
-"""A pipeline that a user's own loop trains call by call: all workers in this process, or those of one among others."""
+"""A pipeline that a user's own loop trains call by call: with all workers in this process, or in several processes."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ class Pipeline(Readings):
                     pipeline.set_lr(rate)
                 pipeline.save("last/")
 
-    Over processes, all make the same calls in the same order; where one does not, all end with an error. Outside a call
-    a process computes nothing; others go on as far as they can without it. The process's own random state is left
-    alone.
+    With several processes, all must make the same calls in the same order, else all end with an error. Outside a call
+    a process computes nothing; others go on as far as they can without it. The process's own random state does not
+    change.
 
     Args:
         folder: of the build.
         task: its `optimizer` is called once for each worker that trains.
         checkpoint: the weights to start from; None takes the build's, or the model's own.
         out: the folder for checkpoints, if the options ask for some.
-        held: what ends with the pipeline.
+        held: closed with the pipeline.
 
     Attributes:
-        temporary: the build's temporary folder, deleted with the pipeline; None if the build has a lasting one.
+        temporary: the build's temporary folder, deleted with the pipeline; None if the folder is the user's.
 
     Raises:
         BuildError, BackendError, ScheduleError, PolicyError: as `open_worker` and `recipe_of`.
@@ -98,7 +98,7 @@ class Pipeline(Readings):
     def _set_up(
         self, checkpoint: Checkpoint | None, resumed: Resumed | None, shards: list[list[Shard]] | None = None
     ) -> None:
-        """Open the workers here, with what is in a checkpoint if there is one; their shards, if they were read."""
+        """Open the workers here, from a checkpoint if there is one; return their shards, if they were read."""
         plan, world, options = self.plan, self.world, self.options
         world.clear()
         step = 0 if resumed is None else resumed.step
@@ -141,15 +141,15 @@ class Pipeline(Readings):
         With `async`, some backwards of this minibatch, and of those before it, may wait for later steps or `flush`.
 
         Args:
-            batch: where a process `reads`, the same everywhere; others do not look at it.
+            batch: the same in all processes that `reads`; others ignore it.
 
         Returns:
-            Its loss, of which `float(loss)` is the number: a detached float32 scalar where all workers are in this
+            Its loss, with `float(loss)` as the number: a detached float32 scalar where all workers are in this
             process; else `StepLoss`.
 
         Raises:
-            BatchError: the batch does not fit the build; on all workers, and all may go on with another.
-            RunError: a stage failed; or the processes do not make the same calls.
+            BatchError: the batch does not fit the build; raised on all workers, and all may go on with another.
+            RunError: a stage failed; or the processes make different calls.
             PeerLost: another process is gone.
             TaskError: parameters were frozen or thawed.
         """
@@ -161,11 +161,11 @@ class Pipeline(Readings):
                 try:
                     shape, parts = self._minibatches(batch, self.fed)
                 except FxpipeError:
-                    self._tell(REFUSED)
+                    self._announce(REFUSED)
                     raise
-            shape = self._tell("step", shape)
+            shape = self._announce("step", shape)
             with self._working():
-                self._new.hear(shape)
+                self._new.prepare(shape)
                 loss = self._newest = self._rows.step(shape, parts)
             if not self.world.alone:
                 return loss
@@ -175,7 +175,7 @@ class Pipeline(Readings):
     def flush(self) -> None:
         """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline.
 
-        Replicas that train apart then make an outer step of what they have trained since the last one.
+        Replicas that train separately then make an outer step of what they have trained since the last one.
         """
         with self._call("flush"):
             self._flush()
@@ -187,18 +187,18 @@ class Pipeline(Readings):
         return [float(loss) for loss in losses]
 
     def evaluate(self, batches: Iterable[Any] = ()) -> dict[str, float]:
-        """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are.
+        """The mean of each of the user's metrics over `batches`, in eval mode, with the current weights.
 
-        A batch counts as much as `loss_weight(batch)` says, or, without that hook, as it has samples. A scheduler that
-        waits for a metric makes its step, if there were updates since the last.
+        A batch counts by `loss_weight(batch)`, or, without that hook, by its number of samples. A scheduler that
+        needs a metric makes its step, if there were updates since its last.
 
         Args:
-            batches: where a process `reads`, the same everywhere; others do not look at them.
+            batches: the same in all processes that `reads`; others ignore them.
 
         Raises:
             RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
             BatchError: a batch has a shape that the build was not compiled for.
-            TaskError: there is no batch, or those there are weigh nothing; or `loss_weight` failed.
+            TaskError: there is no batch, or the batches weigh nothing; or `loss_weight` failed.
         """
         self._settled("evaluate")
         check_evaluation(self.plan, "evaluate()")
@@ -216,18 +216,17 @@ class Pipeline(Readings):
             self.world.pulse.phase = "training"
             self._given = ()
             for executor in self.every:
-                executor.store.updater.evaluated(self.fed, self._evaluation.heard)
-            return dict(self._evaluation.heard)
+                executor.store.updater.evaluated(self.fed, self._evaluation.newest)
+            return dict(self._evaluation.newest)
 
     def save(self, folder: str | Path) -> None:
         """Finish what is in flight, and make a checkpoint: weights, optimizers, schedulers, generators' seeds.
 
-        Its files are those that `fxpipe run --checkpoint-every` writes, and the model's are such as transformers reads.
-        A folder that was there before is replaced once the new one is whole. All processes return when it is, and all
-        see the folder.
+        Its files are those that `fxpipe run --checkpoint-every` writes; transformers can read the model's files.
+        An earlier folder is replaced once the new one is whole. Then all processes return, and all see the folder.
 
         Raises:
-            BuildError, CheckpointError: the disk does not take it.
+            BuildError, CheckpointError: the checkpoint cannot be written.
         """
         with self._call("save"):
             self._flush()
@@ -239,11 +238,11 @@ class Pipeline(Readings):
                 raise error
 
     def load(self, folder: str | Path) -> None:
-        """Go on from a checkpoint: of `save`, or of a run. Schedule, policy and the like stay those of this pipeline.
+        """Go on from a checkpoint: of `save`, or of a run. This pipeline keeps its schedule, policy and so on.
 
         Raises:
             RunError: minibatches are in flight.
-            BuildError, CheckpointError: it is none, or does not fit the build.
+            BuildError, CheckpointError: it is no checkpoint, or does not fit the build.
         """
         self._settled("load")
         self._trains.check(LOOP)
@@ -265,7 +264,7 @@ class Pipeline(Readings):
     def close(self) -> None:
         """Finish what is in flight, and the checkpoints and the trace that the options ask for.
 
-        The pipeline trains no more after that. A `with` that ends without an error does it.
+        The pipeline cannot train after that. A `with` that ends without an error calls this.
         """
         if self._closed:
             return
@@ -276,7 +275,7 @@ class Pipeline(Readings):
                     self.checkpoints.finish()
                 self._rows.finish()
                 self._write_trace()
-                barrier(self.rank)  # who leaves breaks the connections of those who are still on their way here
+                barrier(self.rank)  # a process that leaves breaks the connections of those that have not arrived here
                 self.world.end()
         except BaseException:
             self.__exit__(*sys.exc_info())
@@ -287,11 +286,11 @@ class Pipeline(Readings):
     def set_lr(self, rate: float, *more: float) -> None:
         """Set the learning rates of the minibatches that will be fed from now on: one for all groups, or one for each.
 
-        Updates of those in flight are made with the rates that they were fed under. A scheduler goes on from there, and
-        may set others at its next step.
+        Minibatches in flight keep the rates that they were fed with. A scheduler goes on from the new rates, and may
+        set others at its next step.
 
         Raises:
-            RunError: there are other groups than rates; or processes set other rates.
+            RunError: the number of rates is not that of the groups; or processes set different rates.
         """
         rates = [rate, *more]
         unfit = (executor.store.updater.unfit(rates) for executor in self.every)
@@ -310,7 +309,7 @@ class Pipeline(Readings):
 
         Raises:
             RunError: minibatches are in flight, or there is no such hook.
-            TaskError: the hook failed, or may not do what it does.
+            TaskError: the hook failed, or does what it may not do.
         """
         self._settled("reset")
         if not any(executor.resets is not None for executor in self.executors):
@@ -355,22 +354,22 @@ class Pipeline(Readings):
 
     @contextmanager
     def _call(self, name: str | None = None) -> Iterator[None]:
-        """Inside, the workers here are expected to move on; `name` is told to the next process."""
+        """Inside, the workers here are expected to move on; `name` is sent to the next process."""
         if self._closed:
-            raise RunError("the pipeline was closed", hint="make another")
+            raise RunError("the pipeline was closed", hint="make a new one")
         if self._broken:
             raise RunError("an earlier step failed in the middle", hint="make a new pipeline")
         self._inside = True
         self.world.pulse.move()
         try:
             if name is not None:
-                self._tell(name)
+                self._announce(name)
             yield
         finally:
             self._inside = False
 
-    def _tell(self, name: str, shape: int | None = None) -> int:
-        """See `Calls.make`; after an error in that the workers are not where the others are."""
+    def _announce(self, name: str, shape: int | None = None) -> int:
+        """See `Calls.make`; after an error in it the workers here and elsewhere are at different points."""
         try:
             return self._calls.make(name, shape)
         except BatchError:
@@ -381,12 +380,12 @@ class Pipeline(Readings):
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """What fails inside leaves messages under way: there is no going on."""
+        """An error inside leaves messages in flight: the pipeline cannot go on."""
         self._broken = True
         yield
         self._broken = False
 
     def _beat(self, after: Callable[[], None]) -> None:
-        if not self._inside:  # the user's own code takes as long as it takes
+        if not self._inside:  # the user's own code may take any time
             self.world.pulse.move()
         after()

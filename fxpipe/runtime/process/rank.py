@@ -1,4 +1,4 @@
-"""What one process of a run does, with the workers of one rank or with all of them, whoever started it."""
+"""What one process of a run does, with the workers of one rank or with all of them, however it was started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.observe.rates import samples_of, work_by_shape
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, RecordedStep
 from fxpipe.observe.starting import starting_text
 from fxpipe.random_state import seed_everything
-from fxpipe.runtime.process.check_run import check_replicas_apart, check_unchanged, evaluates
+from fxpipe.runtime.process.check_run import check_separate_replicas, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.consequences import Consequences, EndingRow
@@ -67,7 +67,7 @@ from fxpipe.runtime.worker.observer import Observer
 from fxpipe.stages.minibatch import ShapedMinibatches
 
 STOPPING = 1.0
-"""Seconds that worker 0 of a run that stops leaves the others to see that it does."""
+"""Seconds that worker 0 of a run that stops waits so that the others see it stop."""
 
 
 class TrainingRun(Observer):
@@ -84,13 +84,13 @@ class TrainingRun(Observer):
         self.recipe = recipe = recipe_of(plan, options)
         self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)
         self.step = 0 if resumed is None else resumed.step
-        # In the order of a local run: the data, then the rest of the user's code.
+        # In the order of a local run: the data, then the user's other code.
         self.feed = Feed(task, options.seed) if plan.seat(process)[0] == 0 else None
         if self.feed is None:
             seed_everything(options.seed)
         self.total, options = agree_length(options, self.feed, process, task.callbacks.on_epoch is not None)
         self.options = options = of_run(options, plan)
-        check_replicas_apart(plan, options, task)
+        check_separate_replicas(plan, options, task)
         check_length(resumed, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
         addresses = Addresses(plan, recipe.demand)
@@ -133,7 +133,7 @@ class TrainingRun(Observer):
         self.coming: ComingShapes | None = None
         if several:
             read = None if self.batches is None else self.batches.read
-            self.coming = ComingShapes(world.line, executors, lambda: self.total, read, self.shapes.hear)
+            self.coming = ComingShapes(world.line, executors, lambda: self.total, read, self.shapes.prepare)
             self.observers.append(self.coming)
             for executor in executors:
                 executor.shape_of = self.coming
@@ -223,13 +223,13 @@ class TrainingRun(Observer):
                 self.callbacks.over()
         finally:
             if self.checkpoints is not None:
-                self.checkpoints.abandon()  # which may still make one whole, with the record's lines so far
+                self.checkpoints.abandon()  # may finish one, with the record's lines so far
             if record is not None:
                 record.close()
         return summary
 
     def _rows(self, peak: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each worker did, and the most memory that its process took."""
+        """What each worker did, and the peak memory of its process."""
         plan = self.plan
         own = [worker_row(e, plan.rank_of(e.worker), e.replica, self.neighbours) | peak for e in self.executors]
         found = gathered(own, self.process, plan.processes)
@@ -298,7 +298,7 @@ class TrainingRun(Observer):
             self._check.look(step.minibatch, step.loss)
 
     def ends(self, total: int) -> None:
-        """The run ends after so many steps, perhaps fewer than it was to have."""
+        """The run ends after this many steps, perhaps fewer than it was to have."""
         self.total = total
         if self.record is not None:
             self.record.total = total
@@ -308,13 +308,12 @@ class TrainingRun(Observer):
         return not_finite(minibatch, loss, worker, found)
 
     def saves(self, step: int) -> None:
-        """A checkpoint is about to count: have what was logged so far on the disk, too."""
+        """A checkpoint is about to be complete: sync what was logged so far, too."""
         if self.record is not None:
             self.record.sync()
 
     def stops(self, step: int, saved: Path | None) -> None:
-        """The last checkpoint of a run that was asked to stop is over: one of several processes ends, whatever it is
-        doing."""
+        """The last checkpoint of a run that was asked to stop is over: with several processes, end this one at once."""
         if self.world.alone:
             self.stop.saved(step, saved)
             return
@@ -324,7 +323,7 @@ class TrainingRun(Observer):
         self.stop.exit()
 
     def _share(self, row: WalkedRow, minibatch: int) -> list[tuple[Any, ...]]:
-        """The microbatches of a minibatch that a replica of worker 0 does."""
+        """The microbatches of a minibatch that a replica of worker 0 computes."""
         assert self.batches is not None
         if minibatch not in self._shares:
             self._shares[minibatch] = shared_out(self.world, self.plan, self.rows, minibatch, self.batches(minibatch))
@@ -339,8 +338,8 @@ class TrainingRun(Observer):
 
             on_step → checkpoint → evaluation → on_eval → on_epoch
 
-        A checkpoint is cut before what follows from the evaluation of its step: whoever goes on from it hears of that
-        again. Checkpoints before which nothing is decided follow by themselves.
+        A checkpoint is made before what follows from the evaluation of its step, so a resumed run does that again.
+        Checkpoints before which nothing is decided are made without this call.
         """
         callbacks = self.callbacks
         if callbacks is not None:

@@ -1,4 +1,4 @@
-"""What a pipeline shows of itself between two calls of a user's own loop, and what it saves and reads of it."""
+"""What a user's own loop reads of a pipeline between two calls, and how the pipeline is saved and loaded."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from fxpipe.runtime.worker.final_weights import copies
 
 
 class Readings:
-    """The part of a pipeline that reads its workers: all are here, or those of one process.
+    """The part of a pipeline that reads the workers in this process.
 
     Attributes:
-        fed: how many minibatches it has had, with those before the checkpoint that it goes on from.
-        executors: of the workers here, in rising order; of replicas the first here.
+        fed: how many minibatches it has had, including those before the checkpoint that it goes on from.
+        executors: of the workers here, in rising order; only the first replica here of each.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class Readings:
 
     @property
     def every(self) -> list[Executor]:
-        """Those of all replicas here."""
+        """The executors of all replicas here."""
         return self._rows.every
 
     @property
@@ -63,7 +63,7 @@ class Readings:
 
     @property
     def checkpoints(self) -> Checkpoints | None:
-        """What saves it as the options ask; None if they do not."""
+        """What saves it as the options ask; None if they ask for no checkpoints."""
         return self._rows.checkpoints
 
     @property
@@ -74,8 +74,8 @@ class Readings:
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all parameters and persistent buffers, under every name the model has for them.
 
-        Over processes, of the parameters that the workers here own: the whole model is never gathered on one worker,
-        and `save` writes it.
+        With several processes, only what the workers here own: the whole model is never gathered on one worker; `save`
+        writes it.
 
         Raises:
             RunError: minibatches are in flight, so that workers are at different versions.
@@ -84,7 +84,7 @@ class Readings:
         return self._copies([executor.store.parameters for executor in self.executors])
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
-        """The same with the averages of the weights in place of those that are averaged (`ema`, or `averaged`).
+        """The same with averages in place of the weights that are averaged (`ema`, or `averaged`).
 
         Raises:
             RunError: minibatches are in flight; or the pipeline keeps no averages.
@@ -101,17 +101,17 @@ class Readings:
         """The mean gradient of the last step for every trained parameter, under its first name.
 
         Raises:
-            RunError: the schedule is asynchronous: at no moment do all gradients of one step exist; or there are other
-                processes.
+            RunError: the schedule is asynchronous, so the gradients of one step never exist together; or there are
+                other processes.
         """
         if not self.recipe.schedule.synchronous:
             raise RunError(
-                f"schedule '{self.recipe.schedule.name}' has no moment at which all gradients of one step exist",
+                f"with schedule '{self.recipe.schedule.name}' the gradients of one step never exist together",
                 hint="use a schedule with a flush, such as 1f1b",
             )
         if not self.world.alone:
             raise RunError(
-                "over processes, gradients are freed right after the update",
+                "with several processes, gradients are freed right after the update",
                 hint="fxpipe.load(BUILD).local(...).gradients(); gradient_norm is known everywhere with clip_norm",
             )
         return {name: value for executor in self.executors for name, value in executor.store.gradients().items()}
@@ -123,34 +123,34 @@ class Readings:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Those of an optimizer's next update, by group: of the first worker here that trains something; else empty.
+        """The rates of the next update, by group, of the first worker here that trains something; else empty.
 
-        Over processes, a worker that trains nothing has none: decide by numbers of the script's own.
+        With several processes, one whose workers train nothing has none: decide by numbers of your own script.
         """
         return next((rates for e in self.executors if (rates := e.store.updater.rates)), [])
 
     @property
     def gradient_norm(self) -> float | None:
-        """That of all workers' gradients at the last update of the first worker here; None without `clip_norm`."""
+        """The norm of all workers' gradients at the last update of the first worker here; None without `clip_norm`."""
         return self.executors[0].store.updater.norm
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next minibatch's loss is multiplied by; None unless the build was compiled with `--autocast fp16`.
+        """The factor of the next minibatch's loss; None unless the build was compiled with `--autocast fp16`.
 
-        It is what the first worker here knows: over processes, they all know the same after `flush`.
+        It is what the first worker here knows: with several processes, all know the same after `flush`.
         """
         scaler = self.executors[0].scaler
         return None if scaler is None else scaler.scale.value
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps made no update because gradients overflowed; 0 where nothing is scaled. See `loss_scale`."""
+        """How many steps made no update because gradients overflowed; 0 without loss scaling. See `loss_scale`."""
         scaler = self.executors[0].scaler
         return 0 if scaler is None else scaler.scale.skipped
 
     def _copies(self, parameters: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What a user sees of these values of each worker's parameters."""
+        """Copies of these values of each worker's parameters, under the model's names."""
         if self.world.alone:
             return copies(self.plan, self.executors, parameters)
         owned = {executor.worker: own for executor, own in zip(self.executors, parameters, strict=True)}
@@ -162,7 +162,7 @@ class Readings:
         }
 
     def _settled(self, what: str) -> None:
-        """Refuse a call while minibatches are in flight: on all workers, also where all updates are made."""
+        """Refuse a call while minibatches are in flight, also on workers that have made all updates."""
         in_flight = self._rows.begun and not self.recipe.schedule.synchronous
         if self.world.alone:
             in_flight = any(executor.store.version < self.fed for executor in self.every)
@@ -174,14 +174,14 @@ Written = dict[str, FileEntry]
 
 
 def write_own(folder: Path, plan: Plan, executor: Executor) -> Written:
-    """Write the files of a replica of a worker: as a run's checkpoint has them, so that a run goes on from it, too.
+    """Write the files of a replica of a worker as a run's checkpoint has them, so that a run can go on from it.
 
     Raises:
-        CheckpointError: the disk does not take them, or the optimizer's state holds what is no plain value.
+        CheckpointError: they cannot be written, or the optimizer's state holds objects other than plain values.
     """
     try:
         return write_shard(folder, plan, executor.worker, shard_at_rest(executor), executor.replica)
-    except Exception as error:  # of the user's objects, too: the other workers are to hear of it
+    except Exception as error:  # of the user's objects, too: the other workers must learn of it
         what = f"worker {executor.worker} cannot write its part of a checkpoint: {said(error)}"
         raise CheckpointError(what) from error
 
@@ -195,14 +195,14 @@ def write_together(
     step: int,
     rank: int,
 ) -> FxpipeError | None:
-    """Make a checkpoint: the process of worker 0 makes the folder, all write, that one makes it whole.
+    """Make a checkpoint: worker 0's process makes the folder, all write, worker 0's process completes it.
 
     Args:
         executors: those here that have something to write.
         rank: of this process.
 
     Returns:
-        The error that all are to raise; None if the checkpoint is there.
+        The error that all should raise; None if the checkpoint was written.
     """
     workers = plan.processes
     error: FxpipeError | None = None
@@ -237,17 +237,17 @@ def write_together(
 def open_checkpoint(
     folder: str | Path, plan: Plan, recipe: Recipe, options: PipelineOptions
 ) -> tuple[Checkpoint, Resumed]:
-    """A checkpoint that a loop goes on from; its options stay those it has.
+    """Open a checkpoint that a loop goes on from; the loop keeps its options.
 
     Raises:
         BuildError: it does not fit the plan.
-        CheckpointError: it is none of fxpipe's, or not as it was written.
+        CheckpointError: it is no checkpoint of fxpipe, or was changed.
     """
     checkpoint = Checkpoint.open(folder, plan)
     if checkpoint.manifest is None:
         raise CheckpointError(
-            f"{folder} holds weights alone, and no state of a training",
-            hint="weights=..., where the pipeline is made, starts from weights",
+            f"{folder} has weights, but no training state",
+            hint="to start from weights, make the pipeline with weights=...",
         )
     there = dataclasses.replace(options, resume=str(folder), weights=str(folder))
     resumed = opened(there, recipe, plan, checkpoint)

@@ -1,6 +1,6 @@
-"""Where a run goes on: the checkpoint, and whether minibatches in flight are taken up again.
+"""Where a run goes on: the checkpoint, and whether minibatches in flight are continued.
 
-Imports torch only where tensors are read: the launcher, which needs the options, does without.
+Imports torch only where tensors are read, because the launcher needs the options and no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", bound=PipelineOptions)
 
 GONE = {"sync_steps": "--sync-steps", "rate_discount": "--rate-discount"}
-"""Options that earlier versions of fxpipe had, as a checkpoint and the command line name them."""
+"""Options of earlier versions of fxpipe: their names in a checkpoint and on the command line."""
 
 NEWEST = "newest"
 
@@ -46,8 +46,8 @@ class Resumed:
     """The checkpoint that a run goes on from.
 
     Attributes:
-        exact: the same cuts, schedule and policy: minibatches in flight go on as if nothing had happened. Else the
-            pipeline begins empty, with the weights of this step everywhere.
+        exact: the same cuts, schedule and policy, so minibatches in flight go on. Otherwise the pipeline begins empty,
+            with the weights of this step on every worker.
     """
 
     path: Path
@@ -60,17 +60,17 @@ class Resumed:
         return self.manifest.step
 
     @property
-    def apart(self) -> bool:
-        """Whether its replicas trained apart."""
+    def separate(self) -> bool:
+        """Whether its replicas trained separately."""
         return "outer" in self.manifest.run
 
     def shards(self, worker: int, replica: int = 0) -> list[Shard]:
-        """What a replica of a worker needs: its own shard if the run is the same, else those of all workers.
+        """The shards that a replica of a worker needs: its own if the run is the same, else those of all workers.
 
-        Its own is the first replica's, with what it has written itself in its place: all of it but where the data stand
-        and what was decided, if replicas train apart. Then others than these go on with the first one's.
+        Its own shard is the first replica's, overridden by what the replica has written itself. If replicas train
+        separately, that is all but the position in the data and the decisions. New replicas take the first one's.
 
-        The model's files are `Checkpoint`'s, which has compared what it has read of them.
+        `Checkpoint` reads and compares the model's files.
 
         Raises:
             CheckpointError: files are damaged.
@@ -81,12 +81,12 @@ class Resumed:
         found = [self._read(each) for each in wanted]
         others = [(each, r) for each in wanted for r in replicas_in(self.manifest.files, each)]
         if not self.exact:
-            more = [] if self.apart else [self._read(*place) for place in others]
+            more = [] if self.separate else [self._read(*place) for place in others]
             return found + [shard for shard in more if shard.state is not None]
         if replica:
             (shard,) = found
             own = self._read(worker, replica) if (worker, replica) in others else Shard(self.step)
-            if self.apart:
+            if self.separate:
                 return [dataclasses.replace(own, data=shard.data, state={**shard.state, **own.state})]
             shard.codecs = own.codecs
             if own.state is not None:
@@ -106,17 +106,17 @@ class Resumed:
 
     @property
     def _start(self) -> int:
-        """The minibatch that the row has begun with."""
+        """The first minibatch of the row."""
         return self.manifest.start if self.exact else self.step
 
 
 def resumed_options(options: Options, out: str | Path | None) -> Options:
-    """The options of a run: to go on, with those of the checkpoint in place of what is not given.
+    """The options of a run; if it goes on from a checkpoint, options that are not given are the checkpoint's.
 
     Called again on its result, it changes nothing.
 
     Raises:
-        CheckpointError: there is no whole checkpoint there; or the run would mix its own with those of another.
+        CheckpointError: there is no whole checkpoint; or the folder has checkpoints of another run.
     """
     shelf = None if out is None else Shelf.of(out)
     if options.resume is None:
@@ -138,19 +138,19 @@ def resumed_options(options: Options, out: str | Path | None) -> Options:
                 hint="choose another --out, or delete them",
             )
     if options.weights not in (None, str(path)):
-        raise CheckpointError("a run goes on with the weights of its checkpoint: --weights would take others")
+        raise CheckpointError("a run goes on with the weights of its checkpoint: leave out --weights")
     if gone := [flag for name, flag in GONE.items() if manifest.run.get(name)]:
         raise CheckpointError(
-            f"the run was made with {' and '.join(gone)}, which this fxpipe has no more",
+            f"the run was made with {' and '.join(gone)}, which this fxpipe no longer has",
             where=str(path),
             hint="end it with the fxpipe that began it, or begin a new run with its weights: --weights CHECKPOINT",
         )
     names = [name for name in KEPT if getattr(options, name) == getattr(PipelineOptions, name)]  # not given
     if "schedule" not in names and options.schedule != manifest.run["schedule"]:
-        names = [name for name in names if name != "policy"]  # it means nothing under another schedule
-    kept = {name: manifest.run[name] for name in names if name in manifest.run}  # an earlier fxpipe knew fewer
+        names = [name for name in names if name != "policy"]  # a policy belongs to its schedule
+    kept = {name: manifest.run[name] for name in names if name in manifest.run}  # earlier versions had fewer
     if wrong := unfit(PipelineOptions, kept):
-        raise CheckpointError(f"the checkpoint is of no run: its {wrong}", where=str(path), hint=OTHER)
+        raise CheckpointError(f"no run can go on from this checkpoint: its {wrong}", where=str(path), hint=OTHER)
     if isinstance(options, RunOptions):
         kept["settings"] = texts(pairs(manifest.run.get("settings", ())) | pairs(options.settings))
         if options.arguments is None and manifest.run.get("arguments") is not None:
@@ -162,7 +162,7 @@ def recipe_of(plan: Plan, options: PipelineOptions) -> Recipe:
     """The schedule and the policy of a run with these options (those of `resumed_options`).
 
     Raises:
-        ScheduleError, PolicyError: as `choose`; if the schedule is the checkpoint's, with how to name another one.
+        ScheduleError, PolicyError: as `choose`; for the checkpoint's schedule the hint says how to choose another.
     """
     try:
         return choose(plan, options.schedule, options.policy)
@@ -171,14 +171,14 @@ def recipe_of(plan: Plan, options: PipelineOptions) -> Recipe:
             raise
         own = f"to go on with the build's own schedule, add --schedule {plan.schedule} to the command"
         raise ScheduleError(
-            f"{error.what}; a run keeps the schedule of its checkpoint unless it is given one",
+            f"{error.what}; a run keeps the schedule of its checkpoint unless --schedule names another",
             where=options.resume,
             hint=f"{own}; or {error.hint}" if error.hint else own,
         ) from error
 
 
 def newest_options(options: Options, out: str | None) -> Options:
-    """The options of a run that begins again after it was interrupted: on from its newest whole checkpoint, if any."""
+    """The options of an interrupted run that begins again: it goes on from its newest whole checkpoint, if any."""
     if options.checkpoint_every is None or out is None or not Shelf.of(out).steps():
         return options
     return resumed_options(dataclasses.replace(options, resume=NEWEST, weights=None), out)
@@ -190,35 +190,35 @@ def step_before(options: PipelineOptions) -> int:
 
 
 def check_length(resumed: Resumed | None, total: int) -> None:
-    """Refuse to go on with a run that is to have fewer steps than it has had.
+    """Refuse to go on with a run that has already made more steps than it should have in all.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: it has.
     """
     if resumed is not None and resumed.step > total:
         raise CheckpointError(
-            f"the checkpoint is of step {resumed.step}, and the run is to have {total} steps in all",
+            f"the checkpoint is of step {resumed.step}, but the run should have {total} steps in all",
             where=str(resumed.path),
             hint=f"--steps counts from the beginning: give one above {resumed.step}",
         )
 
 
 def run_before(options: PipelineOptions) -> Path | None:
-    """The output folder of the run that wrote the checkpoint to go on from; None for one that was put elsewhere."""
+    """The output folder of the run that wrote the checkpoint; None if the checkpoint was moved elsewhere."""
     shelf = None if options.resume is None else Path(options.resume).absolute().parent
     return shelf.parent if shelf is not None and shelf.name == CHECKPOINTS else None
 
 
 def say_resumed(resumed: Resumed) -> None:
-    """Tell the user where a run goes on, and whether as the one that was interrupted."""
+    """Print where a run goes on, and what differs from the interrupted run."""
     text = f"going on after step {resumed.step}, from {resumed.path}"
     before, now = resumed.manifest.run.get("values", {}), read()
     if other := [f"{name} {now[name]}, not {old}" for name, old in before.items() if now.get(name, old) != old]:
-        text += f", with {'; '.join(other)}, except in what the optimizer and its scheduler saved, such as their rates"
+        text += f", with {'; '.join(other)}; the saved state of optimizer and scheduler, such as rates, stays"
     if not resumed.exact:
-        text += ": the build, the schedule or the policy is another one, so the pipeline begins empty"
-        if resumed.apart:
-            text += ", with the common weights of replicas that trained apart, and the first one's optimizer"
+        text += ": the build, the schedule or the policy differs, so the pipeline begins empty"
+        if resumed.separate:
+            text += ", with the common weights of replicas that trained separately, and the first one's optimizer"
     say(text)
 
 
@@ -235,7 +235,7 @@ def opened(options: PipelineOptions, recipe: Recipe, plan: Plan, checkpoint: Che
     """The checkpoint that `resumed_options` found; None if the run begins anew.
 
     Args:
-        checkpoint: the weights that the run starts from, which are the checkpoint's if it goes on.
+        checkpoint: the weights that the run starts from; if it goes on, the checkpoint's.
     """
     if options.resume is None:
         return None
@@ -260,13 +260,13 @@ def about_run(options: PipelineOptions, recipe: Recipe, plan: Plan) -> dict[str,
 
 
 def run_of(options: PipelineOptions, recipe: Recipe) -> dict[str, Any]:
-    """The options that the numbers depend on, with what the build decides where they are not given."""
+    """The options that the numbers depend on; where they are not given, the build's."""
     found = {name: getattr(options, name) for name in KEPT}
     return {**found, "schedule": recipe.schedule.name, "policy": str(recipe.policy)}
 
 
 def begin_or_go_on(executor: Executor, resumed: Resumed | None, shards: list[Shard], stop: int | None = None) -> None:
-    """Begin a worker's row, or go on in the middle of that of the checkpoint."""
+    """Begin a worker's row, or go on in the middle of the checkpoint's."""
     store = executor.store
     if resumed is None or not resumed.exact:
         store.begin(store.version, stop)
@@ -285,10 +285,10 @@ def _placed(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tenso
 def restore(
     plan: Plan, executors: Sequence[Executor], resumed: Resumed, read: list[list[Shard]] | None = None
 ) -> list[list[Shard]]:
-    """Put each worker into the state of the checkpoint, but for what is in flight; returns its shards.
+    """Restore each worker's state from the checkpoint, except what is in flight; return its shards.
 
     Args:
-        read: these, where they have been read.
+        read: the shards, if they have been read.
     """
     if read is None:
         read = [resumed.shards(executor.worker, executor.replica) for executor in executors]
@@ -300,7 +300,7 @@ def restore(
 
 
 def _say_what_trains(plan: Plan, executors: Sequence[Executor], read: Sequence[list[Shard]]) -> None:
-    """Tell the user of parameters that are trained and were not before, or the other way round."""
+    """Print which parameters are trained and were not before, and which are no longer trained."""
     from fxpipe.checkpoint.optimizer_state import updated_in
     from fxpipe.runtime.wires.exchange import gathered
 
@@ -311,25 +311,25 @@ def _say_what_trains(plan: Plan, executors: Sequence[Executor], read: Sequence[l
     every = gathered((before, now), process, plan.processes)
     before, now = (set().union(*sets) for sets in zip(*every, strict=True))
     names = [p.name for p in plan.parameters]
-    told = []
+    lines = []
     if new := [name for name in names if name in now - before]:
-        told.append(f"trained from here on, with a fresh state of the optimizer: {listed(new, 6)}")
+        lines.append(f"trained from here on, with a fresh state of the optimizer: {listed(new, 6)}")
     if old := [name for name in names if name in before - now]:
-        told.append(f"trained no more, and their state is dropped: {listed(old, 6)}")
-    if told and process == 0:
-        say("; ".join(told))
+        lines.append(f"no longer trained, and their state is dropped: {listed(old, 6)}")
+    if lines and process == 0:
+        say("; ".join(lines))
 
 
 @contextmanager
 def _fitting(resumed: Resumed) -> Iterator[None]:
-    """Whatever goes wrong inside says that the checkpoint does not fit: the user's own objects are loaded, too."""
+    """Any error inside becomes one that says that the checkpoint does not fit: the user's objects are loaded, too."""
     try:
         yield
     except FxpipeError:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"what the checkpoint has does not fit here: {type(error).__name__}: {error}",
+            f"the checkpoint does not fit here: {type(error).__name__}: {error}",
             where=str(resumed.path),
             hint="go on with the build and the model file that it was made with; or take another: --resume PATH",
         ) from error

@@ -1,6 +1,6 @@
-"""The rows that a process walks: of each rank that is here, or replica of one, its workers in rising order.
+"""The rows that a process walks: one for each rank here, or for each of its replicas, with its workers in rising order.
 
-A run walks them to its end; a user's own loop as far as it has fed minibatches (`FedRows`).
+A run walks them to its end; a user's own loop only as far as it has fed minibatches (`FedRows`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, HeardEvaluation
+from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, ReceivedEvaluation
 from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
 from fxpipe.runtime.process.training_loop import train
@@ -35,10 +35,10 @@ from fxpipe.task.model_file import Task
 
 @dataclass(frozen=True)
 class WalkedRow:
-    """A rank, or one of its replicas: what it does is walked one action after the other.
+    """A rank, or one of its replicas, whose actions are walked one after the other.
 
     Attributes:
-        process: the one that has it, if each has one row.
+        process: its process, if each process has one row.
         executors, transports: of its workers.
     """
 
@@ -49,7 +49,7 @@ class WalkedRow:
     transports: Sequence[WiredTransport]
 
     def events(self, recipe: Recipe, start: int, resumed: Resumed | None, stop: int | None = None) -> Iterator[Event]:
-        """What it does from minibatch `start` on, or from where it goes on, to an end if there is one."""
+        """Its events from minibatch `start`, or from where it goes on, until minibatch `stop`, if given."""
         recipe = recipe.of_worker(self.executors[0].worker)
         if resumed is not None:
             return resumed.row(recipe, self.rank, stop)
@@ -73,7 +73,7 @@ def open_rows(
 
     Args:
         folder: of the build.
-        step: how many minibatches they have had.
+        step: how many minibatches the workers have had.
         checkpoint, keep_gradients: as of `open_worker`.
 
     Raises:
@@ -106,7 +106,7 @@ def open_rows(
 
 
 def first_replicas(rows: Sequence[WalkedRow]) -> list[Executor]:
-    """Of each worker here the first replica that is, in rising order."""
+    """The first replica here of each worker, in rising order."""
     found: dict[int, Executor] = {}
     for executor in (executor for row in rows for executor in row.executors):
         found.setdefault(executor.worker, executor)
@@ -122,14 +122,14 @@ def open_evaluation(
     seed: int,
     data: EvaluationData | None,
 ) -> DistributedEvaluation:
-    """What the workers here do in evaluations.
+    """Prepare evaluations with the workers here.
 
     Args:
         data: on worker 0.
     """
     row, executors = rows[0], first_replicas(rows)
     listening = plan.crossing and row.replica > 0
-    kind = HeardEvaluation if listening else DistributedEvaluation
+    kind = ReceivedEvaluation if listening else DistributedEvaluation
     wires = [world.wires(plan.process_of(e.worker, e.replica)) for e in executors]
     return kind(
         plan,
@@ -152,10 +152,10 @@ def begin_rows(
     shards: Sequence[list[Shard]],
     stop: int | None = None,
 ) -> None:
-    """Begin with an empty pipeline after so many minibatches, or go on with that of a checkpoint.
+    """Begin with an empty pipeline after `start` minibatches, or go on with a checkpoint's.
 
     Args:
-        shards: of each worker in the order of the rows, what was read of the checkpoint; empty without one.
+        shards: what each worker, in the order of the rows, read of the checkpoint; empty without one.
         stop: where the rows end, if that is known.
     """
     for row in rows:
@@ -166,7 +166,7 @@ def begin_rows(
 
 
 def meet(rows: Sequence[WalkedRow]) -> None:
-    """The pipeline is empty: replicas that train apart get the same weights and buffers."""
+    """The pipeline is empty: replicas that train separately get the same weights and buffers."""
     executors = [executor for row in rows for executor in row.executors]
     for executor in executors:
         executor.begin_meeting()
@@ -177,7 +177,7 @@ def meet(rows: Sequence[WalkedRow]) -> None:
 def shared_out(
     world: World, plan: Plan, rows: Sequence[WalkedRow], minibatch: int, parts: list[tuple[Any, ...]]
 ) -> dict[int, list[tuple[Any, ...]]]:
-    """By replica of worker 0 that is here, its microbatches of a minibatch; all must have read the same."""
+    """The microbatches of a minibatch for each replica of worker 0 here; all must have read the same."""
     replicas, first = plan.replicas_of(0), [row for row in rows if row.rank == 0]
     if replicas > 1 and not world.alone:
         first[0].executors[0].compare_batch(minibatch, number_of(parts))
@@ -185,20 +185,20 @@ def shared_out(
 
 
 class FedRows:
-    """The workers here, in rows.
+    """The workers here in rows that are walked as far as minibatches are fed.
 
     Args:
         out: the folder for checkpoints, if the options ask for some.
-        resumed, shards: the checkpoint that they were opened with, and what was read of it already; None: as built.
+        resumed, shards: the checkpoint that they were opened with, and what was read of it; None: as built.
 
     Attributes:
-        executors: of the workers here, in rising order; of replicas the first here.
-        every: those of all replicas here.
-        fed: how many minibatches they have had, with those before the checkpoint.
+        executors: of the workers here, in rising order; only the first replica here of each.
+        every: the executors of all replicas here.
+        fed: how many minibatches they have had, including those before the checkpoint.
         begun: something was fed since the last flush.
         resumed: the checkpoint that they went on from; None if they did not.
-        checkpoints: what saves them; None if they are not to be saved.
-        losses: of all that was fed.
+        checkpoints: what saves them; None if nothing does.
+        losses: of all minibatches fed.
 
     Raises:
         FxpipeError: as `restore` and `Checkpoints`.
@@ -231,16 +231,16 @@ class FedRows:
         self.checkpoints: Checkpoints | None = None
         if options.checkpoint_every is not None:
             self.checkpoints = Checkpoints(options, plan, recipe, out, every, resumed, self._shards, world.exchange)
-        self._parts: dict[tuple[int, int], list[Any]] = {}  # by minibatch and replica of worker 0
+        self._parts: dict[tuple[int, int], list[Any]] = {}  # of each minibatch and replica of worker 0
         self.begun = self._ending = False
         self.losses = Losses(plan, world.line, self.executors)
 
     def step(self, shape: int, parts: list[tuple[Any, ...]]) -> StepLoss:
-        """Feed a minibatch, and walk on as far as the rows can go with it; return its loss.
+        """Feed a minibatch, walk the rows as far as possible with it, and return its loss.
 
         Args:
             shape: of its batch.
-            parts: where worker 0 is, its microbatches, of all replicas.
+            parts: in worker 0's process, the microbatches of all replicas.
         """
         minibatch, self._shapes[self.fed] = self.fed, shape
         if not self.begun:
@@ -257,7 +257,7 @@ class FedRows:
         return loss
 
     def flush(self) -> None:
-        """Finish the backwards and updates of all that was fed."""
+        """Finish the backwards and updates of all minibatches fed."""
         if not self.begun:
             return
         self._ending = True
@@ -280,11 +280,11 @@ class FedRows:
                 transport.finish()
 
     def forget_checkpoint(self) -> None:
-        """They begin empty from now on, without what the checkpoint had in flight."""
+        """Begin with an empty pipeline from now on, not with what the checkpoint had in flight."""
         self._going_on, self._shards = None, []
 
     def _begin(self) -> None:
-        """Begin with an empty pipeline, or go on with that of the checkpoint."""
+        """Begin with an empty pipeline, or go on with the checkpoint's."""
         resumed, shards = self._going_on, self._shards
         self.forget_checkpoint()
         self.begun, self._ending = True, False
@@ -316,21 +316,21 @@ class FedRows:
 
 
 class _Fed:
-    """What one of the rows does, as far as it was fed.
+    """The events of one row, as far as it was fed.
 
     Args:
-        resumed: what it goes on from; None begins with an empty pipeline.
+        resumed: the checkpoint that it goes on from; None begins with an empty pipeline.
     """
 
     def __init__(self, rows: FedRows, row: WalkedRow, resumed: Resumed | None) -> None:
         self._rows, self._workers = rows, len(row.executors)
         self._events = row.events(rows.recipe, rows.fed, resumed)
         self._upcoming = next(self._events)
-        self._ended = rows.fed * self._workers  # last backwards that have come out of the row
+        self._ended = rows.fed * self._workers  # last backwards that the row has given
         self._ends = row.executors[0].schedule.ends
 
     def next(self) -> Event | None:
-        """The next event of what was fed; None if there is none yet."""
+        """The next event; None until more is fed."""
         rows = self._rows
         if rows._ending:
             while self._ended < rows.fed * self._workers and self._upcoming[1].minibatch >= rows.fed:
@@ -342,7 +342,7 @@ class _Fed:
         return event
 
     def more(self) -> bool:
-        """Wait until something comes, or the rows are flushed; whether something comes."""
+        """Wait until a minibatch is fed or the rows are flushed; return whether there are more events."""
         rows, fed = self._rows, self._rows.fed
         if not rows._ending:
             rows.world.turns.wait(lambda: rows._ending or rows.fed > fed, lambda: "the next batch", idle=True)

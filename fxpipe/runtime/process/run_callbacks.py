@@ -1,14 +1,13 @@
-"""Calls the user's callbacks while a run trains, and has done what they decide.
+"""Calls the user's callbacks during training, and does what they decide.
 
-Every process calls them, with the same numbers, when its worker has made the update of a step, or all its workers:
+Every process calls them, with the same numbers, when all its workers have made the update of a step:
 
     worker 0:  …  F7  B4 ·on_step(5)·  F8  B5 ·on_step(6)·  …
     worker 1:  …  F5  B5 ·on_step(6)·  F6  B6 ·on_step(7)·  …
 
-The loss of a step is known before any backward of it, so no worker waits for one that it would not wait for anyway.
-Learning rates are set from the next update on. A checkpoint, or the end of the run, must be known some steps ahead
-(`consequences.lead`): what is decided after step s is done after step s + lead; an end after an evaluation, with a
-flush, at once.
+A step's loss is known before any of its backwards, so calls make no worker wait longer. Learning rates are set from the
+next update on. A checkpoint or the end of the run must be known some steps ahead (`consequences.lead`): what is decided
+after step s is done after step s + lead. With a flush, an end decided after an evaluation is done at once.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP, Callbacks
 from fxpipe.task.model_file import hook_raised
 
 DECIDED = "decided"
-"""Where the state in a shard has what callbacks decided before its step, and is yet to be done."""
+"""The key, in a shard's state, of what callbacks have decided and is yet to be done."""
 
 
 class OngoingRun:
-    """What a callback is given of the run that calls it.
+    """The run, as its callbacks see it.
 
     Attributes:
-        rank: of this process, 0 where all workers are in one: what is to be printed or logged once, is printed where
-            it is 0.
-        metrics: what `loss(model, batch)` returned next to the loss of this step; empty but in `on_step`.
+        rank: of this process; 0 if all workers are in one process. To print or log once, do so where it is 0.
+        metrics: what `loss(model, batch)` returned next to the loss of this step; empty except in `on_step`.
     """
 
     def __init__(self, rank: int, save: Callable[[], int], fits: Callable[[Sequence[float]], None]) -> None:
@@ -54,10 +52,10 @@ class OngoingRun:
         self._rates: tuple[float, ...] | None = None
 
     def save(self) -> int:
-        """Have a checkpoint made, which some steps on can be taken; return after which step it is.
+        """Ask for a checkpoint, which is made some steps later; return after which step.
 
         Raises:
-            TaskError: the run makes none.
+            TaskError: the run makes no checkpoints.
         """
         step = self._save()
         self._saves = True
@@ -69,7 +67,7 @@ class OngoingRun:
         A scheduler goes on from there, and may set others at its next step.
 
         Raises:
-            RunError: there are other groups than rates.
+            RunError: the number of rates is not that of the groups.
         """
         rates = (float(rate), *map(float, more))
         self._fits(rates)
@@ -82,17 +80,17 @@ class OngoingRun:
 
 
 class RunCallbacks(Observer):
-    """Those of one run, for the workers of this process, whose rows and evaluations it follows.
+    """Calls the callbacks of a run for the workers of this process, whose rows and evaluations it follows.
 
     Args:
         consequences: of the run's evaluations; it ends the run.
         step: the run's first.
-        per_epoch: the steps of an epoch; must be known where there is `on_epoch`.
+        per_epoch: the steps of an epoch; must be known if there is `on_epoch`.
         evaluates: the run evaluates what it has trained.
         line: of the processes.
         checkpoints: those that the run makes.
-        state: that of a shard of the checkpoint that it goes on from.
-        trains: what no callback may change.
+        state: of a shard of the checkpoint that the run goes on from.
+        trains: refuses callbacks that freeze or unfreeze parameters.
     """
 
     def __init__(
@@ -119,14 +117,14 @@ class RunCallbacks(Observer):
         self._run = OngoingRun(process, self._save, self._fits)
         self._speaks = process == 0
         self._losses = Losses(plan, line, executors)
-        self._decisions = Decisions(line, self._losses.hears)
+        self._decisions = Decisions(line, self._losses.transport)
         self._coming: dict[int, StepLoss] = {}
-        self._made: dict[tuple[str, int], Decision] = {}  # until all workers here have come to that step
+        self._made: dict[tuple[str, int], Decision] = {}  # until all workers here have reached that step
         firsts = {ON_STEP: step, ON_EPOCH: 0}
         self._seen = {hook: {_seat(each): at for each in executors} for hook, at in firsts.items()}
         self._evaluated = 0
         self._version = step
-        self._pending: list[tuple[int, int, str, bool]] = []  # decided and done after such steps, by which hook; ends
+        self._pending: list[tuple[int, int, str, bool]] = []  # decided after, done after, by this hook, ends the run
         if self._speaks and hooks.on_eval is not None and not evaluates:
             warn("on_eval() will not be called: the workers have nothing to evaluate (eval_data, metrics)")
         known = state.get(DECIDED) if isinstance(state, Mapping) else None
@@ -143,7 +141,7 @@ class RunCallbacks(Observer):
 
     @property
     def follows(self) -> bool:
-        """Whether it is called after evaluations, or epochs: a checkpoint is cut before that."""
+        """Whether callbacks follow evaluations or epochs: a checkpoint is made before these calls."""
         return self._hooks.on_eval is not None or self._hooks.on_epoch is not None
 
     def begins(self, minibatch: int) -> None:
@@ -153,14 +151,14 @@ class RunCallbacks(Observer):
             self._decisions.expect(ON_STEP, minibatch + 1)
 
     def loss(self, minibatch: int, value: Tensor) -> None:
-        """The loss worker is here, and says a minibatch's loss; its replicas say the same."""
+        """In the loss worker's process: a minibatch's loss is known; the worker's replicas have the same."""
         self._losses.loss(minibatch, value)
 
     def stepped(self, executor: Executor) -> None:
         """Between two actions of a worker: call `on_step` if it has made an update.
 
         Raises:
-            FxpipeError: the callback failed; or other processes decide otherwise.
+            FxpipeError: the callback failed; or other processes decide differently.
         """
         on_step = self._hooks.on_step
         version = executor.store.version
@@ -175,7 +173,7 @@ class RunCallbacks(Observer):
         self._decide(ON_STEP, executor, version, call)
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
-        """All workers of this process are at a version, and it was evaluated: call `on_eval`.
+        """All workers of this process are at a version that was evaluated: call `on_eval`.
 
         Raises:
             FxpipeError: as `stepped`.
@@ -205,7 +203,7 @@ class RunCallbacks(Observer):
         self._decide(ON_EPOCH, executor, version, lambda: self._call_on_epoch(version))
 
     def _decide(self, hook: str, executor: Executor, version: int, call: Callable[[], Decision]) -> None:
-        """A worker has come to a version: the first one here calls the hook, and all take its decision."""
+        """A worker has reached a version: the first one here calls the hook, and all apply its decision."""
         seen, key = self._seen[hook], (hook, version)
         seen[_seat(executor)] = version
         if key not in self._made:
@@ -215,14 +213,14 @@ class RunCallbacks(Observer):
             del self._made[key]
 
     def over(self) -> None:
-        """The run has trained to its end, and was evaluated: that of the last epoch, which can decide nothing."""
+        """The run has ended and was evaluated: call `on_epoch` for the last epoch, which can decide nothing."""
         end = self._consequences.end
-        called = end in self._seen[ON_EPOCH].values()  # and has ended the run
+        called = end in self._seen[ON_EPOCH].values()  # it was called, and ended the run
         if self._per_epoch is not None and end and end % self._per_epoch == 0 and not called:
             self._call_on_epoch(end)
 
     def cut(self, worker: int, shard: Shard) -> None:
-        """A shard has what was decided up to its step, and is not yet done there."""
+        """Put into a shard what was decided up to its step and is yet to be done."""
         oldest = min(executor.store.version for executor in self._executors)
         self._pending = [row for row in self._pending if row[1] >= oldest]
         shard.state[DECIDED] = [list(row) for row in self._pending if row[0] <= shard.step <= row[1]]
@@ -235,7 +233,7 @@ class RunCallbacks(Observer):
         return self._call(ON_EPOCH, epoch, version, lambda: on_epoch(epoch, self._run))
 
     def _call(self, hook: str, number: int, version: int, call: Callable[[], object]) -> Decision:
-        """Call a hook, and note what it decides; what it draws at random follows from the seed, everywhere alike."""
+        """Call a hook, and note what it decides; its random numbers follow from the seed, in all processes alike."""
         self._version = version
         with random_state_kept():
             seed_generators(seed_of(self._seed, hook, number), self._executors[0].device.type)
@@ -255,7 +253,7 @@ class RunCallbacks(Observer):
         at = self._consequences.earliest(version)
         if decision.saves:
             self._note(version, at, hook, ends=False)
-        if decision.ends:  # where it is saved, if it is
+        if decision.ends:  # it is saved there, if at all
             end = at if decision.saves else self._consequences.earliest_end(version)
             self._note(version, end, hook, ends=True)
         return decision
@@ -274,9 +272,9 @@ class RunCallbacks(Observer):
     def _save(self) -> int:
         if self._checkpoints is None:
             raise TaskError(
-                "run.save() was called, and the run makes no checkpoints",
+                "run.save() was called, but the run makes no checkpoints",
                 where=None if self._hooks.path is None else self._hooks.path.name,
-                hint="--checkpoint-every asked makes those that are asked for; 500, 10min or epoch others, too",
+                hint="--checkpoint-every asked makes only those that are asked for; 500, 10min or epoch others, too",
             )
         at, end = self._consequences.earliest(self._version), self._consequences.end
         if at > end and self._speaks:
@@ -293,9 +291,9 @@ class RunCallbacks(Observer):
 
 
 def _reason(hook: str, made: int) -> str:
-    return f"{hook}() has asked for it after step {made}"
+    return f"{hook}() asked for it after step {made}"
 
 
 def _seat(executor: Executor) -> tuple[int, int]:
-    """The worker, and which replica of it."""
+    """The worker, and the number of the replica."""
     return executor.worker, executor.replica

@@ -1,4 +1,4 @@
-"""What a run says: warnings before it begins, and `run.json`: what it was, what it did and where its time went."""
+"""What a run reports: warnings before it begins, and `run.json`: its settings, its results and where its time went."""
 
 from __future__ import annotations
 
@@ -46,20 +46,19 @@ _PLANNED: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "W"), "update":
 
 
 def worker_row(executor: Executor, rank: int, replica: int = 0, processes: int = 1) -> dict[str, Any]:
-    """What a worker did, on its rank; of replicas, which one it is.
+    """The row of a worker, or of one of its replicas, in `run.json`.
 
     `engines` are those of its forward and its backward. `forward_ms` and `backward_ms` (with weight gradients and
     updates) are means over microbatches, without waits; `wait_ms` is the mean wait in a microbatch. `seconds` is the
     time of the worker's training, and the entries of `spent` add up to it (`others` is the time in which its rank ran
-    its other workers, if it has some); `evaluate` is the time of evaluations during
-    training, which comes on top. `took` is the time of its forwards, of its backwards and weight gradients without
-    updates, and of its updates, each without waits and receives, as the plan has it (see
-    `fxpipe.plan.cost_records.StageTime`). `waits` says what the worker waited for and from whom, `fill` how much of
-    that came before the first backward that no flush followed. `staleness` is there if it was logged (see
-    `StalenessLog.summary`), `peak_bytes` if the worker had a process to itself on CUDA (`peak_row`), `sent` if it has
-    replicas: the bytes that left its process for them, by what was exchanged.
-    `host` says what shares the cores of its host: the run's `processes` there, the `threads` of this one, the `cores`,
-    and for how many `cpu_seconds` the worker's thread ran on one during training; null on CUDA.
+    its other workers, if it has some); `evaluate` is the time of evaluations during training, in addition. `took` is
+    the time of its forwards, of its backwards and weight gradients without updates, and of its updates, each without
+    waits and receives, as the plan has it (see `fxpipe.plan.cost_records.StageTime`). `waits` says what the worker
+    waited for and from which worker, `fill` how much of that came before the first backward that no flush followed.
+    `staleness` is there if it was logged (see `StalenessLog.summary`), `peak_bytes` if the worker had a process to
+    itself on CUDA (`peak_row`), `sent` if it has replicas: the bytes that its process sent to them, by what was
+    exchanged. `host` says what shares the cores of its host: the run's `processes` there, the `threads` of this one,
+    the `cores`, and for how many `cpu_seconds` the worker's thread ran on one during training; null on CUDA.
     """
     watch, log = executor.watch, executor.store.staleness
     forward = watch.seconds(*_OWN, within="F")
@@ -102,16 +101,16 @@ def watch_peak(device: torch.device) -> None:
 
 
 def peak_row(device: torch.device) -> dict[str, int]:
-    """On CUDA, the most bytes of tensors that the process has held at once since then, by torch's allocator."""
+    """On CUDA, the peak bytes of tensors in the process since `watch_peak`, by torch's allocator."""
     return {"peak_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
 
 
 def take_place(options: RunOptions, record: Record | None, averages: bool) -> None:
-    """The weights of a run are written: its logs take the places of an earlier run's.
+    """The weights of a run are written: replace an earlier run's logs by this run's.
 
     Args:
         record: in worker 0's process.
-        averages: those of the weights are written, too.
+        averages: averages of the weights are written, too.
     """
     if record is not None:
         best = {BEST_WEIGHTS, BEST_NOTE} if options.save_best is not None or options.resume is not None else set[str]()
@@ -119,7 +118,7 @@ def take_place(options: RunOptions, record: Record | None, averages: bool) -> No
 
 
 def settings_of(options: RunOptions, plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """What a run was asked to do, as far as others compare it."""
+    """The settings of a run that comparisons of runs show."""
     return {
         "schedule": recipe.schedule.name,
         "policy": str(recipe.policy),
@@ -142,29 +141,29 @@ def summarize_run(
     transport: str,
     threads: int,
 ) -> dict[str, Any]:
-    """The run as one JSON object, which has no trace yet; write all of it but the losses to `run.json`.
+    """The run as one JSON object, without its trace; write all of it except the losses to `run.json`.
 
     `seconds`, and all that is computed from times, is of training; `evaluation_seconds` is the time of evaluations
-    before the last step, on worker 0. `evaluations` is a list of `{"step", "metrics", "averaged"}`, the last of
-    averaged weights, where they were evaluated, `evaluation` the metrics of the
-    newest, if there is one; `add_evaluation` keeps both up to date.
-    With `save_best`, `best` is the `{"metric", "step", "value", "kept"}` of the best one, `kept` is false where its
+    before the last step, on worker 0. `evaluations` is a list of `{"step", "metrics", "averaged"}`, with the metrics
+    of averaged weights in `averaged` if they were evaluated. `evaluation` is the metrics of the newest, if there is
+    one; `add_evaluation` keeps both up to date.
+    With `save_best`, `best` is the `{"metric", "step", "value", "kept"}` of the best one, `kept` is false if its
     weights could not be written, and `stopped` says why the run ended early: `patience`, or null.
-    `averaged_evaluation` is the metrics of the averaged weights. `log_problems` has a row for each log of which lines
-    could not be written: `{"file", "late", "lost"}`, how many at first and how many never.
+    `averaged_evaluation` is the metrics of the averaged weights. `log_problems` has a row for each log with lines that
+    could not be written: `{"file", "late", "lost"}`, how many were written late and how many never.
     `not_finite` counts the losses, and in the end the trained weights, that were not finite: 0 without `keep_going`.
 
-    `loss_scaling` is there if the loss was scaled: `{"scale", "skipped_steps"}`, that of the next step, and how many of
-    all steps made no update because gradients overflowed.
+    `loss_scaling` is there if the loss was scaled: `{"scale", "skipped_steps"}`, the scale of the next step, and how
+    many steps made no update because gradients overflowed.
 
-    `samples`, `tokens` and `flops` (of forward and backward) are those of a minibatch, of the build's first shape; the
-    last two are null where they are not known. `samples_per_second` and the other rates that are known
+    `samples`, `tokens` and `flops` (of forward and backward) are of a minibatch of the build's first shape; the last
+    two are null where they are not known. `samples_per_second` and the other rates that are known
     (`fxpipe/observe/rates.py`) are means of the whole run.
 
-    `last_metrics` is there if the loss comes with metrics: those of the last step.
+    `last_metrics` is there if the loss comes with metrics: the metrics of the last step.
 
-    `workers` has the rows of all workers (see `worker_row`), of replicas of the first; `replicas` those of the others,
-    whose `busy` is a share of their own time.
+    `workers` has the rows of all workers' first replicas (see `worker_row`); `replicas` has those of the others, whose
+    `busy` is a share of their own time.
 
     `restarts` is a list of `{"cause", "where", "step"}` (see `fxpipe.runtime.process.launch`).
 
@@ -232,7 +231,9 @@ def summarize_run(
 
 def add_evaluation(summary: dict[str, Any], step: int, metrics: dict[str, float]) -> None:
     """Put an evaluation into a run's summary; the caller writes the summary again."""
-    if summary["evaluations"] and summary["evaluations"][-1]["step"] == step:  # the run went on from its end
+    if (
+        summary["evaluations"] and summary["evaluations"][-1]["step"] == step
+    ):  # the run went on from an earlier run's end
         summary["evaluations"].pop()
     summary["evaluations"].append({"step": step, "metrics": metrics})
     summary["evaluation"] = metrics
@@ -277,8 +278,8 @@ def _time_losses(
     plan: Plan,
     recipe: Recipe,
 ) -> list[dict[str, Any]]:
-    """Where the ranks lost their time; where some have several workers, `worker` of a loss is a rank, and so it is
-    called."""
+    """Where the ranks lost their time. If some have several workers, `worker` of a loss is a rank, and its text says
+    rank."""
     of_ranks = forecast
     if forecast is not None and plan.virtual:
         of_ranks = {**forecast, "workers": plans_of_ranks(forecast["workers"], plan.placement)}
@@ -288,7 +289,7 @@ def _time_losses(
 
 
 def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = None) -> dict[str, Any] | None:
-    """What the simulator forecasts of such a run from the build's costs; None if it cannot.
+    """What the simulator forecasts for such a run from the build's costs; None if it cannot.
 
     `milliseconds` is the time of a minibatch between the filling and the emptying of the pipeline. For each worker,
     `forward_ms` and `backward_ms` are of a microbatch, `update_ms` and `copy_ms` (copying messages) of a minibatch,
@@ -336,20 +337,22 @@ def say_first(
     total: int,
     epoch: int | None,
 ) -> None:
-    """Say where the run goes on, and warn of what may go wrong; called where worker 0 is.
+    """Print where the run goes on, and warn of what may go wrong; called in worker 0's process.
 
     Args:
         executor: of worker 0.
         out: the run's output folder.
         total: the steps of the run.
-        epoch: those of an epoch, if they are known.
+        epoch: the steps of an epoch, if known.
     """
     if resumed is not None:
         say_resumed(resumed)
     else:
         _warn_of_hurry(executor, total, epoch)
     _warn_of_staleness(recipe, executor)
-    if found := accuracy_warnings.warning(accuracy_warnings.used_by(plan)):  # they lost more than a standard deviation
+    if found := accuracy_warnings.warning(
+        accuracy_warnings.used_by(plan)
+    ):  # their accuracy was lower by more than a standard deviation
         warn(found)
     warn_of_little_room(out, plan, executor.store.averages is not None)
 

@@ -1,7 +1,7 @@
-"""Finds a run that stands still, and says which worker waits for whom and for what.
+"""Finds a run that stands still, and says which worker waits for which other, and for what.
 
-No worker of a run that stands still makes a move: ends a span, a phase, a tensor of the final weights. The workers'
-pulses (`fxpipe.observe.pulse`) say so to whoever looks: the launcher, or under torchrun one of the workers.
+In such a run no worker moves: none ends a span, a phase, or a tensor of the final weights. The workers' pulses
+(`fxpipe.observe.pulse`) show that to the process that watches: the launcher, or under torchrun one of the workers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fxpipe.runtime.process.ends import process_name
 from fxpipe.runtime.process.last_saved import LOOK, finish_writing, name_checkpoint
 
 GROWTH = 2
-"""How much longer each time until it is said again."""
+"""The factor by which the time until the next warning grows."""
 
 LIMIT = 10
-"""After so many times the timeout, a run that stands still ends."""
+"""A run that stands still ends after this many times the timeout."""
 
 LOADING = 3
-"""How many times as long a worker has before training begins: models, data and compilers may take long."""
+"""Before training begins, a worker has this many times the timeout: models, data and compilers may take long."""
 
 SILENT = 10 * PERIOD
-"""Seconds without a beat after which a worker counts as one that does not run."""
+"""Seconds without a beat after which a worker counts as not running."""
 
 SHOWN = 16
 """How many workers a warning describes."""
@@ -59,7 +59,7 @@ _DOES = {
     "wait": "waits for another worker",
 }
 COMPILING = "compiling a shape"
-"""The phase in which a worker takes as long as it takes, while it runs."""
+"""The phase without a time limit, as long as the worker's process runs."""
 
 _PHASES = {
     "starting": "starts",
@@ -77,7 +77,7 @@ class Standstill(NamedTuple):
     """A run that stands still.
 
     Attributes:
-        text: what to say, without an end to its last line.
+        text: the warning, without a newline at its end.
         ends: why the run ends, once it has stood still for too long; None before.
     """
 
@@ -89,10 +89,10 @@ class StallWatch:
     """Looks at the workers again and again.
 
     Args:
-        timeout: seconds without a move until it is said for the first time; 0: it never is.
+        timeout: seconds without a move until the first warning; 0: never.
         stopped: whether the system says that a process is stopped.
-        mesh: the plan's. Where a rank has several workers, what is said
-            of one is said of its process; what it waits for is a worker's.
+        mesh: the plan's. Where a rank has several workers, lines are about its process; what that waits for is a
+            worker's.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class StallWatch:
         self._looked = clock()
 
     def look(self, signs: Sequence[Signs]) -> Standstill | None:
-        """Look at all workers, by rank; call it at least once a second. Something to say comes at growing intervals."""
+        """Look at all workers, by rank; call it at least once a second. Warnings come at growing intervals."""
         now = self._clock()
-        # While this process did not run itself (a suspended machine, a stopped group), it knows nothing.
+        # While this process itself did not run (a suspended machine, a stopped group), it saw nothing.
         passed, self._looked = min(now - self._looked, 5 * PERIOD), now
         if len(self._before) != len(signs):
             self._before, self._silent = list(signs), [0.0] * len(signs)
@@ -141,16 +141,16 @@ class StallWatch:
         if not over:
             return Standstill(text, None)
         where = "\n      ".join(lines)
-        hint = "--stall-timeout SECONDS gives a run more time, 0 for ever"
+        hint = "--stall-timeout SECONDS gives a run more time, 0 has no limit"
         what = f"the run stood still for {self._still:.0f} s: {head}"
         return Standstill(text, WorkerLost(what, where=where, hint=hint))
 
     def silent(self, worker: int) -> bool:
-        """Whether a worker that has begun does not run."""
+        """Whether a worker that has begun is not running."""
         return self._silent[worker] >= SILENT
 
     def _head(self, signs: Sequence[Signs]) -> str:
-        """What the others wait for, in words."""
+        """Which worker the others wait for, in words."""
         silent = [w for w, s in enumerate(signs) if s.phase != "done" and (self._stopped(w) or self.silent(w))]
         own = [w for w, s in enumerate(signs) if not (s.doing == "wait" and s.what) and s.phase != "done"]
         if silent:
@@ -194,8 +194,8 @@ _BEFORE_TRAINING = ("starting", "importing", "loading")
 def waited_for_disk(signs: Sequence[Signs], read: Callable[[], list[Signs]], out: str | None) -> bool:
     """Whether a run that stands still has only waited until its checkpoints were on the disk, and goes on now.
 
-    Those that all workers have cut are whole after this. A new one cannot be cut: the worker that stands still would
-    have to come to its step.
+    Checkpoints that all workers have copied are whole after this. None can begin meanwhile: the worker that stands
+    still would have to reach its step.
 
     Args:
         signs: of all workers, as they stood still.
@@ -209,12 +209,11 @@ def waited_for_disk(signs: Sequence[Signs], read: Callable[[], list[Signs]], out
 
 
 class WatchingWorker:
-    """What a process does after each beat under torchrun: puts its numbers into the store and watches the others.
+    """What a process does after each beat under torchrun: it puts its numbers into the store and watches the others.
 
-    Rank 0 watches; rank 1 does where rank 0 does not answer. A process that cannot reach the store, on the host of
-    worker 0, knows nothing of the others and no other can end it: it ends itself after as long as a run may stand
-    still. A call of the store may not return for a quarter of an hour when the network is gone, so a thread of its own
-    looks at the clock.
+    Rank 0 watches; rank 1 does if rank 0 does not answer. A process that cannot reach the store, on the host of worker
+    0, knows nothing of the others, and no other can end it: it ends itself after the time that a run may stand still.
+    Without a network a call of the store may take a quarter of an hour, so a separate thread looks at the clock.
     """
 
     def __init__(
@@ -241,9 +240,9 @@ class WatchingWorker:
         who = process_name(self._rank, self._stall.mesh)
         self._stop(
             WorkerLost(
-                f"{who} has not reached the host of worker 0 for {silent:.0f} s: the link is lost, or that host is",
+                f"{who} has not reached the host of worker 0 for {silent:.0f} s: the link or the host is down",
                 where=f"{who}, {Signs.of(self._pulse.numbers).place}",
-                hint="--stall-timeout SECONDS gives a run more time, 0 for ever",
+                hint="--stall-timeout SECONDS gives a run more time, 0 has no limit",
             )
         )
 

@@ -31,7 +31,7 @@ from fxpipe.threads import threads
 
 @contextmanager
 def debugged(progress: Progress | None) -> Iterator[None]:
-    """Inside, `breakpoint()` ends the display first, which would draw over the debugger's prompt."""
+    """Inside, `breakpoint()` first ends the display, which would draw over the debugger's prompt."""
     before = sys.breakpointhook
 
     def stop(*arguments: Any, **more: Any) -> Any:
@@ -85,8 +85,8 @@ def join(
     progress: Progress | None = None,
     pulse: Pulse | None = None,
 ) -> dict[str, Any] | None:
-    """Run the workers of one rank of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR,
-    …), or that the caller has made.
+    """Run the workers of one rank of the process group that the caller has made or the environment describes (RANK,
+    WORLD_SIZE, MASTER_ADDR, …).
 
     Args:
         pulse: this process's, if it was started by `launch`, where its launcher reads it.
@@ -113,7 +113,7 @@ def open_local(folder: str | Path, task: Task, options: PipelineOptions, out: st
         losses = pipeline.run(data)
         model.load_state_dict(pipeline.state_dict())
 
-    It gives the same bits as one over processes: the same actions, versions, seeds and memory layouts.
+    It gives the same bits as one in several processes: the same actions, versions, seeds and memory layouts.
 
     Raises:
         FxpipeError: as `Pipeline`.

@@ -1,10 +1,10 @@
-"""Walks a process's row: its actions one after the other, with receives posted ahead. So do evaluations (`posted`).
+"""Walks a process's row: its actions one after the other, with receives posted ahead. Evaluations use `posted`, too.
 
-Where updates are late, the one that the row's end owes is made after it.
+If updates are late, the last one is made after the row's end.
 
-Where a process has several workers, their schedule has a flush: it ends a minibatch with all of them before it begins
-with the next one with any. What must wait for other workers, or is the process's own, is done in between. So all
-processes do it in one order, and none waits for what another would only do later:
+If a process has several workers, their schedule has a flush: all of them end a minibatch before any begins the next.
+What must wait for other workers, or belongs to the process, is done in between. So all processes do it in one order,
+and none waits for what another would only do later:
 
     rank 0:  … 2:B7 0:B7 │ announce 2, announce 0, settle 0, settle 2 │ on_step, checkpoint, evaluation │ 0:F8 …
     rank 1:  … 3:B7 1:B7 │ announce 3, announce 1, settle 1, settle 3 │ …
@@ -28,7 +28,7 @@ from fxpipe.task.metrics import named_numbers
 
 
 def posted(coming: Callable[[], Event | None], expect: Callable[[Event], None], ahead: int) -> Iterator[Event | None]:
-    """The events of a row in turn, None where nothing comes for now; `expect` hears of each `ahead` events before."""
+    """The events of a row in turn, None where nothing comes for now; `expect` gets each `ahead` events earlier."""
     window: deque[Event] = deque()
     while True:
         while len(window) <= ahead and (event := coming()) is not None:
@@ -47,13 +47,13 @@ def train(
     observers: Sequence[Observer] = (),
     more: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run all actions of the row of one process, and wait until all that was sent has been received.
+    """Run all actions of one process's row, and wait until all that was sent has been received.
 
     Args:
-        coming: gives what comes next of the row; None where nothing does, for now.
-        more: then called once all before is done: whether something comes. It may wait until that is known.
-        feed: where worker 0 is, the microbatches of a minibatch.
-        report: where worker 0 is, called when it ends a minibatch.
+        coming: gives the next event of the row; None if there is none for now.
+        more: called after None, once all events so far are done: whether more follow. It may wait until that is known.
+        feed: in worker 0's process, gives the microbatches of a minibatch.
+        report: in worker 0's process, called when it ends a minibatch.
         observers: follow the row.
     """
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
@@ -72,7 +72,7 @@ def train(
             value, metrics = named_numbers(found, plan.metrics)
             report(RecordedStep(minibatch, value, updater.lr, updater.norm, metrics, first.scaled_step()))
 
-    def heard(worker: int, loss: MinibatchLoss | None) -> None:
+    def pass_on(worker: int, loss: MinibatchLoss | None) -> None:
         if loss is None:
             return
         for observer in observers:
@@ -89,14 +89,14 @@ def train(
         if worker == 0 and remote_loss and (updated := executor.store.updated_by(action)) is not None:
             transport.expect_loss(updated)
 
-    for observer in observers:  # before receives are posted: they may end the run here
+    for observer in observers:  # before receives are posted: observers may end the run here
         observer.between(executors)
     for event in posted(coming, expect, LOOKAHEAD * len(executors)):
         if not several or event is None or event[1].minibatch != ended:
             for executor in reversed(executors):
                 executor.announce()
             for executor in executors:
-                heard(executor.worker, executor.settle())
+                pass_on(executor.worker, executor.settle())
             if unreported is not None:
                 report_of(unreported)
                 unreported = None
@@ -107,7 +107,7 @@ def train(
         if event is None:
             for executor in executors:
                 for loss in executor.hear():
-                    heard(executor.worker, loss)
+                    pass_on(executor.worker, loss)
             if more():
                 continue
             owed = first.store.owed
@@ -132,7 +132,7 @@ def train(
                 leaves = feed(action.minibatch)[::-1]
                 executor.watch.close()
             mine = leaves.pop()
-        heard(worker, executor.execute(action, mine))
+        pass_on(worker, executor.execute(action, mine))
         ended = action.minibatch
         if worker == 0 and executor.store.due is not None:
             unreported = executor.store.due

@@ -1,4 +1,4 @@
-"""Notices that the user's code has frozen or thawed parameters: of which nothing would come, without a word."""
+"""Refuses user code that freezes or thaws parameters during a run: it would silently have no effect."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HOOKS = ("model", "optimizer", "configure_optimizers", "reset", *CALLBACKS)
 class WhatTrains:
     """The parameters that the user's code can reach, and which of them required gradients when this was made.
 
-    They are the live ones, and those of each model that has the plan's names and shapes: the one that was compiled, the
-    view of it, and what the hooks reach.
+    These are the live parameters, and those of each model with the plan's names and shapes: the one that was compiled,
+    its view, and models that the hooks reach.
     """
 
     def __init__(self, plan: Plan, task: Task, executors: Sequence[Executor]) -> None:
@@ -31,9 +31,9 @@ class WhatTrains:
         self._where = task.file
 
     def check(self, who: str) -> None:
-        """Refuse what has changed since; `who` is the code that has run. It costs a look at each parameter.
+        """Refuse changes since then; `who` is the code that has run. It costs a look at each parameter.
 
-        A model of which nothing requires gradients any more is a copy that evaluates.
+        A model in which nothing requires gradients any more is a copy for evaluation, and allowed.
 
         Raises:
             TaskError: it names the parameters.

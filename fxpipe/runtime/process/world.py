@@ -1,4 +1,4 @@
-"""Where the ranks of a run are: each in a process of its own, or all in this one."""
+"""Where the ranks of a run are: each in its own process, or all in this one."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite
 
 TEXTS = "texts"
-"""The folder for what the processes of a run on one machine tell each other, in that of the run."""
+"""The folder, in the run's, for what the processes of a run on one machine send each other."""
 
 
 class World(ABC):
-    """What one process of a run sees of all of them.
+    """What one process of a run knows of all of them.
 
     Attributes:
-        here: which of the processes it is that a run with one for each rank and replica has; all of them, where it
-            is alone.
-        name: of what carries messages: 'gloo', 'nccl', or 'local'.
+        here: this process's number, counting one process for each rank and replica; all numbers, if it is alone.
+        name: of the backend that carries messages: 'gloo', 'nccl', or 'local'.
         device: of the workers here.
         turns: of the rows here.
-        line: the processes, along which they tell each other what concerns processes.
+        line: the order of the processes, along which they send each other notes.
         exchange: of short texts with the others; None if there are none.
-        pulse: this process's.
+        pulse: of this process.
     """
 
     here: Sequence[int]
@@ -67,26 +66,26 @@ class World(ABC):
 
     @abstractmethod
     def wires(self, process: int) -> Wires:
-        """Those of a process that is here."""
+        """The wires of a process that is here."""
 
     @abstractmethod
     def collective(self, worker: int, replica: int) -> Collective | None:
-        """That replica's end of what those of the worker exchange; None where it has no others."""
+        """Connects a replica of a worker with its other replicas; None if there are none."""
 
     @abstractmethod
     def statuses(self, watches: Sequence[Watch]) -> list[Status]:
-        """What the processes do right now; what the workers do, where all are here."""
+        """What the processes do right now; if all workers are here, what the workers do."""
 
     @abstractmethod
     def signs(self) -> list[Signs]:
-        """What the processes say of themselves, by process."""
+        """The signs of the processes, by process."""
 
     @abstractmethod
     def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
-        """Begin to answer, when a worker stops the run, what the workers here have found."""
+        """Begin to answer, when a worker stops the run, with what the workers here have found."""
 
     def clear(self) -> None:  # noqa: B027
-        """Forget all that is under way between workers here."""
+        """Drop all messages in flight between workers here."""
 
     def end(self) -> None:  # noqa: B027
         """The run is over."""
@@ -96,18 +95,18 @@ class NotFiniteAnswers(Protocol):
     """What all workers have found that is not finite."""
 
     def ask(self) -> list[list[dict[str, Any]]]:
-        """By process, of those that answer in time."""
+        """The answers of the processes that answer in time."""
 
     def end(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
 
 
 class AmongProcesses(World):
-    """Each replica of a rank has a process of its own.
+    """Each replica of a rank has its own process.
 
     Args:
-        process: which one this is.
-        pulses: those of all.
+        process: the number of this one.
+        pulses: of all processes.
     """
 
     def __init__(self, plan: Plan, options: RunOptions, process: int, pulse: Pulse, pulses: Pulses) -> None:
@@ -164,7 +163,7 @@ class OneProcess(World):
         loopback: what workers have sent each other and not yet received.
 
     Raises:
-        RunError: its messages are to be slow.
+        RunError: the options slow messages down.
     """
 
     def __init__(self, plan: Plan, options: PipelineOptions) -> None:

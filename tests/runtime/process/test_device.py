@@ -37,7 +37,7 @@ def test_by_the_devices_that_there_are(
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert device.common_backend(torch.device("cuda", 0), 0, 3) == backend
-    assert ("go through the CPU's memory" in capsys.readouterr().err) == (backend == "gloo")
+    assert ("go through CPU memory" in capsys.readouterr().err) == (backend == "gloo")
 
 
 def test_gloo_on_cpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
