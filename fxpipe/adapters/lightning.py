@@ -140,7 +140,7 @@ def lightning_hooks(
     def optimizer(named_parameters: list[tuple[str, nn.Parameter]], model: Any) -> torch.optim.Optimizer:
         model._trainer = FitFacts(train_data, trainer)
         made, scheduler = _configured(model.configure_optimizers())
-        counted = made.__dict__.pop("step", None)  # the scheduler's own, whose signature nobody can read
+        counted = made.__dict__.pop("step", None)  # the scheduler's own, whose signature cannot be read
         made.lightning_scheduler = scheduler, counted  # type: ignore[attr-defined]
         return made
 

@@ -59,7 +59,7 @@ def in_order(dataset: Any, args: Any, options: Mapping[str, Any]) -> Callable[[i
     dropout does, so there only the way of drawing it is the same.
 
     Args:
-        dataset: as Trainer takes it. A streamed one has its own order, and hears of epochs by its `set_epoch`.
+        dataset: as Trainer takes it. A streamed one has its own order, and learns of epochs by its `set_epoch`.
         args: `TrainingArguments`.
         options: further arguments of the `DataLoader`.
     """

@@ -33,7 +33,7 @@ from fxpipe.task.model_file import load_task
 from fxpipe.task.what_trains import freezes_or_thaws
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""The names of parameters without weight decay, besides those of LayerNorm: those of `Trainer`."""
+"""The names of parameters without weight decay, in addition to those of LayerNorm, as in `Trainer`."""
 
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 PROCESSES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *_SIZES)
@@ -161,6 +161,12 @@ def trainer_hooks(
             "its samples; Trainer adds up those of its batches, because this model's forward() takes keywords and does "
             "not divide by num_items_in_batch"
         )
+    if is_first_process() and _counts_before_shift(skeleton()):
+        warn(
+            f"Trainer divides the loss of {type(skeleton()).__name__} by the number of its labels, one too many a "
+            "sample, because transformers does not know that this class predicts the next token; here the loss is the "
+            "mean over the tokens that are predicted, and so are its gradients"
+        )
     options = run_options(args, callbacks, eval_dataset is not None, lambda: updates(args, train_data()))
     given = compile_options(args, longest(collator) and "pad" in hooks)
     return {**hooks, "compile_options": given, "run_options": options}
@@ -210,7 +216,7 @@ def predictions_of(
     made = model(**batch)
     plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     config = getattr(plain, "config", None)
-    ignored = {"loss", *(getattr(config, "keys_to_ignore_at_inference", None) or ())}
+    ignored = {"loss", *(getattr(config, "keys_to_ignore_at_inference", ("cache",)) or ())}
     parts = [v for n, v in made.items() if n not in ignored] if isinstance(made, dict) else list(made[1:])
     labels = [batch[name] for name in label_names or find_labels(type(plain)) if name in batch]
     logits, targets = (each[0] if len(each) == 1 else tuple(each) for each in (parts, labels))
@@ -313,6 +319,15 @@ def _adds_up(model: nn.Module) -> bool:
         return False
     divides = "loss_function" in source or "num_items_in_batch" in source
     return bool(getattr(plain, "accepts_loss_kwargs", takes)) and not divides
+
+
+def _counts_before_shift(model: nn.Module) -> bool:
+    """Whether Trainer counts the labels of a causal model that its loss leaves out: it knows causal models by name."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    known = LOSS_MAPPING.get(getattr(plain, "loss_type", None))
+    return known is None and getattr(plain, "loss_function", None) is ForCausalLMLoss
 
 
 def _say_what_is_left(args: Any, callbacks: Sequence[Any], collator: Any, pads: bool) -> None:

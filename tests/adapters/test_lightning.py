@@ -481,7 +481,7 @@ def test_what_a_pipeline_does_not_do_is_refused(configure: str, said: str, tmp_p
 
 def test_a_module_that_thaws_is_refused(tmp_path: Path) -> None:
     thaws = "\n\n    def on_train_epoch_start(self):\n        self.requires_grad_(self.current_epoch > 1)"
-    with pytest.raises(TaskError, match=r"Classifier\.on_train_epoch_start changes requires_grad of parameters, and"):
+    with pytest.raises(TaskError, match=r"Classifier\.on_train_epoch_start changes requires_grad of parameters, but"):
         runpy.run_path(str(written(tmp_path, "return torch.optim.SGD(self.parameters(), lr=0.1)" + thaws)))
 
 

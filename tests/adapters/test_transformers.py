@@ -309,7 +309,7 @@ def test_a_callback_that_thaws_is_refused(tmp_path: Path) -> None:
     thaws = (
         "[type('Thaws', (TrainerCallback,), {'on_epoch_begin': lambda *_, model, **__: model.requires_grad_(True)})]"
     )
-    with pytest.raises(TaskError, match=r"Thaws\.on_epoch_begin changes requires_grad of parameters, and which"):
+    with pytest.raises(TaskError, match=r"Thaws\.on_epoch_begin changes requires_grad of parameters, but"):
         given(tmp_path, "", thaws)
 
 
@@ -453,6 +453,32 @@ def test_predictions_are_joined_as_trainer_joins_them(tmp_path: Path, monkeypatc
     ):
         assert one.shape == other.shape
         assert (one == other).all()
+
+
+def test_a_cache_is_no_prediction_and_a_count_of_trainers_own_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's class is none of those that transformers knows as causal: Trainer counts labels before their shift."""
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+    from fxpipe.adapters.transformers import trainer_hooks
+
+    def make() -> nn.Module:
+        return GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8, n_positions=4))
+
+    row = {"input_ids": torch.arange(4), "labels": torch.arange(4)}
+    hooks = trainer_hooks(
+        model=make,
+        args=lambda: TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        train_dataset=[row],
+        eval_dataset=[row],
+        compute_metrics=lambda evaluated: {"count": evaluated.predictions.size},
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    assert "Trainer divides the loss of GPT2LMHeadModel by the number of its labels" in capsys.readouterr().err
+    found = hooks["metrics"](make().eval(), next(iter(hooks["eval_data"]())))
+    assert found.keys() == {"loss", "predictions", "labels"}
+    assert found["predictions"].shape == (1, 4)
 
 
 def test_a_collator_that_pads_to_the_longest_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,5 +114,5 @@ def test_a_build_whose_options_have_changed_is_refused(tmp_path: Path) -> None:
     from fxpipe.task.model_file import task_of_build
 
     (tmp_path / "other.py").write_text((tmp_path / "model.py").read_text() + "\nrun_options = {'epochs': 3}\n")
-    with pytest.raises(TaskError, match="another clip_norm, epochs, eval_every, keep_going, seed than"):
+    with pytest.raises(TaskError, match="other values of clip_norm, epochs, eval_every, keep_going, seed than"):
         task_of_build(load_plan(tmp_path / "build"), str(tmp_path / "build"), str(tmp_path / "other.py"))

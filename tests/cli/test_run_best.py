@@ -223,7 +223,7 @@ def test_going_on_with_another_goal_keeps_the_best_from_there(build: Path, tmp_p
     run = ("run", build, "--local", "--eval-every", 4)
     fxpipe(*run, "--steps", 8, "--checkpoint-every", "4", "--save-best", "loss", "--out", tmp_path / "out", "--json")
     more = fxpipe(*run, "--steps", 16, "--resume", "--save-best", "-accuracy", "--out", tmp_path / "out", "--json")
-    assert "are not in" in more.err
+    assert "lacks the weights of step" in more.err
     assert more.json["best"]["step"] > 8
     assert more.json["best"]["kept"]
     note = json.loads((tmp_path / "out" / "best.json").read_text())
@@ -238,7 +238,7 @@ def test_the_file_ahead_of_the_log_is_not_the_best(build: Path, tmp_path: Path) 
     assert note["step"] == first["best"]["step"]
     (tmp_path / "out" / "best.json").write_text(json.dumps({**note, "step": 12}))
     more = fxpipe(*run, "--steps", 16, "--resume")
-    assert f"the weights of step {note['step']} are not in" in more.err
+    assert f"lacks the weights of step {note['step']}" in more.err
     assert more.json["best"]["step"] > 8
 
 
@@ -296,7 +296,7 @@ def test_a_plateau_in_a_loop_of_ones_own(build: Path) -> None:
     assert found == [{1e-6}, {1e-6}, {5e-7}]
     pipeline = api.load(build).local(optimizer=optimizer, lr_scheduler=lambda of: (scheduler(of)[0], "lss"))
     pipeline.run([batch])
-    with pytest.raises(api.FxpipeError, match="waits for the metric 'lss'"):
+    with pytest.raises(api.FxpipeError, match="waits for the unknown metric 'lss'"):
         pipeline.evaluate([batch])
 
 
@@ -316,7 +316,7 @@ def test_mistakes_are_said_before_training(build: Path, plateau: Path, tmp_path:
     assert "gives no 'acuracy', did you mean 'accuracy'?" in said
     assert "evaluates only at the end" in error(plateau, "--local")
     wrong = built(tmp_path, PLATEAU.replace('"loss"', '"lss"'))
-    assert "waits for the metric 'lss'" in error(wrong, "--local", "--eval-every", 4)
+    assert "waits for the unknown metric 'lss'" in error(wrong, "--local", "--eval-every", 4)
     bare = built(tmp_path, PLATEAU.replace(', "loss"', ""))
     assert 'return (scheduler, "loss")' in error(bare, "--local", "--eval-every", 4)
 

@@ -376,7 +376,7 @@ def test_an_evaluation_has_neither_loss_nor_backward() -> None:
     torch.manual_seed(0)
     program = capture_evaluation(golden_model.Golden(), golden_metrics, golden_model.batch()).program
     verify(program)
-    with pytest.raises(VerifyError, match="metrics and buffers alone"):
+    with pytest.raises(VerifyError, match="an evaluation has only metrics and buffers"):
         verify(dataclasses.replace(program, outputs=(Output("loss"), *program.outputs[1:])))
     broken = program.copy()
     info(list(broken)[-1]).phase = "B"

@@ -115,7 +115,7 @@ def test_json_comes_back_as_it_was() -> None:
             "graph.txt, $.units[0].forward_ms",
             "got bool",
         ),
-        ('{"units": [{"name": "a", "forward_ms": 1, "backward_ms": NaN}]}', "graph.txt", "NaN is no number"),
+        ('{"units": [{"name": "a", "forward_ms": 1, "backward_ms": NaN}]}', "graph.txt", "NaN is not a number"),
         ('{"units": []}', "graph.txt, $.units", "no units"),
         ('["units"]', "graph.txt, $", "expected object, got array"),
         ('{"units":\n ', "graph.txt:2", "not JSON"),

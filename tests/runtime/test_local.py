@@ -104,7 +104,7 @@ def test_a_failing_line_is_named(toy: Any, batches: Any, tmp_path: Path) -> None
 
 def test_a_wrong_shape_on_a_wire_is_named(toy: Any, batches: Any, tmp_path: Path) -> None:
     folder = toy(spoil={0: ("comm.send('h0_F0_F1', h0)", "comm.send('h0_F0_F1', h0[:1])")}).save(tmp_path / "build")
-    with pytest.raises(RunError, match=r"h0_F0_F1 is torch.float64\[1, 6\], the plan says"):
+    with pytest.raises(RunError, match=r"h0_F0_F1 is torch.float64\[1, 6\], but the plan says"):
         pipeline_of(folder, sgd).step(batches[0])
 
 

@@ -273,7 +273,7 @@ class Updater:
         if self.scheduler is not None and known[0]["scheduler"] is not None:
             self.scheduler.load_state_dict(self._of_as_many_groups(known)["scheduler"])
             self._evaluated = int(known[0].get("evaluated", 0))
-            self._metric_due = known[0].get("metric_due", known[0].get("heard"))  # its name in earlier checkpoints
+            self._metric_due = known[0].get("metric_due", known[0].get("heard"))  # its earlier name
         self._set = list(known[0].get("set_rates", []))
 
         def by_name(what: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe.runtime.process.consequences import ending, furthest
+from fxpipe.runtime.process.consequences import EndingRow, furthest
 from fxpipe.schedule import SCHEDULES, make
 from fxpipe.schedule.action import LOOKAHEAD
 
@@ -38,7 +38,8 @@ def test_a_shortened_row_is_that_of_a_shorter_run(name: str, placement: tuple[in
     for rank in range(schedule.ranks):
         end, found = 1000, []
         last = (schedule.hosted(rank)[0], schedule.update_of(5))
-        for event in ending(schedule.row_until(rank, 1000), lambda: end, recipe):  # noqa: B023
+        row = EndingRow(schedule.row_until(rank, 1000), lambda: end, lambda minibatch: False, recipe)  # noqa: B023
+        while (event := row.next()) is not None:
             found.append(event)
             if event == last:
                 end = 6 + furthest(schedule)
