@@ -7,11 +7,12 @@ table → interleaved, v_shaped; then replicas, order (the laws, and a run witho
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TypeVar
 
 from fxpipe.errors import ScheduleError, near
 from fxpipe.plan.spec import Plan
-from fxpipe.schedule.action import Action, parse_row
+from fxpipe.schedule.action import Action, Event, parse_row
 from fxpipe.schedule.asynchronous import Async, AsyncLate
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import check, grid
@@ -94,7 +95,18 @@ def _checked(schedule: Schedule) -> RowsOfText | EndlessRows:
         schedule.placement,
     ):
         raise ScheduleError(f"{named} has rows of {made.workers} workers and {made.microbatches} microbatches")
+    if schedule.synchronous and any(_first(schedule, rank) != _first(made, rank) for rank in range(made.ranks)):
+        raise ScheduleError(
+            f"{named} does not repeat what it does in its first minibatch, one minibatch after the other",
+            hint="synchronous = True promises that; a schedule that begins a minibatch earlier has synchronous = False",
+        )
     return made
+
+
+def _first(schedule: Schedule, rank: int) -> list[Event]:
+    """The events of a rank in the time of three minibatches with a flush."""
+    events = len(schedule.phases) * schedule.microbatches * len(schedule.hosted(rank))
+    return list(islice(schedule.row(rank), 3 * events))
 
 
 def kind_of(name: str) -> type[Schedule]:

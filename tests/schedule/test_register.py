@@ -95,6 +95,24 @@ def test_one_without_a_flush_is_what_it_says(workers: int, microbatches: int) ->
     assert (held(own), unreceived(own)) == (held(plain), unreceived(plain))
 
 
+def overlapping(self: Schedule, worker: int, start: int = 0) -> Iterator[Action]:
+    yield from (Action("F", start, i) for i in range(self.microbatches))
+    for minibatch in count(start):
+        yield from (Action("F", minibatch + 1, i) for i in range(self.microbatches))
+        yield from (Action("B", minibatch, i) for i in range(self.microbatches))
+
+
+def ending(self: Schedule, worker: int, start: int = 0) -> Iterator[Action]:
+    yield from (Action(phase, start, i) for phase in ("F", "B") for i in range(self.microbatches))
+
+
+@pytest.mark.parametrize("actions", [overlapping, ending])
+def test_one_with_a_flush_does_what_it_does_in_its_first_minibatch(actions: Any) -> None:
+    schedule.register(type("Own", (Schedule,), {"actions": actions, "name": "own", "synchronous": True}))
+    with pytest.raises(ScheduleError, match="does not repeat what it does in its first minibatch"):
+        lines_of(make("own", 2, 2))
+
+
 def deep(twice: int) -> type[Schedule]:
     """Runs ahead further than `async` does."""
 
