@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from inspect import signature
 from typing import TypeVar
 
 from fxpipe.errors import PolicyError, near
@@ -34,7 +35,8 @@ def register(kind: _Kind) -> _Kind:
     If it is in a model file, every worker of a run knows it, because every worker imports that file.
 
     Raises:
-        PolicyError: it has no name, a name that fxpipe's own policies have, or an option that is not a switch.
+        PolicyError: it has no name, a name that fxpipe's own policies have, or an option that is not a switch; or one
+            of its methods takes other arguments than that of `Policy`.
     """
     name = getattr(kind, "name", "")
     if not name or "+" in name:
@@ -46,6 +48,14 @@ def register(kind: _Kind) -> _Kind:
             raise PolicyError(
                 f"option '{field.name}' of policy '{name}' is not a switch", hint="its default must be True or False"
             )
+    for method in ("lag", "ahead", "read_as", "check"):
+        own, wanted = (signature(getattr(each, method)) for each in (kind, Policy))
+        try:
+            own.bind(*wanted.parameters)
+        except TypeError as error:
+            raise PolicyError(
+                f"policy '{name}': {method}{own} cannot be called as fxpipe calls it", hint=f"def {method}{wanted}"
+            ) from error
     POLICIES[name] = kind
     return kind
 

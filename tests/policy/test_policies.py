@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import dedent, indent
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -174,6 +174,17 @@ def registered() -> Iterator[type[Policy]]:
 
 def test_a_policy_of_ones_own_is_known_by_its_name(registered: type[Policy]) -> None:
     assert make("halfway+gently") == registered(gently=True)  # type: ignore[call-arg]
+
+
+def test_a_method_with_other_arguments_is_refused() -> None:
+    def lag(self: Policy, action: Any, owner: int, schedule: Schedule) -> int:
+        return 1
+
+    with pytest.raises(PolicyError, match=r"policy 'older': lag.* cannot be called as fxpipe calls it") as caught:
+        register(type("Older", (Policy,), {"name": "older", "lag": lag}))
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("def lag(self, newest: ")
+    assert "older" not in POLICIES
 
 
 @pytest.mark.parametrize(
