@@ -316,7 +316,7 @@ def test_mistakes_are_said_before_training(build: Path, plateau: Path, tmp_path:
     assert "gives no 'acuracy', did you mean 'accuracy'?" in said
     assert "evaluates only at the end" in error(plateau, "--local")
     wrong = built(tmp_path, PLATEAU.replace('"loss"', '"lss"'))
-    assert "waits for the unknown metric 'lss'" in error(wrong, "--local", "--eval-every", 4)
+    assert "lr_scheduler() needs the metric 'lss', which " in error(wrong, "--local", "--eval-every", 4)
     bare = built(tmp_path, PLATEAU.replace(', "loss"', ""))
     assert 'return (scheduler, "loss")' in error(bare, "--local", "--eval-every", 4)
 
@@ -340,7 +340,7 @@ def lr_scheduler(optimizer):
     assert fxpipe(*run, "--steps", 4).code == 0
     more = fxpipe(*run, "--steps", 8, "--resume")
     assert more.code == 1
-    assert "Silent waits for the metric 'loss', and the checkpoint has no state of it" in more.err
+    assert "the checkpoint has no state of Silent, which waits for the metric 'loss'" in more.err
 
 
 def test_a_run_that_goes_on_without_a_goal_says_what_stays(build: Path, tmp_path: Path) -> None:

@@ -160,6 +160,6 @@ def test_a_changed_file_of_a_build(tmp_path: Path, engine: str) -> None:
         file.write_bytes(content)
     again = fxpipe_process(*run)
     assert again.code == 0, again.err
-    assert again.err.count("it is not used, and made again") == 4
+    assert again.err.count("so it is made again") == 4
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
     assert "made again" not in fxpipe_process(*run).err

@@ -53,5 +53,5 @@ def test_one_whose_stages_move_as_far_by_rounding_is_written(
     assert found[-1].error == pytest.approx(2e-3, rel=1e-2)
     assert told == [
         "pipeline.onnx is off by 2.0e-03 on this batch, like the stages themselves: "
-        "a rounding error in each weight moves grad:layers.0.weight as far"
+        "a rounding error in each weight moves grad:layers.0.weight as much"
     ]

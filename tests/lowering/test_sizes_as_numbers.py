@@ -117,9 +117,9 @@ RIGHT: dict[str, Step] = {
 }
 
 SAID: dict[str, tuple[str, Step]] = {
-    "the first four": ("not as many rows", lambda m, b: errors(m, b)[:4].mean()),
-    "a narrow view": ("not as many rows", lambda m, b: errors(m, b).narrow(0, 0, 4).mean()),
-    "the first part": ("not as many rows", lambda m, b: errors(m, b).split(4)[0].mean()),
+    "the first four": ("does not have as many rows", lambda m, b: errors(m, b)[:4].mean()),
+    "a narrow view": ("does not have as many rows", lambda m, b: errors(m, b).narrow(0, 0, 4).mean()),
+    "the first part": ("does not have as many rows", lambda m, b: errors(m, b).split(4)[0].mean()),
     "places": ("depends on how many samples", lambda m, b: (errors(m, b) * torch.arange(float(len(b[0])))).mean()),
     "a softmax of ones": (
         "depends on how many samples",
@@ -146,7 +146,7 @@ SAID: dict[str, tuple[str, Step]] = {
     ),
     "a gradient for many": ("computes its gradient differently", lambda m, b: (m(b[0]) * held(m, b)).mean()),
     "a branch": (
-        "does something else",
+        "the step on the whole batch differs from here on",
         lambda m, b: errors(m, b).mean() + (errors(m, b).square().mean() if len(b[0]) < SAMPLES else 0),
     ),
     "a loop": (

@@ -115,4 +115,4 @@ def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
         (_, first), (_, second) = (process.communicate(timeout=60) for process in started)
     for said in (first, second):
         assert re.search(r"error: GLOO_SOCKET_IFNAME=eth77, and .* has no network interface of this name", said)
-        assert re.search(r"hint: there are .*fx-(left|right)", said)
+        assert re.search(r"hint: it has .*fx-(left|right)", said)

@@ -81,10 +81,11 @@ import torch
 import fxpipe.cli.compile, fxpipe.lowering.lower, fxpipe.passes, fxpipe.task.model_file
 from fxpipe.cli.main import main
 
-fxpipe.task.model_file.load_task(sys.argv[1])  # imports what the model file imports
+model, build = sys.argv[1:]
+fxpipe.task.model_file.load_task(model)  # imports what the model file imports
 imported, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 try:
-    main(["compile", sys.argv[1], "-n", "8", "--meta", "-o", sys.argv[2], "--json"])
+    main(["compile", model, "-n", "8", "--meta", "-o", build, "--json"])
 except SystemExit as stopped:
     assert stopped.code == 0
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
