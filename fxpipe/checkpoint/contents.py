@@ -60,6 +60,7 @@ class UpdaterState(TypedDict):
     optimizer: NotRequired[OptimizerState]
     scheduler: NotRequired[dict[Any, Any] | None]
     evaluated: NotRequired[Count]
+    metric_due: NotRequired[tuple[Count, float]]
     heard: NotRequired[tuple[Count, float]]
     last_updates: NotRequired[dict[str, tuple[Tensor, float | None]]]
     last_steps: NotRequired[dict[str, tuple[Count, list[Tensor]]]]

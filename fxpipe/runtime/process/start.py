@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.checkpoint.starting_weights import Checkpoint
-from fxpipe.errors import FxpipeError, RunError
+from fxpipe.errors import FxpipeError
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.build_folder import read_plan
@@ -25,7 +25,6 @@ from fxpipe.runtime.process.resume import resumed_options
 from fxpipe.runtime.process.run_summary import warn_if_edited
 from fxpipe.runtime.process.world import AmongProcesses, OneProcess
 from fxpipe.runtime.wires.exchange import barrier
-from fxpipe.schedule import of_plan
 from fxpipe.task.model_file import Task
 from fxpipe.threads import threads
 
@@ -139,11 +138,6 @@ def open_joined(options: RunOptions, task: Task) -> Pipeline:
     with ExitStack() as held:
         member = held.enter_context(membership(options, task))
         agreed = member.agreed
-        if of_plan(agreed.plan, agreed.options.schedule).late:
-            raise RunError(
-                "a loop of your own over processes cannot train with late updates yet",
-                hint="compile with --schedule async, or train with `fxpipe run`, or in one process: build.local()",
-            )
         world = AmongProcesses(agreed.plan, agreed.options, member.rank, member.pulse, member.pulses)
         leaves = ExitStack()
         pipeline = Pipeline(
