@@ -182,7 +182,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 @contextmanager
 def problem_type_kept(model: nn.Module) -> Iterator[None]:
     """A classifier notes in its config which loss its labels ask for: each batch finds it anew."""
-    plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    plain = _plain(model)
     config: Any = getattr(plain, "config", None)
     kept = getattr(config, "problem_type", None)
     try:
@@ -214,7 +214,7 @@ def predictions_of(
     from transformers.utils import find_labels
 
     made = model(**batch)
-    plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    plain = _plain(model)
     config = getattr(plain, "config", None)
     ignored = {"loss", *(getattr(config, "keys_to_ignore_at_inference", ("cache",)) or ())}
     parts = [v for n, v in made.items() if n not in ignored] if isinstance(made, dict) else list(made[1:])
@@ -303,15 +303,20 @@ def _arguments(make: Any) -> Any:
     return made
 
 
+def _plain(model: nn.Module) -> Any:
+    """The model itself, without what peft put around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
 def _columns(model: nn.Module, args: Any) -> set[str]:
     """What the model's forward takes, and labels: as Trainer keeps of a data set."""
-    plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    plain = _plain(model)
     return {*inspect.signature(plain.forward).parameters, "label", "label_ids", *(args.label_names or ["labels"])}
 
 
 def _adds_up(model: nn.Module) -> bool:
     """Whether Trainer leaves it to the model to divide the losses of accumulated batches, and the model does not."""
-    plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    plain = _plain(model)
     takes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(plain.forward).parameters.values())
     try:
         source = inspect.getsource(type(plain).forward)
@@ -325,7 +330,7 @@ def _counts_before_shift(model: nn.Module) -> bool:
     """Whether Trainer counts the labels of a causal model that its loss leaves out: it knows causal models by name."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    plain = _plain(model)
     known = LOSS_MAPPING.get(getattr(plain, "loss_type", None))
     return known is None and getattr(plain, "loss_function", None) is ForCausalLMLoss
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
-import torch
 from safetensors.torch import load_file
 from torch import nn
 
@@ -28,7 +27,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import join, run_local
 from fxpipe.runtime.wires.group import place_of_process
-from fxpipe.task.first_batches import first_batches
+from fxpipe.task.first_batches import first_batches, generator_of
 from fxpipe.task.hooks import NO_HOOKS, OF_RUNS, Hooks, Loss, split_hooks
 from fxpipe.task.model_file import Task
 from fxpipe.task.uncompiled import uncompiled
@@ -146,7 +145,7 @@ def _generators_kept(data: Any) -> Iterator[None]:
     """Inside, batches may be read; afterwards a DataLoader's own generators are as before, for the run."""
     batches = getattr(data, "batch_sampler", None)
     owners = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = [own for own in (getattr(owner, "generator", None) for owner in owners) if isinstance(own, torch.Generator)]
+    found = [generator for owner in owners if (generator := generator_of(owner)) is not None]
     before = [generator.get_state() for generator in found]
     try:
         yield

@@ -100,3 +100,9 @@ def shortened(batch: Batch, first: FirstBatches, dims: Dims) -> Batch | None:
     if first.last is None or {value.shape[dim] for value, dim in rows if dim is not None} != {first.size}:
         return None
     return batch.of_values(v if dim is None else v.narrow(dim, 0, first.last) for v, dim in rows)
+
+
+def generator_of(data: Any) -> torch.Generator | None:
+    """The generator of its own that a loader or a sampler, of torch or torchdata, draws from."""
+    found = getattr(data, "generator", None)
+    return found if isinstance(found, torch.Generator) else None

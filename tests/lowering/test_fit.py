@@ -60,7 +60,7 @@ def test_a_loaders_own_generator_begins_with_the_run(local: bool, tmp_path: Path
     rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
 
     def loader() -> DataLoader[Tensor]:
-        return DataLoader(rows, batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(1))  # type: ignore
+        return DataLoader(rows, batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(1))
 
     def loss(net: nn.Module, x: Tensor) -> Tensor:
         return (net(x) - x.sum(1, keepdim=True)).pow(2).mean()

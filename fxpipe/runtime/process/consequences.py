@@ -244,9 +244,8 @@ class Consequences:
             return
         every_steps = self._options.eval_every
         assert isinstance(every_steps, int)
-        self._since += (
-            version % every_steps == 0
-        )  # else it was the last of a shorter run, which a longer run does not make
+        # At another version it was the last evaluation of a shorter run, which a longer run does not make.
+        self._since += version % every_steps == 0
         patience = self._options.patience
         if patience is not None and self._since >= patience and self.stopped is None:
             reason = f"{self.wanted.metric} has not improved in {patience} evaluations"

@@ -219,9 +219,8 @@ def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: E
             raise _other_number(plan, world, options.build)
         task = task or task_of_run(plan, options, says=rank == 0)
         facts = facts_of(plan, options) | {"callbacks": ", ".join(task.callbacks.names) or "none"}
-        if (
-            checkpoint is not None and checkpoint.manifest is not None
-        ):  # each worker compares what it reads with the manifest
+        # Each worker compares what it reads with the manifest.
+        if checkpoint is not None and checkpoint.manifest is not None:
             facts[f"--weights: {MANIFEST}"] = _digest(checkpoint.path / MANIFEST)
     except FxpipeError as error:
         problem = error

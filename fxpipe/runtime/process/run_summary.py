@@ -231,9 +231,8 @@ def summarize_run(
 
 def add_evaluation(summary: dict[str, Any], step: int, metrics: dict[str, float]) -> None:
     """Put an evaluation into a run's summary; the caller writes the summary again."""
-    if (
-        summary["evaluations"] and summary["evaluations"][-1]["step"] == step
-    ):  # the run went on from an earlier run's end
+    # The run may have gone on from an earlier run's end, which was evaluated.
+    if summary["evaluations"] and summary["evaluations"][-1]["step"] == step:
         summary["evaluations"].pop()
     summary["evaluations"].append({"step": step, "metrics": metrics})
     summary["evaluation"] = metrics
@@ -350,9 +349,8 @@ def say_first(
     else:
         _warn_of_hurry(executor, total, epoch)
     _warn_of_staleness(recipe, executor)
-    if found := accuracy_warnings.warning(
-        accuracy_warnings.used_by(plan)
-    ):  # their accuracy was lower by more than a standard deviation
+    # Of codecs with which the accuracy was lower by more than a standard deviation.
+    if found := accuracy_warnings.warning(accuracy_warnings.used_by(plan)):
         warn(found)
     warn_of_little_room(out, plan, executor.store.averages is not None)
 

@@ -31,6 +31,7 @@ from fxpipe.runtime.options import PipelineOptions, RunOptions, steps_or_epoch
 from fxpipe.runtime.wires.exchange import gathered, of_worker_0
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
+from fxpipe.task.first_batches import generator_of
 from fxpipe.task.model_file import Task, hook_raised
 from fxpipe.task.paced_scheduler import EPOCH
 
@@ -139,7 +140,7 @@ class Feed(Observer):
         if state.numpy is not None:
             kind, keys, *rest = state.numpy
             numpy = (kind, torch.from_numpy(keys.copy()), *rest)
-        data, generator = copy.deepcopy(self._data.state_dict()), _generator(self._data)
+        data, generator = copy.deepcopy(self._data.state_dict()), generator_of(self._data)
         own = None if generator is None else generator.get_state()
         mark = {"data": data, "torch": self._state.cpu, "python": state.python, "numpy": numpy, "generator": own}
         if self._state.cuda is not None:
@@ -158,7 +159,9 @@ class Feed(Observer):
             raise
         except Exception as error:
             raise hook_raised("train_data", error, self._task.path) from error
-        if mark.get("generator") is not None and (generator := _generator(self._data)) is not None:
+        # Without worker processes, a loader of torchdata 0.11 draws one number more when it resumes: later epochs of
+        # the same loader would have another order.
+        if mark.get("generator") is not None and (generator := generator_of(self._data)) is not None:
             generator.set_state(mark["generator"])
         numpy = mark["numpy"]
         if numpy is not None:
@@ -221,7 +224,7 @@ class _Order:
 
     def begins(self, data: Any) -> None:
         """An epoch of these data begins."""
-        generator = _generator(data)
+        generator = generator_of(data)
         if generator is None or self._said or isinstance(getattr(data, "sampler", None), SequentialSampler):
             return
         state = generator.get_state()
@@ -232,16 +235,6 @@ class _Order:
             )
             self._said = True
         self._last = generator, state
-
-
-def _generator(data: Any) -> torch.Generator | None:
-    """The generator that a loader of torch or torchdata draws from.
-
-    Without worker processes, a loader of torchdata 0.11 draws one number more when it resumes: later epochs of the same
-    loader would have another order.
-    """
-    found = getattr(data, "generator", None)
-    return found if isinstance(found, torch.Generator) else None
 
 
 def _count(data: Iterable[Any]) -> int:
