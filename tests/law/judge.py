@@ -20,6 +20,8 @@ from product import DECAY, Outcome, compiled, places, run_here, run_in_processes
 from task import EPOCH, FACTOR, LAYERS, Task, cycled, falling
 
 RELATIVE = {"float64": 1e-9, "float32": 2e-4, "bf16": 2e-2, "bfloat16": 3e-2, "fp16": 2e-3}
+"""The greatest relative difference from a reference. With bfloat16 parameters each of the 7 updates rounds each weight
+by up to 2^-9, in both trainings: 2.7e-2."""
 LOSSES = 2e-6
 """Losses are written in float32."""
 
