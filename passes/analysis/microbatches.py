@@ -54,7 +54,7 @@ def microbatches_of(
     sizes = {
         node: leaf.tensor.shape[dim]
         for node, leaf in leaves.items()
-        if leaf.tensor is not None and (dim := dims[leaf.name]) is not None
+        if node.users and leaf.tensor is not None and (dim := dims[leaf.name]) is not None  # the rest may have any size
     }
     batch = min(sizes.values(), default=1)
     updated = program.updates()

@@ -11,6 +11,8 @@ from features import WIDTH, Feature, check
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxpipe
+
 
 class Inputs(NamedTuple):
     x: Tensor
@@ -138,3 +140,13 @@ FEATURES = [
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
 def test_batches(feature: Feature) -> None:
     check(feature)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_leaf_that_nothing_reads_has_as_many_rows_as_it_likes(rows: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    batch = {"x": torch.randn(8, 4), "seen": torch.arange(rows)}
+    options: dict[str, Any] = {"workers": 2, "microbatches": 2, "schedule": "1f1b", "cost": "analytic"}
+    build = fxpipe.compile(model, lambda net, batch: net(batch["x"]).square().mean(), batch, **options)
+    assert not [warning for warning in build.warnings if "not proved" in warning]

@@ -64,7 +64,7 @@ def drawn_once(found: Microbatches, node: fx.Node) -> bool:
     own, whole = shapes_of(value(node)), whole_call(node)
     if isinstance(whole, WholeCall):
         return own == whole.shapes
-    return found.batch > 0 and all(size % found.batch for shape in own for size in shape or ())
+    return all(size % found.batch for shape in own for size in shape or ())
 
 
 def _rows_of_view(call: OperatorCall, made: Alike | Share) -> Rows | None:
