@@ -23,7 +23,7 @@ from fxpipe.cli.signals import end_at_once
 from fxpipe.checkpoint.interval import Interval
 from fxpipe.options import option
 from fxpipe.policy.option import check_policy
-from fxpipe.runtime.options import KEPT, OF_EVALUATIONS, RunOptions
+from fxpipe.runtime.options import KEPT, RunOptions
 from fxpipe.schedule import of_plan
 from fxpipe.task.paced_scheduler import EPOCH
 
@@ -153,8 +153,6 @@ def given_to_run(build: str, asked: Mapping[str, Any], config: str | None, say: 
     plan = load_plan(build)
     left = (*KEPT, "settings", "weights") if asked["resume"] is not None else ()
     found = SettingsFile.of(config, model_path(plan, build, asked["model_file"])).options("run", left, say=say)
-    if not plan.evaluations:
-        left += OF_EVALUATIONS
     file = Path(plan.model_file or "").name
     given = read_options("run_options", plan.run_options, options_of("run", RunOptions), file)
     taken = take(given, file, left)

@@ -113,13 +113,24 @@ def _as_numbers(metrics: Metrics, of_all: MetricsOfAll | None) -> Metrics:
     return metrics if of_all is None else measured
 
 
+_OF_METRICS = {
+    "the step": "metrics(model, batch)",
+    "loss(model(), batch)": "metrics(model(), batch)",
+    "train_data()": "eval_data()",
+}
+"""What refusals say of a training step, and its words for an evaluation."""
+
+
 def _reason(error: FxpipeError) -> str:
     cause = error.__cause__
     hint = error.hint
     if cause is not None and re.search(DATA_DEPENDENT, f"{type(cause).__name__}: {cause}"):
         hint = "return tensors from metrics(): without .item(), float() and `if` on their values"
     place = f" ({error.where})" if error.where else ""
-    return f"{error.what}{place}{f'; {hint}' if hint else ''}"
+    text = f"{error.what}{place}{f'; {hint}' if hint else ''}"
+    for of_step, of_metrics in _OF_METRICS.items():
+        text = text.replace(of_step, of_metrics)
+    return text
 
 
 def with_evaluations(build: Build, evaluations: Evaluations, command: str, observers: Sequence[Observer] = ()) -> Build:

@@ -301,8 +301,6 @@ class RunOptions(PipelineOptions):
         return RunOptions(**found | lists)
 
 
-OF_EVALUATIONS = ("eval_every", "save_best", "patience", "patience_metric", "min_delta")
-"""The options that need a build with evaluation."""
 KEPT = tuple(name for name, flag in flags(PipelineOptions).items() if flag.kept)
 SHOWN = tuple(name for name, flag in flags(RunOptions).items() if flag.shown)
 """The options in a checkpoint, and those in `run.json`, in their order there."""

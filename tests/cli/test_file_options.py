@@ -64,11 +64,21 @@ def test_a_file_says_what_the_command_line_does_not(tmp_path: Path) -> None:
     assert (on.json["steps"], on.json["clip_norm"]) == (5, 2.0)  # the checkpoint's
 
 
-def test_evaluations_are_left_out_where_there_are_none(tmp_path: Path) -> None:
-    compiled(written(tmp_path, ""))
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("", "hint: define eval_data() and metrics(model, batch)"),
+        (EVALUATES.replace("loss(model, batch)", "float(loss(model, batch))"), "hint: fix that and compile again"),
+    ],
+)
+def test_evaluations_that_a_build_does_not_have_are_refused(more: str, said: str, tmp_path: Path) -> None:
+    compiled(written(tmp_path, more))
     made = fxpipe("run", tmp_path / "build", "--local", "--out", tmp_path / "out")
-    assert made.code == 0, made.err
-    assert "--eval-every" not in made.err
+    assert made.code != 0
+    text = " ".join(made.err.split())
+    assert "--eval-every needs a build with evaluation, and this one has none" in text
+    assert said in text
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_is_for_what_compile_would_do(tmp_path: Path) -> None:

@@ -313,7 +313,11 @@ def test_a_transformer_takes_no_shortcut_that_cannot_be_cut() -> None:
         (lambda model, batch: {"rows": 8}, "returned no tensor"),
         (lambda model, batch: {"loss": "low", "n": model(batch[0]).mean()}, "'loss' as a str"),
         (lambda model, batch: {1: model(batch[0]).mean()}, "calls a metric 1"),
-        (lambda model, batch: {"loss": model(batch["x"]).mean()}, "TypeError"),
+        (
+            lambda model, batch: {"loss": model(batch["x"]).mean()},
+            "run metrics(model(), batch) alone, with a batch of eval_data()",
+        ),
+        (lambda model, batch: {"loss": model(batch["x"]).mean()}, "metrics(model, batch) raised TypeError"),
     ],
 )
 def test_a_build_says_why_its_pipeline_does_not_evaluate(value: Metrics, said: str) -> None:

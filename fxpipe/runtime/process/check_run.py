@@ -145,7 +145,7 @@ def check_evaluation(plan: Plan, what: str) -> None:
     reason = f": {plan.not_evaluated}" if plan.not_evaluated else ""
     hint = "define eval_data() and metrics(model, batch) in the model file, and compile it again"
     if reason:
-        hint = "fix that and compile again; without it, `fxpipe run` evaluates the trained weights in one process"
+        hint = "fix that and compile again; or leave it out: `fxpipe run` evaluates the trained weights in one process"
     raise RunError(f"{what} needs a build with evaluation, and this one has none{reason}", hint=hint)
 
 
