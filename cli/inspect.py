@@ -14,6 +14,7 @@ from fxpipe.cli.output import echo, echo_file, emit_json, note, stdout_console, 
 from fxpipe.errors import BuildError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.build_folder import PLAN
+from fxpipe.policy import POLICIES
 from fxpipe.policy.option import policy_help
 from fxpipe.schedule import schedule_text
 
@@ -52,8 +53,8 @@ def inspect_command(
     """Show what runs where, what crosses between workers, what waits and what every action sees.
 
     Without options: the module tree with the workers of each module's forward and backward (≠ where they differ), what
-    every worker computes, owns and holds, and every edge. Nothing is run, no code of the build or of its model file is
-    imported, and no weights are loaded.
+    every worker computes, owns and holds, and every edge. Nothing is run, no code of the build is imported, nor of its
+    model file, but for a --policy that only it knows; and no weights are loaded.
 
     --schedule and --policy show the order of actions and the version of the weights that each sees: F3@1+2 is the
     forward of minibatch 3 with the weights after 1 update, predicted 2 further.
@@ -66,6 +67,7 @@ def inspect_command(
     fxpipe inspect build/ --run run/ --html report.html
     """
     from fxpipe.inspection.facts import facts, value_facts
+    from fxpipe.task.model_file import task_of_build
 
     views = {"--stage": stage, "--node": node, "--html": html}
     given = [option for option, value in views.items() if value is not None]
@@ -79,6 +81,8 @@ def inspect_command(
     if stage is not None:
         _print_stage(subject, stage, as_json)
         return 0
+    if policy is not None and policy.split("+")[0] not in POLICIES and subject.model is not None:
+        task_of_build(subject.plan, build)  # registers it
     found_run = None if run is None else _read_run(Path(run), subject)
     if node is not None:
         _print_node(value_facts(subject, schedule, policy, found_run), node, as_json)
@@ -86,7 +90,8 @@ def inspect_command(
     with working("inspecting"):
         found = facts(subject, schedule=schedule, policy=policy, run=found_run)
     if found["forecast"] is None:
-        warn(f"policy {subject.plan.policy} is the model file's own, which is not imported: give one with --policy")
+        own = found["grid"]["policy"]
+        warn(f"policy {own} is the model file's own, which is not imported: --policy {own} imports it")
     if html is not None:
         from fxpipe.inspection.report.page import write_report
 

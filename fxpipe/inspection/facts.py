@@ -48,7 +48,7 @@ def facts(
     Raises:
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
     """
-    recipe = recipe_of(subject, *_asked(schedule, policy, run))
+    recipe = recipe_of(subject, schedule, policy, run)
     tree = ModuleTree(subject)
     forecast, timeline = (None, None) if recipe is None else outlook(subject, recipe)
     traffic = None if recipe is None else Traffic(subject.plan, recipe.demand)
@@ -66,33 +66,32 @@ def facts(
         "schedules": [asdict(row) for row in subject.costs.schedules],
         "forecast": forecast,  # this and the timeline are None if its policy is the model file's own
         "timeline": timeline,
-        "grid": grid_facts(subject, recipe),
+        "grid": grid_facts(subject, recipe, run),
         "run": run,
     }
 
 
-def recipe_of(subject: Subject, schedule: str | None, policy: str | None) -> Recipe | None:
-    """How the build is run; None if its own policy is defined in its model file, which is not imported here.
+def recipe_of(
+    subject: Subject, schedule: str | None, policy: str | None, run: dict[str, Any] | None = None
+) -> Recipe | None:
+    """How the build is run; None if its own policy, or that of its run, is defined in its model file, which is not
+    imported here.
 
     Raises:
         ScheduleError, PolicyError: as `facts`.
     """
-    own = subject.plan.policy.split("+")[0]
-    if policy is None and schedule in (None, subject.plan.schedule) and own not in POLICIES:
+    own, plan = policy, subject.plan
+    if (schedule, policy) == (None, None):
+        schedule, own = _ran_with(run)
+    if own is None and schedule in (None, plan.schedule):
+        own = plan.policy
+    if policy is None and own is not None and own.split("+")[0] not in POLICIES:
         return None
-    try:
-        return choose(subject.plan, schedule, policy)
-    except PolicyError:
-        if policy == subject.plan.policy and own not in POLICIES:
-            return None
-        raise
+    return choose(plan, schedule, own)
 
 
-def _asked(schedule: str | None, policy: str | None, run: dict[str, Any] | None) -> tuple[str | None, str | None]:
-    """The schedule and the policy that apply."""
-    if run is not None and schedule is None and policy is None:
-        return run.get("schedule"), run.get("policy")
-    return schedule, policy
+def _ran_with(run: dict[str, Any] | None) -> tuple[str | None, str | None]:
+    return (None, None) if run is None else (run.get("schedule"), run.get("policy"))
 
 
 def value_facts(
@@ -104,10 +103,10 @@ def value_facts(
     Raises:
         ScheduleError, PolicyError: as `facts`.
     """
-    schedule, policy = _asked(schedule, policy, run)
     recipe = None
-    if (schedule, policy) != (None, None) or any(p.owner != w for p in subject.plan.parameters for w, _ in p.readers):
-        recipe = recipe_of(subject, schedule, policy)  # says which weights cross, which takes a while
+    asked = (schedule, policy) != (None, None) or run is not None
+    if asked or any(p.owner != w for p in subject.plan.parameters for w, _ in p.readers):
+        recipe = recipe_of(subject, schedule, policy, run)  # says which weights cross, which takes a while
     traffic = None if recipe is None else Traffic(subject.plan, recipe.demand)
     tree = ModuleTree(subject)
     return {
@@ -157,8 +156,9 @@ def build_facts(subject: Subject) -> Facts:
     }
 
 
-def grid_facts(subject: Subject, recipe: Recipe | None) -> Facts:
+def grid_facts(subject: Subject, recipe: Recipe | None, run: dict[str, Any] | None = None) -> Facts:
     """What every action sees under the schedule and the policy."""
     if recipe is None:
-        return {"schedule": subject.plan.schedule, "policy": subject.plan.policy, "rows": []}
+        schedule, policy = _ran_with(run)
+        return {"schedule": schedule or subject.plan.schedule, "policy": policy or subject.plan.policy, "rows": []}
     return {"schedule": recipe.schedule.name, "policy": str(recipe.policy), "rows": grid_rows(recipe)}

@@ -53,6 +53,9 @@ _ADAPTERS = "fxpipe.adapters"
 _OF_HOOKS = {"data", "train_dataset", "eval_dataset", "callbacks"}
 """Their arguments for hooks that are not captured."""
 
+_REGISTERS = {"fxpipe.policy.register", "fxpipe.observe.logger.register"}
+"""Decorators of classes that a run finds by their name, and no capture."""
+
 _ARGUMENTS = "TrainingArguments"
 _OF_OPTIMIZER = {
     *("learning_rate", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
@@ -257,19 +260,38 @@ def _arguments(files: dict[str, list[_Statement]], part: _Statement) -> Iterator
 
 
 class _WithoutUncaptured(ast.NodeTransformer):
-    """Leaves out arguments of the adapters for hooks that are not captured; then their hooks, at the top of the model
-    file, are not names that code computes.
+    """Leaves out what registers classes that are not captured, and arguments of the adapters for hooks that are not
+    captured; then their hooks, at the top of the model file, are not names that code computes.
+
+    Args:
+        whole: leave the adapters' arguments.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, whole: bool) -> None:
+        self._whole = whole
         bound = Counter(name for statement in tree.body for name in _bound_in(statement))
-        froms = [n for n in tree.body if isinstance(n, ast.ImportFrom) and (n.module or "").startswith(_ADAPTERS)]
-        self._adapters = {name for n in froms for name in _bound_in(n) if name.endswith("_hooks") and bound[name] == 1}
+        self._imported = {
+            _local(alias): f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            for node in tree.body
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+            if bound[_local(alias)] == 1
+        }
         calls = [n for n in tree.body if isinstance(n, ast.Assign) and self._makes_hooks(n.value)]
         self._hooks = {name for n in calls for name in _bound_in(n) if bound[name] == 1}
 
+    def _path(self, value: ast.expr) -> str:
+        """What a name that was imported is called in its package: `fxpipe.policy.register`."""
+        first, dot, rest = ast.unparse(value).partition(".")
+        return self._imported.get(first, "") + dot + rest
+
     def _makes_hooks(self, value: ast.expr) -> bool:
-        return isinstance(value, ast.Call) and ast.unparse(value.func) in self._adapters
+        path = self._path(value.func) if isinstance(value, ast.Call) and not self._whole else ""
+        return path.startswith(_ADAPTERS) and path.endswith("_hooks")
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.decorator_list = [each for each in node.decorator_list if self._path(each) not in _REGISTERS]
+        return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         found = node.value
@@ -280,15 +302,16 @@ class _WithoutUncaptured(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        left_out = _OF_HOOKS if self._makes_hooks(node) else _OF_OPTIMIZER if _called(node) == _ARGUMENTS else set()
+        left_out = _OF_HOOKS if self._makes_hooks(node) else set()
+        if _called(node) == _ARGUMENTS and not self._whole:
+            left_out = _OF_OPTIMIZER
         node.keywords = [each for each in node.keywords if each.arg not in left_out]
         return self.generic_visit(node)
 
 
 def _parts(root: Path, file: str, whole: bool) -> Iterator[_Statement]:
     tree = ast.parse((root / file).read_bytes(), filename=file)
-    if not whole:
-        _WithoutUncaptured(tree).visit(tree)
+    _WithoutUncaptured(tree, whole).visit(tree)
     fixed: dict[str, bool] = {}
     for statement in tree.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):

@@ -29,6 +29,7 @@ from fxpipe.inspection.subject import read_subject, subject_of
 from fxpipe.inspection.tables import MANY
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.planner.quantity import size
+from fxpipe.policy import POLICIES, Policy
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.picture import sight_rows
 from fxpipe.schedule import make as make_schedule
@@ -189,6 +190,34 @@ def test_the_grid(build: Path) -> None:
     refused = fxpipe("inspect", build, "--schedule", "gpipe", "--policy", "stash")
     assert refused.code == 1
     assert "makes no sense" in refused.err
+
+
+OWN = """
+
+@fxpipe.policy.register
+@dataclass(frozen=True)
+class Late(fxpipe.policy.Policy):
+    name = "late"
+
+    def lag(self, newest, phase, microbatch, reader, owner):
+        return newest.lag(phase, reader, owner, microbatch) + 1
+"""
+
+
+def test_a_policy_of_the_model_file(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported where it is asked for by its name, and not for what a run was."""
+    monkeypatch.setitem(POLICIES, "late", Policy)  # which is undone
+    del POLICIES["late"]
+    with Path("model.py").open("a") as file:
+        file.write("\nimport fxpipe\nfrom dataclasses import dataclass\n" + OWN)
+    assert fxpipe("run", build, "--steps", 2, "--policy", "late", "--local", "--out", "run").code == 0
+    del POLICIES["late"]
+    looked = fxpipe("inspect", build, "--run", "run", "--json")
+    assert looked.json["forecast"] is None
+    assert "policy late is the model file's own, which is not imported: --policy late imports it" in looked.err
+    assert "F3@1: the forward of minibatch 3 sees" in fxpipe("inspect", build, "--policy", "late").out
+    unknown = fxpipe("inspect", build, "--policy", "lake")
+    assert "there is no policy 'lake', did you mean 'late'" in unknown.err
 
 
 def test_edited_stages_and_stale_sources_are_marked(build: Path) -> None:

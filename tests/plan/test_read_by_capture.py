@@ -38,6 +38,8 @@ def optimizer(named_parameters):
     return torch.optim.SGD([p for _, p in named_parameters], lr=LR)
 """
 
+LATE = "from dataclasses import dataclass\n@{}\n@dataclass\nclass Late:\n    def lag(self): return 1"
+
 READ = {
     "a class": ({}, "x * self.width", "x + self.width"),
     "a number that a class has": ({}, "WIDTH = 8", "WIDTH = 9"),
@@ -87,6 +89,16 @@ READ = {
     "metrics that are new": ({}, "def train_data", "def metrics(model, batch): pass\ndef train_data"),
     "metaclasses": ({"top": "class Meta(type):\n    def __init__(c, *a): nn.ReLU.a = 2\nclass A(metaclass=Meta): pass"},
                     "a = 2", "a = 3"),
+    "a schedule": ({"top": "from fxpipe import schedule\n" + LATE.format("schedule.register")}, "return 1", "return 2"),
+    "a policy that the loss uses": (
+        {"top": "from fxpipe import policy\n" + LATE.format("policy.register"), "loss": "Late()"}, "return 1", "return 2"
+    ),
+    "what is called as a policy's decorator": (
+        {"top": "import layers as policy\n" + LATE.format("policy.register")}, "return 1", "return 2"
+    ),
+    "a policy's decorator that is bound again": (
+        {"top": "from fxpipe import policy\npolicy = []\n" + LATE.format("policy.register")}, "return 1", "return 2"
+    ),
 }  # fmt: skip
 
 NOT_READ = {
@@ -102,6 +114,18 @@ NOT_READ = {
     "a comment": ({}, "LR = 0.1", "LR = 0.1  # of SGD"),
     "a script": ({"top": "if __name__ == '__main__':\n    print(1)"}, "print(1)", "print(2)"),
     "the default of the optimizer's setting": ({"optimizer": "fxpipe.setting('lr', 0.1)"}, "'lr', 0.1", "'lr', 0.2"),
+    "a policy": ({"top": "from fxpipe import policy\n" + LATE.format("policy.register")}, "return 1", "return 2"),
+    "a policy by its whole name": (
+        {"top": "import fxpipe\n" + LATE.format("fxpipe.policy.register")},
+        "return 1",
+        "return 2",
+    ),
+    "a new policy": ({}, "def train_data", f"import fxpipe\n{LATE.format('fxpipe.policy.register')}\ndef train_data"),
+    "a logger": (
+        {"top": "from fxpipe.observe.logger import register\n" + LATE.format("register")},
+        "return 1",
+        "return 2",
+    ),
     "numbers that the data share": ({"data": "torch.ones(WIDTH)"}, "torch.ones(WIDTH)", "torch.zeros(WIDTH)"),
 }
 
