@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 import fxpipe
-from fxpipe.errors import PolicyError
 from fxpipe.inspection.balance import balance_rows
 from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_facts
 from fxpipe.inspection.edges import edge_rows

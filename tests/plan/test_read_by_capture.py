@@ -91,7 +91,8 @@ READ = {
                     "a = 2", "a = 3"),
     "a schedule": ({"top": "from fxpipe import schedule\n" + LATE.format("schedule.register")}, "return 1", "return 2"),
     "a policy that the loss uses": (
-        {"top": "from fxpipe import policy\n" + LATE.format("policy.register"), "loss": "Late()"}, "return 1", "return 2"
+        {"top": "from fxpipe import policy\n" + LATE.format("policy.register"), "loss": "Late()"},
+        "return 1", "return 2"
     ),
     "what is called as a policy's decorator": (
         {"top": "import layers as policy\n" + LATE.format("policy.register")}, "return 1", "return 2"
