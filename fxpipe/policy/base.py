@@ -81,6 +81,51 @@ class Policy(ABC):
         return "+".join([self.name, *(option for option in self.options() if getattr(self, option))])
 
 
+def lag_of(
+    policy: Policy,
+    newest: Versions,
+    action: tuple[Phase, int, int],
+    owner: int,
+    read_as: tuple[Phase, int] | None = None,
+) -> int:
+    """How many updates late an action reads `owner`'s weights, by `policy.lag`.
+
+    Args:
+        action: its phase, microbatch and worker.
+        read_as: the phase and the worker whose weights it reads; None means its own.
+
+    Raises:
+        PolicyError: that version does not exist yet.
+    """
+    phase, microbatch, worker = action
+    least = newest.lag(phase, worker, owner, microbatch)
+    of_phase, reader = read_as or (phase, worker)
+    lag = policy.lag(newest, of_phase, microbatch, reader, owner)
+    if lag < least:
+        raise PolicyError(
+            f"policy '{policy}' asks for {phase} on worker {worker} to read worker {owner}'s weights "
+            f"{lag} updates late, but with schedule '{newest.schedule.name}' the least is {least}",
+            hint="lag() must not be below newest.lag()",
+        )
+    return lag
+
+
+def ahead_of(policy: Policy, action: Action, version: int, owner: int, schedule: Schedule) -> int:
+    """How many updates past `version` `owner`'s weights are predicted for `action`, by `policy.ahead`.
+
+    Raises:
+        PolicyError: fewer than 0, or any if the policy does not predict.
+    """
+    ahead = policy.ahead(policy.read_as(action), version, owner, schedule)
+    if ahead < 0 or (ahead and not policy.predicts):
+        raise PolicyError(
+            f"policy '{policy}' asks for version {version} of worker {owner}'s weights predicted "
+            f"{ahead} updates ahead for {action}",
+            hint="ahead() must return 0, or more if the class says `predicts = True`",
+        )
+    return ahead
+
+
 @dataclass(frozen=True)
 class PredictingPolicy(Policy):
     """A policy whose actions see weights predicted by the optimizer's own rule."""

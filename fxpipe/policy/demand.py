@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fxpipe.errors import PolicyError
 from fxpipe.plan.spec import PHASES, ParameterSpec, Phase, Plan
 from fxpipe.plan.urgency import turn_of
-from fxpipe.policy.base import Policy
+from fxpipe.policy.base import Policy, ahead_of, lag_of
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import versions_of
@@ -152,14 +151,7 @@ class Demand:
         Raises:
             PolicyError: the policy's answer is invalid.
         """
-        ahead = self.policy.ahead(self.policy.read_as(action), version, reading.owner, self.schedule)
-        if ahead < 0 or (ahead and not self.policy.predicts):
-            raise PolicyError(
-                f"policy '{self.policy}' asks for version {version} of worker {reading.owner}'s weights predicted "
-                f"{ahead} updates ahead for {action}",
-                hint="ahead() must return 0, or more if the class says `predicts = True`",
-            )
-        return ahead
+        return ahead_of(self.policy, action, version, reading.owner, self.schedule)
 
     def messages(
         self, owner: int, reader: int, version: int, start: int, stop: int | None, since: int = 0
@@ -211,19 +203,9 @@ class Demand:
         return tuple(readings)
 
     def _lags(self, worker: int, phase: Phase, owner: int, forward: int | None) -> tuple[int, ...]:
-        lags: list[int] = []
-        for microbatch in range(self.schedule.microbatches):
-            least = self.versions.lag(phase, worker, owner, microbatch)
-            read: tuple[Phase, int] = ("F" if phase == "F" else "B", worker) if forward is None else ("F", forward)
-            lag = self.policy.lag(self.versions, read[0], microbatch, read[1], owner)
-            if lag < least:
-                raise PolicyError(
-                    f"policy '{self.policy}' asks for {phase} on worker {worker} to read worker {owner}'s weights "
-                    f"{lag} updates late, but with schedule '{self.schedule.name}' the least is {least}",
-                    hint="lag() must not be below newest.lag()",
-                )
-            lags.append(lag)
-        return tuple(lags)
+        read: tuple[Phase, int] = ("F" if phase == "F" else "B", worker) if forward is None else ("F", forward)
+        microbatches = range(self.schedule.microbatches)
+        return tuple(lag_of(self.policy, self.versions, (phase, j, worker), owner, read) for j in microbatches)
 
     def _forward_of(self, parameter: ParameterSpec, worker: int, phase: Phase) -> int | None:
         """The worker whose forward's weights a backward reads; None if it reads those of its own worker."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpipe.policy.base import Policy
+from fxpipe.policy.base import Policy, ahead_of, lag_of
 from fxpipe.schedule import Action, Schedule, Versions
 from fxpipe.schedule.order import label_of, picture_of, play, read, timeline
 from fxpipe.schedule.versions import versions_of
@@ -12,7 +12,7 @@ def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
     """The schedule's grid, with the version of its worker's own weights that each action sees; see `sight_rows`.
 
     Raises:
-        PolicyError: the policy refuses the schedule.
+        PolicyError: the policy refuses the schedule, or asks for weights that do not exist.
         ScheduleError: the schedule is unlawful or has no fixed lags.
     """
     return picture_of(schedule, sight_rows(policy, schedule, minibatches))
@@ -24,7 +24,7 @@ def sight_rows(policy: Policy, schedule: Schedule, minibatches: int) -> list[lis
     `F3@1+2` is the forward of minibatch 3 with the weights after 1 update, predicted 2 updates ahead.
 
     Raises:
-        PolicyError: the policy refuses the schedule.
+        PolicyError: the policy refuses the schedule, or asks for weights that do not exist.
         ScheduleError: the schedule is unlawful or has no fixed lags.
     """
     policy.check(schedule)
@@ -38,8 +38,13 @@ def sight_rows(policy: Policy, schedule: Schedule, minibatches: int) -> list[lis
 
 
 def sight(policy: Policy, versions: Versions, action: Action, worker: int) -> tuple[int, int]:
-    """The version of its own weights that `action` on `worker` reads, and how far ahead of it they are predicted."""
-    read = policy.read_as(action)
-    lag = policy.lag(versions, read.phase, read.microbatch, worker, worker)
-    version = max(0, action.minibatch - lag)
-    return version, policy.ahead(read, version, worker, versions.schedule)
+    """The version of its own weights that `action` on `worker` reads, and how far ahead of it they are predicted.
+
+    Raises:
+        PolicyError: the policy asks for weights that do not exist.
+    """
+    reads = policy.read_as(action).phase, worker
+    version = max(
+        0, action.minibatch - lag_of(policy, versions, (action.phase, action.microbatch, worker), worker, reads)
+    )
+    return version, ahead_of(policy, action, version, worker, versions.schedule)

@@ -188,6 +188,20 @@ def test_a_method_with_other_arguments_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "gives", "says"),
+    [
+        ("lag", lambda *given: -1, "F on worker 0 to read worker 0's weights -1 updates late, but .* the least is 1"),
+        ("ahead", lambda *given: -1, "version 0 of worker 0's weights predicted -1 updates ahead for F0"),
+        ("ahead", lambda *given: 1, "version 0 of worker 0's weights predicted 1 updates ahead for F0"),
+    ],
+)
+def test_weights_that_do_not_exist_are_refused(method: str, gives: Any, says: str) -> None:
+    wrong = type("Wrong", (Policy,), {"name": "wrong", method: gives})()
+    with pytest.raises(PolicyError, match=says):
+        sees(wrong, Async(2), 3)
+
+
+@pytest.mark.parametrize(
     ("schedule", "name", "with_momentum"),
     [
         (Async(4), "spectrain", "spectrain"),
