@@ -25,7 +25,7 @@ LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"schedule": "async", "policy": "stash"}, {"clip_norm": 0.5}),
     ({"schedule": "async", "policy": "spectrain+ef", "microbatches": 2}, {}),
     ({"schedule": "async", "policy": "vertical"}, {"ema": 0.9}),
-    ({"schedule": "async-late", "policy": "spectrain"}, {"clip_norm": 0.5}),
+    ({"schedule": "async-late", "policy": "spectrain", "microbatches": 4}, {"clip_norm": 0.5}),
     ({"schedule": "1f1b", "microbatches": 4}, {"clip_norm": 0.5}),
     ({"schedule": "async", "policy": "pipeoptim", "dropout": True, "tied": False}, {}),
     ({"schedule": "1f1b", "microbatches": 4, "weights_codec": "lowrank:2"}, {}),

@@ -86,8 +86,8 @@ def train(
         worker, action = event
         executor, transport = of_worker[worker]
         executor.expect(action)
-        if worker == 0 and remote_loss and (updated := executor.store.updated_by(action)) is not None:
-            transport.expect_loss(updated)
+        if worker == 0 and remote_loss and executor.schedule.ends(action):
+            transport.expect_loss(action.minibatch)
 
     for observer in observers:  # before receives are posted: observers may end the run here
         observer.between(executors)
@@ -113,8 +113,6 @@ def train(
             owed = first.store.owed
             if owed is None:
                 break
-            if first.worker == 0 and remote_loss:
-                transports[0].expect_loss(owed)
             first.store.catch_up()
             unreported = owed if first.worker == 0 else None
             continue
