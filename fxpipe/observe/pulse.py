@@ -120,6 +120,13 @@ class StorePulses:
         self._store = store
         self._keys = [f"fxpipe/pulse/{worker}" for worker in range(workers)]
 
+    def first_to_end(self) -> bool:
+        """Say that this process ends before its work is done; return whether no other has said so before."""
+        try:
+            return bool(self._store.add("fxpipe/ended", 1) == 1)
+        except RuntimeError:  # the store ends with the process that holds it
+            return False
+
     def put(self, worker: int, numbers: MutableSequence[int]) -> None:
         """Replace a worker's numbers.
 

@@ -29,21 +29,32 @@ def wait_for(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("-n", 2), ("-n", 1, "--dp", 2)], ids=["workers", "replicas"])
-def test_who_is_left_says_that_a_connection_is_lost(tmp_path: Path, options: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    ("options", "killed", "said"),
+    [
+        (("-n", 2), 1, "error: worker 1 ended without an error\n  at: "),
+        (("-n", 1, "--dp", 2), 1, "error: worker 0, replica 1 ended without an error\n  at: "),
+        (("-n", 2), 0, "error: worker 1 lost a connection: "),
+    ],
+    ids=["a worker", "a replica", "the one with the store"],
+)
+def test_who_is_left_says_who_is_lost(tmp_path: Path, options: tuple[object, ...], killed: int, said: str) -> None:
     model = write_model(tmp_path)
     assert fxpipe("compile", model, "-o", tmp_path / "build", *options, *QUICK).code == 0
-    place = free_port()
-    left, lost = (started(tmp_path, rank, place, "--epochs", 100000) for rank in range(2))
+    place, more = free_port(), ("--epochs", 100000, "--checkpoint-every", 20)
+    processes = [started(tmp_path, rank, place, *more) for rank in range(2)]
+    lost, left = processes.pop(killed), processes[0]
     try:
-        wait_for(tmp_path / "out" / "metrics.jsonl")
+        wait_for(tmp_path / "out" / "checkpoints" / "step-20" / "checkpoint.json")
         os.kill(lost.pid, signal.SIGKILL)
         result = finish(left, 60)
     finally:
         finish(lost, 60)
     assert result.code == 1
-    assert "error: worker 0" in result.err
-    assert "lost a connection" in result.err
+    assert said in result.err
+    assert result.err.count("error: ") == 1
+    assert "the last good checkpoint is " in result.err
+    assert ": go on from there with --resume" in result.err
 
 
 def test_who_waits_for_others_to_begin_says_so(tmp_path: Path) -> None:

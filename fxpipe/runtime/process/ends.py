@@ -224,19 +224,27 @@ def first_cause(exchange: Path, ends: dict[int, int], signs: Sequence[Signs], me
     told = {entry["rank"] for entry in left}
     for rank, code in ends.items():
         if rank not in told:
-            return _without_error(process_name(rank, mesh), code, signs[rank])
+            return without_error(process_name(rank, mesh), code, signs[rank].place)
     return _rebuilt(left[0], signs, mesh) if left else WorkerLost("the workers stopped without an error")
 
 
-def _without_error(who: str, code: int, signs: Signs) -> WorkerLost:
-    if code < 0:
-        name = signal.Signals(-code).name
-        memory = "the system's out-of-memory killer does that: try smaller batches"
-        what, hint = f"was killed by signal {-code} ({name})", memory if code == -signal.SIGKILL else None
+def without_error(who: str, code: int | None, place: str | None) -> WorkerLost:
+    """The error for a process that ended before its work was done, and gave no error.
+
+    Args:
+        code: its exit code, negative if a signal ended it; None if only its launcher knows.
+        place: where it was.
+    """
+    memory = "the system's out-of-memory killer does that: try smaller batches"
+    if code is None:
+        what, hint = "ended without an error", f"its launcher (torchrun) says how; if killed by SIGKILL, {memory}"
+    elif code < 0:
+        what = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        hint = memory if code == -signal.SIGKILL else ""
     else:
         what = f"exited with code {code} before its work was done"
         hint = "what it wrote to stderr is above; code that calls os._exit ends a process without an error"
-    return WorkerLost(f"{who} {what}", where=signs.place, hint=hint)
+    return WorkerLost(f"{who} {what}", where=place, hint=hint or None)
 
 
 def _rebuilt(entry: dict[str, Any], signs: Sequence[Signs], mesh: Mesh) -> FxpipeError:

@@ -28,15 +28,15 @@ from fxpipe.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from fxpipe.checkpoint.shard import worker_of
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.starting_weights import Checkpoint
-from fxpipe.errors import CheckpointError, FxpipeError, PeerLost, PeerRefused, RunError, listed
+from fxpipe.errors import CheckpointError, FxpipeError, PeerLost, PeerRefused, RunError, WorkerLost, listed
 from fxpipe.files import Snapshot
 from fxpipe.messages import warn
-from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, StorePulses
+from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, Signs, StorePulses
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Mesh, Plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, files_read, task_of_run, writing
-from fxpipe.runtime.process.ends import end_process, process_name
+from fxpipe.runtime.process.ends import end_process, process_name, without_error
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.resume import NEWEST, resumed_options
 from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
@@ -89,6 +89,7 @@ def membership(options: RunOptions, task: Task | None = None, pulse: Pulse | Non
 
     Raises:
         PeerLost: another worker stopped first; the caller exits quietly.
+        WorkerLost: the same, and that worker gave no error: on the process that sees it first.
         FxpipeError: a user's mistake, on the worker that found it; before the first step, on all workers.
     """
     if (place := place_of_process()) is None:
@@ -110,15 +111,22 @@ def membership(options: RunOptions, task: Task | None = None, pulse: Pulse | Non
         except BaseException as error:
             leave_after(error)  # all workers are here, and all of them stop
             raise
+        pulses: Pulses | None = None
         try:
             name_process(process_name(rank, agreed.plan.mesh))
-            yield Member(agreed, rank, pulse, _pulses(pulse, agreed, rank, world))
-        except PeerLost:
-            time.sleep(LINGER)
-            raise
-        except FxpipeError as error:
-            if options.exchange is None and pulse.begun:  # else the launcher does it
-                name_checkpoint(error, agreed.options, agreed.options.out)
+            pulses = _pulses(pulse, agreed, rank, world)
+            yield Member(agreed, rank, pulse, pulses)
+        except BaseException as error:
+            found = error
+            if isinstance(pulses, StorePulses):  # else the launcher does it
+                if pulses.first_to_end() and isinstance(error, PeerLost):
+                    found = _lost(pulse, rank, agreed.plan.mesh)
+                if isinstance(found, FxpipeError) and pulse.begun:
+                    name_checkpoint(found, agreed.options, agreed.options.out)
+            if found is not error:
+                raise found from error
+            if isinstance(error, PeerLost):
+                time.sleep(LINGER)
             raise
         finally:
             pulse.end()
@@ -126,6 +134,14 @@ def membership(options: RunOptions, task: Task | None = None, pulse: Pulse | Non
                 close_group()
             else:
                 forget_group()
+
+
+def _lost(pulse: Pulse, rank: int, mesh: Mesh) -> WorkerLost:
+    """The error for a process that is gone and has not said why: the one that this process, `rank`, waits for."""
+    pulse.beat()
+    own = Signs.of(pulse.numbers)
+    others = [] if own.what is None else [other for other in mesh.of_rank(mesh.rank_of(own.other)) if other != rank]
+    return without_error(process_name(others[0], mesh) if len(others) == 1 else "another worker", None, own.place)
 
 
 def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int) -> Pulses:
