@@ -21,7 +21,7 @@ from fxpipe.codecs import without_codecs
 from fxpipe.errors import CaptureError
 from fxpipe.lowering.agreement import FLOOR, LIMIT, Agreement, Step, _each, compare, metric_errors, of_minibatch
 from fxpipe.lowering.independent_replicas import of_one_replica
-from fxpipe.lowering.own_rounding import THE_LOSS, Exact, all_float64, in_float64, wide, without_rounding
+from fxpipe.lowering.own_rounding import THE_LOSS, Exact, in_float64, without_rounding
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
@@ -32,6 +32,7 @@ from fxpipe.stages.loaded import explained, load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import TRIED_SCALE, Minibatches, weights_of
 from fxpipe.stages.part_call import Function
+from fxpipe.stages.pure_function import all_float64, wide
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss
 from fxpipe.task.loss_weights import LossWeight

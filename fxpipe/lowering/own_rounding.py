@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import listed
 from fxpipe.lowering.agreement import Agreement, Step, compare
 from fxpipe.stages.compare import SLACK
+from fxpipe.stages.pure_function import NARROW, all_float64, wide
 from fxpipe.task.batch import Batch
-from fxpipe.torch_private import TorchDispatchMode, pytree
 
 THE_LOSS = "the loss"
 
@@ -31,8 +29,6 @@ step, such as one with other random numbers, and says nothing about rounding."""
 
 LARGEST_OWN = 0.1
 """The same for one gradient, relative as in `compare`: a real difference of this size would not be seen."""
-
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Exact(NamedTuple):
@@ -133,35 +129,6 @@ def in_float64(step: Callable[[nn.Module, Any], Step], model: nn.Module, batch: 
             return step(made, precise.given)
     except Exception:  # the user's code, and copies of the user's objects
         return None
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """In float64, if its floating-point type is narrower."""
-    return tensor.double() if tensor.dtype in NARROW else tensor
-
-
-class _Wide(TorchDispatchMode):
-    """Makes float64 where a call asks for a narrower floating-point type."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _wide_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in NARROW else dtype
-
-
-@contextmanager
-def all_float64() -> Iterator[None]:
-    """Inside, steps whose tensors are float64 keep that type: casts, factories and autocast do not narrow it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Wide():
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _comparable(eager: Step, true: Step) -> bool:

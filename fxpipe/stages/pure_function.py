@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fxpipe.codecs import codec
 from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_part import PurePart
-from fxpipe.torch_private import pytree
+from fxpipe.torch_private import TorchDispatchMode, pytree
 
 Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Computes a part's outputs from its inputs, both in the part's order."""
@@ -69,26 +70,49 @@ def send(part: PurePart, name: str, value: Tensor, comm: Any) -> None:
     comm.send(name, value)
 
 
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def in_float64(part: PurePart) -> PureFunction:
     """The part computed in float64, with rounding errors a billion times smaller and the same masks."""
     graph = copy_graph(part.graph.graph)
-    for node in graph.nodes:
-        node.args, node.kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (node.args, node.kwargs))
     module = fx.GraphModule(part.graph, graph)
     for node in graph.nodes:
         if node.op == "get_attr":
-            setattr(module, node.target, _wide(getattr(module, node.target)))
+            setattr(module, node.target, wide(getattr(module, node.target)))
 
     def compute(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        results: tuple[Tensor, ...] = module(*map(_wide, inputs))
+        with all_float64():
+            results: tuple[Tensor, ...] = module(*map(wide, inputs))
         return results
 
     return PureFunction(part, compute)
 
 
+def wide(value: Any) -> Any:
+    """In float64, if it is a tensor of a narrower floating-point type."""
+    return value.double() if isinstance(value, Tensor) and value.dtype in NARROW else value
+
+
+class _Wide(TorchDispatchMode):
+    """Makes float64 where a call asks for a narrower floating-point type."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 def _wide_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
+    return torch.float64 if dtype in NARROW else dtype
 
 
-def _wide(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+@contextmanager
+def all_float64() -> Iterator[None]:
+    """Inside, steps whose tensors are float64 keep that type: casts, factories and autocast do not narrow it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Wide():
+            yield
+    finally:
+        torch.set_default_dtype(before)

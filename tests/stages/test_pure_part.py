@@ -12,16 +12,18 @@ from cached import captured, cuts, lowered
 from covering import a_few_quick
 from random_cuts import random_cuts
 from small_models import CASES
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.engines.engine import Engine, EnginePart, kept_as
 from fxpipe.errors import BackendError
 from fxpipe.stages.derived_outputs import trim
 from fxpipe.stages.loaded import LoadedStage, load_stage, load_stages
 from fxpipe.stages.microbatch import record_calls
+from fxpipe.stages.minibatch import Minibatches
 from fxpipe.stages.part_call import PartCall
-from fxpipe.stages.pure_function import Compute
+from fxpipe.stages.pure_function import Compute, in_float64
 from fxpipe.stages.pure_part import PurePart, trace_stage
 from fxpipe.stages.random_inputs import PLACE
 
@@ -194,3 +196,28 @@ def test_the_cache_knows_constants_by_their_values(tmp_path: Path) -> None:
         part, _ = trace_stage(build.plan, 0, load_stage(path, build.plan.stages[0]))
         names.add(kept_as(part, Interpreter()))
     assert len(names) == 2
+
+
+def test_in_float64_a_quotient_of_counts_is_float64() -> None:
+    """The share of a microbatch in a mean: torch gives it the default dtype, and the loss's backward takes no other."""
+    torch.manual_seed(0)
+    batch = torch.randn(4, 6), torch.randint(3, (4,))
+    build = fxpipe.compile(
+        nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        batch,
+        workers=1,
+        microbatches=2,
+        cost="analytic",
+    )
+    stages = load_stages(build.plan, build.files)
+    parts = Minibatches(build.plan, build.files, build.tensors, None)(batch, 0)
+    leaves = dict(zip([leaf.name for leaf in build.plan.batch], parts[0], strict=True))
+    with torch.no_grad():
+        call = record_calls(build.plan, stages, build.tensors, leaves)[0, "B"]
+        (part,) = [p for p in trace_stage(build.plan, 0, stages[0]) if p.phase == "B"]
+        assert any("nll_loss_backward" in str(node.target) for node in part.graph.graph.nodes)
+        exact, emitted = (called(f, call) for f in (in_float64(part), stages[0].functions["B"]))
+    for precise, value in zip(exact, emitted, strict=True):
+        assert precise.dtype == torch.float64
+        torch.testing.assert_close(precise.float(), value)
