@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any
 
 _DROPPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode's categories of control characters, of what formats text unseen (bidirectional controls too), of halves of
@@ -36,6 +38,26 @@ def say(text: str) -> None:
 def warn(message: str) -> None:
     """A warning on stderr (see `say`)."""
     say(f"warning: {message}")
+
+
+class _WithoutThread:
+    """An output stream that drops what the thread that made it writes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Inside, what this thread prints is dropped; other threads print their progress and errors as before."""
+    with redirect_stdout(_WithoutThread(sys.stdout)), redirect_stderr(_WithoutThread(sys.stderr)):
+        yield
 
 
 _far: list[Callable[[], str]] = []

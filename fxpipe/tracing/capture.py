@@ -13,7 +13,6 @@ backward node's forward node (`meta["seq_nr"]`), and `current_meta["custom"]` co
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from torch import fx, nn
 from fxpipe.errors import CaptureError, FxpipeError, listed
 from fxpipe.ir.garbage import rarely_collected
 from fxpipe.ir.program import Program
+from fxpipe.messages import silenced
 from fxpipe.plan.spec import LeafSpec, TensorSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import Batch, as_scalar, dump, tensor_spec
@@ -331,9 +331,8 @@ def _state_notes(
             calls.returned([value, *tensors.rebound().values()], gradients)
         tensors.put_back()
 
-    quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with contextlib.ExitStack() as stack:
-        for context in (*quiet, warnings.catch_warnings(action="ignore"), _tracing(), checks.left_out()):
+        for context in (silenced(), warnings.catch_warnings(action="ignore"), _tracing(), checks.left_out()):
             stack.enter_context(context)
         stack.enter_context(tensors.python.preserved())
         stack.enter_context(tensors.replaced(held))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+import threading
 import time
 from typing import Any
 
@@ -14,7 +16,7 @@ from rich.text import Text
 
 from fxpipe.inspection.formats import TimeUnit
 from fxpipe.inspection.table import COUNT, NAME, SIZE, TEXT, TIME, WORKERS, Column, ShownTable
-from fxpipe.messages import saying
+from fxpipe.messages import saying, silenced
 
 
 def table(width: int) -> list[str]:
@@ -144,3 +146,14 @@ def test_work_that_takes_no_second_says_nothing(capsys: Any) -> None:
     with working("compiling") as say:
         say("capturing")
     assert capsys.readouterr().err == ""
+
+
+def test_other_threads_print_while_one_is_silenced(capsys: pytest.CaptureFixture[str]) -> None:
+    with silenced():
+        print("dropped")
+        print("dropped", file=sys.stderr)
+        other = threading.Thread(target=lambda: print("an error", file=sys.stderr))
+        other.start()
+        other.join()
+    print("after")
+    assert capsys.readouterr() == ("after\n", "an error\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from fxpipe.errors import ExportError, FxpipeError, first_line
 from fxpipe.export.inference.call import Call, distinct, untouched
 from fxpipe.export.inference.nodes import draws, is_size, own_name, place_of
+from fxpipe.messages import silenced
 from fxpipe.onnx.convert import quiet
 from fxpipe.tracing import user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -209,7 +209,7 @@ def _silent() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with silenced():
             yield
     finally:
         logging.disable(level)
