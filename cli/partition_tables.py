@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.cli.output import echo, print_columns, stdout_console
 
-from fxpipe.inspection.table import CLOCK, COUNT, SHARE, TEXT, TIME, WORKERS, WRITTEN, Column, ShownTable
+from fxpipe.inspection.formats import TimeUnit, plural
+from fxpipe.inspection.table import CLOCK, COUNT, SHARE, SPAN, TEXT, WORKERS, WRITTEN, Column, ShownTable
 from fxpipe.inspection.tables import LOADS, WORKER
 from fxpipe.planner.links import Links
 
@@ -122,13 +123,22 @@ class PlannedCuts:
                 if timed.faster:
                     echo(f"preferred, as it is simpler, to {timed.faster}, which takes {timed.longer:.1%} less\n")
             shown.setdefault(what, mode)
-        rows = {PLAIN.get(name, name): self._json(timed) for name, timed in (self.found | self.plain).items()}
+        few = f"{self.processes} replicas, {subject.microbatches} microbatches"
+        why = {"data_parallel": few} if shared and subject.microbatches < (self.processes or 0) else {}
+        rows = {
+            PLAIN.get(name, name) + ("" if timed else f": {why.get(name, 'does not fit')}"): self._json(timed) or {}
+            for name, timed in (self.found | self.plain).items()
+        }
         print_columns(_table(rows), stdout_console(), whole=True)
-        ideal, units = f"\nideal {1e3 * self.first.ideal:.2f} ms a microbatch", f"{len(subject.whole.units)} units"
-        counted = [f"{subject.microbatches} microbatches a minibatch"] if shared else []
+        ideal, time = 1e3 * self.first.ideal, TimeUnit([1e3 * self.first.ideal])
+        size = "each as large as the profile's"
+        if subject.samples is not None:
+            size = f"of {plural(subject.samples // subject.microbatches, 'sample')}"
+        counted = [f"{plural(subject.microbatches, 'microbatch', 'microbatches')} a minibatch, {size}"] * shared
         machines = self.setting.machines
         where = f" between machines of {machines.size}, {described_links(machines.inner)} in them" if machines else ""
-        echo(" · ".join([ideal, *counted, units, f"{described_links(self.setting.links)}{where}"]))
+        units, links = f"{len(subject.whole.units)} units", f"{described_links(self.setting.links)}{where}"
+        echo(" · ".join([f"\nideal {time(ideal)} {time.unit} a microbatch", *counted, units, links]))
         multiple = math.lcm(*self.first.replicas)
         if shared and self.setting.evenly and subject.microbatches % multiple:
             echo(
@@ -153,15 +163,15 @@ def _partition_json(partition: Partition) -> dict[str, Any]:
     }
 
 
-def _table(found: Mapping[str, Json | None]) -> ShownTable:
-    """The best cuts of each kind, by what JSON says of them; None for those that do not fit."""
-    rows = [{"name": f"{name}: does not fit"} if row is None else {"name": name, **row} for name, row in found.items()]
+def _table(found: Mapping[str, Json]) -> ShownTable:
+    """The best cuts of each kind, by what JSON says of them; nothing of those that there are not."""
+    rows = [{"name": name, **row} for name, row in found.items()]
     columns = [
         Column("cuts", "name", TEXT), Column("replicas", "configuration", TEXT),
-        Column("processes", "processes", COUNT), Column("slowest", "bottleneck_ms", TIME),
+        Column("processes", "processes", COUNT), Column("slowest", "bottleneck_ms", SPAN),
         Column("worker", _slowest, WORKERS),
         Column("efficiency", "efficiency", CLOCK), Column("best possible", _best_possible, WRITTEN),
-        Column("simulated", "simulated_ms", TIME), Column("minibatch", "minibatch_ms", TIME),
+        Column("simulated", "simulated_ms", SPAN), Column("minibatch", "minibatch_ms", SPAN),
         Column("bubble", "bubble", SHARE), Column("samples/s", "samples_per_second"),
     ]  # fmt: skip
     return ShownTable([column for column in columns if any(column.value(row) is not None for row in rows)], rows)

@@ -39,6 +39,8 @@ SIZE = Kind(formats.size)
 """Bytes."""
 TIME = Kind(formats.number)
 """Milliseconds, those of a table all in one unit, which their titles name."""
+SPAN = Kind(formats.number)
+"""Milliseconds, those of a column in one unit."""
 WRITTEN = Kind(formats.text)
 """A number that is written already."""
 TEXT = Kind(formats.text, left=True)
@@ -79,7 +81,11 @@ class ShownTable:
     def written(self) -> tuple[list[str], list[list[Cell]]]:
         """The titles, and the cells of every row."""
         timed = [column for column in self.columns if column.kind is TIME]
-        times = formats.TimeUnit(column.value(row) for column in timed for row in self.rows)
-        titles = [f"{c.title} {times.unit}" if c.kind is TIME else c.title for c in self.columns]
-        cells = [(c, times if c.kind is TIME else c.kind.write) for c in self.columns]
+        shared = formats.TimeUnit(column.value(row) for column in timed for row in self.rows)
+        units = [
+            shared if c.kind is TIME else formats.TimeUnit(map(c.value, self.rows)) if c.kind is SPAN else None
+            for c in self.columns
+        ]
+        titles = [f"{c.title} {unit.unit}" if unit else c.title for c, unit in zip(self.columns, units, strict=True)]
+        cells = [(c, unit or c.kind.write) for c, unit in zip(self.columns, units, strict=True)]
         return titles, [[write(column.value(row)) for column, write in cells] for row in self.rows]

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import fxpipe
+from commands import QUICK, fxpipe
+from model_files import write_model
 
 
 @pytest.fixture
@@ -181,6 +182,7 @@ def test_replicas_are_chosen(heavy_end: Path) -> None:
     assert "same, 7-1: " in shown
     assert shown.splitlines()[3].split()[:2] == ["0", "7"]
     assert "--microbatches 7" in shown
+    assert " · 8 microbatches a minibatch, each as large as the profile's · " in shown
     assert "data parallelism" in shown
 
 
@@ -247,6 +249,17 @@ def test_a_models_batch_is_cut_for_all_processes(digits: Path) -> None:
     assert found["microbatches"] >= 4
     assert not found["shared_out_evenly"]
     assert found["same"]["samples_per_second"] > 0
+
+
+def test_samples_and_short_times_are_said(tmp_path: Path) -> None:
+    """Of fewer samples than processes, microbatches have one each, which not all processes can share."""
+    model = write_model(tmp_path, ("nn.BatchNorm1d(8)", "nn.Identity()"))
+    shown = fxpipe("plan", model, "--gpus", 8, "--cuts", "same", *QUICK).out
+    assert "data parallelism: 8 replicas, 4 microbatches" in shown
+    assert " · 4 microbatches a minibatch, of 1 sample · " in shown
+    header = next(line for line in shown.splitlines() if line.startswith("cuts "))
+    assert "slowest µs" in header
+    assert "ideal 0.0" not in shown
 
 
 @pytest.mark.parametrize(
