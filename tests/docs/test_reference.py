@@ -13,6 +13,7 @@ from fxpipe.cli.main import cli
 
 import fxpipe
 from fxpipe import errors
+from fxpipe.inspection.tables import staleness
 from fxpipe.task.hooks import Hooks
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -45,6 +46,12 @@ def test_every_hook_is_described() -> None:
 def test_every_public_name_is_printed() -> None:
     printed = set(re.findall(r"::: fxpipe\.(\w+)$", page("python.md"), re.M))
     assert printed >= set(fxpipe.__all__) - {"__version__", "FxpipeError"}
+
+
+def test_the_columns_of_staleness_are_those_of_the_table() -> None:
+    text = (DOCS / "how-to" / "policies.md").read_text(encoding="utf-8")
+    _, written, _ = re.split(r"^With `--log-staleness`|^To see what prediction gains", text, flags=re.M)
+    assert "  ".join(column.title for column in staleness(()).columns) in written
 
 
 def test_every_error_class_says_what_it_means() -> None:
