@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +15,7 @@ from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout
 
 from fxpipe.inspection.formats import NONE, digits, known, text
 from fxpipe.inspection.run_comparison import SMOOTH, Pair, compare
-from fxpipe.inspection.table import COUNT, NAME, TEXT, WRITTEN, Column, Kind, ShownTable
+from fxpipe.inspection.table import COUNT, TEXT, WRITTEN, Column, Kind, ShownTable
 from fxpipe.observe.rates import RATES
 from fxpipe.observe.trace import OF_TRAINING
 
@@ -39,10 +41,10 @@ RARE = ("save",)
 def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int:
     """Compare runs: settings, speed, loss, and where their time went.
 
-    Each RUN is an --out folder of `fxpipe run`; the builds may differ. Of two, losses are compared at the end and after
-    the same time of training, as the mean of the last 20. Three or more, and any with --seeds, are one table: the
-    settings that differ, and what came of each. Anything missing from a folder, for example after a run was stopped, is
-    left out with a warning.
+    Each RUN is an --out folder of `fxpipe run`, or of `fxpipe sweep`, which stands for its runs; the builds may differ.
+    Of two, losses are compared at the end and after the same time of training, as the mean of the last 20. Three or
+    more, and any with --seeds, are one table: the settings that differ, and what came of each. Anything missing from a
+    folder, for example after a run was stopped, is left out with a warning.
 
     \b
     fxpipe compare out/ other/
@@ -51,6 +53,7 @@ def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int
     """
     from fxpipe.observe.run_folder import read_run
 
+    folders = tuple(run for folder in folders for run in _runs_of(folder))
     if len(folders) < 2:
         raise click.UsageError("give two runs or more")
     if len(folders) > 2 or seeds:
@@ -66,6 +69,12 @@ def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int
     else:
         describe(found, stdout_console())
     return 0
+
+
+def _runs_of(folder: str) -> list[str]:
+    """The runs of a sweep's folder that have ended; of another one, itself."""
+    swept = sorted(path.parent for path in Path(folder).glob("*/sweep.json"))
+    return [str(run) for run in swept if (run / "run.json").is_file()] or [folder]
 
 
 def print_runs(folders: Sequence[str], seeds: bool, as_json: bool) -> None:
@@ -96,7 +105,8 @@ def print_runs(folders: Sequence[str], seeds: bool, as_json: bool) -> None:
         for name in found["outcomes"]
     ]
     if not seeds:
-        columns.append(Column("run", lambda row: row["runs"][0], NAME))
+        shared = os.path.commonpath([Path(folder).absolute().parent for folder in folders])
+        columns.append(Column("run", lambda row: os.path.relpath(row["runs"][0], shared), TEXT))
     print_columns(ShownTable(columns, found["rows"]), stdout_console())
 
 

@@ -73,7 +73,13 @@ class _Swept:
 @click.option("--policy", metavar="NAME,…", help="Policies to try.")
 @click.option("--schedule", metavar="NAME,…", help="Schedules to try.")
 @click.option("--set", "settings", type=pair, multiple=True, metavar="NAME=VALUE,…", help="Values of a setting to try.")
-@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="Runs of each, with seeds 0, 1, ….")
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Runs of each, with seeds 0, 1, … of the data and of dropout; all begin with the build's weights.",
+)
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Runs at a time.")
 @click.option("--processes", is_flag=True, help="Each run in processes of its own, one a stage, not in one.")
 @click.option(

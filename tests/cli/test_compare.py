@@ -92,6 +92,18 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
     assert "nan" not in out
 
 
+def test_a_sweep_is_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long their names are, they can be told apart, and be typed."""
+    monkeypatch.setenv("COLUMNS", "40")
+    names = [f"spectrain,warmup_steps=100,width=64,seed={seed}" for seed in (0, 1)]
+    for name in names:
+        (write_run(tmp_path / "sweep" / name) / "sweep.json").write_text("{}")
+    (tmp_path / "sweep" / "failed").mkdir()
+    (tmp_path / "sweep" / "failed" / "sweep.json").write_text("{}")
+    out, _ = fxpipe_compare(tmp_path / "sweep", write_run(tmp_path / "alone"))
+    assert [line.split()[-1] for line in out.splitlines()[2:]] == [*(f"sweep/{name}" for name in names), "alone"]
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         fxpipe_compare(write_run(tmp_path / "one"), tmp_path / "two")
