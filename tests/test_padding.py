@@ -96,7 +96,7 @@ def test_where_nothing_is_named_the_error_shows_the_leaves() -> None:
         built(pad=None)
     assert "batch['ids'] ([4, 3], [4, 4], [4, 5])" in error.value.what
     assert error.value.hint is not None
-    assert 'pad = {"input_ids": 0, "labels": -100}' in error.value.hint
+    assert 'pad = {"input_ids": 0, "attention_mask": 0, "labels": -100}' in error.value.hint
 
 
 def test_values_without_a_length_and_captured_programs_are_refused() -> None:

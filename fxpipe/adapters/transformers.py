@@ -65,7 +65,7 @@ def trainer_hooks(
             processes that train together, and wait for the others.
         train_dataset, eval_dataset: as Trainer takes them.
         data_collator, processing_class: as Trainer takes them. Where the collator pads batches to several lengths,
-            `--pad-to` makes few of them: what is appended follows from its tokenizer, if that pads at the right.
+            `--pad-to` makes few of them: what is appended follows from the tokenizer, if that pads at the right.
         compute_metrics, preprocess_logits_for_metrics: as Trainer takes them: evaluations gather all predictions.
         callbacks: of Trainer's, EarlyStoppingCallback; others are named and not called.
         metrics: what a batch is evaluated to, by name, instead of its loss. Means over batches are taken of them.
@@ -148,7 +148,7 @@ def trainer_hooks(
 
     hooks: dict[str, Any] = {"model": make_model, "loss": loss_of, "train_data": train_data}
     hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
-    tokenizer: Any = getattr(collator, "tokenizer", None)
+    tokenizer: Any = getattr(collator, "tokenizer", processing_class)
     if getattr(tokenizer, "pad_token_id", None) is not None and tokenizer.padding_side == "right":
         hooks["pad"] = functools.partial(pad_values, tokenizer)
     if eval_dataset is not None:

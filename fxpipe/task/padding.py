@@ -20,6 +20,8 @@ from fxpipe.task.batch import Batch, is_named, tensor_spec
 Pad = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 """By a leaf's name or key, the value appended along dimension 1, or value and dimension; or a function of a batch."""
 
+_EXAMPLE = 'pad = {"input_ids": 0, "attention_mask": 0, "labels": -100}'
+
 
 def padding_of(pad: Pad | None, pad_to: int | None, batches: Sequence[Batch]) -> tuple[PadSpec, ...]:
     """Which leaves are padded, and with what, from the user's options.
@@ -60,9 +62,7 @@ def _given(pad: Pad | None, batch: Any) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise TaskError(
-            f"pad is {found!r}, not a dictionary of leaves", hint='such as pad = {"input_ids": 0, "labels": -100}'
-        )
+        raise TaskError(f"pad is {found!r}, not a dictionary of leaves", hint=f"such as {_EXAMPLE}")
     return dict(found)
 
 
@@ -117,7 +117,6 @@ def _nothing_named(pad_to: int, batches: Sequence[Batch]) -> BatchError:
     return BatchError(
         f"pad_to={pad_to} is given without pad, which says what is padded and with what; the leaves are "
         + (listed(shown, 12) or "none"),
-        hint="write into the model file (in Python: pad=…), with the values that model and loss ignore: "
-        'pad = {"input_ids": 0, "labels": -100}',
+        hint=f"write into the model file (in Python: pad=…), with the values that model and loss ignore: {_EXAMPLE}",
         page="batch-shapes",
     )

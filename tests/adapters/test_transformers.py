@@ -524,6 +524,25 @@ def test_what_is_padded_follows_from_the_tokenizer(side: str, capsys: pytest.Cap
         assert hooks["pad"](batch) == {"input_ids": 7, "attention_mask": 0}
 
 
+def test_an_own_collator_pads_as_the_tokenizer_of_the_trainer_does() -> None:
+    """Whether its batches have several lengths is not known: --pad-to is not the default."""
+    from types import SimpleNamespace
+
+    from transformers import TrainingArguments
+
+    from fxpipe.adapters.transformers import trainer_hooks
+
+    hooks = trainer_hooks(
+        model=lambda: nn.Linear(2, 2),
+        args=lambda: TrainingArguments(output_dir="out", use_cpu=True, report_to=[]),
+        train_dataset=[{}] * 64,
+        data_collator=lambda samples: samples[0],
+        processing_class=SimpleNamespace(pad_token_id=7, padding_side="right"),
+    )
+    assert hooks["pad"]({"input_ids": torch.ones(2, 3)}) == {"input_ids": 7}
+    assert hooks["compile_options"]["pad_to"] is None
+
+
 def test_arguments_that_would_wait_for_other_processes_are_refused(tmp_path: Path) -> None:
     source = written(tmp_path).read_text().replace("args=make_args", "args=make_args()")
     (tmp_path / "model.py").write_text(source)
