@@ -209,8 +209,8 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
     plan = checked_plan(options)
     held.enter_context(writing(options.out))
     options = resumed_options(replace(options, plan_digest=plan.digest), options.out)
-    overlaps = options.schedule in (None, "async", plan.schedule)
-    if not overlaps and plan.microbatches == 1 and plan.workers > 1:
+    flushes = options.schedule not in (None, plan.schedule) and of_plan(plan, options.schedule).synchronous
+    if flushes and plan.microbatches == 1 and plan.workers > 1:
         warn(
             f"the build has one microbatch, so {options.schedule} runs its workers one after the other; "
             f"compile with --schedule {options.schedule} --microbatches {2 * plan.workers} to overlap them"

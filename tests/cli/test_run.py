@@ -164,6 +164,8 @@ def test_another_schedule_than_the_builds(folder: Path, tmp_path: Path) -> None:
     assert result.json["steps"] == STEPS
     assert result.err.startswith("warning: the build has one microbatch, so 1f1b runs its workers one after the other")
     assert "compile with --schedule 1f1b --microbatches 4" in result.err
+    late = fxpipe("run", folder / "build", "--local", "--schedule", "async-late", "--json", "--out", tmp_path)
+    assert "one microbatch" not in late.err, "it has no flush, so workers overlap"
 
 
 @pytest.fixture
