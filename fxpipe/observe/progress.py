@@ -51,6 +51,14 @@ def default_progress() -> Progress:
     return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 
+def leave_bar() -> None:
+    """End the display of a process that has not done so: the cursor is hidden, at the end of the last line."""
+    if sys.stderr.isatty():
+        with suppress(OSError, ValueError):
+            sys.stderr.write("\x1b[?25h\n")
+            sys.stderr.flush()
+
+
 class BarProgress:
     """A line with a bar, the loss, samples/s and the time left; below it, a line for every worker."""
 

@@ -9,6 +9,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,19 @@ def test_another_schedule_than_the_builds(folder: Path, tmp_path: Path) -> None:
     assert "compile with --schedule 1f1b --microbatches 4" in result.err
     late = fxpipe("run", folder / "build", "--local", "--schedule", "async-late", "--json", "--out", tmp_path)
     assert "one microbatch" not in late.err, "it has no flush, so workers overlap"
+
+
+def test_the_display_ends_before_an_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before training begins: a bar would be drawn over the error."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "model.py").open("a") as file:
+        file.write("\n\ndef optimizer(named_parameters):\n    raise ValueError('no')\n")
+    shown = []
+    progress = SimpleNamespace(starting=lambda text: shown.append("starting"), close=lambda: shown.append("closed"))
+    monkeypatch.setattr("fxpipe.runtime.process.start.default_progress", lambda: progress)
+    result = fxpipe("run", tmp_path / "build", "--local", "--out", tmp_path / "out")
+    assert "optimizer() raised ValueError: no" in result.err
+    assert shown == ["starting", "closed"]
 
 
 @pytest.fixture

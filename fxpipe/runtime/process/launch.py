@@ -19,6 +19,7 @@ from typing import Any
 
 from fxpipe.errors import FxpipeError, PeerLost, WorkerLost, first_line
 from fxpipe.messages import say, warn
+from fxpipe.observe.progress import leave_bar
 from fxpipe.observe.pulse import PULSES, PulseFile
 from fxpipe.observe.starting import PAUSE, starting_text
 from fxpipe.observe.trace.writer import partial
@@ -256,7 +257,10 @@ def _attempt(
             finish_writing(options.out, RUNNING_ON)
             raise
         finally:
+            closed = started.ended().get(0) in (0, 1)
             started.end()
+            if options.progress and not closed:
+                leave_bar()
             furthest.step = max(signs.step for signs in started.pulses.read())
             with suppress(OSError):  # a file left by a worker that was ended while it wrote
                 if options.trace is not None:

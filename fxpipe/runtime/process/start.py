@@ -30,6 +30,16 @@ from fxpipe.threads import threads
 
 
 @contextmanager
+def shown(progress: Progress | None) -> Iterator[None]:
+    """The display ends with this, before an error is printed."""
+    try:
+        yield
+    finally:
+        if progress is not None:
+            progress.close()
+
+
+@contextmanager
 def debugged(progress: Progress | None) -> Iterator[None]:
     """Inside, `breakpoint()` first ends the display, which would draw over the debugger's prompt."""
     before = sys.breakpointhook
@@ -67,7 +77,7 @@ def run_local(options: RunOptions, task: Task | None = None, progress: Progress 
         task = task or task_of_run(plan, options)
         if progress is None and options.progress:
             progress = default_progress()
-        with threads(options.threads, plan.processes), debugged(progress):
+        with threads(options.threads, plan.processes), shown(progress), debugged(progress):
             run = TrainingRun(Agreed(options, plan, task, files, checkpoint), OneProcess(plan, options), progress)
             try:
                 summary = run.run()
@@ -103,7 +113,8 @@ def join(
             progress = default_progress()
         agreed, plan = member.agreed, member.agreed.plan
         world = AmongProcesses(plan, agreed.options, member.rank, member.pulse, member.pulses)
-        return TrainingRun(agreed, world, progress).run()
+        with shown(progress):
+            return TrainingRun(agreed, world, progress).run()
 
 
 def open_local(folder: str | Path, task: Task, options: PipelineOptions, out: str | None = None) -> Pipeline:
