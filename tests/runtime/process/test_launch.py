@@ -295,6 +295,19 @@ def test_an_error_that_explains_itself_would_come_again(toy: Any, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_the_display_of_a_worker_0_that_is_killed_is_ended(
+    endless: RunOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr("fxpipe.runtime.process.launch.leave_bar", lambda: ended.append(True))
+    stage = Path(endless.build) / "stage_0.py"
+    stage.write_text(stage.read_text().replace("def forward(", "import os; os.kill(os.getpid(), 9)\n\ndef forward("))
+    with pytest.raises(WorkerLost, match="worker 0 was killed by signal 9"):
+        launch(dataclasses.replace(endless, progress=True), 2)
+    assert ended == [True]
+
+
+@pytest.mark.slow
 def test_a_stop_is_no_reason_to_start_again(endless: RunOptions, tmp_path: Path) -> None:
     with started_run(dataclasses.replace(endless, max_restarts=3), 2, tmp_path / "tmp") as run:
         run.until(lambda: trains(endless))
