@@ -195,19 +195,27 @@ def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[
     times = measure_stages(build, example, optimizer=task.optimizer, threads=threads, say=say)
     costs = dataclasses.replace(build.costs, times=times)
     doubts = doubts_of(costs, build.plan.ranks, threads, build.plan.device)
-    return dataclasses.replace(build, costs=costs, warnings=(*build.warnings, *doubts))
+    kept = None if list(_contradicted(costs)) else build.node_costs
+    return dataclasses.replace(build, costs=costs, node_costs=kept, warnings=(*build.warnings, *doubts))
+
+
+def _contradicted(costs: BuildCosts) -> Iterator[tuple[int, float]]:
+    """The stages whose time is far from the sum of their operators', and by which factor."""
+    on_engines = {time.worker for time in costs.engines if time.chosen and time.engine != "eager"}
+    for k, time in enumerate(costs.times):
+        off = costs.correction(k)
+        if off is not None and k not in on_engines and time.microbatch > NOTICEABLE and not 1 / OFF < off < OFF:
+            yield k, off
 
 
 def doubts_of(costs: BuildCosts, ranks: int, threads: int, device: str) -> Iterator[str]:
     """Reasons why a run may not reach what the times of the stages promise."""
-    times = costs.times
-    for k, time in enumerate(times):
-        off = costs.correction(k)
-        if off is not None and time.microbatch > NOTICEABLE and not 1 / OFF < off < OFF:
-            yield (
-                f"stage {k} took {off:.2f} times what its operators add up to: the machine may have been busy; the "
-                "forecast uses the stage's time, the cuts those of the operators; compile again when it is not busy"
-            )
+    for k, off in _contradicted(costs):
+        yield (
+            f"stage {k} took {off:.2f} times what its operators add up to: the machine may have been busy while "
+            "one was timed; the forecast uses the stage's time, the cuts those of the operators; compile again when it "
+            "is not busy, which times both"
+        )
     cores = os.cpu_count() or 1
     if device == "cpu" and ranks * threads > cores:
         yield (

@@ -19,7 +19,7 @@ from model_files import PARAMETERS, write_model
 
 from fxpipe.lowering import compare_with_eager as agreement
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.cost_records import StageTime, WorkerSummary
+from fxpipe.plan.cost_records import EngineTime, StageTime, WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
 
@@ -139,6 +139,18 @@ def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.
     assert ["stage 1 took 2.00 times" in text for text in doubts((fine, slow), 1, "cpu")] == [True]
     assert ["3 workers of 2 threads share 4 cores" in text for text in doubts((fine,) * 3, 2, "cpu")] == [True]
     assert doubts((fine,) * 3, 2, "cuda") == []
+    fast = StageTime(0.005, 0.010, 0.0)
+    on_engine = BuildCosts((worker,), (fast,), engines=(EngineTime(0, "F", "inductor", chosen=True),))
+    assert list(doubts_of(on_engine, 1, 1, "cpu")) == [], "its operators were timed without it"
+
+
+def test_times_that_contradict_those_of_operators_are_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the compile again that the warning advises would take the operators' times from the file."""
+    slow = StageTime(1.0, 1.0, 0.0)
+    monkeypatch.setattr("fxpipe.measure.stages.measure_stages", lambda *given, **more: (slow, slow))
+    result = fxpipe("compile", "model.py", "--threads", 1)
+    assert "compile again when it is not busy, which times both" in result.err
+    assert not Path("build/node_costs.json").exists()
 
 
 def test_what_is_computed_again_is_said(model: Path) -> None:
