@@ -35,7 +35,7 @@ class Choice:
 
 
 def choose_cuts(
-    program: Program, profile: Profile, options: CompileOptions, setting: Setting, known: Partition | None = None
+    program: Program, profile: Profile, options: CompileOptions, setting: Setting, known: tuple[Partition, ...] = ()
 ) -> Choice:
     """The cuts of a program whose units are numbered.
 
@@ -50,7 +50,7 @@ def choose_cuts(
             units, or a cut that would separate readers of a buffer from the unit that updates it.
     """
     if options.planned:
-        found = (known,) if known is not None else _planned(profile, options, setting)
+        found = known or _planned(profile, options, setting)
         best = found[-1]
         return Choice(best.cuts, found, _rooms(best, options, setting))
     cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)

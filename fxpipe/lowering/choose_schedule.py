@@ -39,12 +39,14 @@ class Compared:
     Attributes:
         best: the fastest.
         rows: all candidates, the best first; then the numbers of microbatches that no schedule can use.
+        partitions: as in `Ranking`.
         samples: in a minibatch; None for a profile.
         ratios: the bytes that travel for each byte of values.
     """
 
     best: SimulatedPlan
     rows: tuple[ScheduleForecast, ...]
+    partitions: tuple[Partition, ...]
     samples: int | None
     ratios: Ratios
 
@@ -55,13 +57,13 @@ class ChosenSchedule:
 
     Attributes:
         step: captured, with the schedule and the microbatches among its options.
-        known: its partition, by the bytes that travel for each byte of values.
+        known: the partitions that were compared, its own last, by the bytes that travel for each byte of values.
         costs: of the step with that schedule.
         rows: all candidates, the chosen one first.
     """
 
     step: CapturedStep
-    known: Mapping[Ratios, Partition]
+    known: Mapping[Ratios, tuple[Partition, ...]]
     costs: StepCosts
     rows: tuple[ScheduleForecast, ...]
 
@@ -115,7 +117,7 @@ def choose_schedule(
     else:
         step = replace(taken.step, options=decided)
     costs = taken.costs_of_apart if decided.splits_backward else taken.costs_of_whole
-    return ChosenSchedule(step, {compared.ratios: compared.best.partition}, costs, compared.rows)
+    return ChosenSchedule(step, {compared.ratios: compared.partitions}, costs, compared.rows)
 
 
 def compare(
@@ -174,7 +176,7 @@ def compare(
     if options.schedule != AUTO:
         asked = replace(asked, schedules=(options.schedule,))
     ranking = search(sizes, asked, say, larger)
-    return Compared(ranking.best, (*ranking.rows, *refused), sizes[0].samples, ratios)
+    return Compared(ranking.best, (*ranking.rows, *refused), ranking.partitions, sizes[0].samples, ratios)
 
 
 def counts_of(options: CompileOptions, batches: Sequence[Batch]) -> Counts:

@@ -54,7 +54,8 @@ class Emitter:
         setting: what the planner plans for.
         codec_times: the seconds that codecs take.
         first: the number of the next pass.
-        known: partitions that are already known, by the bytes that travel for each byte of values.
+        known: partitions that are already known, the one to take last, by the bytes that travel for each byte of
+            values.
         reduce: puts gradients into buckets for the workers' replicas; None where no worker has several.
     """
 
@@ -64,7 +65,7 @@ class Emitter:
     setting: Setting
     codec_times: Mapping[str, CodecTimes]
     first: int
-    known: Mapping[Ratios, Partition] = field(default_factory=dict)
+    known: Mapping[Ratios, tuple[Partition, ...]] = field(default_factory=dict)
     reduce: Reduce | None = None
 
     @cached_property
@@ -83,7 +84,7 @@ class Emitter:
         Raises:
             CutError: as `choose_cuts`.
         """
-        return choose_cuts(self.planned, self.profile, self.options, setting, self.known.get(setting.ratios))
+        return choose_cuts(self.planned, self.profile, self.options, setting, self.known.get(setting.ratios, ()))
 
     def emit(
         self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines

@@ -47,10 +47,12 @@ class Ranking:
         best: what to take.
         rows: one for each schedule and number of microbatches: the best one first, then by their time; then those that
             do not fit, and those that are refused.
+        partitions: the best's, after the one that is faster, but by no more than the noise, if there is one.
     """
 
     best: SimulatedPlan
     rows: tuple[ScheduleForecast, ...]
+    partitions: tuple[Partition, ...]
 
 
 def search(
@@ -100,8 +102,10 @@ def search(
         if near and min(trial.least for trial in own) < fastest:
             say(f"{schedule}, {counted(microbatches)}: moving cuts")
             trials += _improved(own, question)
-    best = _beyond_noise(simplest(trials), trials)
-    return Ranking(best, (*_rows(trials, best), *refused))
+    within = simplest(trials)
+    best = _beyond_noise(within, trials)
+    compared = () if best is within else (within.partition,)
+    return Ranking(best, (*_rows(trials, best), *refused), (*compared, best.partition))
 
 
 def _more_may_gain(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CutError, PolicyError
-from fxpipe.lowering.choose_cuts import WORTH
+from fxpipe.lowering.choose_cuts import WORTH, lost_in_noise
 from fxpipe.planner.advice import advised_partitions
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
@@ -197,12 +197,15 @@ def test_of_ties_the_simplest_is_taken() -> None:
 def test_separate_cuts_must_gain_more_than_the_noise() -> None:
     """Shared cuts take 14 ms a microbatch at best, separate ones 12."""
     plain = chain([(1.0, 9.0, 0.0), (6.0, 2.0, 0.0), (5.0, 1.0, 0.0)])
-    modes = []
+    modes, compared = [], []
     for noise in (0.0, 0.1, 0.2):
         profile = dataclasses.replace(plain, doubt=noise)
-        best = search([Sized(Setting(microbatches=4), profile, profile)], Question(2, ("async",))).best
-        modes.append((best.candidate.mode, round(1e3 * best.seconds)))
+        found = search([Sized(Setting(microbatches=4), profile, profile)], Question(2, ("async",)))
+        modes.append((found.best.candidate.mode, round(1e3 * found.best.seconds)))
+        compared.append([partition.mode for partition in found.partitions])
     assert modes == [("bidirectional", 48), ("bidirectional", 48), ("same", 56)]
+    assert compared == [["bidirectional"], ["bidirectional"], ["bidirectional", "same"]]
+    assert lost_in_noise(found.partitions, profile).startswith("separate ones would gain 14.3%, within the noise")
 
 
 def test_async_competes_and_says_how_stale_it_is() -> None:
