@@ -190,7 +190,7 @@ class Consequences:
 
     def _show_end(self) -> None:
         for executor in self._executors:
-            executor.store.versions.end(self.end, told=self.end > executor.store.version)
+            executor.store.versions.end(self.end, known_to_all=self.end > executor.store.version)
         for observer in self._observers:
             observer.ends(self.end)
 

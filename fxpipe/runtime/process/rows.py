@@ -262,7 +262,7 @@ class FedRows:
             return
         self._ending = True
         for executor in self.every:
-            executor.store.versions.end(self.fed, told=False)
+            executor.store.versions.end(self.fed, known_to_all=False)
         self._go()
         self.losses.settle()
         for executor in self.every:

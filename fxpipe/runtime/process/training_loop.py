@@ -106,7 +106,7 @@ def train(
                     observer.between(executors)
         if event is None:
             for executor in executors:
-                for loss in executor.hear():
+                for loss in executor.await_losses():
                     pass_on(executor.worker, loss)
             if more():
                 continue

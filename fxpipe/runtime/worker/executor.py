@@ -246,7 +246,7 @@ class Executor:
         loss = None if self.between is None else self.between.losses.pop(minibatch, None)
         return None if loss is None else MinibatchLoss(minibatch, loss)
 
-    def hear(self) -> list[MinibatchLoss]:
+    def await_losses(self) -> list[MinibatchLoss]:
         """Wait for the losses, summed over replicas, of minibatches whose updates are still to come."""
         return [] if self.between is None else [MinibatchLoss(*each) for each in self.between.take_losses().items()]
 

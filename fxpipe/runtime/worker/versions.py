@@ -140,12 +140,12 @@ class ReadVersions:
         """The first minibatch of the segment that was not over when the worker began or resumed it."""
         return self._unread.since
 
-    def end(self, stop: int, told: bool = True) -> None:
+    def end(self, stop: int, known_to_all: bool = True) -> None:
         """The segment's end is now known: forget what is kept for minibatches from `stop` on.
 
-        If all workers learn it at the same version (`told`), they no longer send what later minibatches would read.
+        If all workers learn it at the same version (`known_to_all`), they no longer send what later minibatches would read.
         """
-        if told:
+        if known_to_all:
             self._stop = stop
         for key in self._unread.end(stop):
             self._forget(key)
