@@ -1,1 +1,1 @@
-"""The command line: one file a command. Torch is imported only when a command needs it."""
+"""The command line: one file for each command. Torch is imported only when a command needs it."""

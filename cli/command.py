@@ -23,7 +23,7 @@ def group(title: str, *options: Callable[..., Any], first: str = "") -> Callable
 
     Args:
         options: `click.option(…)`, `option_fields(…)`.
-        first: the names of those that `--help` shows, with spaces between them.
+        first: the names of the options that `--help` shows, separated by spaces.
     """
 
     def none() -> None: ...
@@ -41,10 +41,10 @@ def group(title: str, *options: Callable[..., Any], first: str = "") -> Callable
 
 
 class Command(click.Command):
-    """A command with help in two tiers; with one, if no group says what comes first.
+    """A command with a short and a full help; only one of them if no group says what comes first.
 
-    Its docstring begins with a paragraph for `--help`. A paragraph of examples begins with `\\b`; the first two of them
-    are for `--help`, too.
+    Its docstring begins with a paragraph for `--help`. A paragraph of examples begins with `\\b`; `--help` shows
+    the first two of them.
 
     Attributes:
         groups: its options, by the title of their group, in order.
@@ -69,11 +69,11 @@ class Command(click.Command):
         )
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Those of the command, `--help` and `--help-all`."""
+        """The command's own parameters, `--help` and `--help-all`."""
         return [*super().get_params(ctx), self._all]
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one of the two tiers."""
+        """Write the short or the full help."""
         count = sum(map(len, self.groups.values()))
         if len(self.first) == count:
             return super().format_help(ctx, formatter)
@@ -108,14 +108,14 @@ def _show_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
 
 
 def _line(option: click.Option, context: click.Context) -> tuple[str, str]:
-    """The flags, and the first clause of what they are for, with the default."""
+    """The flags, the first clause of their help, and the default."""
     flags, _ = option.get_help_record(context) or ("", "")
     text = re.split(r"[.;:](?: |$)| \(| \[default", option.help or "")[0]
     return flags, f"{text} [default: {option.default}]" if option.show_default else text
 
 
 def _write_whole(option: click.Option, context: click.Context, formatter: click.HelpFormatter) -> None:
-    """The flags, and below them all that there is to say."""
+    """The flags, and below them their whole help."""
     flags, text = option.get_help_record(context) or ("", "")
     formatter.write_text(flags)
     with formatter.indentation(), formatter.indentation():

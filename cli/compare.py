@@ -28,23 +28,23 @@ SPENT = (*OF_TRAINING, "other")
 """Columns of the workers' table."""
 
 NAMED = {"samples": "batch size"}
-"""Settings that people call otherwise."""
+"""Settings that the table shows under another name."""
 
 RARE = ("save",)
-"""Those that are left out where all do not fit."""
+"""Columns that are left out first if the table is too wide."""
 
 
 @click.command("compare", cls=Command)
 @click.argument("folders", metavar="RUN RUN [RUN…]", nargs=-1, type=click.Path())
-@click.option("--seeds", is_flag=True, help="One row for runs that differ in nothing but the seed: mean and deviation.")
+@click.option("--seeds", is_flag=True, help="One row for runs that differ only in the seed: mean and deviation.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int:
     """Compare runs: settings, speed, loss, and where their time went.
 
-    Each RUN is an --out folder of `fxpipe run`, or of `fxpipe sweep`, which stands for its runs; the builds may differ.
-    Of two, losses are compared at the end and after the same time of training, as the mean of the last 20. Three or
-    more, and any with --seeds, are one table: the settings that differ, and what came of each. Anything missing from a
-    folder, for example after a run was stopped, is left out with a warning.
+    Each RUN is the --out folder of an `fxpipe run`, or of an `fxpipe sweep`, which stands for all its runs. The builds
+    may differ. For two runs, losses are compared at the end and after the same training time, each as the mean of the
+    last 20. Three or more runs, or any with --seeds, become one table of the settings that differ and the results.
+    A warning names what a folder lacks, for example because the run was stopped.
 
     \b
     fxpipe compare out/ other/
@@ -72,7 +72,7 @@ def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int
 
 
 def _runs_of(folder: str) -> list[str]:
-    """The runs of a sweep's folder that have ended; of another one, itself."""
+    """The runs of a sweep's folder that have ended; any other folder is returned as it is."""
     swept = sorted(path.parent for path in Path(folder).glob("*/sweep.json"))
     return [str(run) for run in swept if (run / "run.json").is_file()] or [folder]
 
@@ -81,10 +81,10 @@ def print_runs(folders: Sequence[str], seeds: bool, as_json: bool) -> None:
     """Print runs as one table.
 
     Args:
-        seeds: runs that differ in nothing but the seed share a row.
+        seeds: runs that differ only in the seed share a row.
 
     Raises:
-        RunError: a folder is no run.
+        RunError: a folder is not a run.
     """
     from fxpipe.inspection.run_table import run_table
     from fxpipe.observe.run_folder import read_run
@@ -115,7 +115,7 @@ def _of(part: str, name: str, row: Json) -> Any:
 
 
 def _spread(pair: Pair) -> str:
-    """A mean with its deviation."""
+    """A mean with its deviation, as text."""
     middle, deviation = pair
     if middle is None:
         return NONE

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 DIFFERS = (
-    "do not train with this build; --microbatches 1 and -n 1 tell whether cutting the batch or the model is the cause, "
-    "and a report of it should have the model file"
+    "do not train with this build; compile with --microbatches 1, then with -n 1, to see whether cutting the batch or "
+    "the model is the cause; if you report it, attach the model file"
 )
 
 MOST_SHOWN = 4
-"""Of the schedules that were compared: the best one and the three next."""
+"""How many of the compared schedules are shown: the best one and the next three."""
 
 
 @click.command("compile", cls=WithArguments)
@@ -73,7 +73,7 @@ MOST_SHOWN = 4
         "--like",
         type=click.Path(file_okay=False),
         metavar="BUILD",
-        help="Take schedule, policy, microbatches and the like from this build where they are not given.",
+        help="Take options that are not given (schedule, policy, microbatches, …) from this build.",
     ),
     first="schedule synchronous microbatches",
 )
@@ -102,8 +102,10 @@ MOST_SHOWN = 4
     "Output",
     click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="Folder for the build."),
     click.option("--verify", is_flag=True, help="Compare one step of the stages with eager PyTorch."),
-    click.option("-v", "--verbose", is_flag=True, help="Say what every pass made of the program."),
-    click.option("--after", metavar="PASS", help="Print the program after a pass, or `capture`; write nothing."),
+    click.option("-v", "--verbose", is_flag=True, help="Print what every pass changed."),
+    click.option(
+        "--after", metavar="PASS", help="Print the program after this pass, or after `capture`; write nothing."
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     config,
     print_config,
@@ -132,22 +134,22 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 2 --after cut
 
     Captures forward, loss and backward as one graph, chooses where to cut forward and backward, and writes stage_0.py,
-    stage_1.py, … with their sends and receives. Cuts are planned for times that are measured here, or computed for
-    another device (--device-spec), and for the links between the workers. --cuts auto cuts forward and backward at
-    separate places where that gains more than 2%.
+    stage_1.py, … with their sends and receives. The planner uses times that are measured here, or computed for another
+    device (--device-spec), and the speed of the links between workers. --cuts auto cuts forward and backward at
+    different places where that gains more than 2%.
 
     --schedule is 1f1b, async, async-late, dualpipev, gpipe, interleaved, v-half, v-min, zb-h1, zb-h2, zb-v, one that
-    the model file registers, or a file in torch's format. auto also chooses the number of microbatches: what is fastest
-    in the simulator. It says what the next three lose and why.
+    the model file registers, or a file in torch's format. auto takes the schedule and the number of microbatches that
+    are fastest in the simulator, and prints what the next three lose and why.
 
     --policy is for schedules whose forwards miss updates: 2bw, latest, lwp, pipeoptim, spectrain, stash, vertical,
-    xpipe, or the model file's own, with switches after it, as in pipeoptim+keep or spectrain+ef.
+    xpipe, or one that the model file registers. Switches follow it, as in pipeoptim+keep or spectrain+ef.
 
-    --codec auto sends int8 on just those links that workers wait for. --set, and what comes after -- (the model file's
-    own command line, for argparse), are kept with the build; what capture did not read of them, a run may change.
+    --codec auto sends int8 on the links that workers wait for, and only there. The build keeps the values of --set and
+    what follows -- (the model file's own command line, for argparse). A run may change those that capture did not read.
 
-    Options that the command line does not give are those of the table [compile] in fxpipe.toml, in the model file's
-    folder; then those of --like; then those of the model file's compile_options.
+    An option that is not on the command line is taken from the table [compile] in fxpipe.toml, in the model file's
+    folder; else from --like; else from the model file's compile_options.
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
     from fxpipe.inspection.codecs import codec_facts
@@ -181,7 +183,7 @@ def compile_command(
     if after is not None:
         print_after(after, task, made_as, options, costs, as_json)
         return 0
-    with locked(build_lock(out), out, "-o"):  # from the start: two that compile into one place would work for nothing
+    with locked(build_lock(out), out, "-o"):  # at once: two compiles must not write one folder
         made = build_model(task, made_as, options, costs)
         simulation = forecast(made.build.plan, made.build.costs)
         recipe = choose(made.build.plan)
@@ -231,23 +233,23 @@ def compile_command(
 
 
 def _check(asked: Mapping[str, Any], verify: bool, after: str | None) -> None:
-    """Refuse options that exclude each other.
+    """Refuse options that contradict each other.
 
     Raises:
         click.UsageError: names them.
     """
     if asked["cuts"] != "auto" and (asked["forward_at"] or asked["backward_at"]):
         raise click.UsageError(
-            f"--cuts {asked['cuts']} lets the planner choose, --fp-cut and --bp-cut pin: give one of them"
+            f"--cuts {asked['cuts']} lets the planner choose, --fp-cut and --bp-cut set the cuts: give one of them"
         )
     if asked["meta"] and verify:
         raise click.UsageError("--verify runs the step, but --meta leaves parameters without values")
     if after is not None and verify:
-        raise click.UsageError("--after ends the compile there: leave --verify out")
+        raise click.UsageError("--after ends the compile before there are stages to verify: leave out --verify")
 
 
 def _given_by(task: Task) -> dict[str, Any]:
-    """The options that the model file gives; says them, and what it gives runs."""
+    """The options that the model file gives; prints them, and those that it gives to runs."""
     from fxpipe.runtime.options import RunOptions
 
     runs = read_options("run_options", task.run_options, options_of("run", RunOptions), str(task.file))
@@ -257,7 +259,7 @@ def _given_by(task: Task) -> dict[str, Any]:
 
 
 def _like(folder: str) -> dict[str, Any]:
-    """The options of another build, where nothing gives them: so that its checkpoints go on alike."""
+    """The options of another build, where nothing else gives them, so that its checkpoints can be resumed."""
     from fxpipe.plan.build_folder import read_plan
 
     plan, context = read_plan(folder), click.get_current_context()
@@ -346,7 +348,7 @@ def _print(
         if agreement.not_compared:
             note(f"loss and gradients were not compared: {agreement.not_compared}")
         if agreement.not_finite:
-            warn(f"infinite or NaN in eager PyTorch too, and so hardly compared: {listed(agreement.not_finite, 6)}")
+            warn(f"infinite or NaN in eager PyTorch too, so only partly compared: {listed(agreement.not_finite, 6)}")
         if agreement.rounding:
             note(rounding_text(agreement))
         for text in agreement.notes:
@@ -369,14 +371,14 @@ def _print(
             f"(most: {plain(name)}, {error:.1e})"
         )
     if plan.meta:
-        echo("weights: none (--meta); a run has model() make those of each worker there, or reads --weights")
+        echo("weights: none (--meta); a run calls model() to make them on each worker, or reads --weights")
     if plan.evaluations:
         echo(evaluation_text(evaluation_facts(plan)))
     echo(f"wrote {out}: {', '.join(s.file for s in plan.stages)}, plan.json, weights.safetensors")
 
 
 def _print_engines(build: Build) -> None:
-    """What each part takes on which engine, the chosen one marked; why an engine was left out."""
+    """The time of each part on each engine, the chosen one marked; why an engine was left out."""
     if not build.costs.engines:
         return
     engines = list(dict.fromkeys(t.engine for t in build.costs.engines))

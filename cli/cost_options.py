@@ -39,7 +39,7 @@ class CostOptions:
 
     @staticmethod
     def of(asked: dict[str, Any]) -> CostOptions:
-        """Those among the options of a command, which are taken out."""
+        """Take the cost options out of a command's options."""
         return CostOptions(**{field.name: asked.pop(field.name) for field in fields(CostOptions)})
 
     def applied(
@@ -50,8 +50,8 @@ class CostOptions:
         What was typed takes precedence over files, and --links over --device-spec.
 
         Args:
-            default_links: the links of which --bandwidth or --latency alone changes one value; for a device that is not
-                a CPU, those between GPUs of one machine.
+            default_links: --bandwidth or --latency alone changes one of their values. For a device that is not a CPU,
+                the links between GPUs of one machine are used instead.
             meta: the model's parameters have no values: times are computed, because nothing can be measured.
 
         Raises:
@@ -64,7 +64,7 @@ class CostOptions:
         spec = DeviceSpec() if self.device_spec is None else read_device_spec(self.device_spec)
         if spec.device is not None and cost == "measured":
             raise click.UsageError(
-                "--device-spec computes the times for a device that need not be here; leave out --cost measured"
+                "--device-spec computes times, --cost measured measures them here: leave out --cost measured"
             )
         if spec.device is not None and spec.device.name != CPU.name:
             default_links = NCCL_NODE
@@ -105,7 +105,7 @@ def _each(
     default: float,
     workers: int,
 ) -> tuple[float, ...]:
-    """A value for each worker: the option's, else the default; one value of memory applies to all."""
+    """A value for each worker, from the option or the default; one value of memory applies to all workers."""
     if text is None:
         return (default,) * workers
     values = tuple(typed_quantity(part, option, read) for part in text.split(","))

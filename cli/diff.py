@@ -24,20 +24,19 @@ Json = dict[str, Any]
 
 SIDES = ("first", "second")
 NAMED = 12
-"""The most names of one kind that are said."""
+"""The most names of one kind that are printed."""
 
 
 @click.command("diff", cls=Command)
 @click.argument("first", metavar="BUILD1", type=click.Path())
 @click.argument("second", metavar="BUILD2", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all that is said, and all that is not.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all differences, however small.")
 def diff_command(first: str, second: str, as_json: bool) -> int:
-    """Say what differs between two builds.
+    """Show what differs between two builds.
 
-    Shows settings; modules that moved between workers, forward and backward; what every worker takes, holds and sends;
+    Shows settings; modules whose forward or backward moved to another worker; each worker's time, memory and messages;
     edges that were added or removed; parameters; the model's sources and the code of the stages, including edits.
-    Differences of less than 2% between times are shown only with --json. The exit code is 0 whether or not the builds
-    differ.
+    Times that differ by less than 2% are shown only with --json. The exit code is 0 whether or not the builds differ.
 
     \b
     fxpipe diff build/ other/
@@ -109,7 +108,7 @@ def _moved(found: Json) -> Iterator[str]:
 
 
 def _workers(found: Json) -> ShownTable:
-    """Two rows for each worker that differs, what it was and what it is."""
+    """Two rows for each worker that differs: in the first build and in the second."""
     from fxpipe.inspection.difference import BYTES, TIMES
 
     rows = [

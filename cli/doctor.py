@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @click.command("doctor", cls=Command)
 @click.option(
-    "--links", is_flag=True, help="Measure messages between processes instead, those of this machine or torchrun's."
+    "--links", is_flag=True, help="Measure messages between processes, on this machine or those that torchrun started."
 )
-@click.option("-n", "--workers", type=click.IntRange(min=2), help="Processes, for --links. [default: 2]")
+@click.option("-n", "--workers", type=click.IntRange(min=2), help="Number of processes, for --links. [default: 2]")
 @click.option(
-    "-o", "--out", type=click.Path(dir_okay=False), help="Write the links to a file, for --links of compile and plan."
+    "-o", "--out", type=click.Path(dir_okay=False), help="File for the links, for --links of compile and plan."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_command(links: bool, workers: int | None, out: str | None, as_json: bool) -> int:
@@ -39,7 +39,7 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
     The self-test compiles a small model for two workers, compares its stages with eager PyTorch, and trains a few
     steps with prediction. Exit code 1 if it fails.
 
-    With --links, processes send messages to each other as workers would: over NCCL if every process has a CUDA device,
+    With --links, processes exchange messages as workers do: over NCCL if every process has a CUDA device,
     else over gloo. Under torchrun these are the processes that it started, on one machine or on several.
 
     \b
@@ -51,7 +51,7 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
     if links:
         return _links(workers, out, as_json)
     if workers is not None or out is not None:
-        raise click.UsageError("-n and -o go with --links")
+        raise click.UsageError("-n and -o need --links")
     with working("looking around"):
         report = _report()
     if as_json:
@@ -73,7 +73,7 @@ def _links(asked: int | None, out: str | None, as_json: bool) -> int:
     together = running_under_torchrun()
     first = not together or os.environ["RANK"] == "0"
     if together and asked is not None:
-        raise click.UsageError("-n is how many processes are started: under torchrun, torchrun says it")
+        raise click.UsageError("torchrun sets the number of processes (--nproc-per-node): leave out -n")
     if out is not None and first:
         check_output(Path(out).resolve().parent)  # before any work is done
     with working("measuring the links") if first else nullcontext(lambda text: None) as say:
@@ -131,7 +131,7 @@ def _print_links(report: LinkReport) -> None:
     if not isinstance(links.bandwidth, tuple) and not isinstance(links.latency, tuple):
         echo(
             f"{report.transport}: {links.bandwidth / 1e9:.2f} GB/s · latency {links.latency * 1e6:.0f} µs · "
-            f"{links.copy * 1e9:.2f} ns a byte of each end's processor"
+            f"{links.copy * 1e9:.2f} ns of processor time for each byte, at either end"
         )
 
 
@@ -161,7 +161,7 @@ def _report() -> dict[str, Any]:
 
 
 def _engines(device: str) -> list[str]:
-    """Each engine with its versions and what runs it here, or the reason why it cannot be used."""
+    """Each engine with its versions and the device that runs it, or the reason why it cannot be used."""
     from fxpipe import engines as backends
 
     found = ["eager"]

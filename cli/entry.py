@@ -1,4 +1,4 @@
-"""Where the command begins; it imports next to nothing until signals are heeded."""
+"""Where the command begins; it imports almost nothing until signals are handled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> NoReturn:
         if (number := asked()) is None:
             over()
             raise
-        leave(number)  # whatever became of it on the way, it was the signal
+        leave(number)  # whatever exception it became on the way, the signal is the cause
     else:
         over()
         code = 0

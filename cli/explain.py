@@ -1,4 +1,4 @@
-"""`fxpipe explain`: the pages of `docs/errors`, in a terminal; an installation has them next to this file."""
+"""`fxpipe explain`: the pages of `docs/errors`, in a terminal; once installed, they are next to this file."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         metavar="FILE",
         help="Export these weights: the model.safetensors that a run left.",
     ),
-    click.option("--untrained", is_flag=True, help="Export the weights that training begins with (with --inference)."),
+    click.option("--untrained", is_flag=True, help="Export the initial weights (with --inference)."),
     click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile."),
     first="inference trained untrained model",
 )
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     click.option(
         "--weights",
         type=click.Choice(["inputs", "initializers", "external"]),
-        help="Weights are inputs of the models, in them, or in files next to them.",
+        help="Where weights are: inputs of the models, inside them, or in files next to them.",
     ),
-    click.option("--opset", type=int, default=20, show_default=True, help="Version of ONNX's operators: 18 to 25."),
+    click.option("--opset", type=int, default=20, show_default=True, help="The ONNX operator set: 18 to 25."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     first="out as_json",
 )
@@ -66,16 +66,16 @@ def export_command(
     fxpipe export build/ -o serve/ --inference --trained out/model.safetensors
     fxpipe export build/ -o onnx/ --weights external --json
 
-    Writes stage_0.forward.onnx, stage_0.backward.onnx and so on: what each worker computes for one microbatch, with
-    what it receives, sends and saves as inputs and outputs, named as in the build; and stage_0.weights.onnx, where the
-    schedule makes weight gradients in a step of their own (zb-v and others). pipeline.onnx is the whole training step,
-    each part of a stage a function in it: open it in Netron to see the stages and what passes between them. The
-    property "fxpipe" of each model says what every input and output is; dropout masks are inputs. An edited stage is
-    exported as it was edited. --weights is inputs where nothing is said.
+    Writes stage_0.forward.onnx, stage_0.backward.onnx and so on: what each worker computes for one microbatch. Inputs
+    and outputs are what it receives, sends and saves, named as in the build. Schedules with separate weight gradients
+    (zb-v and others) also have stage_0.weights.onnx. pipeline.onnx is the whole training step, with each part of a
+    stage as a function: open it in Netron to see the stages and the edges between them. The property "fxpipe" of each
+    model describes every input and output. Dropout masks are inputs. An edited stage is exported with its edits. The
+    default of --weights is inputs.
 
-    With --inference: stage_0.inference.onnx and so on, the model file's forward in eval mode, cut where the build is.
-    Stage k takes what stage k-1 gives; the first takes the model's own inputs, the last gives its outputs. Say which
-    weights: --trained FILE, or --untrained. --weights is initializers where nothing is said.
+    With --inference: stage_0.inference.onnx and so on, the model file's forward in eval mode, with the build's cuts.
+    The first stage takes the model's inputs, each further one the outputs of the stage before it; the last gives the
+    model's outputs. Say which weights: --trained FILE, or --untrained. The default of --weights is initializers.
     """
     from fxpipe.export.target import check_export_target, check_opset, check_packages
 
@@ -89,7 +89,7 @@ def export_command(
     if inference and trained is None and not untrained:
         raise click.UsageError(
             "say which weights to serve: --trained out/model.safetensors, which a run wrote, "
-            "or --untrained for those with which training begins"
+            "or --untrained for the initial weights"
         )
     check_packages()
     check_opset(opset)
@@ -102,7 +102,7 @@ def export_command(
     else:
         _print(found, out)
         if form != "inputs":
-            echo(f"weights  {trained or 'untrained, as training begins with them'}")
+            echo(f"weights  {trained or 'the initial ones, untrained'}")
     return 0
 
 

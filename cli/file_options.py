@@ -1,6 +1,6 @@
 """The options that files give where the command line has none: a settings file, another build, a model file.
 
-Each file gives what those before it have left: see `take`.
+An earlier file takes precedence: see `take`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from fxpipe.task.model_file import Task
 
 TAKEN = "fxpipe.taken"
-"""In the meta of a command's context: by option what a file gave, and the file's name."""
+"""Key of the meta of a command's context: by option, the value that a file gave, and the file's name."""
 
 _EXCLUSIVE = (("steps", "epochs"), ("dp", "replicas"), ("cuts", "forward_at"), ("cuts", "backward_at"))
-"""Where one of these is given, a later file does not give the other."""
+"""If one option of a pair is given, a later file does not give the other."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Written:
 
 
 def options_of(command: str, *classes: type[Any]) -> dict[str, click.Option]:
-    """The options of a command of fxpipe: those that are fields of these classes; all, where none is named."""
+    """The options of a command that are fields of these classes; all options if no class is named."""
     fxpipe = click.get_current_context().find_root().command
     assert isinstance(fxpipe, click.Group)
     found = fxpipe.commands[command]
@@ -62,12 +62,12 @@ def read_options(
         known: what may be given, by the file's names.
 
     Raises:
-        TaskError: one is no option, or has a value that it cannot have.
+        TaskError: a name is not an option, or its value is invalid.
     """
     found = {}
     for name, text in given.items():
         if name not in known:
-            what = f"{where} has {name!r}, which is no option{near(name, list(known))}"
+            what = f"{where} has {name!r}, which is not an option{near(name, list(known))}"
             raise TaskError(what, where=file, hint=f"one of {', '.join(known)}")
         option = known[name]
         if text is None:
@@ -86,11 +86,11 @@ def is_given(name: str) -> bool:
 
 
 def take(found: Mapping[str, Written], file: str, left: Collection[str] = ()) -> dict[str, Written]:
-    """Those that nothing has given before; from now on, they are given.
+    """Options of this file that nothing has given before; from now on, they are given.
 
     Args:
         file: what gives them.
-        left: options that something else decides here.
+        left: options to leave out: something else decides them.
     """
     context = click.get_current_context()
     before = {name for name in {*context.params, *found} if is_given(name)}
@@ -109,7 +109,7 @@ def values(taken: Mapping[str, Written]) -> dict[str, Any]:
 
 
 def say_given(file: str, taken: Mapping[str, Written], whom: str = "") -> None:
-    """Say what a file gives, as a command line has it; once in a run of several processes."""
+    """Print what a file gives, in the form of a command line; once in a run of several processes."""
     said = [whom] if whom else []
     for one in taken.values():
         for value in one.text if isinstance(one.text, (tuple, list)) else (one.text,) if one.text is not False else ():
@@ -120,10 +120,10 @@ def say_given(file: str, taken: Mapping[str, Written], whom: str = "") -> None:
 
 
 def compile_options_of(task: Task, left: Collection[str] = ()) -> dict[str, Any]:
-    """The options that a model file gives to what compiles or plans it; says them.
+    """The options that a model file gives to its compile or plan; prints them.
 
     Args:
-        left: fields that something else decides here.
+        left: options to leave out: something else decides them.
     """
     known, file = options_of("compile", CompileOptions, ModelOptions), str(task.file)
     taken = take(read_options("compile_options", task.compile_options, known, file), file, left)
@@ -132,15 +132,15 @@ def compile_options_of(task: Task, left: Collection[str] = ()) -> dict[str, Any]
 
 
 def is_number(option: click.Option) -> bool:
-    """Whether values of the option are numbers, not texts that it reads."""
+    """Whether values of the option are numbers, not texts to be parsed."""
     return isinstance(option.type, (click.types.IntParamType, click.types.FloatParamType))
 
 
 def _read(option: click.Option, given: Any) -> Any:
-    """A value as the option's own text gives it.
+    """A value, read from the text that a command line would have.
 
     Raises:
-        FxpipeError, click.UsageError: the option cannot have it.
+        FxpipeError, click.UsageError: the option does not accept it.
     """
     if option.multiple:
         if not isinstance(given, (list, tuple)):

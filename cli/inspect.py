@@ -1,4 +1,4 @@
-"""`fxpipe inspect`: what runs where, what crosses, what waits, what every action sees."""
+"""`fxpipe inspect`: what runs where, which values cross workers, and which weights every action sees."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 @click.command("inspect", cls=Command)
 @click.argument("build", type=click.Path())
 @click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
-@click.option("--node", metavar="NAME", help="Say where a value, a parameter or a module comes from and goes to.")
+@click.option("--node", metavar="NAME", help="Show where a value, a parameter or a module comes from and goes to.")
 @click.option(
     "--schedule",
     type=schedule_text,
     metavar="NAME|FILE.csv",
-    help="Show which weights every action sees with it.",
+    help="Show which weights every action sees with this policy.",
 )
 @option_fields(CompileOptions, policy=policy_help("the build's own"))
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
@@ -50,11 +50,11 @@ def inspect_command(
     html: str | None,
     as_json: bool,
 ) -> int:
-    """Show what runs where, what crosses between workers, what waits and what every action sees.
+    """Show what runs where, which values cross workers, and which weights every action sees.
 
     Without options: the module tree with the workers of each module's forward and backward (≠ where they differ), what
-    every worker computes, owns and holds, and every edge. Nothing is run, no code of the build is imported, nor of its
-    model file, but for a --policy that only it knows; and no weights are loaded.
+    every worker computes, owns and holds, and every edge. Nothing is run, and no weights are loaded. Code of the build
+    or of its model file is not imported, except for a --policy that the model file registers.
 
     --schedule and --policy show the order of actions and the version of the weights that each sees: F3@1+2 is the
     forward of minibatch 3 with the weights after 1 update, predicted 2 further.
@@ -74,7 +74,7 @@ def inspect_command(
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} show different things: give one of them")
     if run is not None and stage is not None:
-        raise click.UsageError("a run has nothing to do with --stage: leave --run out")
+        raise click.UsageError("--stage prints code and shows no run: leave out --run")
     if html is not None:
         _check_page(Path(html))
     subject = _read(build)
@@ -107,7 +107,7 @@ def inspect_command(
 
 
 def _check_page(path: Path) -> None:
-    """Check, before any work, that the page can be written, and not into a build, which is replaced as a whole.
+    """Check, before any work, that the page can be written, and is outside builds, which a compile replaces.
 
     Raises:
         BuildError: it cannot.

@@ -38,7 +38,7 @@ def cli() -> None:
     \b
     fxpipe compile model.py -n 2 -o build/     cut the training step into two stages
     fxpipe inspect build/                      see what runs where and what crosses
-    fxpipe run build/ --steps 500              train it, one process a stage
+    fxpipe run build/ --steps 500              train it, with one process for each stage
 
     model.py is plain PyTorch with three functions: model(), loss(model, batch) and train_data(). `fxpipe COMMAND
     --help` shows the options that you need first, `fxpipe COMMAND --help-all` shows all.
@@ -89,24 +89,24 @@ def _run(arguments: list[str] | None) -> int:
         if error.filename is None:
             raise
         what = f"{_short(str(error.filename))}: {error.strerror}"
-        return _explain(FxpipeError(what, hint="give another path, or look at that one"), asked)
+        return _explain(FxpipeError(what, hint="give another path, or check this one"), asked)
 
 
 def _explain(error: FxpipeError, arguments: list[str]) -> int:
-    """Print an error; what is wrong with no file is wrong with an argument: the command is its place."""
+    """Print an error; an error without a file is in an argument, so its place is the command."""
     error.where = error.where or _short(shlex.join(["fxpipe", *arguments]))
     show_error(str(error))
     return error.exit_code
 
 
 def _short(text: str) -> str:
-    """For one line of an error."""
+    """Shortened for one line of an error."""
     text = text.replace("\n", " ")
     return text if len(text) <= 160 else f"{text[:159]}…"
 
 
 def _show_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An unexpected error, through the filter: its text may be a stranger's."""
+    """An unexpected error, through the filter: its text may come from anywhere."""
     say("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 

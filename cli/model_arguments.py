@@ -6,14 +6,14 @@ import click
 from fxpipe.cli.command import Command
 
 TYPED = "fxpipe.typed"
-"""In the meta of the command's context: its own command line."""
+"""Key of the meta of the command's context: the model file's own command line."""
 
 
 class WithArguments(Command):
     """A command that gets what comes after `--` as `arguments`, which is None where there is no `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take them from the end."""
+        """Take them from the end of the command line."""
         at = args.index("--") if "--" in args else None
         ctx.meta[TYPED] = args[:at]
         rest = super().parse_args(ctx, args[:at])

@@ -32,7 +32,7 @@ OFF = 1.3
 
 MANY_SHAPES = (
     "the first {} batches of train_data() have {} shapes, each with stages of its own; a batch of another shape gets "
-    "its stages during the run (--new-shapes), in some seconds: --scan makes more before it, --pad-to makes few of many"
+    "its stages during the run (--new-shapes), in some seconds: --scan N finds more of them now, --pad-to needs fewer"
 )
 
 NOTICEABLE = 5e-3
@@ -58,7 +58,7 @@ def build_model(
 
     Args:
         task: the file's.
-        observers: are told of every pass.
+        observers: are called after every pass.
 
     Raises:
         click.UsageError, FxpipeError: for everything that the user can fix.
@@ -123,11 +123,11 @@ def build_model(
 def _last(
     first: FirstBatches, found: Batch | None, known: list[Batch], padding: Sequence[PadSpec], options: CompileOptions
 ) -> Batch | None:
-    """A batch as small as the last one of an epoch will be; None if it is as the others, or cannot be made of them.
+    """A batch as small as the last one of an epoch; None if that has a known shape, or cannot be made from the others.
 
     Args:
         found: the last one itself, if it was read.
-        known: a batch of every shape that there is, padded.
+        known: a batch of every known shape, padded.
     """
     from fxpipe.lowering.first_of_each import first_of_each
     from fxpipe.task.first_batches import shortened
@@ -142,7 +142,7 @@ def _command(name: str, made: ModelOptions, options: CompileOptions) -> str:
     """The command that makes this build again, without the paths that differ from machine to machine.
 
     Args:
-        options: as the command line gives them; what the model file says is left to it.
+        options: as the command line gives them; those that the model file gives are left out.
     """
     parts = ["fxpipe compile", name, f"-n {options.workers}"]
     parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
@@ -170,7 +170,7 @@ def _command(name: str, made: ModelOptions, options: CompileOptions) -> str:
 
 
 def _batches(hook: str, data: Callable[[], Iterable[Any]], task: Task, seed: int) -> Iterator[Any]:
-    """The batches that a hook gives, made when the first is asked for.
+    """The batches that a hook gives; it is called when the first one is needed.
 
     Raises:
         TaskError: the hook failed.
@@ -200,7 +200,7 @@ def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[
 
 
 def _contradicted(costs: BuildCosts) -> Iterator[tuple[int, float]]:
-    """The stages whose time is far from the sum of their operators', and by which factor."""
+    """The stages whose time is far from the sum of their operators' times, and the factor."""
     on_engines = {time.worker for time in costs.engines if time.chosen and time.engine != "eager"}
     for k, time in enumerate(costs.times):
         off = costs.correction(k)
@@ -212,7 +212,7 @@ def doubts_of(costs: BuildCosts, ranks: int, threads: int, device: str) -> Itera
     """Reasons why a run may not reach what the times of the stages promise."""
     for k, off in _contradicted(costs):
         yield (
-            f"stage {k} took {off:.2f} times what its operators add up to: the machine may have been busy while "
+            f"stage {k} took {off:.2f} times the sum of its operators' times: the machine may have been busy while "
             "one was timed; the forecast uses the stage's time, the cuts those of the operators; compile again when it "
             "is not busy, which times both"
         )

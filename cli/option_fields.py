@@ -53,7 +53,7 @@ def _click_option(name: str, flag: Flag, text: str | None) -> Callable[[Command]
 
 
 def click_type(flag: Flag) -> Any:
-    """What reads a value of the flag, for click."""
+    """The click type that reads the flag's value."""
     if flag.choices:
         return click.Choice(flag.choices)
     if flag.path is not None:

@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from fxpipe.inspection.table import Cell, Column, ShownTable
 
 QUIET = 0.9
-"""Seconds until the first line of progress in a pipe: there is no need to report what takes less."""
+"""Seconds until the first line of progress in a pipe: shorter work is not reported."""
 AGAIN, LONG = 5.0, 60.0
-"""Seconds between two more, and after how many seconds there are fewer."""
+"""Seconds between two further lines, and after how many seconds they become fewer."""
 SPIN = 0.25
-"""Seconds between two looks at how far the work is, on a terminal."""
+"""Seconds between two updates of the display on a terminal."""
 
 
-_json: TextIO | None = None  # stdout, while `only_json_on_stdout` keeps all else from it
+_json: TextIO | None = None  # the real stdout, inside `only_json_on_stdout`
 
 
 class OutputLost(FxpipeError):
-    """Stdout takes nothing more: a full disk, say. (Of a closed pipe nobody is told: whoever read it has left.)"""
+    """Stdout cannot be written, for example because a disk is full. A closed pipe is no error: its reader has left."""
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
@@ -53,7 +53,7 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
 
 
 def echo_file(text: str) -> None:
-    """A file as it is, byte for byte; a terminal gets no control characters: the file may be a stranger's."""
+    """A file as it is, byte for byte; a terminal gets no control characters: the file may come from anywhere."""
     if sys.stdout.isatty():
         echo(text.expandtabs(), nl=False)
     else:
@@ -74,9 +74,9 @@ def emit_json(data: Any) -> None:
 
 @contextmanager
 def only_json_on_stdout() -> Iterator[None]:
-    """Inside, stdout is for `emit_json` alone: what else is written there, by whatever code, goes to stderr.
+    """Inside, stdout is for `emit_json` alone: all that other code writes there goes to stderr.
 
-    Other processes that are started inside have no other stdout than stderr either.
+    So does the stdout of processes that are started inside.
     """
     global _json
     shown = sys.stdout
@@ -124,7 +124,7 @@ def note(message: str) -> None:
 
 
 def finish_stdout() -> None:
-    """Have all of stdout written.
+    """Write all that stdout still buffers.
 
     Raises:
         OutputLost: it cannot be.
@@ -136,7 +136,7 @@ def finish_stdout() -> None:
 
 
 def forget_stdout() -> None:
-    """Stdout takes nothing more: what is still in its buffer goes nowhere, or Python would report it once more."""
+    """Stdout cannot be written: drop what its buffer holds, or Python would report the error once more."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -146,7 +146,9 @@ def forget_stdout() -> None:
 def _lost(error: OSError) -> OSError | OutputLost:
     if error.errno == errno.EPIPE:
         return error
-    return OutputLost(f"stdout cannot be written: {error.strerror or error}", hint="make room, or write elsewhere")
+    return OutputLost(
+        f"stdout cannot be written: {error.strerror or error}", hint="make room, or write to another place"
+    )
 
 
 class _Stdout:
@@ -191,8 +193,8 @@ def console(**options: Any) -> Console:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on stderr what takes a while, and how far it is (`fxpipe.messages.saying`): a spinner on a terminal; in a
-    pipe a line after one second, then every few, and after a minute every half.
+    """Show on stderr what is being done and how far it is (`fxpipe.messages.saying`). A terminal gets a spinner; a pipe
+    gets a line after one second, then every few seconds, and after a minute every half minute.
 
     Yields a function to call with what is being done.
     """
@@ -243,14 +245,14 @@ _GAP = 2
 _ELASTIC = 32
 """How wide an elastic column may be before other columns are left out for it."""
 _LEAST = 10
-"""The least width that it keeps."""
+"""The least width of an elastic column."""
 
 
 def print_columns(table: ShownTable, console: Console, *, whole: bool = False) -> None:
     """A table no wider than the console: columns are left out, names shortened.
 
     Args:
-        whole: leaves all as it is: a narrow terminal wraps lines.
+        whole: keep all columns and names, although a narrow terminal wraps the lines.
     """
     from rich.text import Text
 
@@ -272,7 +274,7 @@ def _print_line(line: Text, console: Console, style: str = "") -> None:
 
 
 def _text(cell: Cell) -> Text:
-    """What a cell shows, its workers in their colours."""
+    """A cell's text, with workers in their colours."""
     from rich.text import Text
 
     pieces = (cell,) if isinstance(cell, str) else cell

@@ -1,4 +1,4 @@
-"""Partitions as `fxpipe plan` shows them: a row a worker, then a row a partition; and as JSON."""
+"""Partitions as `fxpipe plan` shows them: a row for each worker, then a row for each partition; and as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 PLAIN = {"data_parallel": "data parallelism", "pipeline": "plain pipeline"}
-"""What plans with replicas are compared with, by its name in JSON."""
+"""Titles of the plain plans that plans with replicas are compared with, by their names in JSON."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class PlannedCuts:
 
     Attributes:
         found: by mode; None where nothing fits.
-        processes: of all workers together, where these have replicas; else None, and minibatches are simulated.
-        plain: the plain ways to use as many processes, as replicas of one worker, or without any (of few): None where
-            it does not fit, or has fewer microbatches than replicas.
+        processes: of all workers together, if workers have replicas; else None, and minibatches are simulated.
+        plain: plain data parallelism and, for few processes, a plain pipeline with as many processes. None for one that
+            does not fit, or has fewer microbatches than replicas.
     """
 
     subject: PlanInput
@@ -62,12 +62,12 @@ class PlannedCuts:
 
     @property
     def first(self) -> Partition:
-        """That of the first kind of cuts that fits."""
+        """The partition of the first kind of cuts that fits."""
         return next(timed for timed in self.found.values() if timed is not None).partition
 
     @property
     def schedule(self) -> Schedule:
-        """That of the workers of all of them."""
+        """The schedule of these workers, the same for all partitions."""
         return self.setting.schedule_of(len(self.first.loads))
 
     def as_json(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class PlannedCuts:
         return self.subject.samples / timed.seconds if timed.seconds else math.inf
 
     def show(self) -> None:
-        """A table a kind of cuts, with a row a worker; then what minibatches take."""
+        """A table for each kind of cuts, with a row for each worker; then the times of minibatches."""
         from fxpipe.planner.replicated import notation
 
         subject, shared, shown = self.subject, self.processes is not None, dict[tuple[tuple[int, ...], ...], str]()
@@ -115,13 +115,13 @@ class PlannedCuts:
             partition = timed.partition
             what = (partition.forward, partition.backward, partition.weights, partition.replicas)
             if what in shown:
-                echo(f"{mode}: as {shown[what]}\n")
+                echo(f"{mode}: the same as {shown[what]}\n")
             else:
-                of = f", {notation(partition.replicas)}: a process, a microbatch of the minibatch"
-                title = mode + (of if shared else ", a microbatch")
+                of = f", {notation(partition.replicas)}: one process, per microbatch of the minibatch"
+                title = mode + (of if shared else ", per microbatch")
                 _print_partition(subject.of(mode), partition, title)
                 if timed.faster:
-                    echo(f"preferred, as it is simpler, to {timed.faster}, which takes {timed.longer:.1%} less\n")
+                    echo(f"preferred because it is simpler: {timed.faster} takes only {timed.longer:.1%} less\n")
             shown.setdefault(what, mode)
         few = f"{self.processes} replicas, {subject.microbatches} microbatches"
         why = {"data_parallel": few} if shared and subject.microbatches < (self.processes or 0) else {}
@@ -142,7 +142,7 @@ class PlannedCuts:
         multiple = math.lcm(*self.first.replicas)
         if shared and self.setting.evenly and subject.microbatches % multiple:
             echo(
-                f"microbatches count as shared out evenly, which {notation(self.first.replicas)} can do with multiples "
+                f"times are for evenly shared microbatches, which {notation(self.first.replicas)} has with multiples "
                 f"of {multiple}: --microbatches {multiple}"
             )
 
@@ -164,7 +164,7 @@ def _partition_json(partition: Partition) -> dict[str, Any]:
 
 
 def _table(found: Mapping[str, Json]) -> ShownTable:
-    """The best cuts of each kind, by what JSON says of them; nothing of those that there are not."""
+    """The best cuts of each kind, from their JSON; cells are empty where there are none."""
     rows = [{"name": name, **row} for name, row in found.items()]
     columns = [
         Column("cuts", "name", TEXT), Column("replicas", "configuration", TEXT),
@@ -190,7 +190,7 @@ def _best_possible(row: Json) -> str | None:
 
 
 def _print_partition(profile: Profile, partition: Partition, title: str) -> None:
-    """A row a worker; where workers have replicas, what one of them does."""
+    """A row for each worker; if workers have replicas, for one of them."""
     bounds = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
     rows, idle = [], []
     for k, load in enumerate(partition.loads):

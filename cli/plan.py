@@ -1,4 +1,4 @@
-"""`fxpipe plan`: what a partition would achieve, without writing it."""
+"""`fxpipe plan`: how fast the best partitions would train, without writing a build."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNPLANNED = (
     *("out", "like", "verify", "verbose"),
     *(name for name in flags(CompileOptions) if name.startswith(("outer", "shard"))),
 )
-"""What is of compiles alone, or what replicas do among themselves."""
+"""Fields that matter only to a compile, or only between replicas."""
 
 
 def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     parts = text.split(",") if isinstance(text, str) else map(str, text)
     found = tuple(dict.fromkeys(int(part) if part.strip().isdecimal() and len(part) < 20 else 0 for part in parts))
     if not all(1 <= count <= MOST_MICROBATCHES for count in found):
-        what = f"{text!r} is not a number of microbatches, 1 to {MOST_MICROBATCHES}, or several: 1,2,4,8"
+        what = f"{text!r} is not a number of microbatches from 1 to {MOST_MICROBATCHES}, nor a list of them: 1,2,4,8"
         raise click.BadParameter(what)
     return found
 
@@ -65,18 +65,18 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
         "--machine",
         type=click.IntRange(1, MOST_WORKERS),
         metavar="N",
-        help="Number of processes on each machine; --bandwidth is then between machines.",
+        help="Number of processes on each machine; --bandwidth is then that between machines.",
     ),
     click.option(
         "--inner-bandwidth",
         metavar="RATE",
-        help="Bandwidth between processes of a machine. [default: that of PCIe]",
+        help="Bandwidth between processes of one machine. [default: that of PCIe]",
     ),
     first="gpus",
 )
 @group(
     "Schedule and weights",
-    click.option("--compare", is_flag=True, help="Compare all schedules (each with its best cuts) by the simulator."),
+    click.option("--compare", is_flag=True, help="Compare all schedules (each with its best cuts) in the simulator."),
     option_fields(CompileOptions, "schedule", "synchronous", "policy"),
     click.option(
         "--microbatches",
@@ -84,13 +84,13 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
         type=_counts,
         default=(),
         metavar="M[,M…]",
-        help="Cut a minibatch into so many pieces; of several numbers, 1,2,4,8, compare all. [default: like `compile`]",
+        help="Microbatches in a minibatch; several, 1,2,4,8, are compared. [default: like `compile`]",
     ),
     click.option(
         "--save-schedule",
         type=click.Path(dir_okay=False),
         metavar="FILE.csv",
-        help="Write the schedule, the best of several, to a file that you can edit and give as --schedule.",
+        help="Write the schedule (of several, the best) to a file that you can edit and give as --schedule.",
     ),
     first="compare schedule synchronous counts",
 )
@@ -110,7 +110,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
         type=click.FloatRange(0, 1, max_open=True),
         default=0.0,
         show_default=True,
-        help="Of a profile with one time for backward: the share of it that weight gradients take.",
+        help="For a profile with one time for backward: the share of weight gradients in it.",
     ),
     first="memory device_spec",
 )
@@ -144,7 +144,7 @@ def plan_command(
     as_json: bool,
     **asked: Any,
 ) -> int:
-    """Compare the best cuts of three kinds, and simulate what they would do. TARGET is a model file, an fxpipe profile
+    """Find the best cuts of three kinds, and simulate how fast they train. TARGET is a model file, an fxpipe profile
     (a build's profile.json), or one of PipeDream's published graph files. Nothing is written.
 
     \b
@@ -161,22 +161,22 @@ def plan_command(
     fxpipe plan examples/gpt.py -n 2 --dp 4 --bandwidth 10Gbit --json
 
     Cuts are `same` for forward and backward (what PipeDream does), `bidirectional` (separate for forward and backward),
-    or `three-way` (separate for input and weight gradients, too). Each is the best one for the cost model of
-    fxpipe/planner/cost_model.py, or is shown with a bound on how good the best one could be. Efficiency is the ideal
-    time (all work divided by the workers' speeds) over the slowest worker's.
+    or `three-way` (separate for input and weight gradients, too). Each is the best one by the planner's cost model, or
+    is shown with a bound on how good the best one could be. Efficiency is the ideal time (all work divided by the
+    workers' speeds) over the slowest worker's time.
 
-    --compare has a row for every schedule and number of microbatches: its time, its bubble, the memory it needs, and
-    what it loses against the best and why; several --microbatches alone have one for each number of them.
+    --compare prints a row for every schedule and number of microbatches: its time, its bubble, the memory it needs, and
+    what it loses against the best and why. Several --microbatches without --compare print a row for each number.
 
-    --gpus N chooses the replicas of every worker, too: processes that have the same stage and do its microbatches in
-    turn. The plan says how many each has, as PipeDream writes it (15-1: fifteen processes of the first stage, one of
-    the last), what a minibatch takes, and what plain data parallelism and a plain pipeline of as many processes would
-    take. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. With --machine, each machine has one link for all
-    its processes. --microbatches is the number in the whole minibatch; with --dp, that of one replica of the pipeline,
-    as for `compile`. --autocast, --pad-to, --set, --meta, --cost, --device-spec and --threads are for a model file.
+    --gpus N also chooses the replicas of every worker: processes that have the same stage and share its microbatches.
+    The plan gives their numbers as PipeDream writes them (15-1: fifteen processes for the first stage, one for the
+    last), the time of a minibatch, and the times of plain data parallelism and of a plain pipeline with as many
+    processes. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. With --machine, each machine has one link for
+    all its processes. --microbatches is the number in the whole minibatch; with --dp, in one replica of the pipeline,
+    as for `compile`. --autocast, --pad-to, --set, --meta, --cost, --device-spec and --threads are for model files only.
 
-    Options that the command line does not give are those of the table [compile] in fxpipe.toml, in the model file's
-    folder; then those of the model file's compile_options.
+    An option that is not on the command line is taken from the table [compile] in fxpipe.toml, in the model file's
+    folder; else from the model file's compile_options.
     """
     is_model = target.endswith(".py")
     left = (*_UNPLANNED, *(_CHOSEN if gpus else ()), *(("schedule", "policy") if compare else ()))
@@ -206,12 +206,15 @@ def plan_command(
     replicas = _replicas(gpus, replicas, dp, asked["workers"])
     if processes := gpus or sum(replicas):
         if compare or save_schedule is not None:
-            raise click.UsageError("replicas are planned for one schedule and one number of microbatches")
+            raise click.UsageError(
+                "replicas are planned for one schedule and one number of microbatches: leave out --compare and "
+                "--save-schedule, and give one number"
+            )
         asked["workers"] = gpus or len(replicas)
     options = CompileOptions(**asked, microbatches=dp * counts[0] if len(counts) == 1 else None)
     if (written := options.from_file) is not None:
         if compare:
-            raise click.UsageError(f"--schedule {options.schedule} has one number of microbatches: name no others")
+            raise click.UsageError(f"--schedule {options.schedule} fixes the number of microbatches: give no other")
         options = options.of_microbatches(dp * written.microbatches)
     if not is_model:
         _refuse_model_options(options, costs)
@@ -241,7 +244,7 @@ def plan_command(
 
 
 def _replicas(gpus: int | None, replicas: tuple[int, ...] | None, dp: int, workers: int) -> tuple[int, ...]:
-    """The replicas of each worker, if they are given; refuses what contradicts itself."""
+    """The replicas of each worker, if they are given; refuses options that contradict each other."""
     source = click.get_current_context().get_parameter_source("workers")
     n = workers if source is click.core.ParameterSource.COMMANDLINE else None
     if (gpus is not None) + (replicas is not None) + (dp > 1) > 1:
@@ -251,14 +254,14 @@ def _replicas(gpus: int | None, replicas: tuple[int, ...] | None, dp: int, worke
     if gpus is not None and n is not None:
         raise click.UsageError("--gpus chooses the number of workers: leave out -n")
     if replicas is not None and n not in (None, len(replicas)):
-        raise click.UsageError(f"--replicas is for {len(replicas)} workers, -n says {n}")
+        raise click.UsageError(f"--replicas has numbers for {len(replicas)} workers, but -n is {n}")
     return replicas or ((dp,) * workers if dp > 1 else ())
 
 
 def _machines(size: int | None, inner_bandwidth: str | None, processes: int) -> Machines | None:
     """The machines, if the processes are on several."""
     if size is None and inner_bandwidth is not None:
-        raise click.UsageError("--inner-bandwidth is within machines: say how many processes each has with --machine")
+        raise click.UsageError("--inner-bandwidth is within machines: give their processes with --machine")
     if size is None:
         return None
     if not processes:
@@ -276,6 +279,6 @@ def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:
             "build's profile.json"
         )
     if options.autocast or options.threads:
-        raise click.UsageError("--autocast and --threads are for models; a profile has its own times")
+        raise click.UsageError("--autocast and --threads are for models; a profile has its own times: leave them out")
     if options.pad_to is not None:
         raise click.UsageError("--pad-to is for models; a profile has no batches")

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 _HARDLY = 0.02
-"""A plan that takes so much longer than the best one is preferred to it if it is simpler."""
+"""A simpler plan is preferred to the best one if it takes at most this share longer."""
 
 _DEEPEST = 32
-"""Workers of the longest pipeline that plans are compared with: to follow the schedule of more takes too long."""
+"""The most workers of a pipeline that plans are compared with: simulating more takes too long."""
 
 
 Read = Callable[[int | None, bool, Say], PlanInput]
-"""Makes what is planned, for so many microbatches (None: as `compile` chooses), and for three-way cuts, too, or not."""
+"""Reads the input of a plan: for a number of microbatches (None: as `compile` chooses), with three-way cuts or not."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Source:
     """A model or a profile.
 
     Attributes:
-        read: makes what is planned of it.
-        counts: the numbers of microbatches with which schedules are compared where none is asked.
+        read: makes the input of a plan.
+        counts: the numbers of microbatches to compare if the options name none.
     """
 
     read: Read
@@ -49,7 +49,7 @@ class Source:
 
 
 def of_profile(path: str, weight_fraction: float) -> Source:
-    """A profile, whose microbatches are as large however many there are."""
+    """A profile: its microbatches have the same size, however many there are."""
     from fxpipe.plan.cost_records import OptimizerCosts
     from fxpipe.planner.pipedream import read_profile
     from fxpipe.planner.setting import MOMENTUM
@@ -66,7 +66,7 @@ def of_profile(path: str, weight_fraction: float) -> Source:
 
 
 def of_model(task: Task, made: ModelOptions, options: CompileOptions) -> Source:
-    """A model file: its batch is cut into so many microbatches, and the step is captured and costed on one."""
+    """A model file: its batch is cut into microbatches, and the step is captured and costed on one of them."""
     from fxpipe.costs.yardstick import Yardstick
     from fxpipe.lowering.choose_schedule import counts_of, for_count
     from fxpipe.lowering.model_profile import profile_model
@@ -98,7 +98,7 @@ def of_model(task: Task, made: ModelOptions, options: CompileOptions) -> Source:
 
 
 def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], say: Say) -> PlannedCuts:
-    """Plan and simulate, with values as small as their codecs make them; what the codecs themselves take is left out.
+    """Plan and simulate, with values in the size that their codecs give them; the time of the codecs does not count.
 
     Raises:
         PolicyError: the policy makes no sense with so many microbatches.
@@ -141,8 +141,8 @@ def plan_replicas(
 
     Args:
         processes: of all workers together.
-        given: how many of them each worker has; empty if that is to be chosen.
-        machines: those that processes share; None where each has its own links.
+        given: how many of them each worker has; empty to choose them.
+        machines: whose links processes share; None if each process has its own links.
 
     Raises:
         CutError: nothing fits into memory; processes differ; there are fewer microbatches than replicas.
@@ -153,7 +153,7 @@ def plan_replicas(
     from fxpipe.planner.replicated import replicated_partitions
 
     if options.schedule == AUTO:
-        raise click.UsageError("replicas are planned for one schedule: name it")
+        raise click.UsageError("replicas are planned for one schedule: give it with --schedule")
     asked = options.microbatches
     if is_model and asked is None:
         asked = _microbatches(source, options, processes)
@@ -205,13 +205,13 @@ def _of_no_gpu(device: str, is_model: bool) -> str:
     """What is wrong with planning for GPUs with times of this device (see `Profile`); '' if nothing is."""
     if device and not device.startswith("cpu"):
         return ""
-    whose = f"the times are of {device}" if device else "the profile does not say what its times are of"
+    whose = f"the times are of {device}" if device else "the profile does not name the device of its times"
     how = (
         "--device-spec NAME computes"
         if is_model
-        else "a compile on one, or with --device-spec NAME, gives a profile of"
+        else "a compile on a GPU, or with --device-spec NAME, writes a profile for"
     )
-    return f"{whose}, and --gpus plans for GPUs: {how} {'those of one' if is_model else 'it'}"
+    return f"{whose}, but --gpus plans for GPUs: {how} {'those of a GPU' if is_model else 'it'}"
 
 
 def _simplest(
@@ -220,7 +220,7 @@ def _simplest(
     alike: Callable[[tuple[int, ...]], TimedPartition | None],
     processes: int,
 ) -> TimedPartition:
-    """Data parallelism, or as many replicas of every worker, where that takes hardly longer than the best plan."""
+    """Data parallelism, or the same number of replicas for all workers, if that takes hardly longer than the best."""
     from fxpipe.planner.replicated import notation
 
     replicas = best.partition.replicas
@@ -242,7 +242,7 @@ def _simplest(
 
 
 def _microbatches(source: Source, options: CompileOptions, processes: int) -> int:
-    """Of a model's minibatch: a divisor, so that every process has one if there are enough."""
+    """Microbatches of a model's minibatch: a divisor of its samples, so that every process has one if possible."""
     counts = source.counts(options).first
     return min((count for count in counts if count >= processes), default=counts[-1])
 

@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from fxpipe.task.model_file import Task
 
 IS_FOR = {
-    "whole_loss": ": it is for several microbatches",
-    "join_metrics": ": it is for a loss that comes with metrics",
+    "whole_loss": ": it needs several microbatches",
+    "join_metrics": ": it needs a loss that returns metrics",
     "scale_loss": ": it is for float16",
-    "split_backward": ": it is for weight gradients with cuts, or actions, of their own",
-    "defer": ": it is for schedules that have weight gradients apart",
-    "recompute": ": it is for workers whose memory is short",
-    "encode": ": it is for edges that have codecs",
-    "reduce": ": it is for workers that have replicas",
-    **dict.fromkeys(("merge_equal", "order_evaluation", "place_evaluation"), ": it is for evaluations in the pipeline"),
+    "split_backward": ": it needs weight gradients with separate cuts or actions",
+    "defer": ": it needs a schedule with separate weight gradients",
+    "recompute": ": it needs workers with too little memory",
+    "encode": ": it needs edges with codecs",
+    "reduce": ": it needs workers with replicas",
+    **dict.fromkeys(("merge_equal", "order_evaluation", "place_evaluation"), ": it needs evaluations in the pipeline"),
 }
-"""What the passes that do not always run are for."""
+"""What passes need that do not always run."""
 
 
 def print_after(
     name: str, task: Task, made: ModelOptions, options: CompileOptions, costs: CostOptions, as_json: bool
 ) -> None:
-    """Print the program after a pass, with which the compile ends.
+    """Print the program after a pass, and end the compile there.
 
     Raises:
         FxpipeError: no pass has that name, or it does not run with these options.
@@ -45,7 +45,7 @@ def print_after(
     known, stop = (CAPTURE, *pass_names()), StopAfter(name)
     if name not in known:
         raise FxpipeError(
-            f"no pass is called {name!r}{near(name, known)}",
+            f"there is no pass {name!r}{near(name, known)}",
             where="--after",
             hint=f"the passes, in their order: {', '.join(known)}",
         )

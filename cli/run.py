@@ -1,4 +1,4 @@
-"""`fxpipe run`: train a build, one process a stage."""
+"""`fxpipe run`: train a build, with one process for each stage."""
 
 from __future__ import annotations
 
@@ -83,26 +83,27 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
 
     Writes OUT/metrics.jsonl line by line, OUT/model.safetensors, and OUT/run.json: what the run was and where its time
-    went (`fxpipe compare`, `fxpipe inspect BUILD --run OUT`). The average of --ema is evaluated last.
+    went (`fxpipe compare`, `fxpipe inspect BUILD --run OUT`). The averaged weights of --ema are evaluated last.
 
     If the model file has eval_data() and metrics(model, batch), the workers evaluate the weights at the end, and after
-    every --eval-every steps, through the pipeline, in eval mode. This does not change training. Of a metric whose name
-    ends in loss, error, perplexity, ppl, mse, mae, nll, bpc, wer, cer or fid, the least is best; +METRIC and -METRIC
-    say it for any name.
+    every --eval-every steps, through the pipeline, in eval mode. This does not change training. A metric whose name
+    ends in loss, error, perplexity, ppl, mse, mae, nll, bpc, wer, cer or fid is better if it is lower, any other if it
+    is higher; +METRIC (higher) and -METRIC (lower) override this.
 
     The model file's on_step(step, loss, run), on_eval(step, metrics, run) and on_epoch(epoch, run) are called in every
-    process with the same numbers: one that returns something true ends the run, some steps later; run.set_lr(RATE) sets
-    the rates of the next updates; run.save() makes a checkpoint.
+    process with the same numbers. If one returns a true value, the run ends some steps later. run.set_lr(RATE) sets the
+    learning rates of the next updates; run.save() makes a checkpoint.
 
-    --set, and what comes after -- (the model file's own command line), replace those of the build: what capture did not
-    read, such as a learning rate, changes without a compile. So may the code of optimizer, scheduler, data, callbacks.
+    --set, and what follows -- (the model file's own command line), replace the build's values. Values that capture did
+    not read, such as a learning rate, need no new compile; nor do changes of optimizer, scheduler, data and callbacks.
 
-    With schedule async, --policy says which weights are used: 2bw, latest, lwp, pipeoptim, spectrain, stash, vertical,
-    xpipe, or the model file's own, with switches after it, as in pipeoptim+keep. --clip-norm is exact with the other
-    schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
+    With schedule async, --policy chooses the weights of each action: 2bw, latest, lwp, pipeoptim, spectrain, stash,
+    vertical, xpipe, or one that the model file registers. Switches follow it, as in pipeoptim+keep. --clip-norm is
+    exact with other schedules. With async no worker waits for norms, so those of earlier workers are some minibatches
+    old.
 
-    Options that the command line does not give are those of the table [run] in fxpipe.toml, in the model file's folder;
-    then those of the model file's run_options. With --resume, the checkpoint's are kept.
+    An option that is not on the command line is taken from the table [run] in fxpipe.toml, in the model file's folder;
+    else from the model file's run_options. With --resume, the checkpoint's options are kept.
     """
     from fxpipe.runtime.process.ends import Stopped, ended_by_exit
     from fxpipe.runtime.process.launch import running_under_torchrun
@@ -137,13 +138,13 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
 
 def _check(asked: Mapping[str, Any]) -> None:
     if asked["steps"] is not None and asked["epochs"] is not None:
-        raise click.UsageError("--steps and --epochs exclude each other")
+        raise click.UsageError("--steps and --epochs both set the length of the run: give one of them")
 
 
 def given_to_run(build: str, asked: Mapping[str, Any], config: str | None, say: bool = True) -> dict[str, Any]:
     """The options that fxpipe.toml and the build's model file give where the command line does not.
 
-    A run that goes on has those of its checkpoint, as far as its numbers depend on them.
+    A resumed run takes from its checkpoint the options that its numbers depend on.
 
     Args:
         say: print them.
@@ -168,7 +169,7 @@ def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) 
 
         if lost := summary["not_finite"]["losses"]:
             first = next(i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss))
-            warn(f"{lost} losses are not finite, the first that of step {first}")
+            warn(f"{lost} losses are not finite, first at step {first}")
         digest = summary["build"]["digest"]
         if "evaluation" not in summary and (evaluated := _evaluate(options, digest, FINAL_WEIGHTS)):
             from fxpipe.runtime.process.run_summary import add_evaluation, averages_evaluated, write_run
@@ -196,15 +197,15 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
             from fxpipe.runtime.process.start import join
 
         if node := _other_node(options.build):
-            note(f"{node} at work here; progress and results are shown on the node of worker 0")
+            note(f"{node} running here; the node of worker 0 shows progress and results")
         try:
             summary = join(options)
-        except PeerLost as error:  # the first error is another worker's, which may be on another machine
+        except PeerLost as error:  # another worker failed first, perhaps on another machine
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 show_error(str(error))
             end_process(1)
         if node:
-            note(f"{node} through: training is over")
+            note(f"{node} done: training has ended")
         return summary
     plan = checked_plan(options)
     held.enter_context(writing(options.out))
@@ -226,7 +227,7 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
 
 
 def _other_node(build: str) -> str | None:
-    """The processes of a machine where worker 0 is not, in the first process of that machine; None in all others."""
+    """In the first process of a machine without worker 0: the processes of that machine, in words. Elsewhere None."""
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if local or not rank or os.environ.get("GROUP_RANK") in (None, "0"):
         return None
@@ -235,7 +236,7 @@ def _other_node(build: str) -> str | None:
 
     try:
         noun = read_plan(build).mesh.noun
-    except FxpipeError:  # said later, with all that is wrong
+    except FxpipeError:  # reported later, with all other errors
         noun = "worker"
     last = rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
     return f"{noun} {rank} is" if last == rank else f"{noun}{'es' if noun == 'process' else 's'} {rank} to {last} are"
@@ -258,7 +259,7 @@ def checked_plan(options: RunOptions) -> Plan:
 
 
 def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float]:
-    """The metrics of a file of the run's folder, computed here; none where there is no such file.
+    """The metrics of a weights file of the run's folder, computed here; none if there is no such file.
 
     Args:
         digest: of the plan that was run.
@@ -272,7 +273,7 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
     if plan.digest != digest:
         warn("the final weights are not evaluated: the build was replaced while they were trained")
         return {}
-    if plan.sources and not plan.not_evaluated:  # the file, which is that of the compile, has nothing to evaluate
+    if plan.sources and not plan.not_evaluated:  # the file is unchanged since the compile and has nothing to evaluate
         return {}
     from fxpipe.task.evaluate_weights import evaluate
     from fxpipe.task.model_file import task_of_build

@@ -1,4 +1,4 @@
-"""Schedules and numbers of microbatches against each other: what `--schedule auto` and `fxpipe plan` print."""
+"""Compares schedules and numbers of microbatches: what `--schedule auto` and `fxpipe plan` print."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def asked_schedule(asked: dict[str, Any], compare: bool = False) -> bool:
     Args:
         asked: the options by their fields; `schedule` becomes 'auto' where only `synchronous` was asked, and '1f1b'
             where workers have different numbers of replicas and none was asked.
-        compare: with --compare, which compares all of them.
+        compare: --compare is given, which compares all schedules.
 
     Raises:
-        ScheduleError: the schedule is not synchronous, as it should be.
-        click.UsageError: one schedule is asked, and all are compared.
+        ScheduleError: --synchronous is given, and the schedule is not synchronous.
+        click.UsageError: one schedule is asked for together with --compare.
     """
     named = asked["schedule"] != AUTO and is_given("schedule")
     if named and compare:
@@ -44,7 +44,7 @@ def asked_schedule(asked: dict[str, Any], compare: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Schedules:
-    """What was compared, the best first; of a model, how many samples a minibatch has.
+    """What was compared, the best first; for a model also the samples in a minibatch.
 
     Attributes:
         schedule: the one to take.
@@ -66,14 +66,14 @@ class Schedules:
 def compare_schedules(
     source: Source, options: CompileOptions, counts: Sequence[int], modes: Sequence[str], say: Say
 ) -> Schedules:
-    """Capture and cost with each number of microbatches, plan and simulate every schedule, or the one that is named.
+    """Capture and cost the step for each number of microbatches; plan and simulate every schedule, or the given one.
 
     Args:
-        counts: of microbatches; none: some that suit the schedules.
-        modes: the kinds of cuts; none: all that a schedule has a use for.
+        counts: numbers of microbatches; if empty, some that suit the schedules.
+        modes: the kinds of cuts; if empty, all that a schedule can use.
 
     Raises:
-        FxpipeError: no number can be captured, or nothing fits into memory: says what would.
+        FxpipeError: no number can be captured, or nothing fits into memory; says what would fit.
     """
     from fxpipe.lowering.choose_schedule import compare
     from fxpipe.search import Counts
@@ -84,7 +84,7 @@ def compare_schedules(
 
 
 def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most: int | None = None) -> None:
-    """A row for each schedule and number of microbatches, with what it loses and why; then those that cannot be.
+    """A row for each schedule and number of microbatches, with what it loses and why; then the impossible ones.
 
     Args:
         most: how many rows at most.

@@ -25,7 +25,7 @@ _HINT = "it has the tables [compile] and [run], with options as `clip-norm = 1.0
 _TYPED_ONLY = ("after", "as_json", "config", "print_config", "resume")
 """Options of one call of a command."""
 _SETTINGS = "fxpipe.settings"
-"""In the meta of a command's context: the settings that the file gave."""
+"""Key of the meta of a command's context: the settings that the file gave."""
 
 config = click.option(
     "--config",
@@ -34,13 +34,15 @@ config = click.option(
     help="Take options from this TOML file; none: from no file. [default: fxpipe.toml next to the model file]",
 )
 print_config = click.option(
-    "--print-config", is_flag=True, help="Print all options as such a file, with where each is from, and do nothing."
+    "--print-config",
+    is_flag=True,
+    help="Print all options as such a file, with the source of each, and do nothing else.",
 )
 
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """What the file says; nothing, where there is none.
+    """What the file gives; empty if there is no file.
 
     Attributes:
         tables: the options by table, and by their names in the commands.
@@ -56,7 +58,7 @@ class SettingsFile:
         """The file that --config names; else the one next to the model file, if it is there.
 
         Raises:
-            TaskError: it cannot be read; or it has a table, an option or a value that there is not.
+            TaskError: it cannot be read, or has an unknown table or option, or an invalid value.
         """
         path = Path(config) if config is not None else None if model is None else model.parent / NAME
         if config == "none" or path is None or (config is None and not path.is_file()):
@@ -65,7 +67,7 @@ class SettingsFile:
             found = parse_toml(path)
         for name, table in found.items():
             if name not in TABLES or not isinstance(table, dict):
-                what = f"{path.name} has {name!r}, which is no table of options{near(name, TABLES)}"
+                what = f"{path.name} has {name!r}, which is not a table of options{near(name, TABLES)}"
                 raise TaskError(what, where=str(path), hint=_HINT)
         known = {table: _keys(options_of(table)) for table in TABLES[:2]}
         tables = {
@@ -75,10 +77,10 @@ class SettingsFile:
         return SettingsFile(path, tables, {name: _text(name, one, path) for name, one in found.get("set", {}).items()})
 
     def options(self, table: str, left: Collection[str] = (), *, say: bool = True) -> dict[str, Any]:
-        """The options that nothing has given before, with `settings` where there are more; from now on they are given.
+        """The options (and `settings`) that nothing has given before; from now on they are given.
 
         Args:
-            left: those that something else decides here.
+            left: options to leave out: something else decides them.
             say: print them.
         """
         context = click.get_current_context()
@@ -95,7 +97,7 @@ class SettingsFile:
 
 
 def config_text() -> str:
-    """All options of the command that runs, as a settings file; those that nothing gives are comments."""
+    """All options of the command that runs, as a settings file; defaults are comments."""
     context = click.get_current_context()
     command = context.command
     assert isinstance(command, Command)
@@ -129,7 +131,7 @@ def _row(key: str, option: click.Option, context: click.Context) -> str:
 
 
 def _keys(options: Mapping[str, click.Option]) -> dict[str, click.Option]:
-    """Those that a file may have, by their keys there."""
+    """The options that a file may have, by their keys there."""
     return {
         option.opts[-1].removeprefix("--"): option
         for name, option in options.items()
@@ -138,7 +140,7 @@ def _keys(options: Mapping[str, click.Option]) -> dict[str, click.Option]:
 
 
 def _dashed(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """With dashes in the keys, where the file may have underscores.
+    """The table with dashes in its keys; a file may have underscores.
 
     Raises:
         TaskError: it has a key in both forms.
@@ -158,8 +160,8 @@ def _text(name: str, value: Any, path: Path) -> str:
         TaskError: it is a list, a table or a date.
     """
     if not isinstance(value, (bool, int, float, str)):
-        what = f"[set] has {name}={value!r}, which is no number, text, true or false"
-        raise TaskError(what, where=str(path), hint='a name with a dot takes quotes: "model.width" = 64')
+        what = f"[set] has {name}={value!r}, which is not a number, a text, true or false"
+        raise TaskError(what, where=str(path), hint='a name with a dot needs quotes: "model.width" = 64')
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

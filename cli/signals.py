@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM, heeded from before anything that takes long is imported.
+"""Ctrl-C and SIGTERM, handled before any slow import begins.
 
-A signal that comes during an import ends the process there: an exception would come out of the middle of a module as
-whatever that makes of it, or not at all. Nothing is left: temporary folders are removed. At any other time it is a
-KeyboardInterrupt, so that what was begun is put in order; the second signal ends the process at once.
+A signal during an import ends the process there, because the module could catch or change an exception. Temporary
+folders are removed. At any other time it becomes a KeyboardInterrupt, so that code can clean up; a second signal ends
+the process at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def asked() -> int | None:
 
 
 def heed_signals() -> None:
-    """From now on SIGINT and SIGTERM end the command with one line at most; what is ignored stays so (`nohup`)."""
+    """From now on SIGINT and SIGTERM end the command with at most one line; ignored ones stay ignored (`nohup`)."""
     sys.unraisablehook = _unraisable
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -41,8 +41,8 @@ def heed_signals() -> None:
 
 
 def end_at_once() -> None:
-    """Signals end this process at once from now on: under torchrun, which tells a worker by them to end, it may wait in
-    code that lets no handler run."""
+    """From now on signals end this process at once: torchrun ends workers by signals, and a worker may wait in code in
+    which no handler runs."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is _heed:
             signal.signal(number, signal.SIG_DFL)
@@ -79,7 +79,7 @@ def leave(number: int) -> NoReturn:
 
 
 def _unraisable(found: Any) -> None:
-    """Python drops an exception of a finalizer or a callback; an interrupt must not get lost there."""
+    """Python drops an exception of a finalizer or a callback; an interrupt must not be lost there."""
     if _asked and issubclass(found.exc_type, KeyboardInterrupt):
         leave(_asked[-1])
     sys.__unraisablehook__(found)

@@ -1,4 +1,4 @@
-"""`fxpipe sweep`: runs of a build with several settings, one after the other or side by side, and one table of them."""
+"""`fxpipe sweep`: runs of a build with several settings, one by one or at the same time, and one table of them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fxpipe.settings import pair
 from fxpipe.threads import threads_for
 
 NOTE = "sweep.json"
-"""In the folder of each run: what it is of, and whether it has ended."""
+"""File in the folder of each run: the digest of what its numbers depend on, and whether it has ended."""
 
 _OF_ONE_RUN = ("local", "as_json", "out", "config", "print_config")
 
 GRACE = 20.0
-"""Seconds that a run has to end when it is asked to."""
+"""Seconds that a run has to end after it was asked to."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class _Swept:
     """A run of a sweep.
 
     Attributes:
-        name: its settings, and its folder's name.
-        options: those of `fxpipe run`.
-        of: the digest of all that its numbers depend on.
+        name: its settings, and so its folder's name.
+        options: its options of `fxpipe run`.
+        of: the digest of everything that its numbers depend on.
     """
 
     name: str
@@ -55,7 +55,7 @@ class _Swept:
 
     @property
     def note(self) -> dict[str, Any]:
-        """What its folder says; nothing if it is of something else."""
+        """What the note in its folder says; empty if that is of another run."""
         with suppress(OSError, ValueError):
             found = json.loads((self.folder / NOTE).read_text())
             if isinstance(found, dict) and found.get("of") == self.of:
@@ -64,7 +64,7 @@ class _Swept:
 
     @property
     def ended(self) -> bool:
-        """Whether it need not be played again."""
+        """Whether its folder has its complete result."""
         return bool(self.note.get("ended")) and (self.folder / "run.json").is_file()
 
 
@@ -78,10 +78,12 @@ class _Swept:
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Runs of each, with seeds 0, 1, … of the data and of dropout; all begin with the build's weights.",
+    help="Runs of each combination, with seeds 0, 1, … for data and dropout; all begin with the build's weights.",
 )
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Runs at a time.")
-@click.option("--processes", is_flag=True, help="Each run in processes of its own, one a stage, not in one.")
+@click.option(
+    "--processes", is_flag=True, help="Train each run in several processes, one for each stage, instead of one."
+)
 @click.option(
     "-o", "--out", type=click.Path(file_okay=False), default="sweep", show_default=True, help="Where runs go."
 )
@@ -100,12 +102,12 @@ def sweep_command(
     as_json: bool,
     arguments: tuple[str, ...] | None,
 ) -> int:
-    """Run a BUILD once for each combination of values, and compare.
+    """Run a BUILD once for each combination of values, and compare the runs.
 
-    All other options are those of `fxpipe run`, typed or in fxpipe.toml, and the same for all runs. A run that has
-    ended is not played again, unless the build, the model file or an option has changed: so a sweep that was
-    interrupted goes on where it was, and one with more values plays the new ones. One that fails does not end the
-    others. A setting that capture has read takes a compile for each value.
+    All other options are those of `fxpipe run`, from the command line or fxpipe.toml, and apply to all runs. A run that
+    has ended is not repeated unless the build, the model file or an option has changed. So an interrupted sweep
+    continues, and a sweep with more values adds only the new runs. If a run fails, the others go on. A setting that
+    capture has read needs one compile for each value.
 
     \b
     fxpipe sweep build/ --steps 20 --policy spectrain,latest,stash
@@ -132,11 +134,11 @@ def sweep_command(
 
 
 def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequence[str], own: Sequence[str]) -> _Swept:
-    """One run, after `fxpipe run` has read its options, and looked whether the build can do what they ask.
+    """One run, after `fxpipe run` has read its options and checked that the build can do what they ask.
 
     Raises:
-        click.UsageError: an option that `fxpipe run` does not have, or that a sweep gives itself.
-        FxpipeError: as a run that is refused before it begins.
+        click.UsageError: an option that `fxpipe run` does not have, or that the sweep sets itself.
+        FxpipeError: whatever refuses the run before it begins.
     """
     from fxpipe.cli.run import checked_plan, given_to_run
 
@@ -149,11 +151,11 @@ def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequen
         taken = given_to_run(build, read.params, read.params["config"], say=False)
         asked = {name: one for name, one in read.params.items() if name not in _OF_ONE_RUN}
         if read.params["print_config"]:
-            raise click.UsageError("--print-config is of a run: fxpipe run BUILD --print-config")
+            raise click.UsageError("a sweep has no --print-config: use fxpipe run BUILD --print-config")
         if read.params["resume"] is not None:
-            raise click.UsageError("a sweep that was interrupted goes on by itself: leave --resume out")
+            raise click.UsageError("a sweep resumes interrupted runs by itself: leave out --resume")
         if str(read.params["seed"]) != dict(choice)["--seed"]:
-            raise click.UsageError("--seeds counts the seeds: leave --seed out")
+            raise click.UsageError("--seeds chooses the seeds: leave out --seed")
     options = RunOptions(**asked)
     plan = checked_plan(options)
     path = model_path(plan, build, options.model_file)
@@ -166,7 +168,7 @@ def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequen
 
 
 def _play(build: str, runs: Sequence[_Swept], jobs: int, own: Sequence[str]) -> int:
-    """Play runs, so many at a time; returns how many failed. However this process ends, they end."""
+    """Run all, `jobs` at a time; returns how many failed. However this process ends, its runs end, too."""
     from fxpipe.runtime.process.guardian import Guardian
 
     failed = 0
@@ -222,13 +224,15 @@ def _play(build: str, runs: Sequence[_Swept], jobs: int, own: Sequence[str]) -> 
 
 
 def _begin(run: _Swept) -> None:
-    """Make the folder of a run; what an earlier sweep has left there goes.
+    """Make the folder of a run, and delete what an earlier sweep left there.
 
     Raises:
-        RunError: it is something else.
+        RunError: the folder is not of a sweep.
     """
     if run.folder.exists() and not (run.folder / NOTE).is_file():
-        raise RunError(f"{run.folder} exists and is not of a sweep", hint="choose another --out, or remove it yourself")
+        raise RunError(
+            f"{run.folder} exists and was not made by a sweep", hint="choose another --out, or remove it yourself"
+        )
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     _write(run)

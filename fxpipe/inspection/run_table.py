@@ -22,7 +22,7 @@ def run_table(runs: Sequence[Json], *, seeds: bool = False) -> Json:
     problems  those of each
 
     Args:
-        seeds: runs that differ in nothing but the seed share a row.
+        seeds: runs that differ only in the seed share a row.
     """
     differ = settings_that_differ(runs)
     if any(name.startswith("setting ") for name in differ):

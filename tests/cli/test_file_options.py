@@ -101,7 +101,10 @@ def test_a_plan_is_for_what_compile_would_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('compile_options = {"microbatch": 2}', "compile_options has 'microbatch', which is no option, did you mean"),
+        (
+            'compile_options = {"microbatch": 2}',
+            "compile_options has 'microbatch', which is not an option, did you mean",
+        ),
         ('run_options = {"epochs": 0}', "run_options has epochs=0: 0 is not in the range x>=1"),
         ('run_options = {"eval_every": "often"}', "run_options has eval_every='often': 'often' is not a number of"),
         ('run_options = {"keep_going": 3}', "run_options has keep_going=3"),

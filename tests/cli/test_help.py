@@ -127,7 +127,7 @@ def test_every_option_is_explained(name: str) -> None:
         (["compile", "model.py", "--cuts", "same", "--fp-cut", "norm"], "give one of them"),
         (["run", "build", "--stesp", "3"], "--steps"),
         (["run", "build", "--log-stalenes"], "Did you mean one of: '--log-staleness'"),
-        (["run", "build", "--steps", "3", "--epochs", "1"], "--steps and --epochs exclude each other"),
+        (["run", "build", "--steps", "3", "--epochs", "1"], "--steps and --epochs both set the length of the run"),
         (["trian"], "No such command 'trian'"),
         ([], "Usage: fxpipe"),
     ],

@@ -147,7 +147,7 @@ def test_profiles_are_compared_by_time(profile: Path) -> None:
 def test_microbatches_that_are_no_numbers(profile: Path, text: str) -> None:
     result = fxpipe("plan", profile, "--microbatches", text)
     assert result.code == 2
-    assert "is not a number of microbatches, 1 to 4096, or several: 1,2,4,8" in result.err
+    assert "is not a number of microbatches from 1 to 4096, nor a list of them: 1,2,4,8" in result.err
 
 
 @pytest.fixture
@@ -189,9 +189,9 @@ def test_replicas_are_chosen(heavy_end: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "said"),
     [
-        ("cpu: AMD EPYC 9654, 2 cores", "the times are of cpu: AMD EPYC 9654, 2 cores, and --gpus plans for GPUs"),
-        ("cpu, computed", "the times are of cpu, computed, and --gpus plans for GPUs: a compile on one, or with"),
-        ("", "warning: the profile does not say what its times are of, and --gpus plans for GPUs"),
+        ("cpu: AMD EPYC 9654, 2 cores", "the times are of cpu: AMD EPYC 9654, 2 cores, but --gpus plans for GPUs"),
+        ("cpu, computed", "the times are of cpu, computed, but --gpus plans for GPUs: a compile on a GPU, or with"),
+        ("", "warning: the profile does not name the device of its times, but --gpus plans for GPUs"),
         ("h100, computed", ""),
         ("cuda: NVIDIA H200", ""),
     ],
@@ -201,9 +201,11 @@ def test_times_of_another_kind_of_device_are_said_once(heavy_end: Path, device: 
     heavy_end.write_text(json.dumps(body | ({"device": device} if device else {})))
     found = fxpipe("plan", heavy_end, "--gpus", 2, "--cuts", "same", "--json")
     assert found.code == 0
-    assert found.err.count("are of") == bool(said)
+    assert found.err.count("plans for GPUs") == bool(said)
     assert said in found.err
-    assert "are of" not in fxpipe("plan", heavy_end, "-n", 2, "--cuts", "same", "--json").err, "for the same device"
+    assert "plans for GPUs" not in fxpipe("plan", heavy_end, "-n", 2, "--cuts", "same", "--json").err, (
+        "for the same device"
+    )
 
 
 def test_what_is_simpler_is_preferred(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def test_what_is_simpler_is_preferred(tmp_path: Path) -> None:
         assert (
             found["pipeline"]["minibatch_ms"] < found[mode]["minibatch_ms"] < 1.02 * found["pipeline"]["minibatch_ms"]
         )
-    assert "preferred, as it is simpler, to straight (4), which takes" in fxpipe(*asked).out
+    assert "preferred because it is simpler: straight (4) takes only" in fxpipe(*asked).out
 
 
 def test_replicas_are_given(heavy_end: Path) -> None:
@@ -244,7 +246,7 @@ def test_machines_have_links_of_their_own(heavy_end: Path) -> None:
 
 def test_a_models_batch_is_cut_for_all_processes(digits: Path) -> None:
     planned = fxpipe("plan", digits, "--gpus", "4", "--cuts", "same", "--cost", "analytic", "--json")
-    assert "cpu, computed, and --gpus plans for GPUs: --device-spec NAME computes those of one" in planned.err
+    assert "cpu, computed, but --gpus plans for GPUs: --device-spec NAME computes those of a GPU" in planned.err
     found = planned.json
     assert found["microbatches"] >= 4
     assert not found["shared_out_evenly"]
@@ -268,7 +270,7 @@ def test_samples_and_short_times_are_said(tmp_path: Path) -> None:
         ("--replicas 2,0", "a number of processes for each worker"),
         ("--replicas /dev/null", "a number of processes for each worker"),
         ("--replicas 2,1 --dp 2", "give one of them"),
-        ("--replicas 2,1 -n 3", "is for 2 workers, -n says 3"),
+        ("--replicas 2,1 -n 3", "has numbers for 2 workers, but -n is 3"),
         ("--gpus 4 -n 2", "leave out -n"),
         ("--gpus 4 --replicas 2,1", "give one of them"),
         ("--gpus 4 --inner-bandwidth 1GB/s", "--machine"),

@@ -53,11 +53,11 @@ def test_it_is_what_the_compile_has(model: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (("--after", "rematerialise"), 1, "no pass is called 'rematerialise', did you mean 'rematerialize'"),
+        (("--after", "rematerialise"), 1, "there is no pass 'rematerialise', did you mean 'rematerialize'"),
         (("--after", "rematerialise"), 1, f"the passes, in their order: {', '.join((CAPTURE, *pass_names()))}"),
-        (("--after", "encode"), 1, "encode does not run here: it is for edges that have codecs"),
+        (("--after", "encode"), 1, "encode does not run here: it needs edges with codecs"),
         (("--after", "split_backward"), 1, "the passes that run, in their order: capture, fold, whole_loss"),
-        (("--after", "cut", "--verify"), 2, "leave --verify out"),
+        (("--after", "cut", "--verify"), 2, "leave out --verify"),
     ],
 )
 def test_requests_that_make_no_sense(model: Path, options: tuple[str, ...], code: int, message: str) -> None:

@@ -96,8 +96,8 @@ def test_each_machine_says_that_it_works(local: Result, folder: Path, tmp_path: 
     assert other.out == ""
     said = [line for line in other.err.splitlines() if line.startswith("worker 1 is ")]
     assert said == [
-        "worker 1 is at work here; progress and results are shown on the node of worker 0",
-        "worker 1 is through: training is over",
+        "worker 1 is running here; the node of worker 0 shows progress and results",
+        "worker 1 is done: training has ended",
     ]
 
 

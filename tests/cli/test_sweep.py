@@ -62,8 +62,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--set", "lr=1,fast"), "--set lr=fast: this is not a number"),
         (("--policy", "stash+no"), "policy 'stash' has no option 'no'"),
         (("--schedule", "asink"), "there is no schedule 'asink', did you mean 'async'?"),
-        (("--seed", 3), "leave --seed out"),
-        (("--resume",), "leave --resume out"),
+        (("--seed", 3), "leave out --seed"),
+        (("--resume",), "leave out --resume"),
     ],
 )
 def test_nothing_begins_where_one_run_would_be_refused(given: tuple[object, ...], says: str, build: Path) -> None:

@@ -139,7 +139,7 @@ def test_the_command_reports_and_writes(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "new" / "links.toml"
     result = fxpipe("doctor", "--links", "-n", 3, "-o", path)
     assert result.code == 0
-    assert "gloo: 1.33 GB/s · latency 30 µs · 0.20 ns a byte of each end's processor" in result.out
+    assert "gloo: 1.33 GB/s · latency 30 µs · 0.20 ns of processor time for each byte, at either end" in result.out
     assert "0 → 2" in result.out
     assert result.err.strip() == f"wrote {path}: the links of gloo"
     assert read_device_spec(path).links == LinkReport("gloo", 3, PAIRS).links
@@ -167,4 +167,4 @@ def test_the_command_refuses_before_it_measures(tmp_path: Path, monkeypatch: pyt
     assert "cannot be written: file is a file" in result.err
     result = fxpipe("doctor", "-o", tmp_path / "links.toml")
     assert result.code == 2
-    assert "-n and -o go with --links" in result.err
+    assert "-n and -o need --links" in result.err

@@ -123,7 +123,7 @@ def test_keep_going_trains_on_and_counts(tmp_path: Path, local: bool) -> None:
     assert result.json["steps"] == 9
     assert result.json["not_finite"]["losses"] == 4
     assert result.json["not_finite"]["weights"] > 0
-    assert "4 losses are not finite, the first that of step 6" in result.err
+    assert "4 losses are not finite, first at step 6" in result.err
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert not all(weight.isfinite().all() for weight in weights.values())
 

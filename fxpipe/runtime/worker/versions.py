@@ -143,7 +143,8 @@ class ReadVersions:
     def end(self, stop: int, known_to_all: bool = True) -> None:
         """The segment's end is now known: forget what is kept for minibatches from `stop` on.
 
-        If all workers learn it at the same version (`known_to_all`), they no longer send what later minibatches would read.
+        If all workers learn it at the same version (`known_to_all`), they stop sending what later minibatches would
+        read.
         """
         if known_to_all:
             self._stop = stop
