@@ -1,4 +1,4 @@
-"""A file that grows while a run trains: nothing that cannot be written ends the run."""
+"""A file that grows while a run trains; a failed write does not end the run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from fxpipe.messages import warn
 
 RETRY = 1.0
-"""Seconds until what could not be written is tried again, and between two looks whether the file still exists."""
+"""Seconds until a failed write is tried again, and between two checks that the file still exists."""
 HELD = 4 << 20
-"""Bytes that wait to be written; of more, the oldest are lost."""
+"""The most bytes that wait to be written; beyond that, the oldest are lost."""
 _CHUNK = 1 << 20
 
 
@@ -64,7 +64,7 @@ class AppendedFile:
                 self._flush()
 
     def sync(self) -> None:
-        """Have all so far on the disk itself, as far as it can be written."""
+        """Sync all pieces so far to the disk, as far as possible."""
         try:
             with self._lock:
                 if self._descriptor < 0:
@@ -80,7 +80,7 @@ class AppendedFile:
                 self._failed(error)
 
     def close(self) -> None:
-        """Try for the last time what is held, and close the file, if that has not been done; never raises."""
+        """Try held pieces a last time, and close the file if it is open; never raises."""
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -98,7 +98,7 @@ class AppendedFile:
 
     @property
     def problems(self) -> list[dict[str, Any]]:
-        """What a summary says of lines that could not be written at first, or never: mostly nothing."""
+        """A summary's sentences on lines that were written late, or never: usually none."""
         lost = self.lost + len(self._held)
         return [{"file": self.path.name, "late": self.late, "lost": lost}] if self.late or lost else []
 

@@ -1,7 +1,7 @@
-"""A file of JSON lines that a run writes while it trains, beside that of an earlier run, or on from it.
+"""A file of JSON lines that a run writes while it trains: a new one, or the continuation of an earlier run's.
 
-A run changes no file of an earlier run before it has ended well. Where the file is there already, the lines go to a
-partial file beside it (`metrics.partial.jsonl`), which takes its place at the end.
+A run changes no file of an earlier run until it has ended without an error. If the file exists, the lines go to a
+partial file next to it (`metrics.partial.jsonl`), which replaces it at the end.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fxpipe.typed_json import dumps, parse_lines
 
 
 def partial_lines(path: Path) -> Path:
-    """Where the lines of a run go as long as an earlier run's file stays at `path`."""
+    """Where a run's lines go while an earlier run's file is at `path`."""
     return path.with_name(f"{path.stem}.partial{path.suffix}")
 
 
 class LineFile:
-    """Appends JSON objects to a file, a line each; no line that cannot be written ends the run (see `AppendedFile`).
+    """Appends JSON objects to a file, a line each; a failed write does not end the run (see `AppendedFile`).
 
     Args:
         path: where the file is at the end of the run; its folder must exist.
         continue_after: go on with the file of an interrupted run after this step. Lines of later steps, and incomplete
-            ones, are dropped, atomically. Of the file and the partial file it takes the one that comes nearest to this
-            step. None begins a new file.
-        earlier: the file of the interrupted run, if it may be elsewhere: where it is, the lines are taken from there
-            alone; it stays as it is.
-        in_place: go on in the file itself. Otherwise in the partial file, so that the file stays as it is until the
-            end: it belongs to a run that has ended.
+            ones, are dropped, atomically. Of the file and the partial file, the one whose last step is nearest to
+            this step is used. None begins a new file.
+        earlier: the file of the interrupted run, if that may be in another folder. If it exists, lines are taken only
+            from it, and it does not change.
+        in_place: go on in the file itself. Otherwise in the partial file: the file belongs to a run that has ended, and
+            does not change until the end.
         kept: called with each line that is kept, as an object.
 
     Raises:
@@ -53,11 +53,11 @@ class LineFile:
         self.path = path
         partial = partial_lines(path)
         if continue_after is None:
-            partial.unlink(missing_ok=True)  # of a run that was interrupted beside an earlier one
+            partial.unlink(missing_ok=True)  # of a run that was interrupted while an earlier one's file existed
             self._file = AppendedFile(partial if path.exists() else path)
             return
         elsewhere = [] if earlier is None or _same(earlier, path) else [partial_lines(earlier), earlier]
-        # A file that is here, where the run comes from elsewhere, is another run's.
+        # If the run comes from another folder, a file that is here is another run's.
         there = [f for f in elsewhere if f.exists()] or [f for f in (partial, path) if f.exists()] or [path]
         found = there[0] if len(there) == 1 else max(there, key=lambda file: _reach(file, continue_after))
         fresh = found in elsewhere and not path.exists()
@@ -75,11 +75,11 @@ class LineFile:
         self._file.write(dumps(row).encode() + b"\n")
 
     def sync(self) -> None:
-        """Have all lines so far on the disk itself, as far as they can be written."""
+        """Sync all lines so far to the disk, as far as possible."""
         self._file.sync()
 
     def take_place(self) -> None:
-        """The run has ended well: the file takes the place of an earlier run's. Lines may follow; never raises."""
+        """The run has ended without an error: the file replaces an earlier run's. Lines may follow; never raises."""
         try:
             if self._file.path != self.path:
                 os.replace(self._file.path, self.path)

@@ -10,8 +10,8 @@ from fxpipe.observe.pulse import Status
 
 
 class WorkerState(NamedTuple):
-    """How long a worker was busy and waited, as shares of the time since the last look; and the microbatches it
-    holds."""
+    """How long a worker was busy and waited, as shares of the time since it was last read; and the microbatches
+    it holds."""
 
     busy: float
     waiting: float
@@ -20,7 +20,7 @@ class WorkerState(NamedTuple):
 
 @dataclass(frozen=True)
 class Board:
-    """Tells what the workers are doing.
+    """Knows what the workers are doing.
 
     Attributes:
         read: by rank; empty if nothing is known.
@@ -32,7 +32,7 @@ class Board:
 
 
 class Looker:
-    """Looks at a board: turns its sums since the beginning into shares of the time since the last look."""
+    """Reads a board: turns its sums since the beginning into shares of the time since it was last read."""
 
     def __init__(self, board: Board) -> None:
         self._board = board

@@ -1,4 +1,4 @@
-"""`fxpipe run --log NAME`: where a run's numbers go besides its own files, as it trains."""
+"""`fxpipe run --log NAME`: where a run's numbers go as it trains, in addition to its own files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoggedRun:
 
 
 class Logger(ABC):
-    """Gets a run's numbers, in the process of worker 0 alone. What it raises ends no run: it gets no more numbers then.
+    """Gets a run's numbers, only in the process of worker 0. If it raises, it gets no more numbers; the run goes on.
 
     Attributes:
         name: what `--log` calls it.
@@ -95,7 +95,7 @@ def register(kind: _Kind) -> _Kind:
 
 
 def check_loggers(asked: Sequence[str], out: str | None) -> None:
-    """Refuse, before any work is done, loggers of fxpipe's own that cannot log.
+    """Refuse, before any work is done, built-in loggers that cannot log.
 
     Raises:
         FxpipeError: as `Logger.check`.
@@ -128,7 +128,7 @@ def _kind(name: str) -> type[Logger]:
 
 
 class Loggers:
-    """Those of a run, none of which can end it."""
+    """The loggers of a run; none of them can end it."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = loggers

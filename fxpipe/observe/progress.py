@@ -28,26 +28,26 @@ SHOWN = 16
 
 
 class Progress(Protocol):
-    """Is told about every step; `close` ends the display."""
+    """Is called after every step; `close` ends the display."""
 
     def starting(self, text: Callable[[], str]) -> None:
         """Until the first step is over, `text` says what is being done."""
 
     def watch(self, board: Board) -> None:
-        """Training begins; `board` tells what the workers are doing."""
+        """Training begins; `board` knows what the workers are doing."""
 
     def __call__(
         self, step: int, total: int, loss: float, rates: Mapping[str, float], metrics: Mapping[str, float]
     ) -> None: ...
 
     def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
-        """The state after `step` steps was evaluated; there may be something to say of it."""
+        """The state after `step` steps was evaluated; `remark` may follow the metrics."""
 
     def close(self) -> None: ...
 
 
 def default_progress() -> Progress:
-    """The display that fits stderr."""
+    """The display for stderr: redrawn on a terminal, lines in a log."""
     return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 

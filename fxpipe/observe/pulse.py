@@ -3,7 +3,7 @@
 In a run on one machine the numbers of all workers lie in one small file that each of them maps into its memory: they
 cost nothing to write, the file never grows, and they outlive a worker that is killed. Under torchrun each worker puts
 its numbers into the process group's store once a second. A thread lets the pulse beat, so that a worker that
-is stopped can be told from one that waits. Imports no torch: the pulse begins before torch is imported.
+is stopped looks different from one that waits. Imports no torch: the pulse begins before torch is imported.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Pulse:
         self.numbers = no_numbers() if numbers is None else numbers
         self.after_beat: Callable[[], None] = lambda: None
         self._watches: Sequence[Followed] = ()
-        self._besides: Sequence[Followed] = ()
+        self._others: Sequence[Followed] = ()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="fxpipe pulse", daemon=True)
 
@@ -196,16 +196,16 @@ class Pulse:
         """The worker makes progress."""
         self.numbers[MOVES] += 1
 
-    def follow(self, watches: Sequence[Followed], besides: Sequence[Followed] = ()) -> None:
+    def follow(self, watches: Sequence[Followed], others: Sequence[Followed] = ()) -> None:
         """From now on the spans of these watches are progress, and say what the process does.
 
         Args:
             watches: one for each of its workers; they say how busy it is.
-            besides: what else is measured.
+            others: watches of what else it measures.
         """
-        for watch in (*watches, *besides):
+        for watch in (*watches, *others):
             watch.pulse = self.numbers
-        self._watches, self._besides = watches, besides
+        self._watches, self._others = watches, others
 
     def begin(self) -> None:
         """Let it beat."""
@@ -227,7 +227,7 @@ class Pulse:
         numbers[_BEAT] += 1
         for place, value in zip(range(_STATUS.start, _STATUS.stop), self._status(), strict=True):
             numbers[place] = value
-        every = (*self._watches, *self._besides)
+        every = (*self._watches, *self._others)
         doing = next((found for watch in reversed(every) if (found := watch.doing) is not None), None)
         kind, cause = (None, None) if doing is None else doing
         numbers[_DOING] = _NOTHING if kind is None else KINDS.index(kind)

@@ -114,7 +114,7 @@ class Record:
             not written again. None begins anew.
         earlier: the output folder of the interrupted run, if it may be another one: its lines are taken over.
         steps_per_epoch: where it is known.
-        work_of: tells what a minibatch is, where more is known than its samples, or they differ.
+        work_of: gives what a minibatch is, if more is known than its samples, or their number differs.
 
     Attributes:
         steps_per_epoch: how many steps an epoch has, where that is known.
@@ -182,7 +182,7 @@ class Record:
         self._begin = self._last = perf_counter()
 
     def begin(self, board: Board) -> None:
-        """Training begins now; `board` tells what the workers are doing."""
+        """Training begins now; `board` knows what the workers are doing."""
         self._begin = self._last = self._looked = perf_counter()
         self._looker = Looker(board)
         if self._progress is not None:
@@ -246,7 +246,7 @@ class Record:
             self._show(lambda progress: progress.evaluated(step, metrics, "of the averaged weights"))
 
     def sync(self) -> None:
-        """Have the metrics so far on the disk itself: before a checkpoint of this step counts."""
+        """Sync the metrics so far to the disk, before a checkpoint of this step counts."""
         if self._file is not None:
             self._file.sync()
 
@@ -320,7 +320,7 @@ class Record:
             self._earlier = row["seconds"]
 
     def _show(self, show: Callable[[Progress], None]) -> None:
-        """Show something; without a display from the first time that stderr takes nothing."""
+        """Show something; the display is dropped when stderr cannot be written."""
         assert self._progress is not None
         try:
             show(self._progress)

@@ -9,7 +9,7 @@ _TIMES = ("forward_ms", "backward_ms", "update_ms", "copy_ms")
 
 
 def share_ranks(rows: Sequence[dict[str, Any]]) -> None:
-    """In rows of `run.json`, tell the time in which a worker's rank ran its other workers from time without reason.
+    """In rows of `run.json`, separate the time in which a worker's rank ran its other workers from unexplained time.
 
     `spent` gets an entry `others` where a rank has several workers; its entries still add up to `seconds`.
     """

@@ -23,7 +23,7 @@ SPANS = 6000
 _METRICS = ("step", "loss", "lr", "grad_norm", "loss_scale", "seconds", *RATES)
 
 _EVALUATIONS = {"eval", "averaged"}
-"""The keys of lines that are no step's."""
+"""The keys of lines that do not belong to a step."""
 
 _WaitJson = TypedDict("_WaitJson", {"what": str, "from": int | None, "seconds": float | None}, total=False)
 
@@ -68,7 +68,7 @@ class _LossScaling(TypedDict):
 
 
 class _Run(TypedDict, total=False):
-    """`run.json` as far as anyone computes with it; each value may be null."""
+    """The values of `run.json` that code computes with; each may be null."""
 
     build: _BuildJson
     forecast: dict[str, Any]

@@ -3,9 +3,9 @@
 A worker's run consists of forwards, backwards and updates, of other work (data, receiving), and of waits. Lost is what
 forwards, backwards and updates take beyond the plan, and all of the rest.
 
-Part of a wait was planned: other workers have more to do (uneven cuts), a flush, links. If that is nearly all of it,
-that is the cause. Of the rest the other losses are the cause, which name their workers; it is the messages where all
-that workers do beyond the plan is less than half of what even the one that waits least waits.
+Part of a wait was planned: other workers have more to do (uneven cuts), a flush, links. If that is nearly all of the
+wait, it is the cause. Otherwise the other losses, which name their workers, cause the rest. If all that workers do
+beyond the plan is less than half of the shortest wait of a worker, the messages cause it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def time_losses(
         workers: rows of `run.json`.
         forecast: of `run.json`; without it nothing is compared with the plan.
         seconds, steps, microbatches: of the run.
-        schedule: its name, which tells a flush from other planned waits.
+        schedule: its name, which distinguishes a flush from other planned waits.
     """
     if steps <= 0 or not workers or not seconds > 0:
         return []
@@ -62,7 +62,7 @@ def time_losses(
     plans = [Times.planned(row, steps, microbatches) for row in planned] if len(planned) == len(workers) else None
     rows = [TimedWorker.of(row, seconds) for row in workers]
     run = TimedRun(rows, plans, forecast or {}, seconds, steps, microbatches, schedule)
-    found = [*_filling(run), *_beyond_plan(run), *_besides(run), *_waits(run)]
+    found = [*_filling(run), *_beyond_plan(run), *_other_work(run), *_waits(run)]
     return _largest(found)
 
 
@@ -88,7 +88,7 @@ def _filling(run: TimedRun) -> list[_Loss]:
 
 
 def _beyond_plan(run: TimedRun) -> list[_Loss]:
-    """What forwards, backwards and updates take more than planned."""
+    """The time that forwards, backwards and updates take beyond the plan."""
     found: list[_Loss] = []
     updates: list[_Loss] = []
     for worker, plan in run.both():
@@ -152,10 +152,10 @@ def _ratio(measured: float, planned: float) -> float:
     return measured / planned if planned > 0 else 1.0
 
 
-def _besides(run: TimedRun) -> list[_Loss]:
+def _other_work(run: TimedRun) -> list[_Loss]:
     """Other work: for each kind, the worker that does it longest, and how long the others do it."""
     found = []
-    for kind in run.besides:
+    for kind in run.outside:
         shares = {rank: run.spends(rank, kind) / worker.seconds for rank, worker in run.workers.items()}
         rank = max(shares, key=lambda r: (round(shares[r], 2), -r))
         more = kind == "receive" and any(plan.copy for _, plan in run.both())
@@ -184,7 +184,7 @@ def _waits(run: TimedRun) -> list[_Loss]:
 
 
 def _cause(run: TimedRun, worker: TimedWorker, wait: Wait) -> tuple[tuple[Any, ...], str]:
-    """The key of a wait, which begins with its cause, and the end of the sentence that tells of it."""
+    """The key of a wait, which begins with its cause, and the end of its sentence."""
     if run.plans is None or wait.source not in run.workers or wait.whats[0] in APART:
         return ("wait", worker.rank, wait.source, wait.whats), ""
     uneven = run.uneven(worker.rank)

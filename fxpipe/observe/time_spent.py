@@ -19,7 +19,7 @@ CLEARLY = 1.05
 """The least ratio of measured to planned for something to be called slower."""
 
 WHOLES = ("F", "B", "update")
-"""What a plan has times for, by the names in `took` of a row of `run.json`: B with weight gradients that are apart."""
+"""What a plan has times for, by the names in `took` of a row of `run.json`: B includes separate weight gradients."""
 
 APART = ("up", "down", "loss", "sum")
 """What workers wait for that no plan has times for."""
@@ -28,7 +28,7 @@ _SPENT = {"F": ("F",), "B": ("B", "W"), "update": ("update",)}
 
 _COMPUTES = ("F", "B", "W", "predict", "update")
 HAS_A_CORE = 0.8
-"""The least share of its own work in which a worker's thread runs on a core where nothing takes that from it."""
+"""The least share of its work in which a worker's thread runs on a core, if no other program takes the core."""
 
 DOES = {
     "data": "in train_data()",
@@ -77,7 +77,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Wait:
-    """How long a worker waits for another, for which kinds of values; the filling of the pipeline does not count."""
+    """How long a worker waits for another, and for which values; the filling of the pipeline does not count."""
 
     source: int
     whats: tuple[str, ...]
@@ -129,7 +129,7 @@ class TimedRun:
     Attributes:
         took: by worker. What the plan counts as copying messages, and the run did in sends, is subtracted from what a
             worker does beyond its plan. Without a plan it has no predictions, sends and receives in it.
-        besides: the kinds of time that workers spend outside forwards, backwards and updates.
+        outside: the kinds of time that workers spend outside forwards, backwards and updates.
         way: of one microbatch through all workers, there and back.
         planned_seconds: of the whole run, if all of it were as steady as the plan.
         planned_idle: seconds that the worker with the most work was planned to wait.
@@ -152,7 +152,7 @@ class TimedRun:
         self.flushes = schedule is not None and (schedule not in SCHEDULES or SCHEDULES[schedule].synchronous)
         self.took = {worker.rank: self._took(worker) for worker in workers}
         apart = () if self.plans else ("predict", "send", "update")
-        self.besides: tuple[str, ...] = ("data", "receive", "save", "other", *apart)
+        self.outside: tuple[str, ...] = ("data", "receive", "save", "other", *apart)
         self.way = sum(took.compute for took in self.took.values()) / (steps * microbatches)
         self.planned_idle = self.planned_seconds = 0.0
         self.pace = 1.0
@@ -183,7 +183,7 @@ class TimedRun:
         return (max(plan.busy for plan in self.plans.values()) - self.plans[rank].busy) * self.pace
 
     def spends(self, rank: int, kind: str) -> float:
-        """Seconds of a kind in `besides`, beyond its plan: the plan covers only the copying of messages."""
+        """Seconds of a kind in `outside`, beyond its plan: the plan covers only the copying of messages."""
         copy = self.plans[rank].copy if self.plans is not None and kind == "receive" else 0.0
         return max(self.workers[rank].of_all(kind) - copy, 0.0)
 
@@ -254,7 +254,7 @@ def _crowded(host: Mapping[str, Any], computes: float) -> str:
     Args:
         computes: seconds in which it computes.
     """
-    if host.get("cpu_seconds") is None:  # as on CUDA, where others compute than these cores
+    if host.get("cpu_seconds") is None:  # as on CUDA, where the cores do not compute
         return ""
     processes, threads, cores = (int(host[name]) for name in ("processes", "threads", "cores"))
     if processes * threads > cores:
@@ -267,7 +267,7 @@ def _crowded(host: Mapping[str, Any], computes: float) -> str:
     if host["cpu_seconds"] < HAS_A_CORE * computes:
         share = host["cpu_seconds"] / computes
         return (
-            f"no more than {share:.0%} of that time a core was free for it: other programs take them (end these, or "
-            "take another host)"
+            f"a core was free for it in at most {share:.0%} of that time: other programs use the cores (end them, or "
+            "use another host)"
         )
     return ""

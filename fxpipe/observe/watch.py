@@ -3,7 +3,7 @@
 Everything that a worker does for a run opens a span and closes it: an action, and within it waits, sends, receives,
 predictions and updates. A span's own time excludes the spans inside it, so that own times never count twice.
 
-On a CPU a span begins and ends when the code does. On CUDA the code only asks for work; there a span is what the
+On a CPU a span begins and ends when the code does. On CUDA the code only launches work; there a span is what the
 device's stream does between two events, and the events are read once they have passed: nothing waits for the device.
 """
 
@@ -61,7 +61,7 @@ class Watch:
         refills: an evaluation gets the workers out of step, because their pipeline does not empty before it. What a
             worker then waits, until its first backward is over, counts as evaluation.
         pulse: the numbers that others read (see `fxpipe.observe.pulse`): the step, and every span that ends.
-        sends: of a message that should have been received by now, what it is and to whom; None else.
+        sends: of a message that should have been received by now, what it is and its receiver; else None.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -170,7 +170,7 @@ class Watch:
 
     @property
     def waits(self) -> list[dict[str, Any]]:
-        """Seconds of waiting by what was waited for and from whom."""
+        """Seconds of waiting, by the value and the worker that was waited for."""
         return [{"what": what, "from": worker, "seconds": t / 1e9} for (what, worker), t in sorted(self._waits.items())]
 
     @property
@@ -265,7 +265,7 @@ class Spans:
 class _CudaClock:
     """Marks in the device's stream, read in the time of `perf_counter_ns` once the device has passed them.
 
-    The device's clock is set by `perf_counter_ns` once, at the beginning; `end` tells by how much it has drifted.
+    The device's clock is set by `perf_counter_ns` once, at the beginning; `end` shows its drift.
     """
 
     def __init__(self) -> None:

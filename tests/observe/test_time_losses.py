@@ -91,8 +91,8 @@ def test_a_machine_that_is_twice_as_slow() -> None:
         ((4, 2, 2), "4 processes × 2 threads share 2 cores (fewer processes on this host, or --local)"),
         ((4, 2, 4), "4 processes × 2 threads share 4 cores (--threads 1, fewer processes on this host, or --local)"),
         ((1, 8, 2), "1 process × 8 threads share 2 cores (--threads 2)"),
-        ((4, 1, 4, 0.4), "no more than 40% of that time a core was free for it: other programs take them (end these, "
-         "or take another host)"),
+        ((4, 1, 4, 0.4), "a core was free for it in at most 40% of that time: other programs use the cores (end them, "
+         "or use another host)"),
         ((4, 1, 4), None),
         ((4, 4, 2, None), None),
     ],
