@@ -32,7 +32,7 @@ INSTEAD = {
 
 TEXT = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 TO_READ = (
-    *("cli/terminal", "fxpipe/inspection", "fxpipe/inspection/report"),
+    *("fxpipe/inspection", "fxpipe/inspection/report"),
     *("fxpipe/planner", "fxpipe/search"),
 )
 """Rooms whose texts are yet to be read."""

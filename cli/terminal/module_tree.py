@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.cli.output import print_columns
 
-from fxpipe.inspection.tables import APART, modules
+from fxpipe.inspection.tables import APART as DIFFER
+from fxpipe.inspection.tables import modules
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,19 +19,19 @@ Module = dict[str, Any]
 
 
 def print_modules(rows: Sequence[Module], console: Console, depth: int | None = None) -> None:
-    """The tree, a line a module or a run of like siblings.
+    """The tree, with a line for each module or group of equal siblings.
 
     Args:
-        depth: shows every module down to there; by default, modules are open if their insides are on different workers.
+        depth: how many levels are shown; by default, a module is open if its inside is on different workers.
     """
     lines = list(_Tree(rows, depth).lines())
     print_columns(modules(lines), console)
     if any(line["apart"] for line in lines):
-        console.print(f"{APART} cut apart: forward, backward and weight gradients on different workers")
+        console.print(DIFFER + " forward, backward and weight gradients on different workers")
 
 
 def _line(label: str, rows: Sequence[Module], opened: bool = False) -> Module:
-    """A line of the tree, as a row of `modules`; what lines below it show is not marked as cut apart."""
+    """A line of the tree, as a row of `modules`; if it is open, the lines below it have the mark instead."""
     numbers = ("parameters", "parameter_bytes", "nodes", "apart")
     line: Module = {name: sum(row[name] for row in rows) for name in numbers}
     for phase in ("forward", "backward"):
@@ -71,7 +72,7 @@ class _Tree:
             yield _line(f"{indent}└ {OWN}", [own])
 
     def _name(self, group: tuple[int, ...]) -> str:
-        """Its own name; after its parent's if it is a number."""
+        """The module's own name; if that is a number, with its parent's name before it."""
         names = []
         for number in dict.fromkeys((group[0], group[-1])):
             module = self.modules[number]
@@ -88,7 +89,7 @@ class _Tree:
         return number == 0 or _parted(module)
 
     def _groups(self, number: int) -> Iterator[tuple[int, ...]]:
-        """The children; neighbours with numbers as names and on the same workers form one group."""
+        """The children. Neighbours form a group if their names are numbers and their workers the same."""
         group: list[int] = []
         for child in self.children[number]:
             if group and not (self._folds(group[-1], child)):
@@ -122,10 +123,10 @@ class _Tree:
 
 
 def _places(module: Module) -> tuple[list[int], ...]:
-    """Its workers in forward and in backward."""
+    """The module's workers in forward and in backward."""
     return tuple([place[0] for place in module[phase]] for phase in ("forward", "backward"))
 
 
 def _parted(module: Module) -> bool:
-    """Whether a cut goes through it."""
+    """Whether a cut goes through the module."""
     return any(len(workers) > 1 for workers in _places(module))

@@ -92,18 +92,18 @@ def _line(console: Console, parts: Sequence[str]) -> None:
 
 
 def print_workers(facts: Facts, console: Console) -> None:
-    """A row for each worker, and what is to be said of them."""
+    """A row for each worker, and notes below the table."""
     print_columns(tables.workers(facts), console)
     if facts["build"]["costs"] == "measured":
         print_text(console, "modules add up their operators; workers were timed as they run")
     if facts["build"]["speeds"]:
-        print_text(console, "modules take what they would on a worker of speed 1")
+        print_text(console, "times of modules are for a worker of speed 1")
     for w in facts["workers"]:
         if w["buckets"]:
             print_text(console, _buckets(w, facts["build"]["replicas"][w["worker"]]))
     if facts["build"]["outer"]:
         outer, count = OuterSpec(**facts["build"]["outer"]), facts["build"]["replicas"][0]
-        print_text(console, f"{count} replicas of each worker train apart: {outer}")
+        print_text(console, f"{count} replicas of each worker train separately: {outer}")
     edited = [w["file"] for w in facts["workers"] if w["edited"]]
     if edited:
         print_text(console, f"* {', '.join(edited)}: edited since the compile", "bold yellow")
@@ -119,7 +119,7 @@ def _buckets(worker: Facts, replicas: int) -> str:
 
 
 def print_edges(edges: Sequence[Facts], console: Console, every: bool = False) -> None:
-    """A row for each edge, kind by kind; if one kind has many, one row for all on the same way."""
+    """A row for each edge, kind by kind; if a kind has many, one row for all between the same workers."""
     if not edges:
         console.print("nothing crosses workers")
         return
@@ -127,11 +127,11 @@ def print_edges(edges: Sequence[Facts], console: Console, every: bool = False) -
     print_columns(table, console)
     console.print("values cross once a microbatch, weights once an update")
     if len(table.rows) < len(edges):
-        print_text(console, "edges of one kind and way are summed up; --edges shows each")
+        print_text(console, "edges of one kind between the same workers are summed up; --edges shows each")
 
 
 def print_hints(facts: Facts, console: Console) -> None:
-    """What else can be shown of it."""
+    """Commands that show more of the build."""
     build = facts["build"]
     target = build["folder"] or build["model"] or "BUILD"
     values = (edge["name"] for edge in facts["edges"] if edge["kind"] in ("activation", "saved", "gradient"))

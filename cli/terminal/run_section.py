@@ -1,4 +1,4 @@
-"""A run in a terminal, beneath the build that it ran."""
+"""A run in a terminal, below the build that it ran."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def print_run(facts: dict[str, Any], console: Console) -> None:
-    """Throughput, bubble, efficiency, how busy the workers were, where time was lost; what is missing of the files."""
+    """Throughput, bubble, efficiency, how busy the workers were, where time was lost, and which files are missing."""
     from rich.text import Text
 
     from fxpipe.observe.progress import held_out

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MANY = 8
-"""With more workers than this, only as much time is shown as fits into the width."""
+"""With more workers than this, only the columns that fit into the width are shown."""
 
 
 def print_grid(grid: dict[str, Any], console: Console) -> None:
@@ -24,7 +24,7 @@ def print_grid(grid: dict[str, Any], console: Console) -> None:
     rows: list[list[str]] = grid["rows"]
     console.print(f"{grid['schedule']} · {grid['policy']}")
     if not rows:
-        console.print("what its actions see is not known here")
+        console.print("which weights its actions see is not known here")
         return
     print_text(console, f"{explained(rows)} {IDLE} is a worker that waits.")
     console.print()
@@ -35,7 +35,9 @@ def print_grid(grid: dict[str, Any], console: Console) -> None:
     if len(rows) > MANY and columns > fits:
         first = _busiest(rows, columns, fits)
         _print_part(rows, first, first + fits, cell, number, console)
-        console.print(f"columns {first + 1} to {first + fits} of {columns}, where most is under way; --json has all")
+        console.print(
+            f"columns {first + 1} to {first + fits} of {columns}, those with the most actions; --json has all"
+        )
         return
     for first in range(0, columns, fits):
         if first:
@@ -44,7 +46,7 @@ def print_grid(grid: dict[str, Any], console: Console) -> None:
 
 
 def _busiest(rows: Sequence[Sequence[str]], columns: int, width: int) -> int:
-    """Where a window of that width has the most actions; of several the one in the middle."""
+    """The window of that width with the most actions; of several, the one in the middle."""
     busy = [sum(column < len(row) and row[column] != IDLE for row in rows) for column in range(columns)]
     sums = [0, *accumulate(busy)]
     counts = [sums[first + width] - sums[first] for first in range(columns - width + 1)]

@@ -243,7 +243,7 @@ def test_edited_stages_and_stale_sources_are_marked(build: Path) -> None:
         (("build", "--stage", "0", "--node", "x"), 2, "--stage and --node show different things"),
         (("build", "--stage", "0", "--html", "page.html"), 2, "--stage and --html show different things"),
         (("build", "--node", "x", "--html", "page.html"), 2, "--node and --html show different things"),
-        (("build", "--stage", "0", "--run", "run"), 2, "a run has nothing to do with --stage"),
+        (("build", "--stage", "0", "--run", "run"), 2, "--stage prints code and shows no run"),
         (("nothing",), 1, "there is no nothing"),
         (("model.py",), 1, "model.py is not an fxpipe build"),
         (("build", "--run", "nothing"), 1, "nothing is not a run"),
@@ -339,7 +339,7 @@ def test_many_workers_show_a_part_of_the_grid() -> None:
     shown = [line.split() for line in lines if re.match(r" ?\d+  ", line)]
     assert [int(row[0]) for row in shown] == list(range(24))
     assert all(".." not in row for row in shown), "the pipeline is full"
-    assert re.fullmatch(r"columns \d+ to \d+ of \d+, where most is under way; --json has all", lines[-1])
+    assert re.fullmatch(r"columns \d+ to \d+ of \d+, those with the most actions; --json has all", lines[-1])
 
 
 def test_what_replicas_add_up() -> None:
