@@ -206,7 +206,7 @@ def test_a_sweep_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "fxpipe.toml").write_text("[run]\nsteps = 2")
     assert fxpipe(*sweep).code == 0
     assert json.loads(run.read_text())["steps"] == 2
-    assert "--print-config is of a run" in fxpipe(*sweep, "--print-config").err
+    assert "a sweep has no --print-config" in fxpipe(*sweep, "--print-config").err
 
 
 @pytest.mark.slow
