@@ -98,7 +98,7 @@ globals().update(trainer_hooks(model=make, args=make_args, **given()))
 def by_trainer(weights):
     """What `Trainer.train` makes of these weights."""
     model = make()
-    model.load_state_dict(weights, strict=False)  # a build has buffers that are not persistent, too
+    model.load_state_dict(weights, strict=False)  # docs/reference/files.md: a build has other tensors, too
     trainer = Trainer(model=model, args=make_args(), **given())
     trainer.train()
     return trainer

@@ -4,7 +4,7 @@ build/
     plan.json             what run needs to know: interfaces, edges, owners, digests
     stage_0.py …          the product
     evaluate_0.py …       evaluation on each worker; evaluate_0_1.py for batches of a second shape, and so on
-    weights.safetensors   initial parameters, buffers and constants, under the model's own names
+    weights.safetensors   initial parameters, buffers and constants, each once, under its first name
     costs.json            what the workers cost, and how the cuts were chosen: not part of the plan, which stays the
                           same from compile to compile
     program.json          the program after its last pass, one row per node, for `fxpipe inspect`

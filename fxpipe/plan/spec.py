@@ -458,7 +458,7 @@ class Plan:
         tokens: of a microbatch; 0 if it has none, or they are unknown.
         loss_worker: the worker whose forward returns the loss.
         units: the module path that each unit starts in.
-        weights_file, weights_digest: initial parameters and buffers, under the model's own names.
+        weights_file, weights_digest: initial parameters, buffers and constants, each once, under its first name.
         meta: whether the parameters had no values at compile time: `weights_file` holds only buffers and constants, and
             a run makes the parameters' initial values.
         shapes: the step for each further shape of batch; the fields above are for the first.

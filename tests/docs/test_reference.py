@@ -9,7 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from fxpipe.cli.main import cli
+from torch import nn
 
 import fxpipe
 from fxpipe import errors
@@ -58,3 +60,30 @@ def test_every_error_class_says_what_it_means() -> None:
     assert "::: fxpipe.errors" in page("error-classes.md")
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.FxpipeError)]
     assert all(kind.__doc__ for kind in kinds)
+
+
+def test_the_initial_weights_of_a_build_are_loaded_as_its_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mid, self.head = nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embed.weight
+            self.unread = nn.Parameter(torch.ones(2))
+            self.register_buffer("mask", torch.ones(4), persistent=False)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.mid(self.embed(ids)) * self.mask)
+            return out
+
+    classes = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    first, model, ids = Tied(), Tied(), torch.tensor([0, 1, 2, 3])
+    loss = lambda model, ids: nn.functional.cross_entropy(model(ids), ids, classes)  # noqa: E731
+    monkeypatch.chdir(tmp_path)
+    fxpipe.compile(first, loss, ids, workers=2, microbatches=1, cost="analytic").save("build")
+    (code,) = re.findall(r"^```python\n((?:(?!```).)*build/weights\.safetensors.*?)```", page("files.md"), re.S | re.M)
+    exec(code, {"model": model})
+    assert not torch.equal(Tied().mid.weight, first.mid.weight)
+    for name, value in first.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
