@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,13 @@ from torch import Tensor
 from fxpipe.errors import TaskError
 from fxpipe.task.batch import Batch
 from fxpipe.task.first_batches import at_most, batch_sizes, joined_sizes, plain_sampler
+
+
+class Part(NamedTuple):
+    """The joined batches of an update, and which share they are of as many as the others have."""
+
+    batch: Any
+    share: float
 
 
 class Epochs:
@@ -25,22 +32,28 @@ class Epochs:
             then draws once more from its generator, and the next epoch has another order.
         most: how many of a loader's batches an epoch has, or which share of them; None: all.
         joined: how many of its batches make one, along the first dimension; the last of an epoch may be of fewer.
+        shares: give each as a `Part`, unless all are of as many.
     """
 
     def __init__(
-        self, ask: Callable[[int], Any], exhausts: bool = True, most: int | float | None = None, joined: int = 1
+        self,
+        ask: Callable[[int], Any],
+        exhausts: bool = True,
+        most: int | float | None = None,
+        joined: int = 1,
+        shares: bool = False,
     ) -> None:
-        self._ask, self._exhausts, self._most, self._size = ask, exhausts, most, joined
+        self._ask, self._exhausts, self._most, self._size, self._shares = ask, exhausts, most, joined, shares
         self._loader = ask(0)
         self._next = 0
         self._given = 0  # batches of the present epoch
         self._behind = 0  # those of the next one that a checkpoint has given already
 
     def __len__(self) -> int:
-        return -(-self._length // self._size)
+        return -(-self.batches // self._size)
 
     @property
-    def _length(self) -> int:
+    def batches(self) -> int:
         """How many batches an epoch takes from its loader.
 
         Raises:
@@ -57,7 +70,14 @@ class Epochs:
 
     def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
         while several := list(islice(batches, self._size)):
-            yield joined(several)
+            made = joined(several)
+            yield Part(made, len(several) / self._size) if self._ragged() else made
+
+    def _ragged(self) -> bool:
+        try:
+            return self._shares and self.batches % self._size != 0
+        except TypeError:
+            return True
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches if (left := self._left()) is None else islice(batches, left):
@@ -68,7 +88,7 @@ class Epochs:
         if self._exhausts:
             return None
         try:
-            return self._length - self._given
+            return self.batches - self._given
         except TypeError:
             return self._most - self._given if isinstance(self._most, int) else None
 

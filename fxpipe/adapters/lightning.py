@@ -111,7 +111,7 @@ def lightning_hooks(
 
     @functools.cache
     def train_data() -> Epochs:
-        return epochs(loader, exhausts=False, most=trainer["limit_train_batches"], joined=trainer.joined)
+        return epochs(loader, exhausts=False, most=trainer["limit_train_batches"], joined=trainer.joined, shares=True)
 
     def eval_data() -> Iterable[Any]:
         batches = source().val_dataloader()
@@ -175,7 +175,7 @@ class FitFacts:
     @property
     def num_training_batches(self) -> int:
         """The batches of an epoch; those of an update count one by one."""
-        return len(self._data()) * self.accumulate_grad_batches
+        return int(self._data().batches)
 
     @property
     def estimated_stepping_batches(self) -> int:

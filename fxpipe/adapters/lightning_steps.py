@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.adapters.epochs import Part
 from fxpipe.adapters.said_once import warn_once
 from fxpipe.adapters.torchmetrics import MetricCall, OfBatch, StandIn, in_place, metrics_in, replayed
 from fxpipe.errors import TaskError, listed
@@ -36,8 +37,12 @@ class Logged:
 def loss_of(model: nn.Module, batch: Any) -> Any:
     """What `training_step` returns, or its `loss`; with what it logs, where that is a number of the step's own.
 
-    What is the loss itself is not repeated: every line of `metrics.jsonl` has it.
+    What is the loss itself is not repeated: every line of `metrics.jsonl` has it. Of a `Part`, the gradient is
+    multiplied by its share, and the number is not.
     """
+    share: float | None = None
+    if isinstance(batch, Part):
+        batch, share = batch
     found: list[Logged] = []
     with _logging(model, found.append), in_place(model, {path: StandIn(path, []) for path in metrics_in(model)}):
         made = _step(model.training_step, batch)
@@ -52,6 +57,8 @@ def loss_of(model: nn.Module, batch: Any) -> Any:
             reasons.setdefault(reason, []).append(each.name)
     for reason, names in reasons.items():
         warn_once(f"{type(model).__name__}.training_step logs {_quoted(names)}: {reason}, so it is not kept")
+    if share is not None:
+        loss = loss.detach() + share * (loss - loss.detach())
     return (loss, metrics) if metrics else loss
 
 

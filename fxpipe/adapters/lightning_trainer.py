@@ -116,8 +116,8 @@ class TrainerSettings:
                 yield f"{name}={self[name]!r} of Trainer is not followed: {cure}"
         if self.joined > 1:
             yield (
-                f"accumulate_grad_batches={self.joined}: the loss of an update is the mean over its samples; of an "
-                "epoch's last update, if it has fewer batches, Lightning takes a part of that"
+                f"accumulate_grad_batches={self.joined}: the loss of an update is the mean over its samples; in "
+                "Lightning it is the mean over its batches, also where the last one is smaller"
             )
         stops, saves = self.callback("EarlyStopping"), self.callback("ModelCheckpoint")
         for each in self["callbacks"]:

@@ -90,7 +90,9 @@ def written(folder: Path, configure: str) -> Path:
     return path
 
 
-def by_lightning(module: dict[str, Any], state: dict[str, torch.Tensor], folder: Path, epochs: int) -> Any:
+def by_lightning(
+    module: dict[str, Any], state: dict[str, torch.Tensor], folder: Path, epochs: int, accumulated: int
+) -> Any:
     """Lightning's own Trainer, after training from these weights."""
     import lightning
 
@@ -102,7 +104,8 @@ def by_lightning(module: dict[str, Any], state: dict[str, torch.Tensor], folder:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", default_root_dir=folder, **quiet)
+    length: dict[str, Any] = {"max_epochs": epochs, "accumulate_grad_batches": accumulated}
+    trainer = lightning.Trainer(**length, accelerator="cpu", default_root_dir=folder, **quiet)
     trainer.fit(model, module["Points"]())
     return trainer
 
@@ -110,21 +113,27 @@ def by_lightning(module: dict[str, Any], state: dict[str, torch.Tensor], folder:
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("schedule", "epochs"), [(CYCLE, 2), (EPOCHS, 2), (PLATEAU, 4)], ids=["by steps", "by epochs", "by a metric"]
+    ("schedule", "epochs", "accumulated"),
+    [(CYCLE, 2, 1), (EPOCHS, 2, 1), (PLATEAU, 4, 1), (CYCLE, 3, 3)],
+    ids=["by steps", "by epochs", "by a metric", "three batches an update"],
 )
 def test_a_pipeline_trains_as_lightning_does(
-    schedule: str, epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    schedule: str, epochs: int, accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """10 batches: the last of four updates of three batches has one, of which Lightning takes a third."""
     from safetensors.torch import load_file
 
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path, GROUPS + schedule)
+    length = f"max_epochs={epochs}, accumulate_grad_batches={accumulated}"
+    path.write_text(path.read_text().replace("max_epochs=2", length))
     made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
     assert made.code == 0, made.err
     summary = fxpipe(
         "run", "build", "--epochs", epochs, "--eval-every", "epoch", "--threads", 1, "--json", "--out", "out"
     ).json
-    trainer = by_lightning(runpy.run_path(str(path)), load_file("build/weights.safetensors"), tmp_path, epochs)
+    initial = load_file("build/weights.safetensors")
+    trainer = by_lightning(runpy.run_path(str(path)), initial, tmp_path, epochs, accumulated)
     trained = load_file("out/model.safetensors")
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(trained[name], value, atol=1e-5, rtol=1e-4)
@@ -272,11 +281,32 @@ def test_updates_have_the_batches_of_the_trainer(accumulated: int, tmp_path: Pat
             module["Classifier"], data=module["Points"], accumulate_grad_batches=accumulated, max_epochs=3, **limits
         )
         joined = [sum(sizes[at : at + accumulated]) for at in range(0, len(sizes), accumulated)]
+        ragged = len(sizes) % accumulated != 0
         for _ in range(2):
-            assert [len(batch[0]) for batch in hooks["train_data"]()] == joined
+            given = list(hooks["train_data"]())
+            assert [len(batch.batch[0] if ragged else batch[0]) for batch in given] == joined
+            if ragged:  # Lightning divides the loss of each batch by 3, of the last update, too
+                rest = len(sizes) % accumulated
+                assert [batch.share for batch in given] == [1.0] * (len(joined) - 1) + [rest / accumulated]
         last = joined[-1] if joined[-1] < joined[0] else None
         assert batch_sizes(hooks["train_data"]()) == (8 * accumulated, last)
         assert hooks["compile_options"]["microbatches"] == (None if accumulated == 1 else accumulated)
+
+
+def test_a_last_update_of_fewer_batches_has_a_part_of_the_gradient(tmp_path: Path) -> None:
+    from fxpipe.adapters.lightning import lightning_hooks
+
+    module = runpy.run_path(str(written(tmp_path, SGD)))
+    hooks = lightning_hooks(module["Classifier"], data=module["Points"], accumulate_grad_batches=4, max_epochs=1)
+    *_, last = hooks["train_data"]()
+    model = hooks["model"]()
+    x, y = last.batch
+    expected = nn.functional.cross_entropy(model.net(x), y)
+    (gradient,) = torch.autograd.grad(expected, [model.net[0].weight])
+    loss = hooks["loss"](model, last)
+    assert len(x) == 8 + 4
+    assert loss.item() == expected.item()
+    torch.testing.assert_close(torch.autograd.grad(loss, [model.net[0].weight])[0], gradient / 2)
 
 
 def options(**settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
