@@ -120,23 +120,44 @@ class Codec(ABC):
         """
 
     def pack(self, value: Tensor, state: EdgeState | None = None) -> Tensor:
-        """`encode`, called by emitted code before it sends; inside `without_codecs` returns the value."""
-        return value if is_without_codecs() else self.encode(value.detach().contiguous(), state)
+        """`encode`, called before a value is sent; inside `without_codecs` returns the value.
+
+        Raises:
+            CodecError: what it returned does not fit `packed`.
+        """
+        if is_without_codecs():
+            return value
+        plain = value.detach().contiguous()
+        due = self.packed(TensorSpec(tuple(plain.shape), plain.stride(), str(plain.dtype).removeprefix("torch.")))
+        return self._checked("encode", self.encode(plain, state), due.shape, getattr(torch, due.dtype))
 
     def unpack(
         self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> Tensor:
-        """`decode`, called by emitted code after it has received; inside `without_codecs` returns the value.
+        """`decode`, called after a value was received; inside `without_codecs` returns the value.
 
         Args:
             stride: of the value, if it is not row by row.
+
+        Raises:
+            CodecError: what it returned has another shape or dtype.
         """
         if is_without_codecs():
             return packed
-        value = self.decode(packed, shape, dtype)
+        value = self._checked("decode", self.decode(packed, shape, dtype), shape, dtype)
         if stride is None or value.stride() == tuple(stride):
             return value
         return value.new_empty_strided(tuple(shape), tuple(stride)).copy_(value)
+
+    def _checked(self, method: str, made: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if isinstance(made, Tensor) and made.shape == tuple(shape) and made.dtype == dtype:
+            return made
+        found = f"{made.dtype}{list(made.shape)}" if isinstance(made, Tensor) else repr(made)
+        raise CodecError(
+            f"{method} of codec '{self.name}' returned {found}, and must return {dtype}{list(shape)}",
+            where=f"{type(self).__module__}.{type(self).__name__}",
+            hint="encode must return what packed says" if method == "encode" else None,
+        )
 
 
 def is_without_codecs() -> bool:

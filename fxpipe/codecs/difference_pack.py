@@ -86,12 +86,12 @@ class DifferencePack:
     def _encoded(self, difference: Tensor, place: tuple[object, ...]) -> Tensor:
         assert self._codec is not None
         state = EdgeState(place=lambda: place) if self._codec.keeps_state(KIND) else None
-        return self._codec.encode(difference.contiguous(), state)
+        return self._codec.pack(difference, state)
 
     def _rebuilt(self, name: str, packed: Tensor, base: Tensor) -> Tensor:
         assert self._codec is not None
         layout = self._layouts[name]
-        difference = self._codec.decode(packed, layout.shape, layout.dtype)
+        difference = self._codec.unpack(packed, layout.shape, layout.dtype)
         return torch.add(base, difference, out=layout.empty(base.device))
 
     def _sent(self, spec: TensorSpec, name: str) -> TensorSpec:

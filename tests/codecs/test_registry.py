@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxpipe.codecs import CODECS, Codec, codec, register
 from fxpipe.codecs.codec import EdgeState
+from fxpipe.codecs.difference_pack import DifferencePack
 from fxpipe.codecs.encoding import Encoding
 from fxpipe.errors import CodecError
 
@@ -74,3 +75,29 @@ def test_ones_own_is_known_by_its_name() -> None:
 def test_names_that_it_cannot_have(name: str) -> None:
     with pytest.raises(CodecError, match=r"EverySecond|already"):
         register(half(name))
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "said"),
+    [
+        ("encode", lambda self, value, state: torch.zeros(7), r"encode of codec 'mine' returned torch.float32\[7\]"),
+        ("encode", lambda self, value, state: None, "encode of codec 'mine' returned None"),
+        (
+            "decode",
+            lambda self, packed, shape, dtype: packed[:5],
+            r"decode of codec 'mine' returned torch.float32\[5\]",
+        ),
+        ("decode", lambda self, packed, shape, dtype: torch.zeros(shape).double(), r"returned torch.float64\[4, 5\]"),
+    ],
+)
+def test_what_a_codec_returns_must_have_the_right_shape_and_dtype(method: str, wrong: Any, said: str) -> None:
+    kind = register(half("mine"))
+    setattr(kind, method, wrong)
+    due = r"torch.float32\[10\]" if method == "encode" else r"torch.float32\[4, 5\]"
+    value = gaussian(4, 5)
+    with pytest.raises(CodecError, match=rf"{said}, and must return {due}"):
+        codec("mine").unpack(codec("mine").pack(value), value.shape, value.dtype)
+    with pytest.raises(CodecError, match=said):
+        DifferencePack({"weight": spec_of(value)}, codec("mine"), ["weight"]).pack(
+            {"weight": value}, {"weight": value}, ()
+        )
