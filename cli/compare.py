@@ -42,9 +42,10 @@ def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int
     """Compare runs: settings, speed, loss, and where their time went.
 
     Each RUN is the --out folder of an `fxpipe run`, or of an `fxpipe sweep`, which stands for all its runs. The builds
-    may differ. For two runs, losses are compared at the end and after the same training time, each as the mean of the
-    last 20. Three or more runs, or any with --seeds, become one table of the settings that differ and the results.
-    A warning names what a folder lacks, for example because the run was stopped.
+    may differ. For two runs, losses are compared at the end and after the same training time. A loss is the mean of
+    the last 20 steps, or of all if there are fewer; so is the one that `fxpipe run` prints at its end. Three or more
+    runs, or any with --seeds, become one table of the settings that differ and the results. A warning names what a
+    folder lacks, for example because the run was stopped.
 
     \b
     fxpipe compare out/ other/

@@ -289,15 +289,16 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
 
 def _print(summary: dict[str, Any]) -> None:
     from fxpipe.inspection import tables
+    from fxpipe.inspection.run_comparison import SMOOTH, smoothed
     from fxpipe.observe.progress import held_out
     from fxpipe.observe.rates import rates_text
     from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_WEIGHTS
 
     losses = summary["losses"]
-    tail = losses[-min(max(len(losses) // 4, 1), 20) :]
+    last = smoothed(losses)
     echo(
         f"{summary['steps']} steps in {summary['seconds']:.1f} s · {rates_text(summary).replace('  ', ' · ')} · "
-        f"loss {losses[0]:.4f} → {sum(tail) / len(tail):.4f} (mean of the last {len(tail)})"
+        f"loss {losses[0]:.4f} → {math.nan if last is None else last:.4f} (mean of the last {min(len(losses), SMOOTH)})"
     )
     print_columns(tables.paces(summary["workers"]), stdout_console())
     _print_time(summary)

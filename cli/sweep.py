@@ -107,7 +107,8 @@ def sweep_command(
     All other options are those of `fxpipe run`, from the command line or fxpipe.toml, and apply to all runs. A run that
     has ended is not repeated unless the build, the model file or an option has changed. So an interrupted sweep
     continues, and a sweep with more values adds only the new runs. If a run fails, the others go on. A setting that
-    capture has read needs one compile for each value.
+    capture has read needs one compile for each value. In the table, a loss is the mean of the last 20 steps, or of all
+    if there are fewer.
 
     \b
     fxpipe sweep build/ --steps 20 --policy spectrain,latest,stash

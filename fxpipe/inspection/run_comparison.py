@@ -5,6 +5,7 @@ It works on what `fxpipe.observe.run_folder.read_run` reads; the builds may diff
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,7 +33,7 @@ SETTINGS = (
 )
 
 SMOOTH = 20
-"""Steps whose mean is a smoothed loss."""
+"""Steps whose mean is a smoothed loss; of a shorter run, all."""
 
 ALIKE = 0.01
 """Throughputs that differ by less count as equal."""
@@ -118,7 +119,7 @@ def outcome(run: Json) -> dict[str, float | None]:
     """What came of a run: the mean of its last losses, its speed, its time, and its last evaluation."""
     held_out = {f"held out {name}": value for name, value in (run.get("evaluation") or {}).items()}
     speed = {"samples_per_second": _throughput(run, "samples_per_second"), "seconds": _seconds(run)}
-    return {"loss": _smoothed(run, len(run["metrics"]["loss"])), **speed, **held_out}
+    return {"loss": smoothed(run["metrics"]["loss"]), **speed, **held_out}
 
 
 def _rate(run: Json) -> str | None:
@@ -139,23 +140,24 @@ def _engines(run: Json) -> str | None:
 
 
 def _losses(runs: Sequence[Json]) -> Json:
+    losses = [run["metrics"]["loss"] for run in runs]
     ends = [[value or 0.0 for value in run["metrics"]["seconds"]] for run in runs]
     until = min((own[-1] for own in ends if own), default=0.0) if all(ends) else 0.0
     last = [bisect_right(own, until) for own in ends]
     return {
-        "raw": [next(iter(run["metrics"]["loss"][-1:]), None) for run in runs],
-        "smoothed": [_smoothed(run, len(own)) for run, own in zip(runs, ends, strict=True)],
-        "same_time": {"seconds": until, "smoothed": [_smoothed(run, n) for run, n in zip(runs, last, strict=True)]}
+        "raw": [next(iter(own[-1:]), None) for own in losses],
+        "smoothed": [smoothed(own) for own in losses],
+        "same_time": {"seconds": until, "smoothed": [smoothed(own[:n]) for own, n in zip(losses, last, strict=True)]}
         if until
         else None,
     }
 
 
-def _smoothed(run: Json, steps: int) -> float | None:
-    """The mean of the last losses of the first steps; None if the last one is not finite, or there is none."""
-    losses = run["metrics"]["loss"][max(steps - SMOOTH, 0) : steps]
-    known = [loss for loss in losses if loss is not None]
-    return sum(known) / len(known) if losses and losses[-1] is not None else None
+def smoothed(losses: Sequence[float | None]) -> float | None:
+    """The mean of the last `SMOOTH` losses, without those that are not finite (or None); None if the last one is
+    not, or there is none."""
+    known = [loss for loss in losses[-SMOOTH:] if loss is not None and math.isfinite(loss)]
+    return sum(known) / len(known) if known and known[-1] == losses[-1] else None
 
 
 def _diverged(run: Json) -> int | None:

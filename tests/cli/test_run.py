@@ -139,6 +139,18 @@ def test_the_summary_for_people(folder: Path, tmp_path: Path) -> None:
     assert "step" not in result.out.replace("steps", "")
 
 
+def test_its_loss_is_the_one_that_comparisons_show(folder: Path, tmp_path: Path) -> None:
+    shown = {}
+    for steps in (6, 22):
+        out = tmp_path / str(steps)
+        text = fxpipe("run", folder / "build", "--local", "--out", out, "--steps", steps).out
+        ((loss, count),) = re.findall(r"loss \S+ → (\S+) \(mean of the last (\d+)\)", text)
+        shown[steps] = float(loss)
+        assert int(count) == min(steps, 20)
+    compared = fxpipe("compare", tmp_path / "6", tmp_path / "22", "--json").json["loss"]["smoothed"]
+    assert [*shown.values()] == pytest.approx(compared, abs=1e-4)
+
+
 def test_how_long_to_train(folder: Path, tmp_path: Path) -> None:
     def steps(*arguments: object) -> int:
         said = fxpipe("run", folder / "build", "--local", "--json", "--out", tmp_path, *arguments).json
