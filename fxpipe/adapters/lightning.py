@@ -9,7 +9,7 @@ The weights that a run writes have the module's own names: `load_state_dict(load
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -57,6 +57,8 @@ NEVER_CALLED = (
 def lightning_hooks(
     module: Callable[[], Any],
     data: Callable[[], Any] | None = None,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """The hooks that train and evaluate a LightningModule as `Trainer(**settings).fit` would.
@@ -68,22 +70,30 @@ def lightning_hooks(
     Args:
         module: makes the LightningModule.
         data: makes a LightningDataModule; by default the module has `train_dataloader()` itself.
+        train_dataloaders, val_dataloaders: what `Trainer.fit` takes, or functions that make it, instead of `data`.
         settings: the keywords of the Trainer. What belongs to a compile or a run is an option of it, where the command
             line does not say otherwise: its length, clipping, precision, seed (of `seed_everything`), evaluations,
             EarlyStopping and ModelCheckpoint. What is not followed is named.
 
     Raises:
-        TaskError: a Trainer takes no such keyword; or a pipeline does not do what one asks for.
+        TaskError: a Trainer takes no such keyword; or a pipeline does not do what one asks for; or there are no data.
     """
+    loaders = {"train_dataloader": train_dataloaders, "val_dataloader": val_dataloaders}
+    loaders = {name: loader for name, loader in loaders.items() if loader is not None}
+    _check_data(data, loaders)
     view = on_meta(module).model
     if (base := _base(view)) is None:
         raise TaskError(f"{type(view).__name__} is no LightningModule")
     trainer = TrainerSettings.of(settings, base)
+    if data is None and "train_dataloader" not in loaders and not _overrides(view, "train_dataloader"):
+        raise TaskError(f"{type(view).__name__} has no train_dataloader()", hint="data= or train_dataloaders=")
     reload_every = trainer["reload_dataloaders_every_n_epochs"]
 
     @functools.cache
     def source() -> Any:
         made: Any = module() if data is None else data()
+        for name, loader in loaders.items():
+            setattr(made, name, loader if callable(loader) else lambda loader=loader: loader)
         made.prepare_data()
         made.setup("fit")
         return made
@@ -152,7 +162,7 @@ def lightning_hooks(
 
     hooks: dict[str, Callable[..., Any]] = {"model": make, "loss": loss_of, "train_data": train_data}
     hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
-    validates = _validates(view, data) and trainer["limit_val_batches"] not in (0, 0.0)
+    validates = _validates(view, data, "val_dataloader" in loaders) and trainer["limit_val_batches"] not in (0, 0.0)
     if is_first_process():
         for line in trainer.not_followed():
             warn(line)
@@ -253,7 +263,17 @@ def _check(model: Any) -> None:
         )
 
 
-def _validates(model: Any, data: Callable[[], Any] | None) -> bool:
+def _check_data(data: Any, loaders: Mapping[str, Any]) -> None:
+    if data is not None and loaders:
+        raise TaskError(f"lightning_hooks() is given data and {', '.join(loaders)}s", hint="give one of the two")
+    if data is not None and not callable(data):
+        raise TaskError(
+            f"data is a {type(data).__name__}, not a function that makes a LightningDataModule",
+            hint="data=lambda: ...; for loaders, train_dataloaders=..., val_dataloaders=...",
+        )
+
+
+def _validates(model: Any, data: Callable[[], Any] | None, given: bool) -> bool:
     """Whether there are data to validate on and a step for them; warns of what is never called."""
     source = model if data is None else data()
     unheard = NEVER_CALLED if data is None else ("setup", *NEVER_CALLED)
@@ -263,7 +283,7 @@ def _validates(model: Any, data: Callable[[], Any] | None) -> bool:
         raise freezes_or_thaws(f"{type(model).__name__}.{found[0]}", "parameters")
     if defined and is_first_process():
         warn(f"{type(model).__name__}.{', '.join(defined)}: a pipeline does not call it")
-    return _overrides(model, "validation_step") and _overrides(source, "val_dataloader")
+    return _overrides(model, "validation_step") and (given or _overrides(source, "val_dataloader"))
 
 
 def _overrides(found: Any, name: str) -> bool:

@@ -73,7 +73,10 @@ class TrainerSettings:
         defaults = {name: p.default for name, p in inspect.signature(library.Trainer).parameters.items()}
         for name in given:
             if name not in defaults:
-                raise TaskError(f"Trainer takes no {name!r}{near(name, list(defaults))}")
+                raise TaskError(
+                    f"Trainer takes no {name!r}{near(name, list(defaults))}",
+                    hint="data=, train_dataloaders= and val_dataloaders= take what fit() is given",
+                )
         callbacks = given.get("callbacks") or []
         made = TrainerSettings(
             {**given, "callbacks": list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]}, defaults

@@ -293,6 +293,35 @@ def test_updates_have_the_batches_of_the_trainer(accumulated: int, tmp_path: Pat
         assert hooks["compile_options"]["microbatches"] == (None if accumulated == 1 else accumulated)
 
 
+@pytest.mark.parametrize("make", [lambda loader: loader, lambda loader: lambda: loader], ids=["loader", "function"])
+def test_loaders_that_fit_is_given_take_the_place_of_the_modules_own(make: Any, tmp_path: Path) -> None:
+    from fxpipe.adapters.lightning import lightning_hooks
+
+    kind = runpy.run_path(str(written(tmp_path, SGD)))["Classifier"]
+    train, held_out = ([(torch.full((size, 6), 1.0), torch.zeros(size).long())] * 2 for size in (8, 16))
+    hooks = lightning_hooks(kind, train_dataloaders=make(train), val_dataloaders=make([held_out]))
+    assert [len(x) for x, _ in hooks["train_data"]()] == [8, 8]
+    assert [len(x) for x, _ in hooks["eval_data"]()] == [16, 16]
+    assert "eval_data" not in lightning_hooks(kind, train_dataloaders=make(train))
+
+
+def test_data_that_a_pipeline_cannot_take_are_refused(tmp_path: Path) -> None:
+    from fxpipe.adapters.lightning import lightning_hooks
+
+    module = runpy.run_path(str(written(tmp_path, SGD)))
+    kind, points = module["Classifier"], module["Points"]
+    for given, said in (
+        ({"data": ([], [])}, "data is a tuple, not a function"),
+        ({"data": points()}, "data is a Points, not a function"),
+        ({"data": points, "train_dataloaders": []}, "data and train_dataloaders"),
+        ({}, "Classifier has no train_dataloader"),
+        ({"datamodule": points()}, "data=, train_dataloaders= and val_dataloaders= take what fit() is given"),
+    ):
+        with pytest.raises(TaskError) as refused:
+            lightning_hooks(kind, **given)
+        assert said in str(refused.value)
+
+
 def test_a_last_update_of_fewer_batches_has_a_part_of_the_gradient(tmp_path: Path) -> None:
     from fxpipe.adapters.lightning import lightning_hooks
 
