@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -26,7 +28,7 @@ from fxpipe.adapters.epochs import Epochs, epochs
 from fxpipe.adapters.freezing import freezing
 from fxpipe.adapters.said_once import is_first_process
 from fxpipe.adapters.trainer import best_metric, compile_options, in_order, refuse, run_options, unheard
-from fxpipe.errors import TaskError
+from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import warn
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import load_task
@@ -278,11 +280,30 @@ def save_pretrained(model: nn.Module | str | Path, weights: str | Path, folder: 
         model: a model file, or a model as its `model()` makes it, which gets the weights. Of a PeftModel, the adapter
             is written alone.
         weights: what the run has written, such as `out/model.safetensors`.
-    """
-    from safetensors.torch import load_file
 
+    Raises:
+        TaskError: the weights cannot be read or are of another model, or the model has no `save_pretrained`.
+    """
+    if not Path(weights).is_file():
+        raise TaskError(
+            f"{weights} is no file of weights",
+            hint="give OUT/model.safetensors, or OUT/best.safetensors; fxpipe run --resume goes on from a checkpoint "
+            "and writes them",
+        )
     made = model if isinstance(model, nn.Module) else load_task(model).model()
-    made.load_state_dict(load_file(weights))
+    if not hasattr(made, "save_pretrained"):
+        inner = next((path for path, part in made.named_modules() if hasattr(part, "save_pretrained")), "PART")
+        raise TaskError(
+            f"{type(made).__name__} has no save_pretrained()",
+            hint="load the weights, made.load_state_dict(safetensors.torch.load_file(...)), and save the part that has "
+            f"one: made.get_submodule({inner!r}).save_pretrained({str(folder)!r})",
+        )
+    try:
+        made.load_state_dict(load_file(weights))
+    except SafetensorError as error:
+        raise TaskError(f"{weights} cannot be read: {error}", hint="give OUT/model.safetensors") from error
+    except RuntimeError as error:
+        raise TaskError(f"{weights} does not fit the model: {error}", hint="give the run's own model file") from error
     made.save_pretrained(folder)  # type: ignore[operator]
     return made
 
@@ -356,4 +377,11 @@ def longest(collator: Any) -> bool:
 if __name__ == "__main__":
     if len(sys.argv) != 4:
         sys.exit("python -m fxpipe.adapters.transformers MODEL.py OUT/model.safetensors FOLDER")
-    save_pretrained(*sys.argv[1:])
+    folder = Path(sys.argv[3])
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
+    try:
+        save_pretrained(*sys.argv[1:])
+    except FxpipeError as error:
+        sys.exit(f"error: {error}")
+    written = [path.name for path in sorted(folder.glob("*")) if before.get(path) != path.stat().st_mtime_ns]
+    print(f"wrote {folder}: {', '.join(written)}")

@@ -550,6 +550,81 @@ def test_arguments_that_would_wait_for_other_processes_are_refused(tmp_path: Pat
         runpy.run_path(str(tmp_path / "model.py"))
 
 
+def saved_by_the_command(*arguments: object) -> None:
+    """Run `python -m fxpipe.adapters.transformers`, as in a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "fxpipe.adapters.transformers", raising=False)
+        patch.setattr(sys, "argv", ["", *map(str, arguments)])
+        runpy.run_module("fxpipe.adapters.transformers", run_name="__main__")
+
+
+INNER = """\
+from torch import nn
+
+
+class Saves(nn.Linear):
+    def save_pretrained(self, folder):
+        from pathlib import Path
+
+        Path(folder).mkdir(exist_ok=True)
+        (Path(folder) / "weights.txt").write_text(str(self.weight.tolist()))
+
+
+def model():
+    return WHOLE
+
+
+def loss(model, batch):
+    return model(batch).sum()
+
+
+def train_data():
+    return []
+"""
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("out/missing.safetensors", "error: out/missing.safetensors is no file of weights"),
+        ("out", "error: out is no file of weights"),
+        ("broken.safetensors", "error: broken.safetensors cannot be read"),
+        ("other.safetensors", "error: other.safetensors does not fit the model"),
+        ("inner.safetensors", "error: Sequential has no save_pretrained()"),
+        ("inner.safetensors", "made.get_submodule('0').save_pretrained("),
+    ],
+)
+def test_what_cannot_be_saved_is_an_error_without_a_traceback(
+    weights: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import save_file
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    whole = "nn.Sequential(Saves(2, 2))" if weights == "inner.safetensors" else "Saves(2, 2)"
+    (tmp_path / "model.py").write_text(INNER.replace("WHOLE", whole))
+    (tmp_path / "broken.safetensors").write_text("no weights")
+    save_file({"other": torch.ones(2)}, "other.safetensors")
+    save_file({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, "inner.safetensors")
+    with pytest.raises(SystemExit) as ended:
+        saved_by_the_command("model.py", weights, "trained")
+    assert said in str(ended.value)
+
+
+def test_the_command_says_which_files_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "of_before.txt").write_text("")
+    (tmp_path / "model.py").write_text(INNER.replace("WHOLE", "Saves(2, 2)"))
+    save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, "model.safetensors")
+    saved_by_the_command("model.py", "model.safetensors", "trained/")
+    assert capsys.readouterr().out == "wrote trained: weights.txt\n"
+
+
 @pytest.mark.slow
 @needs("peft")
 def test_of_a_peft_model_the_adapter_is_trained_and_saved_alone(
@@ -564,9 +639,7 @@ def test_of_a_peft_model_the_adapter_is_trained_and_saved_alone(
     made = fxpipe("compile", path, "-n", 2, "--verify", "-o", "build", *QUICK)
     assert made.code == 0, made.err
     assert fxpipe("run", "build", "--local", "--threads", 1, "--out", "out").code == 0
-    monkeypatch.delitem(sys.modules, "fxpipe.adapters.transformers")  # as in a process of its own
-    monkeypatch.setattr(sys, "argv", ["", str(path), "out/model.safetensors", "trained"])
-    runpy.run_module("fxpipe.adapters.transformers", run_name="__main__")
+    saved_by_the_command(path, "out/model.safetensors", "trained")
     from safetensors.torch import load_file
 
     saved, trained = load_file("trained/adapter_model.safetensors"), load_file("out/model.safetensors")
