@@ -16,7 +16,11 @@ class WithArguments(Command):
         """Take them from the end of the command line."""
         at = args.index("--") if "--" in args else None
         ctx.meta[TYPED] = args[:at]
-        rest = super().parse_args(ctx, args[:at])
+        try:
+            rest = super().parse_args(ctx, args[:at])
+        except click.NoSuchOption as error:
+            error.message = f"{error.message.rstrip('.')}; arguments of the model file come after --"
+            raise
         ctx.params["arguments"] = None if at is None else tuple(args[at + 1 :])
         return rest
 

@@ -57,7 +57,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--stepz", 3), "No such option '--stepz'"),
+        (("--stepz", 3), "No such option '--stepz'; arguments of the model file come after --"),
         (("--set", "rate=1,2"), "the model file reads no setting 'rate'"),
         (("--set", "lr=1,fast"), "--set lr=fast: this is not a number"),
         (("--policy", "stash+no"), "policy 'stash' has no option 'no'"),
