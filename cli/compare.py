@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.command import Command
-from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout_console, warn
+from fxpipe.cli.output import echo, emit_json, note, print_columns, print_text, stdout_console, warn
 
 from fxpipe.inspection.formats import NONE, digits, known, text
 from fxpipe.inspection.run_comparison import SMOOTH, Pair, compare
@@ -109,6 +109,11 @@ def print_runs(folders: Sequence[str], seeds: bool, as_json: bool) -> None:
         shared = os.path.commonpath([Path(folder).absolute().parent for folder in folders])
         columns.append(Column("run", lambda row: os.path.relpath(row["runs"][0], shared), TEXT))
     print_columns(ShownTable(columns, found["rows"]), stdout_console())
+    if seeds and any(row["outcomes"]["loss"][1] == 0 for row in found["rows"]):
+        note(
+            "± 0: a run's seed changes only the order of data and random numbers, such as dropout's; "
+            "the initial weights are the build's (fxpipe compile --seed)"
+        )
 
 
 def _of(part: str, name: str, row: Json) -> Any:

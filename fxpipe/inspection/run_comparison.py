@@ -6,6 +6,7 @@ It works on what `fxpipe.observe.run_folder.read_run` reads; the builds may diff
 from __future__ import annotations
 
 import math
+import shlex
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
@@ -112,6 +113,7 @@ def settings_that_differ(runs: Sequence[Json]) -> dict[str, list[Any]]:
     given = [run.get("settings") or {} for run in runs]
     values |= {f"setting {name}": [own.get(name) for own in given] for own in given for name in own}
     values |= {name: [run.get(name) for run in runs] for name in SETTINGS} | {"steps": steps}
+    values["arguments"] = [None if own is None else shlex.join(own) for own in values["arguments"]]
     return {name: own for name, own in values.items() if any(value != own[0] for value in own)} | found
 
 

@@ -104,6 +104,23 @@ def test_a_sweep_is_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [line.split()[-1] for line in out.splitlines()[2:]] == [*(f"sweep/{name}" for name in names), "alone"]
 
 
+def test_seeds_that_change_nothing_are_explained(tmp_path: Path) -> None:
+    same = [write_run(tmp_path / f"seed={seed}", seed=seed) for seed in (0, 1)]
+    out, err = fxpipe_compare(*same, "--seeds")
+    assert "± 0" in out
+    assert "a run's seed changes only the order of data" in err
+    other = write_run(tmp_path / "seed=2", seed=2, decay=0.03)
+    for folders in ([*same, other], [same[0], write_run(tmp_path / "policy", policy="latest")]):
+        assert fxpipe_compare(*folders, "--seeds")[1] == ""
+
+
+def test_arguments_are_shown_as_they_are_typed(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / width, arguments=["--width", width]) for width in ("32", "6 4")]
+    assert re.search(r"^arguments +--width 32 +--width '6 4'$", fxpipe_compare(*runs)[0], re.M)
+    assert "--width '6 4'" in fxpipe_compare(*runs, "--seeds")[0]
+    assert compared(*runs)["settings"]["arguments"] == ["--width 32", "--width '6 4'"]
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         fxpipe_compare(write_run(tmp_path / "one"), tmp_path / "two")
