@@ -19,8 +19,8 @@ class WithArguments(Command):
         try:
             rest = super().parse_args(ctx, args[:at])
         except click.NoSuchOption as error:
-            error.message = f"{error.message.rstrip('.')}; arguments of the model file come after --"
-            raise
+            what = f"No such option {error.option_name!r}; arguments of the model file come after --"
+            raise click.NoSuchOption(error.option_name, what, error.possibilities, error.ctx) from error
         ctx.params["arguments"] = None if at is None else tuple(args[at + 1 :])
         return rest
 
