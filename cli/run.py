@@ -105,6 +105,7 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     An option that is not on the command line is taken from the table [run] in fxpipe.toml, in the model file's folder;
     else from the model file's run_options. With --resume, the checkpoint's options are kept.
     """
+    from fxpipe.plan.build_folder import load_plan
     from fxpipe.runtime.process.ends import Stopped, ended_by_exit
     from fxpipe.runtime.process.launch import running_under_torchrun
 
@@ -112,7 +113,7 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     asked |= given_to_run(build, asked, config)
     _check(asked)
     if print_config:
-        echo(config_text(), nl=False)
+        echo(config_text(load_plan(build).captured), nl=False)
         return 0
     local = asked.pop("local")
     options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -18,6 +20,9 @@ from fxpipe.cli.model_arguments import TYPED
 from fxpipe.errors import TaskError, near
 from fxpipe.settings import pairs, texts
 from fxpipe.typed_json import explained, parse_toml
+
+if TYPE_CHECKING:
+    from fxpipe.plan.spec import CapturedSpec
 
 NAME = "fxpipe.toml"
 TABLES = ("compile", "run", "set")
@@ -96,8 +101,13 @@ class SettingsFile:
         return values(taken)
 
 
-def config_text() -> str:
-    """All options of the command that runs, as a settings file; defaults are comments."""
+def config_text(kept: CapturedSpec | None = None) -> str:
+    """All options of the command that runs, as a settings file. Comments are defaults, what a run takes from its build,
+    and the arguments after two dashes.
+
+    Args:
+        kept: the build's.
+    """
     context = click.get_current_context()
     command = context.command
     assert isinstance(command, Command)
@@ -107,10 +117,17 @@ def config_text() -> str:
         lines += ["", f"# {title}", *rows] if rows else []
     more, path = context.meta.get(_SETTINGS, ({}, None))
     settings = pairs(context.params["settings"])
-    lines += ["", "[set]"] if settings else []
-    for name, text in settings.items():
-        key = name if re.fullmatch(r"[\w-]+", name, re.A) else _toml(name)
-        lines.append(f"{key} = {_toml(text)}  # {path.name if name in more else 'command line'}")
+    written = {name: f"{_key(name)} = {_toml(_number(text))}" for name, text in settings.items()}
+    last = [f"{row}  # {path.name if name in more else 'command line'}" for name, row in written.items()]
+    last[:0] = ["[set]"] if settings else []
+    if kept is not None:
+        own = {name: text for name, text in kept.given.items() if name not in settings}
+        last += [f"# {_key(name)} = {_toml(_number(text))}  # build" for name, text in own.items()]
+    arguments, whence = context.params["arguments"], "command line"
+    if arguments is None and kept is not None:
+        arguments, whence = kept.given_arguments, "build"
+    last += [f"# arguments after -- = {_toml(shlex.join(arguments))}  # {whence}"] if arguments else []
+    lines += ["", *last] if last else []
     return "\n".join(lines) + "\n"
 
 
@@ -163,6 +180,21 @@ def _text(name: str, value: Any, path: Path) -> str:
         what = f"[set] has {name}={value!r}, which is not a number, a text, true or false"
         raise TaskError(what, where=str(path), hint='a name with a dot needs quotes: "model.width" = 64')
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.A) else _toml(name)
+
+
+def _number(text: str) -> bool | int | float | str:
+    """The value of a setting as a number, true or false, if these are written like this text."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            if str(kind(text)) == text:
+                return kind(text)
+    return text
 
 
 def _toml(value: Any) -> str:

@@ -150,7 +150,7 @@ def test_the_configuration_of_a_compile_goes_round(tmp_path: Path) -> None:
         'fp-cut = ["blocks.2"]  # fxpipe.toml',
         "# dp = 1  # default",
         "# device =  # default: the model's",
-        'lr = "0.3"  # command line',
+        "lr = 0.3  # command line",
     ):
         assert line in lines
     (tmp_path / "fxpipe.toml").write_text("\n".join(lines))
@@ -174,6 +174,26 @@ def test_the_configuration_of_a_run_goes_round(tmp_path: Path) -> None:
     assert configuration("run", tmp_path / "build")[0] == found
     (tmp_path / "fxpipe.toml").write_text("[run]\nsteps = 2\nepochs = 1")
     assert "--steps and --epochs both set the length of the run" in fxpipe("run", tmp_path / "build").err
+
+
+def test_what_no_table_has_is_a_comment(tmp_path: Path) -> None:
+    """The arguments after two dashes, and what a run keeps of its build."""
+    model = written(tmp_path, None)
+    compiled(model, "-n", 2, "--set", "lr=1e-3", "--", "--width", "6 4\n")
+    run = ("run", tmp_path / "build", "--print-config")
+    kept = r"""# arguments after -- = "--width '6 4\n'"  # build"""
+    for command, rows in (
+        (run, ['# lr = "1e-3"  # build', kept]),
+        (
+            (*run, "--set", "lr=true", "--", "-x"),
+            ["lr = true  # command line", '# arguments after -- = "-x"  # command line'],
+        ),
+        ((*run, "--set", "lr=-2", "--"), ["lr = -2  # command line"]),
+    ):
+        made = fxpipe(*command)
+        assert made.out.splitlines()[-len(rows) :] == rows
+        tomllib.loads(made.out)
+    assert 'arguments after -- = "-y"  # command line' in fxpipe("compile", model, "--print-config", "--", "-y").out
 
 
 def test_what_another_build_gives_goes_round(tmp_path: Path) -> None:
