@@ -169,7 +169,7 @@ def lightning_hooks(
     if validates:
         hooks |= {"eval_data": eval_data, "metrics": metrics_of}
         hooks |= {"metrics_of_all": of_all} if metrics_in(view) else {}
-    options = trainer.run_options(validates, lambda: len(train_data()))
+    options = trainer.run_options(validates, lambda: train_data().batches)
     return {**hooks, "compile_options": trainer.compile_options(), "run_options": options}
 
 

@@ -142,13 +142,17 @@ class TrainerSettings:
             "microbatches": self.joined if self.joined > 1 else None,
         }
 
-    def run_options(self, validates: bool, updates: Callable[[], int]) -> dict[str, Any]:
+    def run_options(self, validates: bool, batches: Callable[[], int]) -> dict[str, Any]:
         """What runs are given.
 
         Args:
             validates: there is something to evaluate.
-            updates: counts those of an epoch.
+            batches: counts those of an epoch.
         """
+
+        def updates() -> int:
+            return -(-batches() // self.joined)
+
         found = {"seed": _seed(), "clip_norm": self["gradient_clip_val"] or None, **self._length(updates)}
         if (stops := self.callback("EarlyStopping")) is not None and validates:
             found["patience"], found["patience_metric"] = stops.patience, signed(stops.monitor, stops.mode == "max")
@@ -158,7 +162,7 @@ class TrainerSettings:
                 found["save_best"] = signed(saves.monitor, saves.mode == "max")
             if saves.monitor is None or saves.save_last:
                 found |= {"checkpoint_every": _interval(saves, updates), "keep": max(saves.save_top_k, 1)}
-        return found | {"eval_every": self._eval_every(updates) if validates else None}
+        return found | {"eval_every": self._eval_every(updates, batches) if validates else None}
 
     def _length(self, updates: Callable[[], int]) -> dict[str, int]:
         """How long to train; by a number of steps where both are limits, and a Trainer stops at the first."""
@@ -167,20 +171,32 @@ class TrainerSettings:
             return {"steps": min(steps, epochs * updates()) if epochs > 0 else steps}
         return {"epochs": epochs} if epochs > 0 else {}
 
-    def _eval_every(self, updates: Callable[[], int]) -> int | str | None:
-        epochs, batches = self["check_val_every_n_epoch"], self["val_check_interval"]
-        if batches is None or (batches == 1.0 and isinstance(batches, float)):
+    def _eval_every(self, updates: Callable[[], int], batches: Callable[[], int]) -> int | str | None:
+        epochs, interval = self["check_val_every_n_epoch"], self["val_check_interval"]
+        if interval is None or (interval == 1.0 and isinstance(interval, float)):
             return "epoch" if epochs == 1 else epochs * updates()
-        if not isinstance(batches, (int, float)):
-            raise TaskError(f"val_check_interval={batches!r} is a time", hint="give a number of batches")
-        whole = updates() * self.joined if isinstance(batches, float) or epochs is not None else 0
-        every = int(batches * whole) if isinstance(batches, float) else batches
-        if epochs not in (None, 1) or every % self.joined or (whole and whole % every):
-            raise TaskError(
-                f"val_check_interval={batches!r} is no whole number of steps that an epoch is a multiple of",
-                hint=f"check_val_every_n_epoch=None counts batches over all epochs, in multiples of {self.joined}",
-            )
-        return every // self.joined
+        if not isinstance(interval, (int, float)):
+            raise TaskError(f"val_check_interval={interval!r} is a time", hint="give a number of batches")
+        if self.joined == 1 and epochs is None and isinstance(interval, int):
+            return interval
+        try:
+            whole = batches()
+        except TypeError:  # the loader has no length
+            whole = 0
+        every = int(interval * whole) if isinstance(interval, float) else interval
+        evenly = whole % self.joined == 0 if epochs is None else epochs == 1 and whole and every and whole % every == 0
+        if evenly and every and every % self.joined == 0:
+            return every // self.joined
+        asked = f" with check_val_every_n_epoch={epochs}" if epochs not in (None, 1) else ""
+        many = f"updates of {self.joined} batches" if self.joined > 1 else "batches"
+        other = max(every // self.joined, 1) * self.joined
+        raise TaskError(
+            f"val_check_interval={interval!r}{asked} does not evaluate after equal numbers of {many}, in epochs of "
+            f"{whole or 'an unknown number of'} batches",
+            hint="val_check_interval=1.0 evaluates after each epoch"
+            if whole % self.joined
+            else f"val_check_interval={other}, check_val_every_n_epoch=None counts on over all epochs",
+        )
 
 
 def signed(metric: str, greater: bool) -> str:

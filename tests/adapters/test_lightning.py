@@ -346,7 +346,7 @@ def options(**settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         __module__ = "lightning.pytorch.core.module"
 
     made = TrainerSettings.of(settings, LightningModule)
-    given = made.compile_options(), made.run_options(True, lambda: 13)
+    given = made.compile_options(), made.run_options(True, lambda: 13 * made.joined)
     compiled, runs = ({name: value for name, value in each.items() if value is not None} for each in given)
     return compiled, runs
 
@@ -373,6 +373,14 @@ def options(**settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 )
 def test_settings_are_options(settings: dict[str, Any], compiled: dict[str, Any], runs: dict[str, Any]) -> None:
     assert options(**settings) == (compiled, runs)
+
+
+def test_intervals_that_cut_the_last_update_of_an_epoch_are_refused() -> None:
+    from fxpipe.adapters.lightning_trainer import TrainerSettings
+
+    given = {"accumulate_grad_batches": 2, "val_check_interval": 4, "check_val_every_n_epoch": None, "callbacks": []}
+    with pytest.raises(TaskError, match=r"val_check_interval=1\.0"):
+        TrainerSettings(given, {"max_steps": -1}).run_options(True, lambda: 13)
 
 
 def test_callbacks_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +413,14 @@ def test_callbacks_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"fast_dev_run": True}, "fast_dev_run=True: fxpipe run --steps N"),
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "gradients are clipped by their norm"),
         ({"precision": "64-true"}, "precision='64-true'"),
-        ({"val_check_interval": 0.3}, "is no whole number of steps"),
-        ({"val_check_interval": 5}, "is no whole number of steps"),
+        ({"val_check_interval": 0.5}, "hint: val_check_interval=6, check_val_every_n_epoch=None"),
+        ({"val_check_interval": 5}, "in epochs of 13 batches"),
+        ({"val_check_interval": 5, "accumulate_grad_batches": 2}, "hint: val_check_interval=4, check_val"),
+        ({"val_check_interval": 5, "accumulate_grad_batches": 2, "check_val_every_n_epoch": None}, "interval=4, check"),
+        (
+            {"val_check_interval": 4, "check_val_every_n_epoch": 2},
+            "val_check_interval=4 with check_val_every_n_epoch=2",
+        ),
     ],
 )
 def test_settings_that_would_train_otherwise_are_refused(settings: dict[str, Any], said: str) -> None:
