@@ -145,3 +145,13 @@ def test_fit_trains_a_model_in_one_call(started: list[str], tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     (accuracy,) = re.findall(r"accuracy (0\.\d+)", done.stdout)
     assert float(accuracy) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_residual_lstm_learns_with_one_operator_a_layer(tmp_path: Path) -> None:
+    verified = compiled("residual_lstm.py", tmp_path / "build", "-n", "2", "--cost", "analytic")
+    assert verified["loss"] == max(verified["gradients"].values()) == 0  # eager's kernels
+    assert sum(p.read_text().count("recurrent_layer.default(") for p in (tmp_path / "build").glob("stage_*.py")) == 6
+    summary = fxpipe("run", tmp_path / "build", "--steps", "50", "--out", tmp_path / "out", "--json").json
+    assert summary["evaluation"]["loss"] < 3.0

@@ -54,12 +54,23 @@ def _vector_flops(matrix: Any, vector: Any, **_: Any) -> int:
     return 2 * int(matrix.numel())
 
 
+def _recurrent_flops(kind: str, input: Any, hidden: Any, weights: Any, *_: Any, **__: Any) -> int:
+    """Each step multiplies every matrix by the samples."""
+    return 2 * int(input.shape[0] * input.shape[1]) * sum(w.numel() for w in weights if w.dim() == 2)
+
+
+def _recurrent_backward_flops(gradients: Any, results: Any, *layer: Any, **_: Any) -> int:
+    return 2 * _recurrent_flops(*layer)
+
+
 # What torch's own registry lacks. By the names of operator and packet: some versions of torch lack one of these.
 FLOPS: dict[str, Callable[..., int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
     "aten._grouped_mm": _grouped_flops,
     "aten.mv": _vector_flops,
+    "fxpipe.recurrent_layer": _recurrent_flops,
+    "fxpipe.recurrent_layer_backward": _recurrent_backward_flops,
 }
 
 

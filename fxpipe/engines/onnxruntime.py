@@ -66,6 +66,10 @@ class OrtEngine(Engine):
         odd = [f"{r.kind} {r.name} is {r.tensor.dtype}" for r in rows if r.tensor.dtype not in _TYPES]
         if odd:
             raise BackendError(f"onnxruntime has no such type: {', '.join(odd[:5])}")
+        if part.left:
+            raise BackendError(
+                f"{part.name} trains recurrent layers with kernels of torch, of which ONNX has no backward"
+            )
         narrow = "bfloat16" in part.dtypes()
         if narrow and part.device == "cpu":
             raise BackendError("onnxruntime's CPU provider has too few operators in bfloat16", hint=NARROW)

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from fxpipe.errors import ExportError
 from fxpipe.onnx.decompose import check_operators, decompose, decomposition_table, refused
+from fxpipe.onnx.decompositions import recurrent
 from fxpipe.onnx.exported_program import exported_program
 from fxpipe.onnx.graph_values import name_values, strip_notes
 from fxpipe.torch_private import composite_operators
@@ -86,7 +87,14 @@ def _to_onnx(
 ) -> onnx.ModelProto:
     _look_for_operators_again()
     with refused(program.graph):
-        made = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
+        made = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=opset,
+            optimize=False,
+            verbose=False,
+            custom_translation_table={recurrent.LAYER: recurrent.translated},
+        )
         if made is not None:
             optimizer.optimize(made.model, num_iterations=1)  # the second of torch's own two finds hardly anything more
     assert made is not None

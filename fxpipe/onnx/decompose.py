@@ -16,6 +16,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fxpipe.errors import ExportError, first_line
+from fxpipe.ir.recurrent_layer import is_left
 from fxpipe.onnx import decompositions
 from fxpipe.stages.random_inputs import PLACE
 from fxpipe.torch_private import (
@@ -47,24 +48,26 @@ def decompose(module: fx.GraphModule, examples: Sequence[torch.Tensor], table: D
             pure = functionalize(_OnCpu(traced).run, remove="mutations")
             trace = make_fx_with_constants(pure, decomposition_table=dict(table), tracing_mode="fake")
             traced = trace(*inputs)
-    _make_empty_tensors(traced.graph)
+    _make_constants(traced.graph)
     placeholders = {n for n in traced.graph.nodes if n.op == "placeholder"}
     traced.graph.eliminate_dead_code(is_impure_node=lambda n: n in placeholders or n.op == "output")
     traced.recompile()
     return traced
 
 
-def _make_empty_tensors(graph: fx.Graph) -> None:
-    """Make tensors without entries by themselves: where ATen has one, such as the statistics of a batch norm in eval
-    mode, torch.onnx has some other tensor.
+def _make_constants(graph: fx.Graph) -> None:
+    """Fill tensors that torch.onnx would not make: those without entries, such as the statistics of a batch norm in
+    eval mode, for which it has some other tensor, and what the kernel of a recurrent layer leaves, which nothing reads.
     """
     for node in list(graph.nodes):
         value = node.meta.get("val")
-        if node.op == "call_function" and node.users and isinstance(value, Tensor) and value.numel() == 0:
+        if node.op == "call_function" and node.users and isinstance(value, Tensor):
+            if value.numel() and not is_left(node):
+                continue
             with graph.inserting_before(node):
-                empty = graph.call_function(aten.full.default, (list(value.shape), 0), {"dtype": value.dtype})
-            empty.meta = dict(node.meta)
-            node.replace_all_uses_with(empty)
+                filled = graph.call_function(aten.full.default, (list(value.shape), 0), {"dtype": value.dtype})
+            filled.meta = dict(node.meta)
+            node.replace_all_uses_with(filled)
 
 
 class _OnCpu(fx.Interpreter):
@@ -174,7 +177,8 @@ def _torch_decompositions() -> Decompositions:
 def check_operators(module: fx.GraphModule) -> None:
     places: dict[str, list[str]] = {}
     for node in module.graph.nodes:
-        if node.op != "call_function" or node.target in onnx_operators() or node.target is operator.getitem:
+        known = (operator.getitem, decompositions.recurrent.LAYER)
+        if node.op != "call_function" or node.target in onnx_operators() or node.target in known:
             continue
         if isinstance(node.target, OpOverload) and node.target.namespace != "onnx_symbolic" and _tensors(node):
             name, place = _name(node.target), node.meta.get(PLACE)

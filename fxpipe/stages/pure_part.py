@@ -25,6 +25,7 @@ from fxpipe.codecs import without_codecs
 from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_random
 from fxpipe.ir.program import ONE_DRAW
+from fxpipe.ir.recurrent_layer import is_left
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import FUNCTIONS, PHASES, EdgeSpec, Phase, Plan, TensorSpec
 from fxpipe.stages.comm import Handed
@@ -100,6 +101,12 @@ class PurePart:
     def name(self) -> str:
         """`stage_0.forward`."""
         return f"stage_{self.worker}.{FUNCTIONS[self.phase]}"
+
+    @property
+    def left(self) -> set[str]:
+        """The outputs that only the kernels of recurrent layers can make and read (`fxpipe.ir.recurrent_layer`)."""
+        nodes: Any = self.graph.graph.output_node().args[0]
+        return {row.name for node, row in zip(nodes, self.outputs, strict=True) if is_left(node)}
 
     def dtypes(self) -> set[str]:
         """The dtypes of all values in it: `float32`, …."""

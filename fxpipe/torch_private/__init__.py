@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 from unittest import mock
@@ -65,6 +66,7 @@ register_namedtuple = pytree._register_namedtuple
 run_backward = torch.autograd.Variable._execution_engine.run_backward
 set_data = vars(torch._C.TensorBase)["data"].__set__  # `x.data = y`, as a torch function mode sees it
 
+has_bfloat16: Callable[[], bool] = torch.ops.mkldnn._is_mkldnn_bf16_supported  # whether oneDNN computes in it here
 backward_hooks: Callable[[Tensor | nn.Module], dict[int, Callable[..., Any]] | None] = attrgetter("_backward_hooks")
 backward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = attrgetter("_backward_pre_hooks")
 accumulated_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
@@ -84,6 +86,14 @@ class LightDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def autograd_in_kernel() -> AbstractContextManager[None]:
+    """Inside, kernels of a torch.library.custom_op, and decompositions, may differentiate what they compute."""
+    without = torch._C._dispatch_tls_local_exclude_set()
+    for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor):
+        without = without.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), without)
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from fxpipe.torch_private import BackwardHookFunction, written_as
+from fxpipe.tracing.recurrent import Layer
 
 
 def nodes(tensor: torch.Tensor) -> Iterator[Any]:
@@ -27,4 +28,5 @@ def nodes(tensor: torch.Tensor) -> Iterator[Any]:
 def functions(tensor: torch.Tensor) -> list[str]:
     """The names of the user's autograd.Functions behind a tensor, such as `Written`."""
     kinds: dict[Any, None] = dict.fromkeys(type(node) for node in nodes(tensor) if isinstance(node, BackwardCFunction))
-    return [written_as(kind).__qualname__ for kind in kinds if written_as(kind) is not BackwardHookFunction]
+    ours = (BackwardHookFunction, Layer)
+    return [written_as(kind).__qualname__ for kind in kinds if written_as(kind) not in ours]

@@ -78,7 +78,8 @@ def registering(graphs: Iterable[fx.Graph]) -> list[str]:
     targets = {n.target for graph in graphs for n in graph.nodes if isinstance(n.target, OpOverload)}
     defined = (OPDEFS.get(target.name()) for target in targets if target.namespace not in _TORCHS)
     modules = {initial_function(definition).__module__ for definition in defined if definition is not None}
-    return sorted(m for m in modules if user_lines.is_installed(getattr(sys.modules.get(m), "__file__", None)))
+    installed = (m for m in modules if user_lines.is_installed(getattr(sys.modules.get(m), "__file__", None)))
+    return sorted({*installed, *(m for m in modules if m.startswith("fxpipe."))})
 
 
 def _higher(node: fx.Node, where: str | None) -> CaptureError:

@@ -1,6 +1,8 @@
-"""Corrects what torch's tracing decompositions of RNN, LSTM and GRU get wrong for training.
+"""Traces RNN, LSTM and GRU: each layer as one operator (`fxpipe.ir.recurrent_layer`), dropout between them outside.
 
-All are defects of `torch._decomp.decompositions`; the first two do not show when tracing for inference:
+Packed sequences, and layers without a kernel under autocast, are traced step by step with torch's decompositions, of
+which this corrects what is wrong for training. All are defects of `torch._decomp.decompositions`; the first two do not
+show when tracing for inference:
 
 - `_rnn_helper` tests `num_layers < i - 1`, which is never true: the dropout between layers silently disappears
   (torch 2.11 to 2.15).
@@ -21,9 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fxpipe.torch_private import RNN_HELPER, decompositions
+from fxpipe.ir.recurrent_layer import KINDS, has_kernel, recurrent_layer, recurrent_layer_backward
+from fxpipe.torch_private import RNN_HELPER, DispatchKey, decompositions, dispatch_cache, torch_decompositions
+
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @contextlib.contextmanager
@@ -38,14 +43,101 @@ def trainable() -> Iterator[None]:
         setattr(decompositions, RNN_HELPER, _layer_by_layer(helper))
     if select is not None:
         decompositions.select_one_layer_lstm_function = lambda *_: _one_layer_lstm
+    taken = []
+    for kind in KINDS:
+        operator = getattr(torch.ops.aten, kind).input
+        taken.append((operator, dict(operator.py_kernels)))
+        operator.py_kernels.update(dict.fromkeys(_KEYS, _by_layers(kind, operator.py_kernels[_KEYS[0]])))
+        dispatch_cache(operator).clear()
     try:
         yield
     finally:
+        for operator, code in taken:
+            operator.py_kernels.update(code)
+            dispatch_cache(operator).clear()
         layers.flatten_parameters = lay_out
         if helper is not None:
             setattr(decompositions, RNN_HELPER, helper)
         if select is not None:
             decompositions.select_one_layer_lstm_function = select
+
+
+class Layer(torch.autograd.Function):
+    """The operator of a layer, differentiated by its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, biases: bool, states: int, input: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        hidden, weights = list(given[:states]), list(given[states:])
+        results = recurrent_layer(kind, input, hidden, weights, biases)
+        kept = results if has_kernel(kind, input, hidden) else []
+        ctx.save_for_backward(input, *given, *kept)
+        ctx.kind, ctx.biases, ctx.counts = kind, biases, (1, states, len(weights), len(kept))
+        ctx.set_materialize_grads(False)
+        return tuple(results[: 1 + states])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        values = iter(ctx.saved_tensors)
+        (input,), hidden, weights, results = ([next(values) for _ in range(count)] for count in ctx.counts)
+        if torch.is_grad_enabled():  # its gradients are differentiated again, which only the steps' can be
+            made = by_steps(ctx.kind, input, hidden, weights, ctx.biases)
+            used = [(value, gradient) for value, gradient in zip(made, gradients, strict=True) if gradient is not None]
+            values, of_values = zip(*used, strict=True)
+            leaves = [input, *hidden, *weights]
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(values, trained, of_values, create_graph=True, allow_unused=True))
+            return None, None, None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
+        given = (ctx.kind, input, hidden, weights, ctx.biases)
+        return None, None, None, *recurrent_layer_backward(list(gradients), results, *given)
+
+
+def by_steps(
+    kind: str, input: Tensor, hidden: Sequence[Tensor], weights: Sequence[Tensor], biases: bool
+) -> tuple[Tensor, ...]:
+    """The output and the last states of one layer, in torch's operators for each step; inside `trainable`."""
+    operator = getattr(torch.ops.aten, kind).input
+    states = hidden if kind == "lstm" else hidden[0]
+    made: tuple[Tensor, ...] = torch_decompositions[operator](
+        input, states, weights, biases, 1, 0.0, True, len(hidden[0]) == 2, False
+    )
+    return made
+
+
+def _by_layers(kind: str, stepwise: Callable[..., Any]) -> Callable[..., Any]:
+    """What traces a module of this kind by layers; `stepwise` is torch's."""
+
+    def traced(
+        input: Tensor,
+        first: Any,
+        weights: Sequence[Tensor],
+        biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        hidden = list(first) if kind == "lstm" else [first]
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            if not has_kernel(kind, input, hidden, dtype):
+                return stepwise(input, first, weights, biases, layers, dropout, train, bidirectional, batch_first)
+            input, hidden, weights = input.to(dtype), [h.to(dtype) for h in hidden], [w.to(dtype) for w in weights]
+        value = input.transpose(0, 1) if batch_first else input
+        both, each = 2 if bidirectional else 1, len(weights) // layers
+        last = []
+        for layer in range(layers):
+            states = hidden if layers == 1 else [h[layer * both : (layer + 1) * both] for h in hidden]
+            own = weights[layer * each : (layer + 1) * each]
+            value, *ended = Layer.apply(kind, biases, len(states), value, *states, *own)
+            last.append(ended)
+            if dropout and train and layer < layers - 1:
+                value = torch.dropout(value, dropout, train=True)
+        value = value.transpose(0, 1) if batch_first else value
+        return value, *(of_state[0] if layers == 1 else torch.cat(of_state) for of_state in zip(*last, strict=True))
+
+    return traced
 
 
 def _one_layer_lstm(

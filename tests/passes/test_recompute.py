@@ -150,8 +150,8 @@ def test_levels_of_units_add_up_to_what_a_single_worker_saves(name: str) -> None
     (plain,) = left(Cut(Cuts((0, len(levels)), (0, len(levels))))(program))
     saved = [plain.saved, *(sum(row.saved_bytes for row in level) for level in zip(*levels, strict=True))]
     again = [sum(row.again_ms for row in level) for level in zip(*levels, strict=True)]
-    assert len(saved) > 2
-    assert all(other < one for one, other in pairwise(saved))
+    assert all(other <= one for one, other in pairwise(saved))
+    assert len(set(saved)) > 2
     assert all(one < other for one, other in pairwise(again))
     for level in zip(*levels, strict=True):
         assert max(row.alive_bytes for row in level) > 0

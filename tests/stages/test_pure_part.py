@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ def test_parts_equal_the_emitted_code(name: str) -> None:
             engine = Interpreter()
             call = calls[worker, part.phase]
             expected = called(stage.functions[part.phase], call)
-            assert equal(called(EnginePart(part, engine), call), expected)
+            found = called(EnginePart(part, engine), call)
+            kept = [row.name not in part.left for row in part.outputs]  # a kernel leaves what no one has set, too
+            assert equal([*itertools.compress(found, kept)], [*itertools.compress(expected, kept)])
             for inner in engine.built:
                 made = list(inner.graph.graph.output_node().args[0])
                 assert len(set(made)) == len(made)

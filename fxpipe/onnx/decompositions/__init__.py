@@ -11,11 +11,12 @@ from fxpipe.onnx.decompositions import (
     norms,
     pointwise,
     pooling,
+    recurrent,
     resizing,
 )
 from fxpipe.torch_private import Decompositions
 
-_FAMILIES = (attention, convolution, experts, indexing, losses, norms, pointwise, pooling, resizing)
+_FAMILIES = (attention, convolution, experts, indexing, losses, norms, pointwise, pooling, recurrent, resizing)
 
 
 def table() -> Decompositions:

@@ -121,6 +121,16 @@ def _attention(call: OperatorCall) -> Known:
     return _of_samples(call)
 
 
+def _recurrent(call: OperatorCall) -> Any:
+    """[steps, samples, features], and first states of [directions, samples, features]; its weights are the model's."""
+    states = call.get("hidden")
+    rows = aligned(call, [call.get("input"), *states], call.shape(call.get("input")))
+    if rows != Rows(1) or not all(map(call.whole, call.get("weights"))):
+        return rows if isinstance(rows, Lost) else unknown(call)
+    left = len(value(call.node)) - 1 - len(states)
+    return (rows,) * (1 + len(states)) + (call.lost("leaves values of one microbatch"),) * left
+
+
 def _layer_norm(call: OperatorCall) -> Known:
     known: Known = call.known(call.tensors[0])
     if not isinstance(known, Rows):
@@ -274,6 +284,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_distances, "_cdist_forward _cdist_backward"),
     (_of_samples, "_scaled_dot_product_flash_attention_for_cpu_backward"),
     (_of_samples, "_thnn_fused_lstm_cell _thnn_fused_gru_cell"),
+    (_recurrent, "recurrent_layer"),
     (_attention, "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"),
     (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"),
     (_layer_norm, "native_layer_norm _fused_rms_norm"),

@@ -1,0 +1,64 @@
+"""Layers of recurrent modules: ONNX has LSTM and GRU; the rest, and what trains them, is written step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from onnx import TensorProto, helper
+from onnxscript import opset18
+from onnxscript.function_libs.torch_lib.ops.core import aten_gru, aten_lstm
+from torch import Tensor, fx
+
+from fxpipe.torch_private import Decompositions, autograd_in_kernel, disable_current_modes, make_fx
+from fxpipe.tracing.recurrent import by_steps, trainable
+
+LAYER = torch.ops.fxpipe.recurrent_layer.default
+
+
+def _layer(kind: str, input: Tensor, hidden: list[Tensor], weights: list[Tensor], biases: bool) -> Any:
+    sizes = {state.shape[2] for state in hidden}
+    if kind in ("lstm", "gru") and len(sizes) == 1:  # no projection
+        return NotImplemented
+    empty = [input.new_empty(0, dtype=torch.uint8)] * 2
+    with trainable():
+        return [*by_steps(kind, input, hidden, weights, biases), *empty]
+
+
+def _backward(
+    gradients: list[Tensor | None],
+    results: list[Tensor],
+    kind: str,
+    input: Tensor,
+    hidden: list[Tensor],
+    weights: list[Tensor],
+    biases: bool,
+) -> list[Tensor]:
+    """The layer computed again, step by step, and its gradients."""
+    given = [input, *hidden, *weights]
+    known = [gradient for gradient in gradients if gradient is not None]
+
+    def differentiated(*values: Tensor) -> Any:
+        own, of_results = values[: len(given)], values[len(given) :]
+        leaves = [value.detach().requires_grad_() for value in own]
+        states, own_weights = leaves[1 : 1 + len(hidden)], leaves[1 + len(hidden) :]
+        made = by_steps(kind, leaves[0], states, own_weights, biases)
+        used = [value for value, gradient in zip(made, gradients, strict=True) if gradient is not None]
+        return torch.autograd.grad(used, leaves, of_results, materialize_grads=True)
+
+    with disable_current_modes(), autograd_in_kernel(), trainable(), torch.enable_grad():
+        graph = make_fx(differentiated, tracing_mode="fake")(
+            *(torch.zeros(value.shape, dtype=value.dtype) for value in (*given, *known))
+        )
+    return list(fx.Interpreter(graph).run(*(value.contiguous() for value in (*given, *known))))
+
+
+def translated(kind: str, input: Any, hidden: Any, weights: Any, biases: bool) -> Any:
+    """ONNX's LSTM or GRU, for torch.onnx; its kernel leaves nothing."""
+    states = hidden if kind == "lstm" else hidden[0]
+    layer = aten_lstm if kind == "lstm" else aten_gru
+    made = layer(input, states, weights, biases, 1, 0.0, True, len(weights) > (4 if biases else 2), False)
+    return [*made, *[opset18.Constant(value=helper.make_tensor("left", TensorProto.UINT8, [0], []))] * 2]
+
+
+TABLE: Decompositions = {LAYER: _layer, torch.ops.fxpipe.recurrent_layer_backward.default: _backward}
