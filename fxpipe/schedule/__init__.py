@@ -120,7 +120,8 @@ def kind_of(name: str) -> type[Schedule]:
     if name not in SCHEDULES:
         raise ScheduleError(
             f"there is no schedule '{name}'{near(name, SCHEDULES)}",
-            hint=f"give one of: {', '.join(SCHEDULES)}; or, for a compile, one that the model file registers",
+            hint=f"give one of: {', '.join(SCHEDULES)}; or, for a compile, one that the model file registers: a run "
+            "knows only fxpipe's and its build's",
         )
     return SCHEDULES[name]
 

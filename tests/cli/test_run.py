@@ -179,6 +179,8 @@ def test_another_schedule_than_the_builds(folder: Path, tmp_path: Path) -> None:
     assert "compile with --schedule 1f1b --microbatches 4" in result.err
     late = fxpipe("run", folder / "build", "--local", "--schedule", "async-late", "--json", "--out", tmp_path)
     assert "one microbatch" not in late.err, "it has no flush, so workers overlap"
+    own = fxpipe("run", folder / "build", "--local", "--schedule", "lazy", "--out", tmp_path)
+    assert "one that the model file registers: a run knows only fxpipe's and its build's" in " ".join(own.err.split())
 
 
 def test_the_display_ends_before_an_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
