@@ -235,7 +235,9 @@ def without_error(who: str, code: int | None, place: str | None) -> WorkerLost:
         code: its exit code, negative if a signal ended it; None if only its launcher knows.
         place: where it was.
     """
-    memory = "the system's out-of-memory killer does that: try smaller batches"
+    memory = (
+        "usually the system's out-of-memory killer does that: try smaller batches; else another program or person did"
+    )
     if code is None:
         what, hint = "ended without an error", f"its launcher (torchrun) says how; if killed by SIGKILL, {memory}"
     elif code < 0:

@@ -49,7 +49,7 @@ def test_a_process_of_several_workers_is_called_by_its_rank(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("ends", "message"),
     [
-        ({1: -9, 0: 1}, "worker 1 was killed by signal 9 (SIGKILL)\n  at: training step 12\n  hint: the system's out"),
+        ({1: -9, 0: 1}, "worker 1 was killed by signal 9 (SIGKILL)\n  at: training step 12\n  hint: usually the"),
         ({2: -15}, "worker 2 was killed by signal 15 (SIGTERM)\n  at: importing"),
         ({1: -15, 2: -11}, "worker 1 was killed by signal 15 (SIGTERM)\n  at: training step 12"),
         ({2: 3}, "worker 2 exited with code 3 before its work was done\n  at: importing"),
