@@ -127,7 +127,7 @@ def test_what_compile_says_of_codecs(wide: Path, tmp_path: Path) -> None:
     compiled = fxpipe("compile", wide, *QUICK, "--codec", "int8", "--verify", "-o", tmp_path / "build")
     assert compiled.code == 0, compiled
     assert "codecs: " in compiled.out
-    assert "int8 on 3 of 4 edges; values take " in compiled.out
+    assert "int8 on 4, bits on 1 of 6 edges; values take " in compiled.out
     assert "against eager PyTorch, without codecs: loss " in compiled.out
     assert "codecs change the loss of this batch by " in compiled.out
     plain = fxpipe("compile", wide, *QUICK, "--verify", "-o", tmp_path / "plain")

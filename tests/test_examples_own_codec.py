@@ -66,4 +66,4 @@ def test_where_it_is_not_registered(example: ModuleType, tmp_path: Path) -> None
     with pytest.raises(CodecError, match="there is no codec 'signs'") as caught:
         api.load(build).local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
     assert "stage_" in str(caught.value)
-    assert "one that the build's own model file registers" in str(caught.value)
+    assert "one that the model file registers" in str(caught.value)
