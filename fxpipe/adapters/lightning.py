@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpipe.adapters.epochs import Epochs, epochs
 from fxpipe.adapters.freezing import freezing
-from fxpipe.adapters.lightning_steps import Validated, loss_of, metrics_of, metrics_of_all, validated
+from fxpipe.adapters.lightning_steps import Validated, loss_of, metrics_of, metrics_of_all, names_of_all, validated
 from fxpipe.adapters.lightning_trainer import TrainerSettings
 from fxpipe.adapters.said_once import is_first_process
 from fxpipe.adapters.torchmetrics import metrics_in
@@ -144,6 +144,11 @@ def lightning_hooks(
                 )
             return validated(made, batch)
 
+    def measured(model: Any, batch: Any) -> dict[str, Any]:
+        return metrics_of(model, batch)
+
+    measured.names_of_all = lambda: names_of_all(view, a_step())  # type: ignore[attr-defined]
+
     def of_all(gathered: dict[str, list[Tensor]]) -> dict[str, Any]:
         return metrics_of_all(view, a_step(), gathered)
 
@@ -167,7 +172,7 @@ def lightning_hooks(
         for line in trainer.not_followed():
             warn(line)
     if validates:
-        hooks |= {"eval_data": eval_data, "metrics": metrics_of}
+        hooks |= {"eval_data": eval_data, "metrics": measured}
         hooks |= {"metrics_of_all": of_all} if metrics_in(view) else {}
     options = trainer.run_options(validates, lambda: train_data().batches)
     return {**hooks, "compile_options": trainer.compile_options(), "run_options": options}

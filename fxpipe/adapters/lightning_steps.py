@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from fxpipe.adapters.epochs import Part
 from fxpipe.adapters.said_once import warn_once
 from fxpipe.adapters.torchmetrics import MetricCall, OfBatch, StandIn, in_place, metrics_in, replayed
 from fxpipe.errors import TaskError, listed
+from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import Batch
+from fxpipe.tracing import user_lines
 from fxpipe.tracing.step_metrics import TAKEN
 
 
@@ -138,6 +141,24 @@ def metrics_of_all(model: Any, made: Validated, gathered: Mapping[str, Sequence[
     for each in logged:
         found |= _named(each.name, each.value.compute() if hasattr(each.value, "compute") else each.value)
     return found
+
+
+def names_of_all(model: Any, made: Validated) -> tuple[str, ...]:
+    """The names of what `metrics_of_all` returns; none if they are not known: `on_validation_epoch_end` may log more.
+
+    Metrics see a batch of ones.
+    """
+    given = {name: t for place, call in enumerate(made.calls) for name, t in call.tensors(place).items()}
+    ones = {name: torch.ones(t.shape, dtype=t.dtype) for name, t in given.items()}
+    if not ones or user_lines.is_own(model.on_validation_epoch_end.__code__.co_filename):
+        return ()
+    gathered = {name: [value] for name, value in ones.items()} | {SIZE: [torch.ones(1)]}
+    try:
+        with warnings.catch_warnings(), random_state_kept():
+            warnings.simplefilter("ignore")
+            return tuple(metrics_of_all(model, made, gathered))
+    except Exception:  # a metric for which ones are no values
+        return ()
 
 
 def _named(name: str, value: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def evaluation_facts(plan: Plan) -> dict[str, Any] | None:
     if not plan.evaluations and not plan.not_evaluated:
         return None
     return {
-        "metrics": list(dict.fromkeys(name for e in plan.evaluations for name in e.metrics)),
+        "metrics": list(dict.fromkeys(n for e in plan.evaluations for n in (e.numbers if e.of_all else e.metrics))),
         "shapes": [
             {
                 "files": [stage.file for stage in evaluation.stages],

@@ -41,11 +41,16 @@ _TOO_MANY = ("eval_data() gives", "pad them (--pad-to), or use drop_last=True")
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The captured evaluations, one for each shape of batch, or the `reason` why there are none; and warnings."""
+    """The captured evaluations, one for each shape of batch, or the `reason` why there are none; and warnings.
+
+    Attributes:
+        of_all: see `StepSpec`.
+    """
 
     captured: tuple[CapturedEvaluation, ...] = ()
     reason: str = ""
     doubts: tuple[str, ...] = ()
+    of_all: tuple[str, ...] = ()
 
 
 def capture_evaluations(
@@ -65,6 +70,7 @@ def capture_evaluations(
         batches: all batches of the evaluation; read once. Random generators are left unchanged.
         device: where the model is.
         of_all: makes numbers of the metrics with dimensions, gathered from all batches; without it, none may have any.
+            If `metrics` has an attribute `names_of_all`, it returns the names of these numbers.
         loss_weight: the hook that will weigh the batches: tried on one batch of each shape.
         constant_batch: tensors of a batch that are constants of its capture: other values count as another shape.
         padding: how runs will pad the batches; metrics are compared on batches that it changes.
@@ -98,7 +104,8 @@ def capture_evaluations(
         return Evaluations(reason=_reason(error), doubts=doubts)
     programs = buffers_carried([one.program for one in captured])
     rows = zip(captured, programs, strict=True)
-    return Evaluations(tuple(dataclasses.replace(one, program=program) for one, program in rows), doubts=doubts)
+    names: tuple[str, ...] = getattr(metrics, "names_of_all", tuple)()
+    return Evaluations(tuple(dataclasses.replace(one, program=program) for one, program in rows), "", doubts, names)
 
 
 def _as_numbers(metrics: Metrics, of_all: MetricsOfAll | None) -> Metrics:
@@ -148,7 +155,7 @@ def with_evaluations(build: Build, evaluations: Evaluations, command: str, obser
     found = build
     try:
         for shape, captured in enumerate(evaluations.captured):
-            found = _with_evaluation(found, captured, shape, command, observers)
+            found = _with_evaluation(found, captured, evaluations.of_all, shape, command, observers)
         check_carried(found.plan)
     except CutError as error:
         return with_evaluations(build, Evaluations(reason=_reason(error)), command)
@@ -156,7 +163,12 @@ def with_evaluations(build: Build, evaluations: Evaluations, command: str, obser
 
 
 def _with_evaluation(
-    build: Build, captured: CapturedEvaluation, shape: int, command: str, observers: Sequence[Observer]
+    build: Build,
+    captured: CapturedEvaluation,
+    of_all: tuple[str, ...],
+    shape: int,
+    command: str,
+    observers: Sequence[Observer],
 ) -> Build:
     plan = build.plan
     owners = {p.name: p.owner for p in plan.parameters}
@@ -166,6 +178,7 @@ def _with_evaluation(
     passes, lines = evaluation_passes(plan.workers, owners, shape, command), PassLines()
     program = run_passes(program, passes, [*observers, lines], dumped_as=f"evaluate_{shape}_")
     spec = spec_of(program, captured.metrics, captured.constants, captured.gathered)
+    spec = dataclasses.replace(spec, of_all=of_all if spec.gathered else ())
     buffers = buffers_read(plan, program, spec.stages)
     read = {b.name for b in buffers} - build.tensors.keys()
     own = {b.names[0]: program.values[b.node].detach().clone() for b in program.buffers if b.names[0] in read}

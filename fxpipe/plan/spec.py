@@ -278,6 +278,7 @@ class StepSpec:
         metrics: of an evaluation or of totals, the names, in the order of the user's dictionary.
         constants: the metrics that are plain numbers, the same for every batch.
         gathered: the metrics that are tensors with dimensions, from which the hook `metrics_of_all` makes numbers.
+        of_all: the names of these numbers; empty if they are not known before the first evaluation.
         units, differs_from_whole, whole_numbers, totals, flops, tokens: of a step of training, as in `Plan`.
     """
 
@@ -288,12 +289,18 @@ class StepSpec:
     metrics: tuple[str, ...] = ()
     constants: dict[str, float] = field(default_factory=dict)
     gathered: dict[str, TensorSpec] = field(default_factory=dict)
+    of_all: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
     differs_from_whole: str = ""
     whole_numbers: bool = False
     totals: StepSpec | None = None
     flops: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
+
+    @property
+    def numbers(self) -> list[str]:
+        """The names of what an evaluation gives, as far as they are known."""
+        return [*(name for name in self.metrics if name not in self.gathered), *self.of_all]
 
     def sizes(self, worker: int) -> list[int]:
         """How many numbers each metric has that a worker computes for a batch."""

@@ -269,6 +269,41 @@ def test_a_whole_run_is_that_of_the_trainer(tmp_path: Path, monkeypatch: pytest.
         torch.testing.assert_close(value, stored[name], atol=1e-5, rtol=1e-4)
 
 
+def of_torchmetrics(folder: Path) -> Path:
+    """The model file whose metrics of torchmetrics are logged by the step alone."""
+    source, _, _ = WHOLE.partition("    def on_validation_epoch_end")
+    _, configure, data = WHOLE.partition("    def configure_optimizers")
+    data = data.replace('EarlyStopping("macro"', 'EarlyStopping("train_loss"').replace("OUT", str(folder))
+    path = folder / "model.py"
+    path.write_text(source.replace("        self.by_hand.update(logits.argmax(1), y)\n", "") + configure + data)
+    return path
+
+
+@pytest.mark.slow
+@needs("torchmetrics")
+def test_the_names_of_metrics_are_known_before_an_evaluation(tmp_path: Path) -> None:
+    names = runpy.run_path(str(of_torchmetrics(tmp_path)))["metrics"].names_of_all()
+    assert names == ("macro", "mean_of_batches", "mean", "several_acc", "several_f1")
+    (tmp_path / "model.py").write_text(WHOLE.replace("OUT", str(tmp_path)))
+    assert runpy.run_path(str(tmp_path / "model.py"))["metrics"].names_of_all() == ()
+
+
+@pytest.mark.slow
+@needs("torchmetrics")
+def test_a_monitor_that_no_evaluation_gives_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = fxpipe("compile", of_torchmetrics(tmp_path), "-n", 2, "-o", "build", *QUICK)
+    assert made.code == 0, made.err
+    assert "evaluation: val_loss, macro, mean_of_batches, mean, several_acc, several_f1 in" in made.out
+    run = fxpipe("run", "build", "--local", "--out", "out")
+    assert run.code != 0
+    assert "gives no 'train_loss'" in run.err
+    assert "one of val_loss, macro, mean_of_batches, mean, several_acc, several_f1" in run.err
+    assert "A callback of Lightning gives it as monitor=" in run.err
+
+
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_updates_have_the_batches_of_the_trainer(accumulated: int, tmp_path: Path) -> None:
     """Limits, accumulation, and a last update of fewer batches, of which the last is smaller."""

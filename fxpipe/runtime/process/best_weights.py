@@ -139,6 +139,8 @@ class BestWeights:
 SMALLER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "nll", "bpc", "wer", "cer", "fid")
 """Metrics with these endings of their names are better where they are smaller."""
 
+_MONITOR = ". A callback of Lightning gives it as monitor="
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -200,7 +202,7 @@ class Goal:
         if lacks(plan, metric):
             raise RunError(
                 f"{option}: metrics(model, batch) gives no {metric!r}{near(metric, known)}",
-                hint=f"one of {', '.join(known)}; with - before it, smaller is better, with + greater",
+                hint=f"one of {', '.join(known)}; with - before it, smaller is better, with + greater{_MONITOR}",
             )
         smaller = text[0] == "-" or (text[0] != "+" and metric.lower().endswith(SMALLER))
         return Goal(metric, not smaller)
@@ -214,7 +216,7 @@ class Goal:
         if self.metric not in metrics:
             raise RunError(
                 f"the evaluation gave no {self.metric!r}{near(self.metric, list(metrics))}",
-                hint=f"--save-best and --patience-metric take one of {', '.join(metrics)}",
+                hint=f"--save-best and --patience-metric take one of {', '.join(metrics)}{_MONITOR}",
             )
 
     def better(self, value: float, than: float | None, by: float = 0.0) -> bool:
@@ -228,11 +230,11 @@ class Goal:
 
 
 def metrics_of(plan: Plan) -> list[str]:
-    """The names of a build's metrics that are means over batches."""
-    steps = plan.evaluations
-    return list(dict.fromkeys(name for step in steps for name in step.metrics if name not in step.gathered))
+    """The names of a build's metrics, without those that are known after the first evaluation."""
+    return list(dict.fromkeys(name for step in plan.evaluations for name in step.numbers))
 
 
 def lacks(plan: Plan, metric: str) -> bool:
-    """Whether no evaluation can give a metric: what `metrics_of_all` gives is known after the first one."""
-    return metric not in metrics_of(plan) and not any(step.gathered for step in plan.evaluations)
+    """Whether no evaluation can give a metric: what `metrics_of_all` gives may be known after the first one."""
+    unknown = any(step.gathered and not step.of_all for step in plan.evaluations)
+    return metric not in metrics_of(plan) and not unknown
