@@ -98,7 +98,7 @@ def test_a_pipeline_trains_as_trainer_does(tmp_path: Path, monkeypatch: pytest.M
     path = written(tmp_path)
     made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "-o", "build", *QUICK)
     assert made.code == 0, made.err
-    assert "model.py gives --seed 42 --microbatches 2; runs get --seed 42 --steps 8 --clip-norm 1.0\n" in made.err
+    assert "--seed 42 --microbatches 2\nmodel.py gives runs --seed 42 --steps 8 --clip-norm 1.0\n" in made.err
     assert "config.problem_type" not in made.err
     run = ("run", "build", "--threads", 1, "--json")
     summary = fxpipe(*run, "--out", tmp_path / "out").json
