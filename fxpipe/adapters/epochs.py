@@ -14,7 +14,7 @@ from fxpipe.task.batch import Batch
 from fxpipe.task.first_batches import at_most, batch_sizes, joined_sizes, plain_sampler
 
 
-class Part(NamedTuple):
+class JoinedBatches(NamedTuple):
     """The joined batches of an update, and which share they are of as many as the others have."""
 
     batch: Any
@@ -32,7 +32,7 @@ class Epochs:
             then draws once more from its generator, and the next epoch has another order.
         most: how many of a loader's batches an epoch has, or which share of them; None: all.
         joined: how many of its batches make one, along the first dimension; the last of an epoch may be of fewer.
-        shares: give each as a `Part`, unless all are of as many.
+        shares: give each as a `JoinedBatches`, unless all are of as many.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Epochs:
     def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
         while several := list(islice(batches, self._size)):
             made = joined(several)
-            yield Part(made, len(several) / self._size) if self._ragged() else made
+            yield JoinedBatches(made, len(several) / self._size) if self._ragged() else made
 
     def _ragged(self) -> bool:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.adapters.epochs import Part
+from fxpipe.adapters.epochs import JoinedBatches
 from fxpipe.adapters.said_once import warn_once
 from fxpipe.adapters.torchmetrics import MetricCall, OfBatch, StandIn, in_place, metrics_in, replayed
 from fxpipe.errors import TaskError, listed
@@ -40,11 +40,11 @@ class Logged:
 def loss_of(model: nn.Module, batch: Any) -> Any:
     """What `training_step` returns, or its `loss`; with what it logs, where that is a number of the step's own.
 
-    What is the loss itself is not repeated: every line of `metrics.jsonl` has it. Of a `Part`, the gradient is
+    What is the loss itself is not repeated: every line of `metrics.jsonl` has it. Of a `JoinedBatches`, the gradient is
     multiplied by its share, and the number is not.
     """
     share: float | None = None
-    if isinstance(batch, Part):
+    if isinstance(batch, JoinedBatches):
         batch, share = batch
     found: list[Logged] = []
     with _logging(model, found.append), in_place(model, {path: StandIn(path, []) for path in metrics_in(model)}):

@@ -96,7 +96,7 @@ def _ran_with(run: dict[str, Any] | None) -> tuple[str | None, str | None]:
 def value_facts(
     subject: Subject, schedule: str | None = None, policy: str | None = None, run: dict[str, Any] | None = None
 ) -> Facts:
-    """The part of `facts` that tells where values come from and go to (`fxpipe.inspection.values`): nothing is
+    """The part of `facts` that says where values come from and go to (`fxpipe.inspection.values`): nothing is
     simulated.
 
     Raises:

@@ -139,7 +139,7 @@ class ModuleTree:
 
 
 def unit_rows(subject: Subject) -> list[dict[str, Any]]:
-    """A row for each unit, in order: where it runs, whether it is cut apart, and what it costs."""
+    """A row for each unit, in order: where it runs, whether its cuts separate its parts, and what it costs."""
     plan, cuts = subject.plan, Cuts.of(subject.plan)
     rows = zip(plan.units, subject.profile.units, units_apart(subject), strict=True)
     return [

@@ -94,7 +94,7 @@ def _row(
 
 
 def _spent(subject: Subject, rank: int) -> tuple[float | None, ...]:
-    """Milliseconds of F, B with W, the update, and W where it is apart on that worker, as the simulator has them."""
+    """Milliseconds of F, B with W, the update, and W where that worker has it separate, as the simulator has them."""
     time = subject.costs.time(rank)
     weight = time.weight if subject.plan.weights_apart else None
     spent = (time.forward, time.backward + time.weight, time.update, weight)

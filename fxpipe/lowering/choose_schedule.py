@@ -157,7 +157,7 @@ def compare(
             return None
         inputs.append(found)
         setting = replace(for_count(options, count).setting(found.device, found.optimizer), ratios=ratios)
-        return Sized(setting, found.whole, found.apart, samples=found.samples, fixed=fixed(count))
+        return Sized(setting, found.whole, found.separate, samples=found.samples, fixed=fixed(count))
 
     def larger(count: int) -> Sized | None:
         """With more microbatches, if batch norms do not change what is trained with them."""

@@ -46,7 +46,7 @@ class SavingLevel:
         again_ms: what its backward computes again, in milliseconds.
         made_bytes: what it reads of that.
         alive_bytes: the most that a backward of all units holds of what it has computed again, while it is at this one.
-        deferred_bytes: what its W reads of it; a backward that has W apart hands that on.
+        deferred_bytes: what its W reads of it; a backward with a separate W hands that on.
     """
 
     saved_bytes: float
@@ -188,7 +188,7 @@ class PlanInput:
 
     Attributes:
         whole: for cuts that leave W with B.
-        apart: for three-way cuts: operators that make input and weight gradients in one call are split in two. The
+        separate: for three-way cuts: operators that make input and weight gradients in one call are split in two. The
             same as `whole` where there are none.
         microbatches: of a minibatch.
         samples: of a minibatch; None for a profile.
@@ -199,7 +199,7 @@ class PlanInput:
     """
 
     whole: Profile
-    apart: Profile
+    separate: Profile
     microbatches: int
     samples: int | None
     optimizer: OptimizerCosts
@@ -209,14 +209,14 @@ class PlanInput:
 
     def profiles(self, modes: Sequence[str]) -> list[tuple[Profile, list[str]]]:
         """Which profile serves which modes."""
-        if self.apart is self.whole:
+        if self.separate is self.whole:
             return [(self.whole, list(modes))]
-        groups = [(p, [m for m in modes if self.of(m) is p]) for p in (self.whole, self.apart)]
+        groups = [(p, [m for m in modes if self.of(m) is p]) for p in (self.whole, self.separate)]
         return [(profile, wanted) for profile, wanted in groups if wanted]
 
     def of(self, mode: str) -> Profile:
         """The profile of a mode."""
-        return self.apart if mode == "three-way" else self.whole
+        return self.separate if mode == "three-way" else self.whole
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class StageDemands:
         owned_factor, owned_ms: as in `Workers`.
         depth: workers from this one to the last.
         held: the most microbatches that it holds.
-        deferred: of these, the most between B and W, where W is apart.
+        deferred: of these, the most between B and W, where W is separate.
         flush: whether it holds none from one minibatch to the next.
     """
 

@@ -60,11 +60,11 @@ class Workers:
         links: between them.
         microbatches: per minibatch; updates and weight copies come once for all of them.
         in_flight: the most microbatches that each worker holds; None means N−k (1F1B).
-        deferred: of these, the most that are between B and W at once, where W is apart; empty means none.
+        deferred: of these, the most that are between B and W at once, where W is separate; empty means none.
         recompute: what their backwards may compute again to save memory.
         owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
         owned_ms: milliseconds at speed 1 for each byte of an owned weight, by worker, once a minibatch: what the policy
-            does to it beside the optimizer's update.
+            does to it in addition to the optimizer's update.
         ratios: of what travels.
         replicas: processes of each worker, which do its microbatches in turn; empty means one each. Speeds and memory
             are those of each process, and `in_flight` and `deferred` count what one process holds.

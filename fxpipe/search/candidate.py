@@ -26,14 +26,14 @@ class Sized:
     Attributes:
         setting: what it is planned for, with that number; its schedule and policy say nothing here.
         whole: what its units cost, with W in B.
-        apart: the same where W has cuts or actions of its own.
+        separate: the same where W has cuts or actions of its own.
         samples: of a minibatch; None for a profile, whose microbatches are as large however many there are.
         fixed: the cuts, where they are given.
     """
 
     setting: Setting
     whole: Profile
-    apart: Profile
+    separate: Profile
     samples: int | None = None
     fixed: Cuts | None = None
 
@@ -48,7 +48,7 @@ class Sized:
 
     def profile(self, schedule: str, mode: str) -> Profile:
         """What the units cost under a schedule, with a kind of cuts."""
-        return self.apart if mode == "three-way" or kind_of(schedule).weights_apart else self.whole
+        return self.separate if mode == "three-way" or kind_of(schedule).weights_apart else self.whole
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Candidate:
 def candidates(question: Question, sized: Sized) -> list[Candidate]:
     """All that is compared of one number of microbatches.
 
-    Three-way cuts are among them where the schedule has weight gradients apart, for there they cost no wait.
+    Three-way cuts are among them where the schedule has separate weight gradients, where they cost no wait.
     """
     found = []
     for schedule in question.schedules:

@@ -1,7 +1,7 @@
 """Moves cuts as long as the simulator finds that the pipeline becomes faster.
 
 The planner minimises what the slowest worker takes in the steady state. Under a schedule with a flush, workers also
-fill and drain, and where weight gradients are apart, W fills some of that: cuts that are a little uneven may be better.
+fill and drain, and where weight gradients are separate, W fills some of that: slightly uneven cuts may be better.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Plans:
     """Plans as `partitions` makes them, kept for those who ask again.
 
     Attributes:
-        say: is told what is being done.
+        say: called with what is being done.
     """
 
     say: Callable[[str], None] = lambda text: None

@@ -76,7 +76,7 @@ def _less_simple(trial: SimulatedPlan, best: SimulatedPlan) -> str:
         if not trial.schedule.synchronous:
             return "but without a flush"
         several = trial.schedule.several and not best.schedule.several
-        return "but processes run several stages" if several else "but weight gradients are apart"
+        return "but processes run several stages" if several else "but weight gradients are separate"
     held, less = size(trial.memory), size(best.memory)
     return f"but a worker holds {held} against {less}" if held != less else "and no simpler"
 

@@ -63,7 +63,7 @@ def search(
     Every schedule is planned for every kind of cuts that it has a use for, with the memory that it needs itself; plans
     of one schedule are tried under the others, too. Those with a flush, which are not far behind and could be faster,
     are improved further (`climb`).
-    Of all within 1% of the fastest, the simplest is taken: without stale weights, without weight gradients apart, with
+    Of all within 1% of the fastest, the simplest is taken: without stale weights or separate weight gradients, with
     fewer kinds of cuts, with less memory; and of its schedule's, fewer kinds of cuts where more are faster by no more
     than the noise of the measured times. So, but for that noise, nothing that any schedule's own plan promises is more
     than 1% faster.

@@ -185,7 +185,7 @@ def test_of_ties_the_simplest_is_taken() -> None:
     assert one.best.setting.schedule in ("gpipe", "1f1b")  # all are equally fast on one worker
     assert one.best.candidate.mode == "same"
     assert {row.why for row in one.rows[1:]} <= {
-        "as fast, but weight gradients are apart",
+        "as fast, but weight gradients are separate",
         "as fast, and no simpler",
         "as fast, but without a flush",
     }

@@ -33,7 +33,7 @@ def folded(inside: Markup) -> Markup:
 
 
 def stretch(first: float, end: float, whole: float, *inside: Any, **looks: Any) -> Markup:
-    """A box from one place to another of a row that is so long; `title` is told of it under the mouse."""
+    """A box between two places of a row of this length; the mouse over it shows `title`."""
     return tag("i", *inside, **looks, style=f"left:{100 * first / whole:.4f}%;width:{100 * (end - first) / whole:.4f}%")
 
 

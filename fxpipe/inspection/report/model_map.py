@@ -19,7 +19,7 @@ NAMED = 24
 
 
 def model_map(facts: Json) -> Markup:
-    """A lane for forward and one for backward, with what is cut apart between them; beneath, which modules are where.
+    """A lane for forward, one for backward, and the separately cut units between them; below, where modules are.
 
     Weight gradients that have cuts of their own have a lane of their own. A unit is as wide as its time.
     """
@@ -46,7 +46,7 @@ def model_map(facts: Json) -> Markup:
             )  # fmt: skip
 
     def between(before: str, after: str) -> Iterator[Markup]:
-        """What is hatched between two lanes: runs of units that are cut apart there."""
+        """What is hatched between two lanes: runs of units that are cut separately there."""
         pairs = ((u[before], u[after]) if u["apart"] and u[before] != u[after] else None for u in units)
         for first, end, pair in runs(pairs):
             if pair is not None:

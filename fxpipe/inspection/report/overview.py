@@ -83,15 +83,15 @@ def key_figures(facts: Json) -> Iterator[tuple[str, str, str]]:
 
 def placement(units: list[Json]) -> str:
     """One sentence on how many units are not run by one worker alone."""
-    apart = sum(bool(unit["apart"]) for unit in units)
-    if not apart:
+    several = sum(bool(unit["apart"]) for unit in units)
+    if not several:
         return "Every unit runs forward and backward on the same worker."
-    of = f"{plural(apart, 'unit')} of {count(len(units))}"
+    of = f"{plural(several, 'unit')} of {count(len(units))}"
     if any(unit["weights"] != unit["backward"] for unit in units):
         return (
-            f"{of} {'does' if apart == 1 else 'do'} not run forward, backward and weight gradients all on one worker."
+            f"{of} {'does' if several == 1 else 'do'} not run forward, backward and weight gradients all on one worker."
         )
-    return f"{of} {'runs' if apart == 1 else 'run'} forward on one worker and backward on another."
+    return f"{of} {'runs' if several == 1 else 'run'} forward on one worker and backward on another."
 
 
 def warnings(facts: Json) -> list[str]:
