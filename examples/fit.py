@@ -45,6 +45,7 @@ def main() -> None:
     )
     if trained is not None:  # the first process of torchrun's
         model, summary = trained
+        model.eval()
         print(f"loss {summary['losses'][-1]:.3f}, accuracy {summary['evaluation']['accuracy']:.3f}")
         print(f"the first image is a {model(images[:1]).argmax().item()}: {labels[0].item()}")
 

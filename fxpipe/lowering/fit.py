@@ -1,7 +1,7 @@
 """Compile and train in one call: `fxpipe.fit`.
 
 It is `fxpipe.compile` and a run of the build, like `fxpipe run`. The worker processes load the caller's objects from a
-model file that unpickles them, `OUT/fit/model.py`; so every command works on what `fit` leaves.
+model file that unpickles them, `OUT/fit/fitted_model.py`; so every command works on what `fit` leaves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxpipe.task.model_file import Task
 from fxpipe.task.uncompiled import uncompiled
 
 HOOKS = (*OF_RUNS, "metrics", "microbatch_dims", "pad", "pad_to", "constant_batch")
-FOLDER = "fit"
+FOLDER, MODEL_NAME = "fit", "fitted_model.py"  # a module of the user's may be called model
 MODEL_FILE = '''\
 """What fxpipe.fit() was given, as a model file."""
 
@@ -98,7 +98,8 @@ def fit(
             run (`steps=`, `epochs=`, `clip_norm=`, …: `fxpipe.runtime.options.RunOptions`).
 
     Returns:
-        The model and the summary; under torchrun, None in all processes but the first.
+        `model` itself, with the trained weights and in the mode it had, and the summary; under torchrun, None in all
+        processes but the first.
 
     Raises:
         FxpipeError: as `fxpipe.compile` and `Build.join`; or an option is unknown, or what the processes need cannot be
@@ -118,7 +119,7 @@ def fit(
     if place is None and not local:  # before the first batches are read: a loader's own generator moves on with them
         _write_model_file(Path(out) / FOLDER, model, hooks)
     if place is None or place[0] == 0:
-        plan = _compiled(model, task, options).save(run.build, model_file=Path(out) / FOLDER / "model.py").plan
+        plan = _compiled(model, task, options).save(run.build, model_file=Path(out) / FOLDER / MODEL_NAME).plan
     if place is not None:
         summary = join(run, task)
     elif local:
@@ -208,4 +209,4 @@ def _write_model_file(folder: Path, model: nn.Module, hooks: Hooks) -> None:
                 "with torchrun; or train in this process, with local=True",
             ) from error
         (folder / f"{name}.pickle").write_bytes(pickled)
-    (folder / "model.py").write_text(MODEL_FILE.format(hooks=sorted(found), path=sys.path), encoding="utf-8")
+    (folder / MODEL_NAME).write_text(MODEL_FILE.format(hooks=sorted(found), path=sys.path), encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,23 @@ def test_what_does_not_travel_is_named(tmp_path: Path) -> None:
 def test_no_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="data has no batch"):
         fxpipe.fit(model(), lambda net, x: net(x).mean(), [], out=tmp_path, local=True)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_functions_may_come_from_a_module_called_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the README: processes import it by its name."""
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\n\n\n"
+        "def model():\n    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))\n\n\n"
+        "def loss(net, x):\n    return (net(x) - x.sum(1, keepdim=True)).pow(2).mean()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    users = importlib.import_module("model")
+    try:
+        made = fxpipe.fit(users.model(), users.loss, batches(), out=tmp_path / "out", **OPTIONS)
+    finally:
+        del sys.modules["model"]
+    assert made is not None
+    assert len(made.summary["losses"]) == 6
