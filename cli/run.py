@@ -297,12 +297,16 @@ def _print(summary: dict[str, Any]) -> None:
 
     losses = summary["losses"]
     last = smoothed(losses)
-    echo(
-        f"{summary['steps']} steps in {summary['seconds']:.1f} s · {rates_text(summary).replace('  ', ' · ')} · "
-        f"loss {losses[0]:.4f} → {math.nan if last is None else last:.4f} (mean of the last {min(len(losses), SMOOTH)})"
-    )
-    print_columns(tables.paces(summary["workers"]), stdout_console())
-    _print_time(summary)
+    if summary["seconds"]:
+        echo(
+            f"{summary['steps']} steps in {summary['seconds']:.1f} s · {rates_text(summary).replace('  ', ' · ')} · "
+            f"loss {losses[0]:.4f} → {math.nan if last is None else last:.4f} "
+            f"(mean of the last {min(len(losses), SMOOTH)})"
+        )
+        print_columns(tables.paces(summary["workers"]), stdout_console())
+        _print_time(summary)
+    else:
+        echo(f"no step was left to do: the checkpoint is of step {summary['steps']}, the last one")
     stale = [{"worker": w["worker"], **row} for w in summary["workers"] for row in w.get("staleness", ())]
     if any("staleness" in w for w in summary["workers"]) and not stale:
         echo("staleness: too few steps to compare a forward with its update")

@@ -90,6 +90,14 @@ def test_goes_on_from_the_newest(folder: Path, tmp_path: Path, local: tuple[str,
     assert same(folder, out)
 
 
+def test_a_finished_run_has_no_step_left(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert fxpipe(*run(folder, out, "--checkpoint-every", 8, "--local")).code == 0
+    again = fxpipe(*run(folder, out, "--checkpoint-every", 8, "--local", "--resume"))
+    assert "no step was left to do: the checkpoint is of step 24, the last one\nheld out" in again.out
+    assert same(folder, out)
+
+
 def test_goes_on_in_another_folder_as_if_it_were_the_same(folder: Path, tmp_path: Path) -> None:
     """Metrics and the summary have the steps before, too, and the first folder stays as it is."""
     first, other = tmp_path / "first", tmp_path / "other"
