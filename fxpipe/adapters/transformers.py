@@ -29,7 +29,7 @@ from fxpipe.adapters.freezing import freezing
 from fxpipe.adapters.said_once import is_first_process
 from fxpipe.adapters.trainer import best_metric, compile_options, in_order, refuse, run_options, unheard
 from fxpipe.errors import FxpipeError, TaskError
-from fxpipe.messages import warn
+from fxpipe.messages import say, warn
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import load_task
 from fxpipe.task.what_trains import freezes_or_thaws
@@ -384,4 +384,4 @@ if __name__ == "__main__":
     except FxpipeError as error:
         sys.exit(f"error: {error}")
     written = [path.name for path in sorted(folder.glob("*")) if before.get(path) != path.stat().st_mtime_ns]
-    print(f"wrote {folder}: {', '.join(written)}")
+    say(f"wrote {folder}: {', '.join(written)}")

@@ -622,7 +622,7 @@ def test_the_command_says_which_files_it_has_written(
     (tmp_path / "model.py").write_text(INNER.replace("WHOLE", "Saves(2, 2)"))
     save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, "model.safetensors")
     saved_by_the_command("model.py", "model.safetensors", "trained/")
-    assert capsys.readouterr().out == "wrote trained: weights.txt\n"
+    assert capsys.readouterr().err == "wrote trained: weights.txt\n"
 
 
 @pytest.mark.slow
