@@ -1,4 +1,4 @@
-"""Which schedule, with how many microbatches and which cuts, takes least time: planned and simulated, no torch.
+"""Which schedule, with how many microbatches and which cuts, takes the least time: plans and simulates, without torch.
 
 candidate (what is compared) → plans (the planner's cuts for each) → simulated_plan (a trial of one plan) → climb (cuts
 that the simulator likes better) → reasons (what the others lose) → search (all of it, ranked).

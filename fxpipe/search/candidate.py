@@ -16,7 +16,7 @@ from fxpipe.schedule import SCHEDULES, kind_of, make
 from fxpipe.schedule.base import divisors
 
 SIZES = 3
-"""How many numbers of microbatches are tried at first where none is asked: each is captured and measured by itself."""
+"""How many numbers of microbatches are tried first if none is given: each is captured and measured separately."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Sized:
     """A minibatch cut into some number of microbatches.
 
     Attributes:
-        setting: what it is planned for, with that number; its schedule and policy say nothing here.
+        setting: what it is planned for, with that number of microbatches; its schedule and policy do not count here.
         whole: what its units cost, with W in B.
         separate: the same where W has cuts or actions of its own.
-        samples: of a minibatch; None for a profile, whose microbatches are as large however many there are.
-        fixed: the cuts, where they are given.
+        samples: of a minibatch; None for a profile, whose microbatches have one size, whatever their number.
+        fixed: the cuts, if they are given.
     """
 
     setting: Setting
@@ -43,11 +43,11 @@ class Sized:
         return self.setting.microbatches
 
     def share(self, seconds: float) -> float:
-        """Seconds of a minibatch, made comparable with those of other numbers of microbatches."""
+        """Seconds of a minibatch, comparable with those of other numbers of microbatches."""
         return seconds if self.samples is not None else seconds / self.microbatches
 
     def profile(self, schedule: str, mode: str) -> Profile:
-        """What the units cost under a schedule, with a kind of cuts."""
+        """What the units cost under a schedule with this kind of cuts."""
         return self.separate if mode == "three-way" or kind_of(schedule).weights_apart else self.whole
 
 
@@ -57,11 +57,11 @@ class Question:
 
     Attributes:
         workers: how many processes.
-        virtual: how many workers each of them runs; None: as many as each schedule has.
+        virtual: how many workers each process runs; None takes each schedule's own number.
         schedules: their names.
         policy: for all of them; None takes each schedule's default.
-        momentum: of every group of the optimizer, which decides the default policy.
-        modes: the kinds of cuts; none: all that each schedule has a use for.
+        momentum: of every group of the optimizer; it decides the default policy.
+        modes: the kinds of cuts; if empty, all that are of use to each schedule.
     """
 
     workers: int
@@ -72,7 +72,7 @@ class Question:
     virtual: int | None = None
 
     def placement(self, schedule: str) -> tuple[int, ...] | None:
-        """The rank of each worker under a schedule; None where it cannot have so many on a rank."""
+        """The rank of each worker under a schedule; None if a rank cannot have that many."""
         try:
             return kind_of(schedule).usual_placement(self.workers, self.virtual)
         except ScheduleError:
@@ -103,9 +103,9 @@ class Candidate:
 
 
 def candidates(question: Question, sized: Sized) -> list[Candidate]:
-    """All that is compared of one number of microbatches.
+    """All candidates with one number of microbatches.
 
-    Three-way cuts are among them where the schedule has separate weight gradients, where they cost no wait.
+    They include three-way cuts if the schedule has separate weight gradients: then such cuts cost no waiting.
     """
     found = []
     for schedule in question.schedules:
@@ -122,7 +122,7 @@ def candidates(question: Question, sized: Sized) -> list[Candidate]:
 
 
 def _too_many(stages: int, sized: Sized) -> bool:
-    """Whether the step cannot be cut into so many stages, or is cut into fewer already."""
+    """Whether the step cannot be cut into that many stages, or is already cut into fewer."""
     return stages > len(sized.whole.units) or (sized.fixed is not None and sized.fixed.workers != stages)
 
 
@@ -132,9 +132,9 @@ def counted(microbatches: int) -> str:
 
 
 def schedules_of(synchronous: bool) -> tuple[str, ...]:
-    """The names of all schedules, or of those that train exactly as one worker would; the simpler ones first.
+    """The names of all schedules, or of those that train exactly as one worker does; simpler ones first.
 
-    Those with late updates are left out: they win only by sums over replicas, which a search does not time.
+    Schedules with late updates are left out: they only gain from sums over replicas, which a search does not time.
     """
     known = ((name, kind) for name, kind in SCHEDULES.items() if not kind.late)
     return tuple(name for name, kind in known if kind.synchronous or not synchronous)
@@ -142,27 +142,27 @@ def schedules_of(synchronous: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Counts:
-    """The numbers of microbatches to try of a minibatch.
+    """The numbers of microbatches to try.
 
     Attributes:
         first: those that are always tried, in rising order.
-        samples: what larger ones must divide; None where no others are to be tried.
+        samples: what larger numbers must divide; None if no others are tried.
     """
 
     first: tuple[int, ...]
     samples: int | None = None
 
     def after(self, count: int) -> int | None:
-        """The next one, at least twice as many, to try where so many are the fastest; None: there is none."""
+        """The next number to try if this one is the fastest, at least twice as large; None if there is none."""
         if self.samples is None:
             return None
         return next((d for d in divisors(self.samples) if d >= 2 * max(count, *self.first)), None)
 
 
 def microbatch_counts(workers: int, samples: int, schedules: Sequence[str]) -> Counts:
-    """The numbers of microbatches to try of a minibatch; all are divisors of `samples`.
+    """The numbers of microbatches to try; all divide `samples`.
 
-    At first, `SIZES` at most: those that each schedule would take by itself; then about two and four for each worker,
+    At first at most `SIZES`: each schedule's default, then about two and four for each worker,
     which leave bubbles of about a third and a fifth of the time to schedules with a flush.
     """
     known = divisors(samples)

@@ -1,4 +1,4 @@
-"""Moves cuts as long as the simulator finds that the pipeline becomes faster.
+"""Moves cuts as long as the simulated pipeline becomes faster.
 
 The planner minimises what the slowest worker takes in the steady state. Under a schedule with a flush, workers also
 fill and drain, and where weight gradients are separate, W fills some of that: slightly uneven cuts may be better.
@@ -20,7 +20,7 @@ STEPS = (1, -1, 3, -3, 9, -9)
 """By how many positions cuts are moved."""
 
 EVERY = 400
-"""Of that many plans or fewer, all are tried instead."""
+"""If there are this many plans or fewer, all are tried instead."""
 
 WORTH = 1e-4
 """The least share of the time that a move must gain."""
@@ -31,16 +31,16 @@ _MOVES: dict[str, tuple[_Move, ...]] = {
     "bidirectional": ((1, 1, 1), (1, 0, 0), (0, 1, 1), (1, -1, -1)),
     "three-way": ((1, 1, 1), (1, 0, 0), (0, 1, 1), (1, -1, -1), (0, 0, 1), (0, 1, 0), (1, 0, -1), (0, 1, -1)),
 }
-"""By mode, which way forward, backward and weight cuts of a boundary go together, and the same backwards."""
+"""By mode, the directions in which forward, backward and weight cuts of a boundary move together."""
 
 
 def climb(judge: Judge, starts: list[SimulatedPlan], most: int) -> SimulatedPlan:
-    """The best trial that moves of cuts lead to from any of some starts, one after the other, each an improvement.
+    """The best trial that a sequence of moves reaches from any start; each move is an improvement.
 
-    A move shifts the cuts of one boundary between workers, or of two neighbouring ones alike.
+    A move shifts the cuts of one boundary between workers, or of two neighbouring boundaries alike.
 
     Args:
-        starts: of plans that the judge's mode may have.
+        starts: trials whose cuts the judge's mode allows.
         most: how many plans may be simulated, from all starts together.
     """
     search = _Climb(judge, most)
@@ -65,7 +65,7 @@ class _Climb:
 
     @property
     def plans(self) -> int:
-        """How many plans there are, at most."""
+        """An upper bound of the number of plans."""
         inner = self.judge.workers.count - 1
         chains = {"same": 1, "bidirectional": 2}.get(self.mode, 3)
         counts = [comb(len(places) + inner - 1, inner) for places in self.places[:chains]]
@@ -85,7 +85,7 @@ class _Climb:
         return best
 
     def from_(self, best: SimulatedPlan) -> SimulatedPlan:
-        """The best that moves lead to from one trial."""
+        """The best trial that moves reach from one trial."""
         improved = True
         while improved:
             improved = False
@@ -99,7 +99,7 @@ class _Climb:
         return [*((k,) for k in single), *pairwise(single)]
 
     def _first(self, best: SimulatedPlan, boundaries: tuple[int, ...]) -> SimulatedPlan | None:
-        """The first move of these boundaries that is worth it."""
+        """The first move of these boundaries that gains enough."""
         for moved in self._moves(best.cuts, boundaries):
             if moved in self.seen:
                 continue
@@ -111,7 +111,7 @@ class _Climb:
         return None
 
     def _better(self, cuts: ThreeCuts, best: SimulatedPlan) -> SimulatedPlan | None:
-        """What these cuts do, if they fit and gain something; not simulated where work alone takes too long."""
+        """The trial of these cuts, if they fit and gain something; not simulated if the work alone takes too long."""
         if self._work(cuts) >= best.seconds:
             return None
         again = best.partition.recompute
@@ -123,13 +123,13 @@ class _Climb:
         return None
 
     def _work(self, cuts: ThreeCuts) -> float:
-        """Seconds of work of the worker that has most in a minibatch: a bound on what any schedule takes."""
+        """Seconds of a minibatch in which the busiest worker computes: a lower bound for any schedule."""
         loads = self.costs.load(np.array(cuts).T)
         busy = np.diff(loads) / np.array(self.judge.workers.speeds)
         return float(busy.max()) * self.judge.workers.microbatches / 1e3
 
     def _moves(self, cuts: ThreeCuts, boundaries: tuple[int, ...]) -> Iterator[ThreeCuts]:
-        """The lawful cuts that differ in these boundaries."""
+        """The legal cuts that differ in these boundaries."""
         for move in _MOVES[self.mode]:
             for step in STEPS:
                 moved = []
@@ -155,7 +155,7 @@ def _allowed(where: Positions, mode: str) -> tuple[list[int], list[int], list[in
 
 
 def _shifted(places: list[int], position: int, step: int) -> int:
-    """The place some places further, or the last one on that side."""
+    """A place this many places further, or the last one on that side."""
     if step > 0:
         after = [p for p in places if p > position]
         return after[min(step, len(after)) - 1] if after else position

@@ -1,4 +1,4 @@
-"""The planner's plans for candidates; those that differ in nothing that matters to it are planned once."""
+"""The planner's plans for candidates; candidates that are equal to the planner share a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Found = dict[str, Partition]
 
 @dataclass
 class Plans:
-    """Plans as `partitions` makes them, kept for those who ask again.
+    """Plans of `partitions`, kept for the next call.
 
     Attributes:
         say: called with what is being done.
@@ -32,8 +32,8 @@ class Plans:
     def of(self, profile: Profile, workers: Workers, modes: tuple[str, ...]) -> Found:
         """The best partition of each mode that fits.
 
-        Schedules with a flush differ only in memory. Where even one worker could hold everything, memory decides
-        nothing, and what was planned for one of them serves all.
+        Schedules with a flush differ only in memory. If one worker could hold everything, memory does not matter,
+        and they share a plan.
 
         Raises:
             TooLittleMemory: nothing fits.
@@ -65,7 +65,7 @@ class Plans:
 
 
 def _roomy(profile: Profile, workers: Workers) -> bool:
-    """Whether every worker could hold all that there is, twice: once for itself, once on the way to others."""
+    """Whether every worker could hold everything twice: its own copy, and one that is being sent."""
     costs, count = CostModel(profile, workers), len(profile.units)
     begin, end = np.array([[0, 0, 0, 0]]), np.array([[count, count, count, 0]])
     costs.remember(begin, end)

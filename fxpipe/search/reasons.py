@@ -6,14 +6,14 @@ from fxpipe.planner.quantity import size
 from fxpipe.search.simulated_plan import SimulatedPlan
 
 TIE = 0.01
-"""Forecasts that differ by less say nothing about which is faster."""
+"""If forecasts differ by less, either may be faster."""
 
 _MORE = 1.02
 """Work that grows by less is not named."""
 
 
 def reason(trial: SimulatedPlan, best: SimulatedPlan) -> str:
-    """Of waiting for links, more work and the rest of the bubble, that which costs most; of a tie, what decided it."""
+    """What costs most: waiting for links, more work, or the rest of the bubble; for a tie, what decided it."""
     lost = trial.pace / best.pace - 1 if best.pace else 0.0
     if lost <= TIE:
         return f"{_faster(lost)}, {_less_simple(trial, best)}"
@@ -40,7 +40,7 @@ def _bubble(trial: SimulatedPlan, best: SimulatedPlan) -> str:
 
 
 def _work(trial: SimulatedPlan, best: SimulatedPlan) -> str:
-    """More work: of smaller microbatches, of forward that is computed again, or of updates and policies."""
+    """The cause of more work: smaller microbatches, forward computed again, or updates and policies."""
     own, others = _compute(trial), _compute(best)
     samples = trial.sized.samples
     if samples is not None and trial.sized.microbatches != best.sized.microbatches and own > _MORE * others:
@@ -69,7 +69,7 @@ def _faster(lost: float) -> str:
 
 
 def _less_simple(trial: SimulatedPlan, best: SimulatedPlan) -> str:
-    """What made the other one win, in the order in which `simplicity` asks."""
+    """What made the other one win, in the order of `simplicity`."""
     if trial.staleness != best.staleness:
         return f"but forwards miss {trial.staleness} update{'' if trial.staleness == 1 else 's'}"
     if complexity(trial) > complexity(best):
@@ -82,7 +82,7 @@ def _less_simple(trial: SimulatedPlan, best: SimulatedPlan) -> str:
 
 
 def complexity(trial: SimulatedPlan) -> int:
-    """How much a schedule asks beyond forward, backward and a flush."""
+    """How much a schedule needs beyond forward, backward and a flush."""
     schedule = trial.schedule
     return 4 * (not schedule.synchronous) + 2 * schedule.several + schedule.weights_apart
 

@@ -21,7 +21,7 @@ from fxpipe.search.reasons import TIE, complexity, reason
 from fxpipe.search.simulated_plan import Judge, SimulatedPlan
 
 SIMULATIONS = 150
-"""How many plans are simulated at most to improve one kind of cuts of one schedule and number of microbatches."""
+"""At most this many plans are simulated to improve one kind of cuts of one schedule and number of microbatches."""
 
 STARTS = 3
 """From how many plans they are improved."""
@@ -30,11 +30,11 @@ NEAR = 1.4
 """How many times the fastest one's time a schedule with a flush may take to be improved: moving cuts gains less."""
 
 ALIKE = 0.1
-"""Where memory is short, how much slower the larger of two numbers of microbatches may be for a still larger one."""
+"""If memory is short: a still larger number of microbatches is tried unless the last increase was slower by more."""
 
 Say = Callable[[str], None]
 Larger = Callable[[int], Sized | None]
-"""Gives the minibatch in more microbatches than so many; None: it cannot be cut into more."""
+"""Gives the minibatch in more microbatches than this number; None if it cannot be cut into more."""
 
 _Pair = tuple[str, int]
 
@@ -58,9 +58,9 @@ class Ranking:
 def search(
     sizes: Sequence[Sized], question: Question, say: Say = lambda text: None, larger: Larger = lambda count: None
 ) -> Ranking:
-    """The schedule, the number of microbatches and the cuts that take least time, as simulated, and what others lose.
+    """The schedule, number of microbatches and cuts that take the least simulated time, and what the others lose.
 
-    Every schedule is planned for every kind of cuts that it has a use for, with the memory that it needs itself; plans
+    Every schedule is planned for every kind of cuts that is of use to it, with the memory that it needs; plans
     of one schedule are tried under the others, too. Those with a flush, which are not far behind and could be faster,
     are improved further (`climb`).
     Of all within 1% of the fastest, the simplest is taken: without stale weights or separate weight gradients, with
@@ -140,7 +140,7 @@ class _Planning:
         self._plans = Plans(self.say)
 
     def trials(self) -> list[SimulatedPlan]:
-        """Of every candidate, its own plan; of every schedule, the plans that were made for others."""
+        """The trials of every candidate's own plan, and of the plans made for other schedules."""
         planned: list[tuple[Judge, Found]] = []
         by_schedule: dict[str, list[Candidate]] = {}
         for candidate in candidates(self.question, self.sized):
@@ -208,7 +208,7 @@ class _Planning:
 
 
 def _fixed(judge: Judge) -> Partition:
-    """The cuts that were given.
+    """The trials of the given cuts.
 
     Raises:
         TooLittleMemory: they do not fit.
@@ -226,7 +226,7 @@ def _fixed(judge: Judge) -> Partition:
 
 
 def _raise(failed: Sequence[tuple[FxpipeError, Candidate, Sized]], question: Question, say: Say) -> NoReturn:
-    """Nothing can be taken: what would have to change for that which needs least."""
+    """Nothing fits: say what would have to change for the candidate that needs the least memory."""
     short = [one for one in failed if isinstance(one[0], TooLittleMemory)]
     if not short:
         raise failed[0][0]
@@ -249,7 +249,7 @@ def _share_of(failed: tuple[FxpipeError, Candidate, Sized]) -> float:
 
 
 def simplest(trials: Sequence[SimulatedPlan]) -> SimulatedPlan:
-    """Of all that are as fast as the fastest, within `TIE`, that which asks for least."""
+    """Of all trials within `TIE` of the fastest, the one that needs least."""
     fastest = min(trial.pace for trial in trials)
     return min((t for t in trials if t.pace <= fastest * (1 + TIE)), key=_simplicity)
 
@@ -269,7 +269,7 @@ def _simplicity(trial: SimulatedPlan) -> tuple[int, int, int, float, float]:
 
 
 def _improved(own: Sequence[SimulatedPlan], question: Question) -> list[SimulatedPlan]:
-    """Trials of one schedule with its cuts moved: of each kind of cuts, the best that was found."""
+    """The best trial of each kind of cuts of one schedule, after moving its cuts."""
     found: list[SimulatedPlan] = []
     for mode in [mode for mode in MODES if mode in {t.candidate.mode for t in own}]:
         starts = [t for t in (*own, *found) if MODES.index(t.candidate.mode) <= MODES.index(mode)]

@@ -92,13 +92,13 @@ class SimulatedPlan:
 
     @property
     def least(self) -> float:
-        """About what no cuts take less than, as `pace`: no process waits, and nothing is computed again."""
+        """About the least that any cuts take, as `pace`: no process waits, and nothing is computed again."""
         again = self.setting.microbatches * sum(load.recompute for load in self.partition.loads)
         return self.sized.share(self.busy - again / self.schedule.ranks)
 
     @cached_property
     def waits_for_links(self) -> float:
-        """Seconds of a minibatch that links add: it would take so much less if messages took no time on the way."""
+        """Seconds that links add to a minibatch: what it would save if messages took no time on the way."""
         free = replace(self.scenario, links=Links(copy=self.scenario.links.copy))
         schedule = self.schedule
         return max(0.0, self.seconds - simulate(schedule, free, steady_minibatches(schedule)).seconds_per_minibatch)
@@ -125,12 +125,12 @@ class Judge:
 
     @cached_property
     def costs(self) -> CostModel:
-        """What the planner says that cuts cost."""
+        """What cuts cost, by the planner."""
         return CostModel(self.profile, self.workers)
 
     @staticmethod
     def of(candidate: Candidate, sized: Sized, question: Question) -> Judge:
-        """For the workers that the candidate's schedule has.
+        """A judge of one candidate, with the workers that its schedule has.
 
         Raises:
             PolicyError: the policy makes no sense with it.
@@ -141,13 +141,13 @@ class Judge:
         return Judge(candidate, sized, setting, profile, setting.workers(len(placement)))
 
     def trial(self, partition: Partition) -> SimulatedPlan:
-        """What a partition does that fits."""
+        """The trial of a partition that fits."""
         schedule = self.setting.schedule_of(self.workers.count)
         scenario = scenario_of_partition(self.profile, partition, self.workers, schedule)
         simulation = simulate(schedule, scenario, steady_minibatches(schedule))
         return SimulatedPlan(self.candidate, self.sized, self.setting, partition, scenario, simulation)
 
     def of_cuts(self, cuts: Cuts) -> SimulatedPlan | None:
-        """What other cuts do, if they fit into memory."""
+        """The trial of other cuts, if they fit into memory."""
         found = of_cuts(self.profile, self.workers, cuts, mode=self.candidate.mode, costs=self.costs)
         return self.trial(found) if isfinite(found.bottleneck) else None
