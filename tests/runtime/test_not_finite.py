@@ -71,7 +71,7 @@ def test_a_batch_that_is_not_finite(tmp_path: Path, local: bool, schedule: str, 
     result = run(folder, local, "--schedule", schedule)
     assert result.code == 1
     assert "the loss of step 6 is nan, on worker 1: all weights and gradients were finite" in result.err
-    assert "--keep-going trains on" in result.err
+    assert "--keep-going continues training" in result.err
     assert result.err.count("error:") == 1
     assert "Traceback" not in result.err
     assert not (tmp_path / "out" / "model.safetensors").exists()
