@@ -92,7 +92,7 @@ def test_each_machine_says_that_it_works(local: Result, folder: Path, tmp_path: 
     nodes = [start_module("torch.distributed.run", "--node-rank", node, *meeting, *run) for node in range(2)]
     first, other = (finish(node, 120) for node in nodes)
     assert first.json["losses"] == local.json["losses"]
-    assert "at work here" not in first.err
+    assert "is running here" not in first.err
     assert other.out == ""
     said = [line for line in other.err.splitlines() if line.startswith("worker 1 is ")]
     assert said == [

@@ -64,7 +64,7 @@ def test_processes_of_torchrun(tmp_path: Path) -> None:
     links.check(3)
     refused = torchrun(2, *command, "-n", "2")
     assert refused.returncode
-    assert "torchrun says it" in refused.stderr
+    assert "torchrun sets the number of processes" in refused.stderr
 
 
 def torchrun(processes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
