@@ -90,7 +90,7 @@ def read_costs(folder: Path, plan: Plan) -> BuildCosts | None:
     with explained(folder / COSTS, error=BuildError, hint="compile again, or delete it: a run does not need it"):
         body = parse(folder / COSTS)
         if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
-            raise Malformed(f"it is not of format {FORMAT}, but of another fxpipe", ", $")
+            raise Malformed(f"its format is not {FORMAT}: another version of fxpipe wrote it", ", $")
         costs = convert(body, BuildCosts, lax=True)  # links that cost nothing are "inf"
         _check(costs, plan)
         return costs
@@ -100,7 +100,7 @@ def _check(costs: BuildCosts, plan: Plan) -> None:
     """Raise Malformed for costs that are not those of the plan's workers and units, or are no times or sizes."""
     for name, wanted in (("workers", plan.workers), ("times", plan.workers), ("speeds", plan.ranks)):
         if (count := len(getattr(costs, name))) not in (0, wanted):
-            raise Malformed(f"there are {count}, for {wanted} workers", f", $.{name}")
+            raise Malformed(f"there are {count} values for {wanted} workers", f", $.{name}")
     try:
         costs.links.check(plan.ranks)
     except ProfileError as error:
@@ -115,7 +115,7 @@ def _check(costs: BuildCosts, plan: Plan) -> None:
             raise Malformed(f"there is no worker {engine.worker}", f", $.engines[{i}].worker")
     for i, timing in enumerate(costs.timings):
         if not (0 <= timing.made <= 1 and 0 <= timing.needed <= 1):
-            raise Malformed("a share is 0 to 1", f", $.timings[{i}]")
+            raise Malformed("a share must be from 0 to 1", f", $.timings[{i}]")
     if not all(speed > 0 for speed in costs.speeds):
         raise Malformed("a speed is above 0", ", $.speeds")
     check_amounts({**dataclasses.asdict(costs), "links": None})

@@ -33,7 +33,7 @@ class Links:
         problems += [f"a latency of {v} s{of}" for of, v in _each(self.latency) if not 0 <= v < float("inf")]
         problems += [] if 0 <= self.copy < float("inf") else [f"{self.copy} s a byte to copy"]
         if problems:
-            raise ProfileError(f"no message travels over links with {'; '.join(problems)}")
+            raise ProfileError(f"links cannot have {'; '.join(problems)}")
 
     @property
     def free(self) -> bool:

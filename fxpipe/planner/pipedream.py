@@ -74,7 +74,7 @@ def from_pipedream(text: str) -> Profile:
         if found is None:
             raise Malformed(f"not a node: {line.strip()[:80]!r}", place)
         if found["id"] in units:
-            raise Malformed(f"a second {found['id']}", place)
+            raise Malformed(f"{found['id']} occurs twice", place)
         names[found["id"]] = found["name"]
         units[found["id"]], sizes[found["id"]] = _unit(found["id"], found["name"], found["costs"], place)
     if not units:

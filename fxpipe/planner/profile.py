@@ -100,9 +100,7 @@ class Unit:
             works = self.forward_ms + self.backward_ms + self.weight_ms > 0
             object.__setattr__(self, "saved_bytes", self.output_bytes if works else 0.0)
         if self.weight_saved_bytes > self.saved_bytes:
-            raise ProfileError(
-                f"unit {self.name} saves {self.saved_bytes:g} bytes, of which weight_saved_bytes cannot be more"
-            )
+            raise ProfileError(f"unit {self.name} saves {self.saved_bytes:g} bytes, and weight_saved_bytes is larger")
 
     @property
     def free(self) -> bool:
@@ -152,7 +150,9 @@ class Profile:
     def split_backward(self, fraction: float) -> Profile:
         """The same profile with W as a fraction of each backward that has parameters but no W yet."""
         if not 0 <= fraction < 1:
-            raise ProfileError(f"the fraction of W is {fraction}", hint="give a share of backward, from 0 to below 1")
+            raise ProfileError(
+                f"the fraction of weight gradients is {fraction}", hint="give a share of backward, from 0 to below 1"
+            )
         units = tuple(
             dataclasses.replace(u, backward_ms=u.backward_ms * (1 - fraction), weight_ms=u.backward_ms * fraction)
             if u.parameter_bytes and not u.weight_ms
@@ -352,7 +352,7 @@ def in_order(units: Mapping[str, Unit], outputs: Sequence[Output], rank: Mapping
                 heapq.heappush(ready, (rank[follower], follower))
     if len(order) < len(units):
         stuck = sorted(name for name, count in waiting.items() if count)
-        raise Malformed(f"the edges form a circle through {', '.join(stuck[:5])}")
+        raise Malformed(f"the edges form a cycle through {', '.join(stuck[:5])}")
     return order
 
 

@@ -169,14 +169,14 @@ class Setting:
     def _replicated(self, schedule: Schedule, replicas: tuple[int, ...]) -> Workers:
         if schedule.several:
             raise CutError(
-                f"schedule '{self.schedule}' has several workers in each process: they have no replicas",
-                hint="plan replicas for one with a worker in each: async, 1f1b, gpipe",
+                f"schedule '{self.schedule}' has several workers in each process, which cannot have replicas",
+                hint="take a schedule with one worker in each process: async, 1f1b, gpipe",
             )
         if len(replicas) != schedule.workers:
             raise CutError(f"{len(replicas)} numbers of replicas for {schedule.workers} workers")
         if max(replicas) > self.microbatches:
             raise CutError(
-                f"{max(replicas)} replicas of a worker share {self.microbatches} microbatches",
+                f"{max(replicas)} replicas of a worker cannot share {self.microbatches} microbatches",
                 hint="give as many microbatches as there are replicas, or more",
             )
         after = [sum(replicas[k:]) for k in range(len(replicas))]
@@ -186,7 +186,7 @@ class Setting:
         """Workers with replicas, each with so many processes from its first one on."""
         for name, values in (("speeds", self.speeds), ("memory", self.memory)):
             if len(set(values)) > 1:
-                raise CutError(f"the {name} of processes differ", hint="replicas are planned for equal ones")
+                raise CutError(f"the {name} of processes differ", hint="replicas need equal processes")
         count, processes = len(replicas), sum(replicas)
         found = Workers(
             count,

@@ -38,7 +38,7 @@ class Machines:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise CutError("a machine has at least one process")
+            raise CutError("a machine must have at least one process")
         if isinstance(self.inner.bandwidth, tuple) or isinstance(self.inner.latency, tuple):
             raise CutError("the links within a machine have one bandwidth and one latency")
 
@@ -119,7 +119,7 @@ class Workers:
         if not all(memory > 0 for memory in self.memory):
             raise CutError("every worker needs some memory")
         if self.microbatches < 1:
-            raise CutError("a minibatch has at least one microbatch")
+            raise CutError("a minibatch must have at least one microbatch")
         self.links.check(n)
 
     def _check_replicas(self) -> None:
@@ -127,7 +127,7 @@ class Workers:
             raise CutError(f"{self.replicas} are not the replicas of {self.count} workers")
         matrices = isinstance(self.links.bandwidth, tuple) or isinstance(self.links.latency, tuple)
         if matrices and self.processes > self.count:
-            raise CutError("links by matrix are between workers that have one replica each", hint="give one bandwidth")
+            raise CutError("a matrix of links needs workers with one replica each", hint="give one bandwidth")
 
     @property
     def processes(self) -> int:

@@ -277,8 +277,8 @@ def test_samples_and_short_times_are_said(tmp_path: Path) -> None:
         ("--machine 4", "give --gpus, --replicas or --dp"),
         ("--gpus 4 --compare", "one schedule and one number of microbatches"),
         ("--gpus 4 --microbatches 4,8", "one schedule and one number of microbatches"),
-        ("--dp 4 --speed 1,0.5", "replicas are planned for equal ones"),
-        ("--replicas 4,1 --microbatches 2", "4 replicas of a worker share 2 microbatches"),
+        ("--dp 4 --speed 1,0.5", "replicas need equal processes"),
+        ("--replicas 4,1 --microbatches 2", "4 replicas of a worker cannot share 2 microbatches"),
         ("--gpus 4 --schedule interleaved --microbatches 4", "several workers in each process"),
     ],
 )

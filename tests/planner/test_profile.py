@@ -97,12 +97,12 @@ def test_json_comes_back_as_it_was() -> None:
     [
         (GRAPH + "\tnode4\n", "graph.txt:9", "not an edge"),
         (GRAPH + "\tnode4 -- node9\n", "graph.txt:9", "no node 'node9'"),
-        (GRAPH + "\tnode4 -- node2\n", "graph.txt", "form a circle through node2, node4"),
+        (GRAPH + "\tnode4 -- node2\n", "graph.txt", "form a cycle through node2, node4"),
         (GRAPH + "what is this\n", "graph.txt:9", "not a node"),
         (GRAPH.replace("=2.0, back", "=two, back"), "graph.txt:3, forward_compute_time", "'two' is not a time or size"),
         (GRAPH.replace("=2.0, back", "=-2.0, back"), "graph.txt:3, forward_compute_time", "not a time or size"),
         (GRAPH.replace(", parameter_size=32.0", ""), "graph.txt:3", "lacks parameter_size"),
-        (GRAPH.replace("node4 -- Add", "node3 -- Add"), "graph.txt:3", "a second node3"),
+        (GRAPH.replace("node4 -- Add", "node3 -- Add"), "graph.txt:3", "node3 occurs twice"),
         ("", "graph.txt", "no units"),
         ('{"units": [{"name": "a"}]}', "graph.txt, $.units[0]", "missing required field forward_ms"),
         (
@@ -133,7 +133,7 @@ def test_malformed_profiles_are_explained(tmp_path: Path, text: str, where: str,
     [
         ({"edges": [["a"]]}, "p.json, $.edges[0]", "expected array of length 2"),
         ({"edges": [["a", "z"]]}, "p.json, $.edges[0]", "no unit 'z'"),
-        ({"edges": [["a", "b"], ["b", "a"]]}, "p.json", "circle"),
+        ({"edges": [["a", "b"], ["b", "a"]]}, "p.json", "cycle"),
         ({"units": [UNITS[0], UNITS[0]]}, "p.json, $.units[1]", "two units are called 'a'"),
         ({"activations": [{"unit": "a"}]}, "p.json, $.activations[0]", "missing required field bytes"),
         ({"gradients": [{"unit": "a", "bytes": 1, "readers": ["b"]}]}, "p.json, $.gradients", "runs forward"),

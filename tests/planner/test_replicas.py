@@ -274,7 +274,7 @@ def test_a_flush_counts_filling_and_draining() -> None:
 def test_what_has_no_replicas_says_so() -> None:
     with pytest.raises(CutError, match="several workers in each process"):
         Setting("interleaved", microbatches=4).workers(4, (1, 1, 1, 1))
-    with pytest.raises(CutError, match="8 replicas of a worker share 4 microbatches"):
+    with pytest.raises(CutError, match="8 replicas of a worker cannot share 4 microbatches"):
         Setting(microbatches=4).workers(1, (8,))
     with pytest.raises(CutError, match="the speeds of processes differ"):
         Setting(microbatches=4, speeds=(1.0, 0.5)).workers(2, (1, 1))
