@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +26,16 @@ KINDS = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 """torch's functions of recurrent layers, and cuDNN's numbers of them; oneDNN has the same for an LSTM."""
 
 _ARGUMENTS = "str kind, Tensor input, Tensor[] hidden, Tensor[] weights, bool biases"
+
+
+class LayerCall(NamedTuple):
+    """The arguments of the operators (see `recurrent_layer`)."""
+
+    kind: str
+    input: Tensor
+    hidden: list[Tensor]
+    weights: list[Tensor]
+    biases: bool
 
 
 @torch.library.custom_op("fxpipe::recurrent_layer", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]")
@@ -44,7 +54,7 @@ def recurrent_layer(
         The output, [steps, samples, directions · features]; the last states, like `hidden`; and two tensors that its
         kernel leaves for the backward, empty if it leaves none.
     """
-    made = _kernel(kind, input, hidden)[0](kind, input.contiguous(), hidden, weights, biases)
+    made = _kernel(kind, input, hidden)[0](LayerCall(kind, input.contiguous(), hidden, weights, biases))
     made += [input.new_empty(0, dtype=torch.uint8) for _ in range(len(hidden) + 3 - len(made))]
     return [value.contiguous() for value in made]
 
@@ -92,20 +102,15 @@ def recurrent_layer_backward(
         gradients: of the output and the last states; None for zeros.
         results: of the forward.
     """
-    made = _kernel(kind, input, hidden)[1](gradients, results, kind, input.contiguous(), hidden, weights, biases)
+    made = _kernel(kind, input, hidden)[1](
+        LayerCall(kind, input.contiguous(), hidden, weights, biases), gradients, results
+    )
     return [value.contiguous() for value in made]
 
 
 @recurrent_layer_backward.register_fake
-def _(
-    gradients: list[Tensor | None],
-    results: list[Tensor],
-    kind: str,
-    input: Tensor,
-    hidden: list[Tensor],
-    weights: list[Tensor],
-    biases: bool,
-) -> list[Tensor]:
+def _(gradients: list[Tensor | None], results: list[Tensor], *layer: Any) -> list[Tensor]:
+    _, input, hidden, weights, _ = layer
     return [value.new_empty(value.shape) for value in (input, *hidden, *weights)]
 
 
@@ -131,7 +136,8 @@ def _kernel(
     return _ONEDNN if enabled and kind == "lstm" and fits and not projects else _STEPS
 
 
-def _onednn(kind: str, input: Tensor, hidden: list[Tensor], weights: list[Tensor], biases: bool) -> list[Tensor]:
+def _onednn(layer: LayerCall) -> list[Tensor]:
+    kind, input, hidden, weights, biases = layer
     made = []
     with torch.enable_grad():  # else the kernel leaves nothing
         for given, reverse in _directions(hidden, weights, biases):
@@ -146,15 +152,8 @@ def _onednn(kind: str, input: Tensor, hidden: list[Tensor], weights: list[Tensor
     return [torch.cat(output, -1), torch.cat(state), torch.cat(cell), *left]
 
 
-def _onednn_backward(
-    gradients: list[Tensor | None],
-    results: list[Tensor],
-    kind: str,
-    input: Tensor,
-    hidden: list[Tensor],
-    weights: list[Tensor],
-    biases: bool,
-) -> list[Tensor]:
+def _onednn_backward(layer: LayerCall, gradients: list[Tensor | None], results: list[Tensor]) -> list[Tensor]:
+    kind, input, hidden, weights, biases = layer
     both = len(hidden[0])
     parts = [
         [None] * both if value is None else [part.contiguous() for part in value.chunk(both, 0 if place % 3 else -1)]
@@ -183,61 +182,64 @@ def _directions(hidden: list[Tensor], weights: list[Tensor], biases: bool) -> It
         yield (*own, *none, state[at : at + 1].contiguous(), cell[at : at + 1].contiguous()), at == 1
 
 
-def _cudnn(kind: str, input: Tensor, hidden: list[Tensor], weights: list[Tensor], biases: bool) -> list[Tensor]:
-    made = aten._cudnn_rnn(input, *_of_cudnn(kind, hidden, weights, None))
-    return [value for place, value in enumerate(made) if place != 2 or kind == "lstm"]
+def _cudnn(layer: LayerCall) -> list[Tensor]:
+    made = aten._cudnn_rnn(layer.input, *_of_cudnn(layer, None))
+    return [value for place, value in enumerate(made) if place != 2 or layer.kind == "lstm"]
 
 
-def _cudnn_backward(
-    gradients: list[Tensor | None],
-    results: list[Tensor],
-    kind: str,
-    input: Tensor,
-    hidden: list[Tensor],
-    weights: list[Tensor],
-    biases: bool,
-) -> list[Tensor]:
+def _cudnn_backward(layer: LayerCall, gradients: list[Tensor | None], results: list[Tensor]) -> list[Tensor]:
     of_output, of_state, of_cell = (*gradients, None)[:3]
     reserve, buffer = results[-2:]
-    given = _of_cudnn(kind, hidden, weights, buffer)
+    given = _of_cudnn(layer, buffer)
     states = [None if value is None else value.contiguous() for value in (of_output, of_state, of_cell)]
     of_input, of_state, of_cell, of_weights = aten._cudnn_rnn_backward(
-        input, *given[:5], results[0], *states, *given[5:], reserve, [True] * 4
+        layer.input, *given[:5], results[0], *states, *given[5:], reserve, [True] * 4
     )
     own = [value.clone() for value in of_weights]  # parts of one buffer
-    return [of_input, *(of_state, of_cell)[: len(hidden)], *own]
+    return [of_input, *(of_state, of_cell)[: len(layer.hidden)], *own]
 
 
-def _of_cudnn(kind: str, hidden: list[Tensor], weights: list[Tensor], buffer: Tensor | None) -> list[Any]:
+def _of_cudnn(layer: LayerCall, buffer: Tensor | None) -> list[Any]:
     """The arguments of cuDNN's kernels after the input."""
-    state, *cell = [value.contiguous() for value in hidden]
-    both, size = len(state), hidden[-1].shape[2]
+    state, *cell = [value.contiguous() for value in layer.hidden]
+    both, size = len(state), layer.hidden[-1].shape[2]
     projected = 0 if state.shape[2] == size else state.shape[2]
-    first = [weights, len(weights) // both, buffer, state, cell[0] if cell else None]
-    return [*first, KINDS[kind], size, projected, 1, False, 0.0, True, both == 2, [], None]
+    first = [layer.weights, len(layer.weights) // both, buffer, state, cell[0] if cell else None]
+    return [*first, KINDS[layer.kind], size, projected, 1, False, 0.0, True, both == 2, [], None]
 
 
-def _steps(kind: str, input: Tensor, hidden: list[Tensor], weights: list[Tensor], biases: bool) -> list[Tensor]:
+def _steps(layer: LayerCall) -> list[Tensor]:
+    kind, input, hidden, weights, biases = layer
     states = hidden if kind == "lstm" else hidden[0]
     return list(getattr(torch, kind)(input, states, weights, biases, 1, 0.0, True, len(hidden[0]) == 2, False))
 
 
-def _steps_backward(
-    gradients: list[Tensor | None],
-    results: list[Tensor],
-    kind: str,
-    input: Tensor,
-    hidden: list[Tensor],
-    weights: list[Tensor],
-    biases: bool,
-) -> list[Tensor]:
-    given = [value.detach().requires_grad_() for value in (input, *hidden, *weights)]
-    states, own = given[1 : 1 + len(hidden)], given[1 + len(hidden) :]
-    with autograd_in_kernel(), torch.enable_grad():
-        made = _steps(kind, given[0], states, own, biases)
-        used = [(value, gradient) for value, gradient in zip(made, gradients, strict=True) if gradient is not None]
-        values, of_values = zip(*used, strict=True)
-        return list(torch.autograd.grad(values, given, of_values, materialize_grads=True))
+def _steps_backward(layer: LayerCall, gradients: list[Tensor | None], results: list[Tensor]) -> list[Tensor]:
+    with autograd_in_kernel():
+        return list(differentiated(_steps, layer, gradients))
+
+
+def differentiated(
+    steps: Callable[[LayerCall], Sequence[Tensor]], layer: LayerCall, gradients: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The gradients of a layer's input, first states and weights, by autograd through what `steps` computes of it.
+
+    Args:
+        gradients: of the output and the last states; None for zeros.
+    """
+    given = [value.detach().requires_grad_() for value in (layer.input, *layer.hidden, *layer.weights)]
+    own = layer._replace(
+        input=given[0], hidden=given[1 : 1 + len(layer.hidden)], weights=given[1 + len(layer.hidden) :]
+    )
+    with torch.enable_grad():
+        values, known = used(steps(own), gradients)
+        return torch.autograd.grad(values, given, known, materialize_grads=True)
+
+
+def used(results: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """The results that have a gradient, and these."""
+    pairs = [(value, gradient) for value, gradient in zip(results, gradients, strict=True) if gradient is not None]
+    return [value for value, _ in pairs], [gradient for _, gradient in pairs]
 
 
 _ONEDNN, _CUDNN, _STEPS = (_onednn, _onednn_backward), (_cudnn, _cudnn_backward), (_steps, _steps_backward)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir.recurrent_layer import KINDS, has_kernel, recurrent_layer, recurrent_layer_backward
+from fxpipe.ir.recurrent_layer import KINDS, has_kernel, recurrent_layer, recurrent_layer_backward, used
 from fxpipe.torch_private import RNN_HELPER, DispatchKey, decompositions, dispatch_cache, torch_decompositions
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
@@ -81,11 +81,10 @@ class Layer(torch.autograd.Function):
         (input,), hidden, weights, results = ([next(values) for _ in range(count)] for count in ctx.counts)
         if torch.is_grad_enabled():  # its gradients are differentiated again, which only the steps' can be
             made = by_steps(ctx.kind, input, hidden, weights, ctx.biases)
-            used = [(value, gradient) for value, gradient in zip(made, gradients, strict=True) if gradient is not None]
-            values, of_values = zip(*used, strict=True)
+            of, known = used(made, gradients)
             leaves = [input, *hidden, *weights]
             trained = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(values, trained, of_values, create_graph=True, allow_unused=True))
+            found = iter(torch.autograd.grad(of, trained, known, create_graph=True, allow_unused=True))
             return None, None, None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
         given = (ctx.kind, input, hidden, weights, ctx.biases)
         return None, None, None, *recurrent_layer_backward(list(gradients), results, *given)

@@ -10,6 +10,7 @@ from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops.core import aten_gru, aten_lstm
 from torch import Tensor, fx
 
+from fxpipe.ir.recurrent_layer import LayerCall, differentiated
 from fxpipe.torch_private import Decompositions, autograd_in_kernel, disable_current_modes, make_fx
 from fxpipe.tracing.recurrent import by_steps, trainable
 
@@ -38,16 +39,14 @@ def _backward(
     given = [input, *hidden, *weights]
     known = [gradient for gradient in gradients if gradient is not None]
 
-    def differentiated(*values: Tensor) -> Any:
-        own, of_results = values[: len(given)], values[len(given) :]
-        leaves = [value.detach().requires_grad_() for value in own]
-        states, own_weights = leaves[1 : 1 + len(hidden)], leaves[1 + len(hidden) :]
-        made = by_steps(kind, leaves[0], states, own_weights, biases)
-        used = [value for value, gradient in zip(made, gradients, strict=True) if gradient is not None]
-        return torch.autograd.grad(used, leaves, of_results, materialize_grads=True)
+    def traced(*values: Tensor) -> Any:
+        of = iter(values)
+        own = LayerCall(kind, next(of), [next(of) for _ in hidden], [next(of) for _ in weights], biases)
+        filled = [None if gradient is None else next(of) for gradient in gradients]
+        return differentiated(lambda layer: by_steps(*layer), own, filled)
 
-    with disable_current_modes(), autograd_in_kernel(), trainable(), torch.enable_grad():
-        graph = make_fx(differentiated, tracing_mode="fake")(
+    with disable_current_modes(), autograd_in_kernel(), trainable():
+        graph = make_fx(traced, tracing_mode="fake")(
             *(torch.zeros(value.shape, dtype=value.dtype) for value in (*given, *known))
         )
     return list(fx.Interpreter(graph).run(*(value.contiguous() for value in (*given, *known))))
