@@ -25,7 +25,6 @@ from hosts import Hosts, Link, hosts_of, measured_link
 from measurement import Builds, Effort, timed, trained
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from commands import run_fxpipe
 from two_hosts import missing
 
 HERE = Path(__file__).resolve().parent
@@ -65,14 +64,14 @@ def main() -> None:
     reason = "--meter" if options.meter else missing(0.01)
     if reason:
         print(f"no hosts with a link between them ({reason}): fxpipe's meter alone, and DDP computed\n", flush=True)
-    codecs = CODECS if "--codec" in run_fxpipe("compile", "--help") else ()
-    if not codecs:
-        print("this fxpipe compiles no codecs (--codec): its contenders are left out\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="fxpipe_links_") as folder:
-        result = measure(effort, codecs, reason, Path(folder))
+        result = measure(effort, reason, Path(folder))
+    out = options.out or (None if options.quick else HERE / "result.json")
+    if out and out.exists():
+        result = with_earlier(result, json.loads(out.read_text()))
     text = tables.text(result)
     print(text)
-    if out := options.out or (None if options.quick else HERE / "result.json"):
+    if out:
         out.write_text(json.dumps(result, indent=1) + "\n")
     if not options.quick and not options.out:
         tables.write_between_markers(text, HERE / "README.md")
@@ -80,18 +79,18 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def measure(effort: Effort, codecs: Sequence[str], reason: str | None, folder: Path) -> dict[str, Any]:
+def measure(effort: Effort, reason: str | None, folder: Path) -> dict[str, Any]:
     """All models on all links; a row for each model and link.
 
     Args:
         reason: why there are no hosts; None if there are.
     """
     sides = {
-        name: [s for s in contenders(codecs, effort.microbatches, name != "gpt") if not reason or _metered(s)]
+        name: [s for s in contenders(CODECS, effort.microbatches, name != "gpt") if not reason or _metered(s)]
         for name in effort.links
     }
     builds = Builds(folder)
-    found: dict[str, Any] = {"losses": {}, "rows": [], "reason": reason, "codecs": list(codecs)}
+    found: dict[str, Any] = {"losses": {}, "rows": [], "reason": reason, "codecs": list(CODECS)}
     begin = time.monotonic()
     for name in effort.links:
         _say(begin, f"{name}: compile, and train {len(sides[name])} contenders for their losses")
@@ -109,6 +108,14 @@ def measure(effort: Effort, codecs: Sequence[str], reason: str | None, folder: P
             found["rows"].append({**row, "link_measured": checks})
     found["goals"] = goals(found["rows"])
     return found
+
+
+def with_earlier(result: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """A result, with the rows of an earlier one whose model and link were not measured again."""
+    rows = {(row["model"], row["link"]["text"]): row for row in [*earlier["rows"], *result["rows"]]}
+    losses = {**earlier["losses"], **result["losses"]}
+    ordered = sorted(rows.values(), key=lambda row: (_as_listed(row["link"]["text"]), list(losses).index(row["model"])))
+    return {**result, "losses": losses, "rows": ordered, "goals": goals(ordered)}
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
