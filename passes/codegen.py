@@ -239,7 +239,7 @@ class _Function:
             edge = self.edges[self.part.edges[node.name]]
             call = f'{self.names[node]} = comm.recv("{edge.name}")'
             return f"{call}  # {comment} {edge.kind} from worker {edge.src}{self._pace(edge, 'this', 'its own')}"
-        return f"{self.names[node]} = {call_text(node, self.names.__getitem__)}  # {comment}"
+        return f"{self.names[node]} = {call_text(node, self.names.__getitem__, short=True)}  # {comment}"
 
     def _reduction(self, node: fx.Node) -> Iterator[str]:
         """The lines that hand over a bucket: one, if that is not too long."""

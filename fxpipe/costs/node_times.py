@@ -209,7 +209,7 @@ class _Code:
         for i, node in enumerate(self.nodes):
             if ticks and i:  # the caller makes the first and the last tick
                 lines.append("    tick(ticks)")
-            call = call_text(node, names.__getitem__)
+            call = call_text(node, names.__getitem__, short=True)
             if not isinstance(node.target, OpOverload) and not is_getitem(node):
                 scope[f"f{i}"] = node.target
                 call = f"f{i}({call.partition('(')[2]}"

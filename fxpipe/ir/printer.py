@@ -14,6 +14,7 @@ from torch import fx
 
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import INFO, ONE_DRAW, NodeInfo, Program, info, size_of
+from fxpipe.ir.short_calls import short_call
 from fxpipe.ir.wire import bucket_of, codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack, variable
 from fxpipe.planner.quantity import size
 from fxpipe.torch_private import OpOverload
@@ -44,11 +45,12 @@ def type_text(value: Any) -> str:
     return type(value).__name__
 
 
-def call_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+def call_text(node: fx.Node, name: Callable[[fx.Node], str], short: bool = False) -> str:
     """The call as Python source: `aten.mm.default(a, b)`.
 
     Args:
         name: gives the Python name of an input node.
+        short: `torch.mm(a, b)`, where that is the same.
     """
     if is_getitem(node):
         return f"{argument_text(node.args[0], name)}[{node.args[1]}]"
@@ -57,13 +59,15 @@ def call_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     target = node.target
     if is_reduce(node):
         return f'comm.{target.__name__}("{bucket_of(node)}", {argument_text(node.args[1], name)})'  # type: ignore[union-attr]
+    arguments = [argument_text(a, name) for a in node.args]
+    named = [f"{k}={argument_text(v, name)}" for k, v in node.kwargs.items()]
+    if short and (spelling := short_call(node)):
+        return spelling(arguments, named)
     if isinstance(target, OpOverload):
         function = str(target) if target.namespace == "aten" else f"torch.ops.{target}"
     else:
         function = f"{target.__module__}.{target.__qualname__}"  # type: ignore[union-attr]
-    arguments = [argument_text(a, name) for a in node.args]
-    arguments += [f"{k}={argument_text(v, name)}" for k, v in node.kwargs.items()]
-    return f"{function}({', '.join(arguments)})"
+    return f"{function}({', '.join([*arguments, *named])})"
 
 
 def _codec_call(node: fx.Node, name: Callable[[fx.Node], str]) -> str:

@@ -183,7 +183,7 @@ BROKEN: list[tuple[Level, Callable[[Program], Program | None], str]] = [
     (Level.SPLIT, with_spec(saved=()), "backward of stage 0 takes other values than its forward leaves"),
     (Level.EMITTED, with_text("def forward(", "def forward(("), "stage_0.py does not parse"),
     (Level.EMITTED, with_text("def forward(", "def forwards("), "missing .'forward'"),
-    (Level.EMITTED, with_text("aten.addmm.default(first_bias", "aten.addmm.default(bias"), "forward reads bias"),
+    (Level.EMITTED, with_text("torch.addmm(first_bias", "torch.addmm(bias"), "forward reads bias"),
     (Level.EMITTED, with_text("    first_addmm =", "    del first_bias\n    first_addmm ="), "reads first_bias"),
     (Level.EMITTED, with_text('comm.send("', 'comm.send("other_'), "forward in stage_0.py sends"),
 ]  # fmt: skip

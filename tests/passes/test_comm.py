@@ -109,7 +109,7 @@ def test_a_token_leaves_as_soon_as_its_sender_is_in_step() -> None:
     count = len(numbered("function").units)
     build = lowered("function", workers=3, cuts=Cuts((0, count, count, count), (0, 9, 9, count), (0, 9, count, count)))
     _, backward = functions(build.files["stage_1.py"])
-    token, product = (next(i for i, line in enumerate(backward) if what in line) for what in ("send(", "aten.mm"))
+    token, product = (next(i for i, line in enumerate(backward) if what in line) for what in ("send(", "torch.mm("))
     assert "pace_B_0" in backward[token]
     assert token < product
 

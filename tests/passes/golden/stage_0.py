@@ -33,9 +33,9 @@ def forward(weights, buffers, batch, comm):
     comm.send("batch_1", batch_1)  # input to worker 1
     del batch_1
     # embed · golden_model.py:21: x = self.norm(self.embed(ids))
-    embed_embedding = aten.embedding.default(embed_weight, batch_0)  # f32[6, 4]
+    embed_embedding = torch.embedding(embed_weight, batch_0)  # f32[6, 4]
     # norm · golden_model.py:21: x = self.norm(self.embed(ids))
-    norm_add = aten.add.Tensor(norm_num_batches_tracked, 1)  # i64[]
+    norm_add = norm_num_batches_tracked + 1  # i64[]
     norm__native_batch_norm_legit_functional = aten._native_batch_norm_legit_functional.default(embed_embedding, norm_weight, norm_bias, norm_running_mean, norm_running_var, True, 0.1, 1e-05)  # (f32[6, 4], f32[4], f32[4], f32[4], f32[4])
     norm_getitem = norm__native_batch_norm_legit_functional[0]  # f32[6, 4]
     comm.send("norm_getitem", norm_getitem)  # activation to worker 1
@@ -70,16 +70,16 @@ def backward(weights, buffers, saved, comm):
     d_threshold_backward = aten.threshold_backward.default(d_drop_native_dropout_backward, relu, 0)  # f32[6, 4]
     del d_drop_native_dropout_backward, relu
     # hidden · golden_model.py:22: x = x + self.drop(torch.relu(self.hidden(x)))
-    d_hidden_mm = aten.mm.default(d_threshold_backward, hidden_weight)  # f32[6, 4]
-    d_hidden_t_1 = aten.t.default(d_threshold_backward)  # f32[4, 6]
-    d_hidden_mm_1 = aten.mm.default(d_hidden_t_1, norm_getitem)  # f32[4, 4]
+    d_hidden_mm = torch.mm(d_threshold_backward, hidden_weight)  # f32[6, 4]
+    d_hidden_t_1 = d_threshold_backward.t()  # f32[4, 6]
+    d_hidden_mm_1 = torch.mm(d_hidden_t_1, norm_getitem)  # f32[4, 4]
     del d_hidden_t_1, norm_getitem
-    d_hidden_sum = aten.sum.dim_IntList(d_threshold_backward, [0], True)  # f32[1, 4]
+    d_hidden_sum = torch.sum(d_threshold_backward, [0], True)  # f32[1, 4]
     del d_threshold_backward
-    d_hidden_view = aten.view.default(d_hidden_sum, [4])  # f32[4]
+    d_hidden_view = d_hidden_sum.view(4)  # f32[4]
     del d_hidden_sum
     # hidden
-    d_add = aten.add.Tensor(d_head_mm_1, d_hidden_mm)  # f32[6, 4]
+    d_add = d_head_mm_1 + d_hidden_mm  # f32[6, 4]
     del d_head_mm_1, d_hidden_mm
     # norm · golden_model.py:21: x = self.norm(self.embed(ids))
     d_norm_native_batch_norm_backward = aten.native_batch_norm_backward.default(d_add, embed_embedding, norm_weight, None, None, norm_getitem_1, norm_getitem_2, True, 1e-05, [True, True, True])  # (f32[6, 4], f32[4], f32[4])
@@ -93,6 +93,6 @@ def backward(weights, buffers, saved, comm):
     del d_norm_getitem, batch_0
     # embed
     d_head_mm = comm.recv("d_head_mm")  # f32[7, 4] gradient from worker 1
-    d_add_1 = aten.add.Tensor(d_head_mm, d_embed_embedding_dense_backward)  # f32[7, 4]
+    d_add_1 = d_head_mm + d_embed_embedding_dense_backward  # f32[7, 4]
     del d_embed_embedding_dense_backward, d_head_mm
     return (d_add_1, d_norm_getitem_1, d_norm_getitem_2, d_hidden_mm_1, d_hidden_view)

@@ -23,16 +23,16 @@ def forward(weights, buffers, batch, comm):
         hidden_bias,  # hidden.bias: f32[4]
     ) = weights
     # hidden · golden_model.py:22: x = x + self.drop(torch.relu(self.hidden(x)))
-    hidden_t = aten.t.default(hidden_weight)  # f32[4, 4]
+    hidden_t = hidden_weight.t()  # f32[4, 4]
     norm_getitem = comm.recv("norm_getitem")  # f32[6, 4] activation from worker 0
-    hidden_addmm = aten.addmm.default(hidden_bias, norm_getitem, hidden_t)  # f32[6, 4]
+    hidden_addmm = torch.addmm(hidden_bias, norm_getitem, hidden_t)  # f32[6, 4]
     del hidden_t
     # golden_model.py:22: x = x + self.drop(torch.relu(self.hidden(x)))
-    relu = aten.relu.default(hidden_addmm)  # f32[6, 4]
+    relu = torch.relu(hidden_addmm)  # f32[6, 4]
     del hidden_addmm
     comm.send("relu", relu)  # saved to worker 0
     # drop · golden_model.py:22: x = x + self.drop(torch.relu(self.hidden(x)))
-    drop_native_dropout = aten.native_dropout.default(relu, 0.25, True)  # (f32[6, 4], b8[6, 4])
+    drop_native_dropout = torch.native_dropout(relu, 0.25, True)  # (f32[6, 4], b8[6, 4])
     del relu
     drop_getitem = drop_native_dropout[0]  # f32[6, 4]
     drop_getitem_1 = drop_native_dropout[1]  # b8[6, 4]
@@ -40,11 +40,11 @@ def forward(weights, buffers, batch, comm):
     comm.send("drop_getitem_1", drop_getitem_1)  # saved to worker 0
     del drop_getitem_1
     # golden_model.py:22: x = x + self.drop(torch.relu(self.hidden(x)))
-    add_2 = aten.add.Tensor(norm_getitem, drop_getitem)  # f32[6, 4]
+    add_2 = norm_getitem + drop_getitem  # f32[6, 4]
     del norm_getitem, drop_getitem
     # head · golden_model.py:23: return self.head(x)
-    head_t = aten.t.default(embed_weight)  # f32[4, 7]
-    head_mm = aten.mm.default(add_2, head_t)  # f32[6, 7]
+    head_t = embed_weight.t()  # f32[4, 7]
+    head_mm = torch.mm(add_2, head_t)  # f32[6, 7]
     del head_t
     # golden_model.py:28: return F.cross_entropy(model(ids), targets)
     log_softmax = aten._log_softmax.default(head_mm, 1, False)  # f32[6, 7]
@@ -75,12 +75,12 @@ def backward(weights, buffers, saved, comm):
     d_log_softmax_backward_data = aten._log_softmax_backward_data.default(d_nll_loss_backward, log_softmax, 1, torch.float32)  # f32[6, 7]
     del d_nll_loss_backward, log_softmax
     # head · golden_model.py:23: return self.head(x)
-    d_head_t = aten.t.default(d_log_softmax_backward_data)  # f32[7, 6]
-    d_head_mm = aten.mm.default(d_head_t, add_2)  # f32[7, 4]
+    d_head_t = d_log_softmax_backward_data.t()  # f32[7, 6]
+    d_head_mm = torch.mm(d_head_t, add_2)  # f32[7, 4]
     del d_head_t, add_2
     comm.send("d_head_mm", d_head_mm)  # gradient to worker 0
     del d_head_mm
-    d_head_mm_1 = aten.mm.default(d_log_softmax_backward_data, embed_weight)  # f32[6, 4]
+    d_head_mm_1 = torch.mm(d_log_softmax_backward_data, embed_weight)  # f32[6, 4]
     del d_log_softmax_backward_data
     comm.send("d_head_mm_1", d_head_mm_1)  # gradient to worker 0
     del d_head_mm_1
