@@ -1,5 +1,5 @@
-"""Looks at a build: what runs where, which values cross workers, and which weights every action sees.
+"""Describes a build: what runs where, which values cross workers, and which weights each action sees.
 
-subject (what is looked at, from a folder or from memory) → facts (one dict of plain JSON, gathered by one file per
-concept) → what prints them: the terminal in cli/inspect.py, the page in report/. No tensor is ever loaded.
+`subject` reads a build from its folder or from memory. `facts` makes one dict of plain JSON of it, with one file for
+each topic. cli/inspect.py prints the facts in the terminal, report/ shows them as a page. No tensor is loaded.
 """

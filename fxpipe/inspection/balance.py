@@ -1,4 +1,4 @@
-"""How well the cuts that a compile compared balance the workers, and how well the build's own do."""
+"""How well the build's cuts balance the workers, and the other cuts that compiling compared."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TIMES = ("forward", "backward", "weight", "update", "recompute", "exposed", "to
 
 
 def balance_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]]:
-    """A row for each kind of cuts that the compile compared; that of the build's own is `chosen`.
+    """A row for each mode of cuts that compiling compared; the row of the build's own cuts is `chosen`.
 
-    The build's own cuts are priced anew, as the only row, if they were planned for another schedule or policy, or given
-    by hand. No rows if nothing can be priced, since the policy is the model file's own.
+    If the build's cuts were given by hand, or planned for another schedule or policy, they are the only row, and their
+    cost is computed here. That needs a recipe: without one there are no rows.
     """
     planned_for = recipe is None or (recipe.schedule.name, str(recipe.policy)) == (
         subject.plan.schedule, subject.plan.policy,
@@ -50,7 +50,7 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
 
 
 def _own(subject: Subject, workers: Workers) -> Partition:
-    """What the build's own cuts cost under another schedule or policy, or if they were given by hand."""
+    """The cost of the build's own cuts for these workers."""
     plan, compared = subject.plan, subject.costs.partitions
     again = compared[-1].recompute if compared else ()
     return of_cuts(subject.profile, workers, replace(Cuts.of(plan), recompute=again))

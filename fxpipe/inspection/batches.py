@@ -1,4 +1,4 @@
-"""What a build makes of batches: where they are cut, what microbatches' losses are of the whole's, shapes, padding."""
+"""How a build treats batches: how it cuts them, what their loss is, which shapes they have, and how it pads them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fxpipe.plan.spec import LeafSpec, Plan
 from fxpipe.task.batch import said
 
 FEW_SAMPLES = 8
-"""With 4 images, batch norm cost half a point to two in benchmarks/accuracy, with 2 two to four."""
+"""With fewer, batch norm costs accuracy: in benchmarks/accuracy 0.5 to 2 points with 4 images, 2 to 4 with 2."""
 
 
 def microbatch_facts(plan: Plan) -> dict[str, Any] | None:
-    """Plain data; None for a build of whole batches."""
+    """How batches are cut into microbatches, and what their losses add up to; None for one microbatch."""
     if plan.microbatches == 1:
         return None
     return {
@@ -29,7 +29,7 @@ def microbatch_facts(plan: Plan) -> dict[str, Any] | None:
 
 
 def microbatch_lines(plan: Plan) -> Iterator[str]:
-    """The same in words, for a build of microbatches; without what every user expects."""
+    """`microbatch_facts` in words, without what every user expects."""
     facts = microbatch_facts(plan)
     if facts is None:
         return
@@ -54,7 +54,7 @@ def microbatch_lines(plan: Plan) -> Iterator[str]:
 
 
 def shape_facts(plan: Plan) -> list[dict[str, Any]]:
-    """For each shape its files, and what distinguishes its microbatches: sizes of tensors, or constants, by leaf."""
+    """For each shape: its files, and the leaves in which microbatches of other shapes differ, each as text."""
     plans = plan.of_shapes
     texts = [{leaf.name: _text(leaf) for leaf in of_shape.given} for of_shape in plans]
     names = dict.fromkeys(name for text in texts for name in text)
@@ -69,12 +69,12 @@ def shape_facts(plan: Plan) -> list[dict[str, Any]]:
 
 
 def padding_facts(plan: Plan) -> list[dict[str, Any]]:
-    """Which leaves get what appended, along which dimensions, to multiples of what."""
+    """The padding rules: which value is appended to which leaf, along which dimensions, up to which multiple."""
     return [dataclasses.asdict(rule) for rule in plan.padding]
 
 
 def shape_lines(plan: Plan) -> Iterator[str]:
-    """The same in words; nothing for a build of one shape without padding."""
+    """Shapes and padding in words; nothing for a build of one shape without padding."""
     if plan.padding:
         rules = ", ".join(f"{rule.leaf} with {rule.value}" for rule in plan.padding)
         yield f"padding: to multiples of {plan.padding[0].multiple}: {rules}"

@@ -9,7 +9,7 @@ from fxpipe.planner.costs_file import BuildCosts
 
 
 def codec_facts(plan: Plan, costs: BuildCosts | None = None) -> dict[str, Any] | None:
-    """The edges and the bytes of a minibatch, all shapes' first; None for a build without codecs."""
+    """The packed edges of the first shape, and a minibatch's bytes and seconds; None for a build without codecs."""
     packed = [edge for edge in plan.edges if edge.codec]
     if not packed and not plan.weights_codec:
         return None

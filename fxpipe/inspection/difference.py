@@ -1,7 +1,7 @@
-"""What differs between two builds: settings, cuts, workers, edges, parameters, files; as plain JSON and in words.
+"""What differs between two builds, as plain JSON: settings, cuts, workers, edges, parameters, files.
 
-Works on the facts of both (`fxpipe.inspection.facts`). Units are compared by their place within their module, so that
-two builds of one model can be compared, and those of two similar models, too.
+It compares their facts (`fxpipe.inspection.facts`). Units match by their place within their module, so that builds of
+two similar models can be compared, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 Files = Mapping[str, Mapping[str, str]]
 
 NOTICEABLE = 0.02
-"""A difference of times below this fraction is noise."""
+"""Times that differ by a smaller fraction count as equal."""
 
 _SETTINGS = (
     "model", "workers", "replicas", "outer", "schedule", "policy", "microbatches", "samples", "autocast", "codec",
@@ -53,21 +53,22 @@ def difference(
 
     Args:
         first_files, second_files: digests of the "sources", of the stages' "code" and of the "weights", by name.
-        names: of the builds, for `describe`.
+        names: of the builds.
 
     Returns:
-        "identical": whether nothing differs but times;
+        "identical": whether only times differ;
         "settings": rows of "name", "first", "second";
-        "moved": units whose "phase" (forward, backward, weights) went "from" a worker "to" another, as "modules",
-        with their number of "units" and "ms"; "weights" only where W has cuts of its own;
-        "owners": parameters that went "from" an owner "to" another;
-        "workers": each with its facts in "first" and "second", None if it is not there, and what "changed" of them;
-        "edges": by kind and way, the names of those that "came", "went" and "changed" what they carry, and their bytes
-        "before" and "after";
-        "parameters", "sources", "code": names that are in one only, and those that changed;
-        "weights": whether the initial weights differ; None if that is not known;
-        "edited": stages that someone edited; "stale": sources that changed since, of both;
-        "units", "nodes", "balance", "forecast": of both.
+        "moved": units whose "phase" (forward, backward, weights) moved "from" one worker "to" another: their "modules",
+        number of "units", and "ms"; the phase "weights" only where W has its own cuts;
+        "owners": parameters that moved "from" one owner "to" another;
+        "workers": for each, its facts in "first" and "second" (None if that build has no such worker), and the names of
+        those that "changed";
+        "edges": for each kind and route, the names of the edges that "came", "went" or "changed" their value, and their
+        bytes "before" and "after";
+        "parameters", "sources", "code": names that only the "first" or the "second" has, and those that "changed";
+        "weights": whether the initial weights differ; None if unknown;
+        "edited": stages that were edited, "stale": sources that changed after compiling, of both builds;
+        "units", "nodes", "balance", "forecast": of both builds.
     """
     moved = [row for phase in _phases(first, second) for row in _moved(first, second, phase)]
     files, others = first_files or {}, second_files or {}
@@ -94,7 +95,7 @@ def difference(
 
 
 def _files(subject: Subject) -> Files:
-    """Digests of what a build was made from and consists of. A stage's header does not count: it names the command."""
+    """Digests of a build's sources, stages and weights. A stage's header is left out: it has the command line."""
     return {
         "sources": subject.plan.sources,
         "code": {name: _digest(source.partition('\n"""\n')[2] or source) for name, source in subject.files.items()},
@@ -144,7 +145,7 @@ def _keyed(facts: Json) -> dict[tuple[str, int], Json]:
 
 
 def _ways(before: Mapping[Any, int], now: Mapping[Any, int]) -> list[tuple[int, int, list[Any]]]:
-    """What is on another worker now: from where, to where, and what, by its keys."""
+    """What is on another worker now, as (from, to, keys)."""
     ways: dict[tuple[int, int], list[Any]] = defaultdict(list)
     for key in before:
         if now.get(key, before[key]) != before[key]:
@@ -190,7 +191,7 @@ def _differ(name: str, one: Any, two: Any) -> bool:
 
 
 def _edges(first: Json, second: Json) -> list[Json]:
-    """By kind and way, the names of those that went, came or carry something else, and their bytes before and after."""
+    """The rows of "edges", see `difference`."""
     before, now = ({_edge_key(e): e for e in facts["edges"]} for facts in (first, second))
     rows: dict[tuple[Any, ...], Json] = {}
     for key in before | now:
@@ -208,9 +209,9 @@ def _edges(first: Json, second: Json) -> list[Json]:
 
 
 def _edge_key(edge: Json) -> tuple[Any, ...]:
-    """What makes two edges the same one: the value's name (without the `:2` of several ways) and the way.
+    """What identifies an edge: its route, and the name of its value, without the `:2` of a second route.
 
-    All weights from one owner to one reader are one, whatever phases read them.
+    All weights from one owner to one reader are one edge, whichever phases read them.
     """
     if edge["kind"] == "weights":
         return "weights", edge["src"], edge["dst"]
@@ -224,7 +225,7 @@ def _value(edge: Json) -> tuple[Any, ...]:
 
 
 def _names(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Names that are in one only; and, if their values are digests, those whose digests differ."""
+    """Names that only one of them has; and, if the values are digests, names whose digests differ."""
     both = [name for name in first if name in second]
     return {
         "first": [name for name in first if name not in second],
@@ -234,7 +235,7 @@ def _names(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, lis
 
 
 def _balance(facts: Json) -> float:
-    """The mean worker's time of a minibatch over the slowest's."""
+    """The workers' mean time for a minibatch, divided by the slowest worker's."""
     workers, microbatches = facts["workers"], facts["build"]["microbatches"]
     totals = [microbatches * (w["forward_ms"] + w["backward_ms"]) + w["update_ms"] for w in workers]
     return sum(totals) / len(totals) / (max(totals) or 1.0)

@@ -11,10 +11,10 @@ from fxpipe.plan.spec import PHASES, ParameterSpec
 
 
 def edge_rows(subject: Subject, traffic: Traffic | None = None) -> list[dict[str, Any]]:
-    """A row for each edge of the plan, in the order of the sends; then one for each owner and reader of weights.
+    """A row for each edge of the plan, in its order; then one for each owner of weights and reader of copies.
 
     Args:
-        traffic: says how many versions of the weights are sent; without it, each weight counts once.
+        traffic: knows how many versions of the weights are sent; without it, each weight counts once.
     """
     sends = subject.nodes.sends
     rows = []

@@ -1,4 +1,4 @@
-"""What a build knows about evaluating in its pipeline."""
+"""How a build evaluates in its pipeline."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fxpipe.runtime.wires.addresses import moves
 
 
 def evaluation_facts(plan: Plan) -> dict[str, Any] | None:
-    """The metrics and every shape of batch with its files, or why there are none; None without validation hooks.
+    """The metrics, and each shape of batch with its files; or the reason why the pipeline does not evaluate.
 
-    Before the first batch of an evaluation, `moved_bytes` of weights and buffers go to workers that do not hold them;
-    with every batch, `crossing_bytes` of values cross.
+    None without validation hooks. `moved_bytes` of weights and buffers go to workers that do not hold them before the
+    first batch of an evaluation; `crossing_bytes` of values cross with every batch.
     """
     if not plan.evaluations and not plan.not_evaluated:
         return None

@@ -1,9 +1,9 @@
-"""The facts of a build in one dict of plain JSON: what `inspect --json` prints and what the report's page holds.
+"""The facts of a build as one dict of plain JSON, which `inspect --json` prints and the report's page contains.
 
-Times are milliseconds unless they are called seconds, sizes bytes, workers ranks. `modules` are referred to by row, and
-so are `nodes`. `forward` and `backward` of a module are rows of worker, milliseconds, nodes; W is part of backward;
-`apart` counts its units that do not run forward, backward and W on one worker; for a unit it says whether it is one of
-them.
+Times are milliseconds unless the name says seconds, sizes are bytes, and workers are numbers. Modules and nodes are
+referred to by their row. A module's `forward` and `backward` are rows of worker, milliseconds and nodes, and W is part
+of backward. A unit's `apart` says whether its forward, backward and W are not all on one worker; a module's counts such
+units.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ def facts(
     policy: str | None = None,
     run: dict[str, Any] | None = None,
 ) -> Facts:
-    """All that can be said of a build.
+    """All facts of a build.
 
     Args:
-        schedule, policy: instead of its own; another schedule brings its own default policy.
-        run: what a run left, as `fxpipe.observe.run_folder.read_run` reads it; its schedule and policy apply if none
-            are given.
+        schedule, policy: instead of the build's; another schedule brings its default policy.
+        run: as `fxpipe.observe.run_folder.read_run` reads it; its schedule and policy apply if none are given.
 
     Raises:
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
@@ -63,7 +62,7 @@ def facts(
         "edges": edge_rows(subject, traffic),
         "partitions": partitions,
         "schedules": [asdict(row) for row in subject.costs.schedules],
-        "forecast": forecast,  # this and the timeline are None if its policy is the model file's own
+        "forecast": forecast,  # None, as the timeline, if the policy is defined in the model file
         "timeline": timeline,
         "grid": grid_facts(subject, recipe, run),
         "run": run,
@@ -73,8 +72,7 @@ def facts(
 def recipe_of(
     subject: Subject, schedule: str | None, policy: str | None, run: dict[str, Any] | None = None
 ) -> Recipe | None:
-    """How the build is run; None if its own policy, or that of its run, is defined in its model file, which is not
-    imported here.
+    """How the build is run; None if the policy is defined in the model file, which is not imported here.
 
     Raises:
         ScheduleError, PolicyError: as `facts`.
@@ -96,8 +94,7 @@ def _ran_with(run: dict[str, Any] | None) -> tuple[str | None, str | None]:
 def value_facts(
     subject: Subject, schedule: str | None = None, policy: str | None = None, run: dict[str, Any] | None = None
 ) -> Facts:
-    """The part of `facts` that says where values come from and go to (`fxpipe.inspection.values`): nothing is
-    simulated.
+    """The part of `facts` that `fxpipe.inspection.values` needs; nothing is simulated.
 
     Raises:
         ScheduleError, PolicyError: as `facts`.
@@ -105,7 +102,7 @@ def value_facts(
     recipe = None
     asked = (schedule, policy) != (None, None) or run is not None
     if asked or any(p.owner != w for p in subject.plan.parameters for w, _ in p.readers):
-        recipe = recipe_of(subject, schedule, policy, run)  # says which weights cross, which takes a while
+        recipe = recipe_of(subject, schedule, policy, run)  # knows which weights cross, and takes a while
     traffic = None if recipe is None else Traffic(subject.plan, recipe.demand)
     tree = ModuleTree(subject)
     return {
@@ -156,7 +153,7 @@ def build_facts(subject: Subject) -> Facts:
 
 
 def grid_facts(subject: Subject, recipe: Recipe | None, run: dict[str, Any] | None = None) -> Facts:
-    """What every action sees under the schedule and the policy."""
+    """Which weights each action sees under the schedule and the policy."""
     if recipe is None:
         schedule, policy = _ran_with(run)
         return {"schedule": schedule or subject.plan.schedule, "policy": policy or subject.plan.policy, "rows": []}

@@ -1,4 +1,4 @@
-"""Numbers as people read them, in a terminal and on the page. What is not known is a dash."""
+"""Numbers as text, for the terminal and the page. What is unknown is a dash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NONE = "–"
 
 
 def known(form: Callable[[Any], str]) -> Callable[[Any], str]:
-    """The same form, with a dash for what is not known."""
+    """The same form, with a dash for None and NaN."""
 
     def formatted(value: Any) -> str:
         return NONE if value is None or value != value else form(value)  # NaN differs from itself
@@ -20,7 +20,7 @@ def known(form: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, or all before the point: 0.0123, 1.23, 12.3, 1,234."""
+    """Three significant digits, and all digits before the point: 0.0123, 1.23, 12.3, 1,234."""
     size = abs(value)
     if value == 0:
         return "0"
@@ -36,7 +36,7 @@ def plural(n: int, one: str, many: str | None = None) -> str:
 
 @known
 def listed(values: Iterable[Any]) -> str:
-    """Values, each once, in their order."""
+    """The values in their order, each once, with commas."""
     return ", ".join(dict.fromkeys(map(str, values))) or NONE
 
 
@@ -52,7 +52,7 @@ yes = known(lambda value: "yes" if value else "no")
 
 
 class TimeUnit:
-    """Writes the times of one table in one unit; in `µs` if all are shorter than a millisecond."""
+    """Writes times in one unit, which the longest of them decides: µs, ms or s."""
 
     def __init__(self, milliseconds: Iterable[float | None]) -> None:
         most = max((ms for ms in milliseconds if ms is not None), default=0.0)
@@ -61,5 +61,5 @@ class TimeUnit:
         self._digits = 0 if scaled >= 1000 else 1 if scaled >= 100 else 2
 
     def __call__(self, ms: float | None) -> str:
-        """The number alone, with as many digits as the longest one allows; a dash for None."""
+        """The number without its unit; the longest time decides how many decimals all have. None is a dash."""
         return NONE if ms is None else f"{ms * self._factor:.{self._digits}f}"

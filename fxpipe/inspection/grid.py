@@ -9,18 +9,17 @@ from fxpipe.policy.picture import sight_rows
 from fxpipe.policy.recipe import Recipe
 
 ACTIONS = 8
-"""At least this many forwards of a worker are shown: of as many minibatches, or fewer with several microbatches."""
-
+"""About this many forwards of each worker are shown, but at least two minibatches."""
 
 FLUSHES = 3
 """The most minibatches that are shown of a schedule that flushes."""
 
 
 def grid_rows(recipe: Recipe) -> list[list[str]]:
-    """A row of cells for each worker, from an empty pipeline to an empty one: `F3@1+2`, or `..` when it waits."""
+    """A row of cells for each worker, from an empty pipeline to an empty one: `F3@1+2`, or `..` if it waits."""
     schedule = recipe.schedule
     minibatches = max(2, ACTIONS // schedule.microbatches)
-    if schedule.synchronous:  # after a flush it only repeats itself
+    if schedule.synchronous:  # after a flush, the schedule repeats
         minibatches = min(minibatches, FLUSHES)
     else:  # the pipeline fills first
         minibatches += schedule.workers // schedule.microbatches
@@ -30,13 +29,13 @@ def grid_rows(recipe: Recipe) -> list[list[str]]:
 CELL = re.compile(
     r"(?:(?P<worker>\d+):)?(?P<phase>[FBW])(?P<minibatch>\d+)(?:\.(?P<part>\d+))?@(?P<version>\d+)(?:\+(?P<ahead>\d+))?"
 )
-"""What a cell says of an action."""
+"""A cell: an action, the version that it sees, and how many updates ahead of that are predicted."""
 
 _PASSES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 def example(rows: Sequence[Sequence[str]]) -> str:
-    """The cell that says most: one that predicts, or else one that is stale, if there is any."""
+    """The cell that explains most: one with a prediction, else one with stale weights, if there are any."""
     found = [cell for row in rows for text in row if (cell := CELL.fullmatch(text))]
 
     def telling(cell: re.Match[str]) -> tuple[bool, ...]:
@@ -47,7 +46,7 @@ def example(rows: Sequence[Sequence[str]]) -> str:
 
 
 def in_words(text: str) -> str:
-    """What a cell says: `F2@1+1: the forward of minibatch 2 sees its worker's weights after 1 update, …`."""
+    """A cell in words: `F2@1+1: the forward of minibatch 2 sees its worker's weights after 1 update, …`."""
     cell = CELL.fullmatch(text)
     assert cell is not None
     part = f", microbatch {cell['part']}," if cell["part"] else ""
@@ -60,7 +59,7 @@ def in_words(text: str) -> str:
 
 
 def explained(rows: Sequence[Sequence[str]]) -> str:
-    """The `example` in words, and what else one needs to read the others."""
+    """The `example` in words, and what a reader needs for the other cells."""
     shown = example(rows)
-    several = " A row is a process; each action has its worker before it." if ":" in shown else ""
+    several = " A row is a process; each action begins with its worker." if ":" in shown else ""
     return f"{in_words(shown)} In ordinary training minibatch m sees version m.{several}"

@@ -1,4 +1,4 @@
-"""The model's module tree: where each module's forward and backward run, and what that takes; its units and nodes."""
+"""The model's module tree: which workers run each module, and how long that takes; its units and nodes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fxpipe.planner.cuts import Cuts
 COLUMNS = list(Row._fields)
 
 LOSS = "(loss)"
-"""The name of the row for what comes after the last module; its path is None."""
+"""The name of the row for the code after the last module; its path is None."""
 
 WIRES = ("send", "recv", "all_reduce", "reduce_scatter")
-"""Operators of nodes that compute nothing: an idle worker has some too, since it passes on what keeps the order."""
+"""Operators that only communicate. An idle worker has such nodes, too: it passes on tokens."""
 
 
 class ModuleTree:
     """Module rows, parents before their children, and which row a node belongs to.
 
-    Code outside submodules, such as the model's own forward, belongs to the whole model. What comes after the last
-    module in forward, with its backward, belongs to the loss function: the path of that row is None. Sends and receives
-    are nodes of their module, but do not count as places where it runs.
+    Code outside submodules, such as the model's own forward, belongs to the whole model. The code after the last module
+    in forward, and its backward, belongs to the loss function, whose row has path None. Sends and receives are nodes of
+    their module, but the module does not run on workers that have no other nodes of it.
 
     Attributes:
         rows: as `fxpipe.inspection.facts` describes them.
@@ -46,13 +46,13 @@ class ModuleTree:
         self._add_parameters()
 
     def of(self, module: str, unit: int | None) -> int:
-        """The row of a node of a module; by its unit, if the node is outside all modules."""
+        """The row of a node. Outside all modules, its unit decides whether it belongs to the model or to the loss."""
         if not module and unit is not None and unit > self._last:
             return self._index[None]
         return self._index[module]
 
     def _paths(self) -> Iterator[str | None]:
-        """Every module that something belongs to, in the order of the forward."""
+        """The module of every node, unit and parameter, those with forward nodes first, in their order."""
         subject = self._subject
         yield ""
         yield from (row.module for row in subject.nodes.rows if row.phase == "F")
@@ -63,7 +63,7 @@ class ModuleTree:
             yield None
 
     def _walk(self, paths: Iterable[str | None]) -> Iterator[tuple[str | None, int | None]]:
-        """Each module once with its parent's row, before what is in it."""
+        """Each module once, before its children, with its parent's row."""
         children: dict[str | None, dict[str | None, None]] = {}
         for path in dict.fromkeys(paths):
             child = path
@@ -121,7 +121,7 @@ class ModuleTree:
                 places[worker] = before[0] + ms, before[1] + count
 
     def _add_counts(self, column: str, counts: Counter[int]) -> None:
-        """Counts by row, each for its parents, too."""
+        """Add counts to their rows and to all parents of these."""
         for module, count in counts.items():
             for row in self._up(module):
                 row[column] += count
@@ -130,7 +130,7 @@ class ModuleTree:
         for parameter in self._subject.plan.parameters:
             size = parameter.tensor.bytes
             modules = (self._index[name.rpartition(".")[0]] for name in parameter.names)
-            for row in {id(row): row for module in modules for row in self._up(module)}.values():  # a tied one once
+            for row in {id(row): row for module in modules for row in self._up(module)}.values():  # tied: once
                 row["parameters"] += 1
                 row["parameter_bytes"] += size
                 row["owners"].add(parameter.owner)
@@ -139,7 +139,7 @@ class ModuleTree:
 
 
 def unit_rows(subject: Subject) -> list[dict[str, Any]]:
-    """A row for each unit, in order: where it runs, whether its cuts separate its parts, and what it costs."""
+    """A row for each unit, in order: its workers, whether they differ, and its costs."""
     plan, cuts = subject.plan, Cuts.of(subject.plan)
     rows = zip(plan.units, subject.profile.units, units_apart(subject), strict=True)
     return [
@@ -158,9 +158,9 @@ def unit_rows(subject: Subject) -> list[dict[str, Any]]:
 
 
 def units_apart(subject: Subject) -> list[bool]:
-    """For each unit whether its forward, its backward and its weight gradients are not all on one worker.
+    """For each unit, whether its forward, backward and weight gradients are not all on one worker.
 
-    A kind of which the unit has no nodes does not count, nor does what other workers compute again.
+    A kind without nodes does not count, nor does what other workers compute again.
     """
     cuts = Cuts.of(subject.plan)
     places: list[set[int]] = [set() for _ in subject.plan.units]
@@ -173,10 +173,10 @@ def units_apart(subject: Subject) -> list[bool]:
 
 
 def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any]:
-    """The columns of `fxpipe.ir.program_table.Row`, but the module's row instead of its path.
+    """The program's nodes, with the columns of `fxpipe.ir.program_table.Row`; `module` is a row of the tree.
 
-    `gradients` has the row that makes a parameter's gradient, by the name of the parameter's row; `names`, likewise,
-    what the model calls parameters, buffers and inputs.
+    By the name of a parameter's node, `gradients` has the row that makes its gradient, and `names` its names in the
+    model. `names` has buffers and inputs, too.
     """
     rows, place = [], COLUMNS.index("module")
     for node in subject.nodes.rows:

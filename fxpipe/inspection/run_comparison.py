@@ -1,6 +1,6 @@
-"""Two runs side by side: settings, speed, loss, where their time went, and which is faster; as plain JSON.
+"""Compares runs, as plain JSON: settings, speed, loss, where their time went, and which is faster.
 
-It works on what `fxpipe.observe.run_folder.read_run` reads; the builds may differ.
+A run is what `fxpipe.observe.run_folder.read_run` reads. The builds may differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxpipe.runtime.options import SHOWN
 
 Json = dict[str, Any]
 Pair = list[Any]
-"""A value of the first run and of the second; None if there is none."""
+"""The values of the first and of the second run; None where one is missing."""
 
 SETTINGS = (
     "schedule",
@@ -34,27 +34,27 @@ SETTINGS = (
 )
 
 SMOOTH = 20
-"""Steps whose mean is a smoothed loss; of a shorter run, all."""
+"""A smoothed loss is the mean of this many last steps, or of all in a shorter run."""
 
 ALIKE = 0.01
-"""Throughputs that differ by less count as equal."""
+"""Throughputs that differ by a smaller fraction count as equal."""
 
 
 def compare(first: Json, second: Json) -> Json:
-    """Two runs, as `fxpipe.observe.run_folder.read_run` reads them, in one dict of plain JSON. Lists of two have one
-    item per run.
+    """Compare two runs. Lists of two have one item per run.
 
     settings     those that differ: {name: [·, ·]}
     speed        {the rates (`fxpipe/observe/rates.py`), efficiency, bubble, step_ms, seconds}: pairs; step_ms is a
-                 median, bubble is what workers wait, feed data or pause
-    loss         {raw, smoothed: of the last steps; same_time: {seconds, smoothed}}: pairs, None if the loss is not
+                 median, bubble the share of time in which workers wait, read data or pause
+    loss         {raw: of the last step, smoothed, same_time: {seconds, smoothed}}: pairs, None if the loss is not
                  finite; same_time is None if a run has no steps
     evaluation   {metric: [·, ·]}
-    workers      [{worker, busy, seconds, spent: {kind: shares of the worker's time}}]
+    workers      [{worker, busy, seconds, spent: {kind: share of the worker's time}}]
     time_losses  the rows of both
-    faster       0 or 1, None if they are alike or it is not known; `ratio` is the second's throughput to the first's
+    faster       0 or 1; None if both are equally fast, or if that is unknown
+    ratio        the second run's throughput divided by the first's
     verdict      sentences
-    problems     those of both
+    problems     of both
     """
     runs = [first, second]
     speed: dict[str, Pair] = {
@@ -81,7 +81,7 @@ def compare(first: Json, second: Json) -> Json:
 
 
 def _throughput(run: Json, name: str) -> float | None:
-    """From the summary, else from the steps that exist."""
+    """The rate in the summary, else the harmonic mean over the steps."""
     if run.get(name) is not None:
         return float(run[name])
     rates = [rate for rate in run["metrics"].get(name) or () if rate]
@@ -100,7 +100,7 @@ def _step_ms(run: Json) -> float | None:
 
 
 def settings_that_differ(runs: Sequence[Json]) -> dict[str, list[Any]]:
-    """By name, the value of each run; None where it has none."""
+    """The settings that differ: by name, the value of each run, None where it has none."""
     found: dict[str, list[Any]] = {}
     builds = [run.get("build") or {} for run in runs]
     if len({build.get("digest") for build in builds}) > 1:
@@ -118,14 +118,14 @@ def settings_that_differ(runs: Sequence[Json]) -> dict[str, list[Any]]:
 
 
 def outcome(run: Json) -> dict[str, float | None]:
-    """What came of a run: the mean of its last losses, its speed, its time, and its last evaluation."""
+    """The results of a run: the mean of its last losses, its speed, its duration, and its last evaluation."""
     held_out = {f"held out {name}": value for name, value in (run.get("evaluation") or {}).items()}
     speed = {"samples_per_second": _throughput(run, "samples_per_second"), "seconds": _seconds(run)}
     return {"loss": smoothed(run["metrics"]["loss"]), **speed, **held_out}
 
 
 def _rate(run: Json) -> str | None:
-    """The first group's learning rate at the first step, and what it has become by the last."""
+    """The first group's learning rate at the first step, and at the last one if it differs."""
     rates = [rate for rate in run["metrics"].get("lr") or () if rate is not None]
     if not rates:
         return None
@@ -156,8 +156,7 @@ def _losses(runs: Sequence[Json]) -> Json:
 
 
 def smoothed(losses: Sequence[float | None]) -> float | None:
-    """The mean of the last `SMOOTH` losses, without those that are not finite (or None); None if the last one is
-    not, or there is none."""
+    """The mean of the last `SMOOTH` losses that are finite; None if the last one is not, or there is none."""
     known = [loss for loss in losses[-SMOOTH:] if loss is not None and math.isfinite(loss)]
     return sum(known) / len(known) if known and known[-1] == losses[-1] else None
 

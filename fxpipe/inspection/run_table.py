@@ -1,4 +1,4 @@
-"""Several runs as one table: the settings in which they differ, and what came of each; of seeds, mean and deviation."""
+"""Several runs as one table: the settings that differ, and the results; over several seeds, mean and deviation."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def run_table(runs: Sequence[Json], *, seeds: bool = False) -> Json:
     """Runs, as `fxpipe.observe.run_folder.read_run` reads them, in one dict of plain JSON.
 
     settings  the names of those that differ
-    outcomes  the names of what is known: loss (the mean of the last steps), samples_per_second, seconds, and metrics of
+    outcomes  the names of the results: loss (the mean of the last steps), samples_per_second, seconds, and metrics of
               the last evaluation, as `held out accuracy`
-    rows      {runs: folders, seeds, settings: {name: value}, outcomes: {name: [mean, deviation]}}; the deviation is
-              that of a sample, None of one run; both are None where a run has no such number, or it is not finite
-    problems  those of each
+    rows      {runs: folders, seeds, settings: {name: value}, outcomes: {name: [mean, deviation]}}: the standard
+              deviation of a sample, None for one run; both are None where a run has no finite value
+    problems  of each run
 
     Args:
         seeds: runs that differ only in the seed share a row.
     """
     differ = settings_that_differ(runs)
     if any(name.startswith("setting ") for name in differ):
-        differ.pop("learning_rate", None)  # it follows from them
+        differ.pop("learning_rate", None)  # it follows from these settings
     if seeds:
         differ.pop("seed", None)
     groups: dict[str, list[int]] = {}

@@ -12,12 +12,12 @@ from fxpipe.schedule.versions import Versions
 
 @dataclass(frozen=True)
 class Staleness:
-    """What a schedule, its microbatches and a policy make of the weights.
+    """How stale the weights are under a schedule and a policy.
 
     Attributes:
         updates: how many updates a forward misses at most, on any worker and in any microbatch.
-        predicted: some forwards see weights that are predicted from there.
-        feedback: the updates make up for late gradients: 'error feedback', or ''.
+        predicted: whether some forwards see predictions, which start from these weights.
+        feedback: how updates correct for late gradients: 'error feedback', or ''.
     """
 
     updates: int

@@ -1,4 +1,4 @@
-"""What is looked at: a build, from its folder or from memory, without its tensors."""
+"""The build that is inspected, read from its folder or from memory, without its tensors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Subject:
     """A build without its tensors.
 
     Attributes:
-        files: the stages as they are now, by file name.
-        passes: what each pass did, a line a pass.
+        files: the current source of each stage, by file name.
+        passes: what each pass did, one line each.
         folder: where it is; None for one in memory.
         model: the path of the user's file; None for a build made from objects.
-        edited: the stages that are no longer as they were emitted.
-        stale: what has happened since to the model file and the files that it imports.
+        edited: the stages that were changed after they were emitted.
+        stale: what has changed since in the model file and the files that it imports.
         measured: whether its times were measured.
     """
 
@@ -46,7 +46,7 @@ class Subject:
 
 
 def subject_of(build: Build) -> Subject:
-    """A build in memory."""
+    """The subject of a build in memory."""
     assert build.nodes is not None
     assert build.profile is not None
     return Subject(
@@ -61,10 +61,10 @@ def subject_of(build: Build) -> Subject:
 
 
 def read_subject(folder: str | Path) -> Subject:
-    """A build's folder. Reads neither the weights nor the model, and imports no stage.
+    """Read a build's folder, but neither weights nor the model; no stage is imported.
 
     Raises:
-        BuildError: it is not a build, is of another version, or a file of it is missing or cannot be read.
+        BuildError: it is not a build, is of another version, or one of its files is missing or cannot be read.
     """
     folder = Path(folder)
     if not folder.exists():
@@ -88,7 +88,7 @@ def read_subject(folder: str | Path) -> Subject:
     found = {COSTS: costs.workers, PROGRAM: known.get("nodes"), PROFILE: known.get("profile")}
     if missing := [name for name, read in found.items() if not read]:
         raise BuildError(
-            f"it has no {' and no '.join(missing)}, which a run does not need",
+            f"the build lacks {' and '.join(missing)}, which inspecting it needs",
             where=str(folder),
             hint=f"compile the model again: fxpipe compile MODEL -o {folder}",
         )

@@ -1,6 +1,6 @@
-"""A table: its columns, each with its title, what it shows of a row, and how that is written.
+"""Tables: each column has a title, a value for every row, and a format.
 
-The terminal (`fxpipe.cli.output`) and the page (`fxpipe.inspection.report.tables`) draw it; rows are those of --json.
+The terminal (`fxpipe.cli.output`) and the page (`fxpipe.inspection.report.tables`) draw them; rows are those of --json.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from fxpipe.inspection import formats
 
 Cell = str | tuple[str | int, ...]
-"""What a cell shows: a text, or pieces of text with the workers between them, as numbers."""
+"""A text, or pieces of text mixed with workers, which are integers."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Kind:
     """A kind of value.
 
     Attributes:
-        write: the value as it is read.
-        left: its cells are words, and stand on the left.
-        elastic: they are names, which are shortened, or broken anywhere, where there is too little room.
+        write: formats the value.
+        left: whether cells are words, which are aligned to the left.
+        elastic: whether cells are names, which are shortened, or broken anywhere, if there is little space.
     """
 
     write: Callable[[Any], Cell]
@@ -38,17 +38,17 @@ MOMENT = Kind(formats.moment)
 SIZE = Kind(formats.size)
 """Bytes."""
 TIME = Kind(formats.number)
-"""Milliseconds, those of a table all in one unit, which their titles name."""
+"""Milliseconds; the whole table shows them in one unit, which the titles name."""
 SPAN = Kind(formats.number)
-"""Milliseconds, those of a column in one unit."""
+"""Milliseconds; each column has its own unit."""
 WRITTEN = Kind(formats.text)
-"""A number that is written already."""
+"""A number as text."""
 TEXT = Kind(formats.text, left=True)
 NAME = Kind(formats.text, left=True, elastic=True)
 NAMES = Kind(formats.listed, left=True, elastic=True)
 YES = Kind(formats.yes, left=True)
 WORKERS = Kind(lambda cell: formats.NONE if cell is None else cell if isinstance(cell, tuple) else (cell,), left=True)
-"""A worker by its number, or pieces with workers between them."""
+"""A worker's number, or pieces with workers among them."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Column:
     """A column.
 
     Attributes:
-        of: the key of its value in a row, which need not be there, or a function of the row.
-        spare: if there is too little room, columns are left out, those with the largest number first; 0 never is.
+        of: the key of its value in a row, which may lack it, or a function of the row.
+        spare: if there is little space, columns with the largest number are left out first; those with 0 never.
     """
 
     title: str
@@ -66,7 +66,7 @@ class Column:
     spare: int = 0
 
     def value(self, row: Any) -> Any:
-        """The value in a row; None if it is not known."""
+        """The value in a row; None if unknown."""
         return row.get(self.of) if isinstance(self.of, str) else self.of(row)
 
 

@@ -1,4 +1,4 @@
-"""The tables of builds and runs: each is its columns, and the rows of the facts that they read."""
+"""The tables of builds and runs: their columns, and the rows of the facts that these read."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from fxpipe.observe.rates import RATES
 Json = dict[str, Any]
 
 APART = "≠"
-"""Marks distinct cuts: a unit there has forward, backward and weight gradients on different workers."""
+"""Marks modules with units whose forward, backward and weight gradients are not all on one worker."""
 
 MANY = 40
-"""From this many edges of one kind on, they are summed up by where they go."""
+"""If a kind has more edges, they are added up by route."""
 
 FEW = 8
-"""So many of the nodes next to one are named."""
+"""At most this many inputs and readers of a node are named."""
 
 PARTS = {
     "F": "forward_ms", "B": "backward_ms", "W": "weight_ms", "update": "update_ms", "recompute": "recompute_ms",
     "exposed": "exposed_ms",
 }  # fmt: skip
-"""What a worker's load in `partitions` is made of: its kind of time, its key."""
+"""The parts of a worker's load in `partitions`: kind of time, and key."""
 
 WORKER = Column("worker", "worker", WORKERS)
 _PHASES = {"forward": "F", "backward": "B"}
@@ -51,7 +51,7 @@ _DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"
 
 
 def modules(rows: Sequence[Json]) -> ShownTable:
-    """Modules: where they run, what they take and hold. A row has the `label` of its module, too."""
+    """Modules: where they run, how long they take, and their parameters. Rows also have a `label`."""
     return ShownTable(
         (
             Column("module", "label", NAME),
@@ -112,7 +112,7 @@ def _place(phase: str, worker: Json) -> str | None:
 
 
 def parameters(rows: Sequence[Json]) -> ShownTable:
-    """Which parameters a worker owns, and of which it has copies."""
+    """Which parameters each worker owns, and of which it has copies."""
     columns = (WORKER, Column("owns", "owned_names", NAMES), Column("keeps copies of", "copy_names", NAMES))
     return ShownTable(columns, rows, "Parameters by worker")
 
@@ -121,7 +121,7 @@ def edges(rows: Sequence[Json], every: bool = True) -> ShownTable:
     """What crosses between workers, kind by kind.
 
     Args:
-        every: a row for each edge; otherwise, if one kind has many, one for all on the same way.
+        every: whether each edge has its row; else edges of a kind that has more than `MANY` share one for each route.
     """
     kinds: dict[str, list[Json]] = {}
     for edge in rows:
@@ -137,7 +137,7 @@ def edges(rows: Sequence[Json], every: bool = True) -> ShownTable:
 
 
 def _together(edges: Sequence[Json]) -> list[Json]:
-    """Edges of one kind, summed up by their way."""
+    """Edges of one kind, added up by their route."""
     ways: dict[tuple[Any, ...], list[Json]] = {}
     for edge in edges:
         ways.setdefault(itemgetter("src", "src_phase", "dst", "dst_phase")(edge), []).append(edge)
@@ -149,7 +149,7 @@ def _together(edges: Sequence[Json]) -> list[Json]:
 
 
 def way(edge: Json) -> Cell:
-    """`F0 → B1`; weights leave with an update."""
+    """An edge's route: `F0 → B1`, or for weights `update 0 → F1`."""
     before = "update " if edge["src_phase"] == "update" else edge["src_phase"]
     return before, edge["src"], f" → {edge['dst_phase']}", edge["dst"]
 
@@ -170,7 +170,7 @@ def _type(edge: Json) -> str | None:
 
 
 def nodes(rows: Sequence[Json]) -> ShownTable:
-    """Nodes by the columns of `node_table`, with the names of those that they read and are `read_by`."""
+    """Nodes with the columns of `node_table`, and the names of those that each `reads` and is `read_by`."""
     columns = (
         Column("node", "name", NAME), Column("operator", "op", TEXT), Column("type", "type", TEXT),
         Column("on", _on, WORKERS), Column("took", "ms", TIME), Column("size", "bytes", SIZE),
@@ -183,12 +183,12 @@ def nodes(rows: Sequence[Json]) -> ShownTable:
 
 
 def _on(node: Json) -> Cell | None:
-    """`F0`; `W1` where it makes weight gradients alone."""
+    """`F0`; `W1` if the node only makes weight gradients."""
     return None if node["worker"] is None else ("W" if node["weight"] else node["phase"] or "", node["worker"])
 
 
 def modes(partitions: Sequence[Json]) -> ShownTable:
-    """The best cuts of each kind."""
+    """The best cuts of each mode."""
     columns = (
         Column("cuts", lambda p: f"{p['mode']} ✓ chosen" if p["chosen"] else p["mode"], TEXT),
         Column("slowest worker", "bottleneck_ms", TIME), Column("ideal", "ideal_ms", TIME),
@@ -206,16 +206,16 @@ LOADS = (
 
 
 def balance(partitions: Sequence[Json]) -> ShownTable:
-    """What a microbatch costs each worker with the best cuts of each kind."""
+    """What a microbatch costs each worker with the best cuts of each mode."""
     loads = [load | {"mode": p["mode"], "worker": w} for p in partitions for w, load in enumerate(p["workers"])]
     return ShownTable((Column("cuts", "mode", TEXT), WORKER, *LOADS), loads, "Balance")
 
 
 def schedules(rows: Sequence[Json], samples: int | None) -> ShownTable:
-    """Schedules that were compared, the best first, and why the others are not taken, or cannot be.
+    """The schedules that were compared, the best first, and why each other one was not or cannot be chosen.
 
     Args:
-        samples: of a minibatch; None if that is not known: then times are those of a microbatch.
+        samples: of a minibatch; if None (unknown), times are per microbatch.
     """
 
     def pace(row: Json) -> float:
@@ -244,7 +244,7 @@ def spans(name: str, rows: Sequence[Sequence[Any]]) -> ShownTable:
 
 
 def memory(rows: Sequence[Json]) -> ShownTable:
-    """The most that each worker holds."""
+    """The peak memory of each worker."""
     columns = (WORKER, Column("most", lambda m: max(m["bytes"]), SIZE))
     return ShownTable(columns, rows, "Peak memory")
 
@@ -253,7 +253,7 @@ def steps(metrics: Json, named: Json) -> ShownTable:
     """What was measured at every step.
 
     Args:
-        named: metrics of the model file's own.
+        named: metrics that the model file defines.
     """
     names = ("loss", "lr", "grad_norm", "loss_scale", "seconds", *RATES)
     known = {n.replace("_", " "): metrics[n] for n in names if any(v is not None for v in metrics.get(n, ()))} | named
@@ -263,7 +263,7 @@ def steps(metrics: Json, named: Json) -> ShownTable:
 
 
 def spent(rows: Sequence[Json], kinds: Iterable[str]) -> ShownTable:
-    """The seconds of the workers of a run."""
+    """How a run's workers spent their seconds, by kind of time."""
     columns = [WORKER, Column("all", "seconds", CLOCK)]
     columns += [Column(kind, partial(_spent_on, kind), CLOCK) for kind in kinds]
     return ShownTable(columns, rows, "Seconds of the workers")
@@ -274,7 +274,7 @@ def _spent_on(kind: str, worker: Json) -> float | None:
 
 
 def paces(rows: Sequence[Json]) -> ShownTable:
-    """What a minibatch of a run took each worker."""
+    """Each worker's times for a minibatch of a run."""
     columns = [
         WORKER, Column("busy", "busy", SHARE), Column("forward", "forward_ms", TIME),
         Column("backward", "backward_ms", TIME), Column("wait", "wait_ms", TIME),
@@ -285,7 +285,7 @@ def paces(rows: Sequence[Json]) -> ShownTable:
 
 
 def waits(rows: Sequence[Json]) -> ShownTable:
-    """What the workers of a run waited for, the longest first."""
+    """What the workers of a run waited for, the longest waits first."""
     found = [wait | {"worker": w["worker"]} for w in rows for wait in w.get("waits") or ()]
     columns = (
         WORKER, Column("waited for", "what", NAME), Column("from", "from", WORKERS),
@@ -296,7 +296,7 @@ def waits(rows: Sequence[Json]) -> ShownTable:
 
 
 def staleness(rows: Sequence[Json]) -> ShownTable:
-    """How far the weights of forwards were from those that their updates met, over a run."""
+    """How far the weights that forwards saw were from those that their updates changed, over a run."""
     columns = (
         WORKER, Column("parameter group", "group", COUNT), Column("updates behind", "stale", COUNT),
         Column("predicted", "ahead", COUNT), Column("minibatches", "samples", COUNT),

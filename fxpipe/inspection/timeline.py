@@ -1,4 +1,4 @@
-"""What the build will do: its forecast, and its first minibatches on a time axis, simulated."""
+"""A build's forecast, and its first minibatches on a time axis, both simulated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate
 
 MINIBATCHES = 12
-"""How many are shown, or more with many workers, if there is room for their spans."""
+"""This many are shown, or more with many workers, if `SPANS` allows."""
 
 SPANS = 6000
-"""About how many spans are shown at the most."""
+"""About this many spans are shown at most."""
 
 
 def outlook(subject: Subject, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -49,8 +49,8 @@ def _share(scenario: Scenario, worker: int, microbatches: int, period: float) ->
 
 
 def _minibatches(subject: Subject) -> int:
-    """Enough to show the full pipeline, and no more than a page can hold."""
-    workers, each = subject.plan.workers, 4 * subject.plan.own_microbatches  # spans of a worker's minibatch, about
+    """Enough to show the full pipeline, but not too many for a page."""
+    workers, each = subject.plan.workers, 4 * subject.plan.own_microbatches  # spans of a minibatch, about
     return max(2, min(max(MINIBATCHES, workers + 4), SPANS // (workers * each)))
 
 
@@ -70,7 +70,7 @@ def _timeline(simulation: Simulation, memory: Sequence[Sequence[ActionMemory]]) 
 
 
 def _memory(simulation: Simulation, levels: Sequence[ActionMemory], worker: int) -> dict[str, Any]:
-    """The bytes held from each of several moments on: the most of an action from its start, then what it leaves."""
+    """The bytes held over time: an action's peak from its start on, and what it leaves from its end on."""
     begins: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     for span in simulation.spans[worker]:

@@ -1,4 +1,4 @@
-"""Where a value comes from and where it goes to, in words for a terminal."""
+"""Where a value comes from and where it goes, in words for a terminal."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _step_lines(step: Json) -> Iterator[str]:
 
 
 def _reader_lines(readers: Sequence[Json]) -> Iterator[str]:
-    """Those that no edge leads to first, then edge by edge."""
+    """First the readers that no edge leads to, then those of each edge."""
     ways: dict[str, list[Json]] = {}
     for reader in readers:
         ways.setdefault(f"{_sent(reader['via'])}, for:" if reader["via"] else "", []).append(reader)

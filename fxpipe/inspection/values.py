@@ -1,7 +1,7 @@
-"""Where a value comes from and where it goes to: a node, a parameter, a module or an edge, asked for by its name.
+"""Where a value comes from and where it goes: of a node, parameter, module or edge, found by its name.
 
-Works on the facts alone (`fxpipe.inspection.facts`), in time linear in the nodes, and answers as plain JSON;
-`fxpipe.inspection.value_text` says it in words.
+It needs only the facts (`fxpipe.inspection.facts`), takes time linear in the nodes, and returns plain JSON.
+`fxpipe.inspection.value_text` writes that in words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LEVELS = 3
 """How many steps back the inputs of a value are followed."""
 
 MOST = 40
-"""Lines of one list; what comes after them is counted."""
+"""A list has at most this many lines; the rest is counted."""
 
 PLACEHOLDERS = ("parameter", "buffer", "input")
 """The operators of nodes that are not calls but inputs of the step."""
@@ -33,12 +33,12 @@ def trace(facts: Json, name: str) -> Json:
 
     Returns:
         By "kind":
-        "node": "value", "readers", "kept" (who keeps it for backward, or gets it for that) and "inputs": its steps
+        "node": "value", "readers", "kept" (the workers that keep or receive it for backward) and "inputs": the steps
         back, each with its "level", and "more" if it has inputs that are not listed after it.
         "parameter": "value", "names", "owner", "copies", "edges", "readers" and "gradient" (the node that makes it;
         None if it is not trained).
         "module": the module's row with "nodes", the first 40 of its "of" nodes.
-        A value, and so a reader and a step, has "name", "op", "phase", "module", "type", "bytes", "ms", "worker",
+        A value, a reader and a step back have "name", "op", "phase", "module", "type", "bytes", "ms", "worker",
         "unit", "weight", "source" and "text"; "via" is the edge between a reader and what it reads, or None.
 
     Raises:
@@ -146,24 +146,24 @@ class _ValueGraph:
         return {"kind": "module", **module, "nodes": [self.value(i) for i in rows[:MOST]], "of": len(rows)}
 
     def _sources(self, row: int) -> Iterator[tuple[int, Json | None]]:
-        """What a row reads, each with the edge that it comes over."""
+        """What a row reads, each value with the edge that it crosses, if any."""
         for source in dict.fromkeys(self.inputs[row]):
             if self.op[source] == "recv":
                 send = self.inputs[source][0]
                 yield self.inputs[send][0], self._via(send, source)
-            elif self.op[source] == "send":  # asked for a recv itself
+            elif self.op[source] == "send":  # the row is a recv itself
                 yield self.inputs[source][0], self._via(source, row)
             else:
                 yield source, None
 
     def _readers(self, row: int) -> Iterator[tuple[int, Json | None]]:
-        """What reads a row here or elsewhere, each with the edge that it goes over."""
+        """The readers of a row on all workers, each with the edge to it, if any."""
         for user in self.users[row]:
             if self.op[user] == "send":
                 for received in self.users[user]:
                     via = self._via(user, received)
                     yield from ((reader, via) for reader in self.users[received])
-            elif self.op[user] == "recv":  # asked for a send itself
+            elif self.op[user] == "recv":  # the row is a send itself
                 via = self._via(row, user)
                 yield from ((reader, via) for reader in self.users[user])
             else:
@@ -185,7 +185,7 @@ class _ValueGraph:
         }
 
     def _steps(self, row: int) -> list[Json]:
-        """The inputs, their inputs, …: depth first; each value's own inputs once, where the value is nearest."""
+        """The inputs, their inputs, …, depth first. A value's own inputs come once, where the value is nearest."""
         level, layer = {row: 0}, [row]
         for depth in range(1, LEVELS + 1):
             found = dict.fromkeys(source for reader in layer for source, _ in self._sources(reader))
@@ -207,7 +207,7 @@ class _ValueGraph:
         return steps
 
     def _kept(self, row: int) -> list[Json]:
-        """Who keeps a value of forward, or gets it, for the sake of backward."""
+        """The workers that keep or receive a forward value for backward."""
         if self.phase[row] != "F" and self.op[row] != "input":
             return []
         found: dict[int, Json] = {}

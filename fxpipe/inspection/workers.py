@@ -1,4 +1,4 @@
-"""The workers: what each runs, owns, receives, holds."""
+"""The workers: what each runs, owns, receives and holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic
     """A row for each worker.
 
     Args:
-        recipe: how the build is run, for what is in flight; None means as it was compiled.
+        recipe: how the build is run, which decides what is in flight; None means as it was compiled.
         traffic: of that recipe.
     """
     schedule = None if recipe is None else recipe.schedule
@@ -34,9 +34,9 @@ def speed_of(subject: Subject, rank: int) -> float:
 
 
 def again_text(costs: BuildCosts) -> str:
-    """What backwards compute again because memory is short, in a line; '' if that is nothing."""
+    """One line: what backwards compute again to save memory; '' if that is nothing."""
     found = [
-        f"worker {row.rank} {1e3 * row.again:.2f} ms, to save {size(row.spared_bytes)} less"
+        f"worker {row.rank} {1e3 * row.again:.2f} ms, which saves {size(row.spared_bytes)}"
         for row in costs.workers
         if row.again or row.spared_bytes
     ]
@@ -94,7 +94,7 @@ def _row(
 
 
 def _spent(subject: Subject, rank: int) -> tuple[float | None, ...]:
-    """Milliseconds of F, B with W, the update, and W where that worker has it separate, as the simulator has them."""
+    """Milliseconds of F, B with W, the update, and W alone if it is separate, as the simulator has them."""
     time = subject.costs.time(rank)
     weight = time.weight if subject.plan.weights_apart else None
     spent = (time.forward, time.backward + time.weight, time.update, weight)

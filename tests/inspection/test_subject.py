@@ -56,9 +56,9 @@ def test_folder_and_memory_give_the_same_facts(tmp_path: Path) -> None:
     [
         ("plan.json", "is not an fxpipe build"),
         ("stage_1.py", "stage_1.py cannot be read"),
-        ("costs.json", "it has no costs.json, which a run does not need"),
-        ("program.json", "it has no program.json, which a run does not need"),
-        ("profile.json", "it has no profile.json, which a run does not need"),
+        ("costs.json", "the build lacks costs.json, which inspecting it needs"),
+        ("program.json", "the build lacks program.json, which inspecting it needs"),
+        ("profile.json", "the build lacks profile.json, which inspecting it needs"),
     ],
 )
 def test_what_is_no_whole_build(build: Path, remove: str, message: str) -> None:

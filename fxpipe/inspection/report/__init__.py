@@ -1,1 +1,1 @@
-"""The report: a build, and a run of it, as one page that needs no network."""
+"""The report: a build, and perhaps a run of it, as one page that needs no network."""

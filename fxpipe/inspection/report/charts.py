@@ -1,4 +1,4 @@
-"""The charts: bars and lines on axes, placed in percent, so that they are as wide as there is room."""
+"""The charts: bars and lines on axes. Their places are in percent, so that they fill the width of the page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 40
 """From this many steps on, a mean is drawn over the single values."""
 
 POINTS = 1500
-"""That a line is drawn with, about."""
+"""A line has at most about this many points."""
 
 SPENT = ("F", "B", "W", "predict", "update", "send", "receive", "wait", "data", "other")
 
@@ -30,12 +30,12 @@ EVALUATED = {
     "metrics": ("held out", {"stroke": _RED}),
     "averaged": ("held out, averaged weights", {"stroke": _GREEN, "stroke_dasharray": "5 4"}),
 }
-"""How the evaluations of a run are drawn: a dot each, and a line between them."""
+"""How the evaluations of a run are drawn: as dots with a line between them."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: where a point is missing, it ends and begins again; or only its points."""
+    """A line of a chart, with a gap where a point is missing; if `dots`, only its points."""
 
     points: Points
     looks: dict[str, Any]
@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plane:
-    """Axes: from where to where each goes."""
+    """Two axes: where each begins and ends."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -69,18 +69,18 @@ class Plane:
             if y is not None:
                 d.append(f"{pen}{10 * self.across(x):.1f} {1000 - 10 * self.up(y):.1f}")
             pen = "M" if y is None or line.dots else "L"
-        # A stroke that goes nowhere, with round ends, is a dot, however the picture is stretched.
+        # A stroke of no length with round ends is a dot, even where the picture is stretched.
         dots = {"stroke_width": 6, "stroke_linecap": "round"} if line.dots else {}
         return tag("path", d="h0".join([*d, ""]) if line.dots else "".join(d), **line.looks | dots)
 
     def chart(
         self, label: str, height: int, titles: tuple[str, str], inside: Sequence[Markup], rows: Sequence[float] = ()
     ) -> Markup:
-        """The chart.
+        """The chart: a grid with titles, and what is `inside`.
 
         Args:
             titles: of `x` and `y`.
-            rows: the numbers that are written on `y`, without lines across; by default round ones, with lines.
+            rows: the labels of `y`, without grid lines; by default round numbers, with lines.
         """
         kind = "bare across" if rows else "across"
         grid = [
@@ -104,11 +104,11 @@ def bars(
     form: Any,
     ideal: float | None = None,
 ) -> Markup:
-    """A bar for each worker, of the parts that there are, and a line at the ideal.
+    """A bar for each worker, made of its kinds of time, and a line at the ideal.
 
     Args:
-        rows: for each worker its kinds of time.
-        most: how long an axis is needed.
+        rows: for each worker, how long each kind of time is.
+        most: the length of the longest bar.
     """
     plane = Plane((0, 1.03 * most or 1), (len(rows) - 0.5, -0.5))
     drawn = list[Markup]()
@@ -127,7 +127,7 @@ def bars(
 
 
 def lines(label: str, titles: tuple[str, str], drawn: Sequence[Line], least: float = 0.0, height: int = 300) -> Markup:
-    """Lines on one pair of axes, of which that upwards begins at `least`."""
+    """Lines on one pair of axes; `y` begins at `least`."""
     held = [(x, y) for line in drawn for x, y in line.points if y is not None]
     high = max((y for _, y in held), default=0.0)
     edge = 0.05 * (high - least) or abs(high) or 1.0
@@ -140,7 +140,7 @@ def lines(label: str, titles: tuple[str, str], drawn: Sequence[Line], least: flo
 
 
 def balance(partitions: Sequence[Json]) -> list[Markup]:
-    """A chart for each mode of cuts, all on one scale, and a line at the ideal."""
+    """A chart for each mode of cuts, all on one scale, with a line at the ideal."""
     most = max((w["total_ms"] or 0 for p in partitions for w in p["workers"]), default=0)
     return [
         bars(
@@ -153,10 +153,10 @@ def balance(partitions: Sequence[Json]) -> list[Markup]:
 
 
 def spent(workers: Sequence[Json]) -> Markup:
-    """What each worker spent its seconds on."""
+    """How each worker spent its seconds."""
     rows = {w["worker"]: {kind: _of(w, kind) for kind in spent_kinds(workers)} for w in workers}
     longest = max((sum(parts.values()) for parts in rows.values()), default=0)
-    label = "Seconds that each worker spent on what. The table below has the numbers."
+    label = "How each worker spent its seconds. The table below has the numbers."
     return bars(label, "seconds", rows, longest, lambda seconds: f"{number(seconds)} s")
 
 
@@ -183,7 +183,7 @@ def memory(timeline: Json) -> Markup:
 
 
 def curves(run: Json) -> dict[str, tuple[Markup, list[tuple[str, dict[str, Any]]]]]:
-    """For each thing that training gave or evaluations found, the loss first: its chart, and the key of its lines."""
+    """For each metric of training or evaluations, the loss first: its chart, and the key of its lines."""
     steps, trained = run["metrics"]["step"], {"loss": run["metrics"]["loss"], **(run.get("step_metrics") or {})}
     rows = run.get("evaluations") or []
     held = {name: None for row in rows for name in row["metrics"]}
@@ -191,8 +191,8 @@ def curves(run: Json) -> dict[str, tuple[Markup, list[tuple[str, dict[str, Any]]
     for name in {**trained, **held}:
         drawn, key = _of_steps(steps, trained.get(name) or [], "training")
         for kind, (noun, looks) in EVALUATED.items():
-            told = [(row["step"], value) for row in rows for value in _known([(row.get(kind) or {}).get(name)])]
-            points = [(step, value) for step, value in told if value is not None]
+            pairs = [(row["step"], value) for row in rows for value in _known([(row.get(kind) or {}).get(name)])]
+            points = [(step, value) for step, value in pairs if value is not None]
             if points:
                 drawn += [Line(points, looks), Line(points, {"stroke": looks["stroke"]}, dots=True)]
                 key.append((noun, looks))
@@ -202,7 +202,7 @@ def curves(run: Json) -> dict[str, tuple[Markup, list[tuple[str, dict[str, Any]]
 
 
 def speed(run: Json) -> Markup:
-    """Samples a second of every step. Empty where none is known."""
+    """Samples a second of every step; empty if none is known."""
     drawn, _ = _of_steps(run["metrics"]["step"], run["metrics"]["samples_per_second"] or [], "")
     return _chart("Samples a second", drawn, 0.0) if drawn else Markup()
 
@@ -210,20 +210,20 @@ def speed(run: Json) -> Markup:
 def _of_steps(
     steps: Sequence[int], values: Sequence[float | None], noun: str
 ) -> tuple[list[Line], list[tuple[str, dict[str, Any]]]]:
-    """The lines of what each step has, and their key: where they are many, each in grey and a trailing mean in blue."""
+    """Lines through a value of each step, and their key; if steps are many, values in grey and their mean in blue."""
     values = _known(values)
     if all(value is None for value in values):
         return [], []
     grey, blue = {"stroke": _GREY, "stroke_opacity": 0.35}, {"stroke": _BLUE}
-    told: list[tuple[str, Sequence[float | None], dict[str, Any]]] = [(noun, values, blue)]
+    named: list[tuple[str, Sequence[float | None], dict[str, Any]]] = [(noun, values, blue)]
     if len(values) - values.count(None) >= STEPS:
-        told = [(noun, values, grey), (f"{noun}, mean of {width(values)} steps", smooth(values), blue)]
-    drawn = [Line(list(zip(steps, shown, strict=True)), looks) for _, shown, looks in told]
-    return drawn, [(name, looks) for name, _, looks in told]
+        named = [(noun, values, grey), (f"{noun}, mean of {width(values)} steps", smooth(values), blue)]
+    drawn = [Line(list(zip(steps, shown, strict=True)), looks) for _, shown, looks in named]
+    return drawn, [(name, looks) for name, _, looks in named]
 
 
 def _chart(title: str, drawn: Sequence[Line], least: float | None = None) -> Markup:
-    """Lines over steps, whose axis begins just below the lowest point unless the `least` is given."""
+    """Lines over steps; `y` begins at `least`, by default just below the lowest point."""
     held = [y for line in drawn for _, y in line.points if y is not None]
     low = min(held)
     least = low - 0.06 * (max(held) - low or abs(low) or 1) if least is None else min(least, low)
@@ -237,12 +237,12 @@ def _known(values: Sequence[float | None]) -> list[float | None]:
 
 
 def width(values: Sequence[float | None]) -> int:
-    """Over how many steps a mean is drawn: a fiftieth of them, or 10."""
+    """How many steps a mean covers: a fiftieth of all, but at least 10."""
     return max(10, round(len(values) / 50))
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """A trailing mean over `width` of them."""
+    """A trailing mean over `width` values."""
     most = width(values)
     held: list[float] = []
     total, means = 0.0, list[float | None]()
@@ -255,12 +255,12 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
 
 
 def _each(workers: int) -> list[float]:
-    """A tick for each worker, as far as there is room."""
+    """A tick for each worker; for some of them if they are many."""
     return [t for t in ticks(0, workers - 1, 16) if t == int(t)] if workers > 16 else list(range(workers))
 
 
 def _thin(points: Points, most: int = POINTS) -> Points:
-    """The points, or of each stretch of them the least and the greatest where they are many."""
+    """The points; if they are many, the lowest and the highest of each stretch."""
     stride = math.ceil(2 * len(points) / most)
     if stride < 3:
         return points

@@ -1,4 +1,4 @@
-"""What drawings are made of: elements, whose text is always text, places in percent, and round numbers for axes."""
+"""Parts of drawings: elements with escaped text, places in percent, and round numbers for axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
-    """An element: `tag("span", "F0", class_="lane", title="forward")`; what is None is left out."""
+    """An element: `tag("span", "F0", class_="lane", title="forward")`; None is left out."""
     given = [
         Markup(' {}="{}"').format(
             key.rstrip("_").replace("_", "-"), f"{value:.6g}" if isinstance(value, float) else value
@@ -28,12 +28,12 @@ def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
 
 
 def folded(inside: Markup) -> Markup:
-    """What the page unfolds when it is opened: until then it is text, compressed, for tables are most of a page."""
+    """Compressed text that the page turns into elements when it is opened; tables are most of a page."""
     return tag("script", b64encode(compress(inside.encode(), 9)).decode(), type="text/zlib")
 
 
 def stretch(first: float, end: float, whole: float, *inside: Any, **looks: Any) -> Markup:
-    """A box between two places of a row of this length; the mouse over it shows `title`."""
+    """A box from `first` to `end` on a row of length `whole`; its tooltip is `title`."""
     return tag("i", *inside, **looks, style=f"left:{100 * first / whole:.4f}%;width:{100 * (end - first) / whole:.4f}%")
 
 
@@ -46,7 +46,7 @@ def runs(values: Iterable[T]) -> Iterator[tuple[int, int, T]]:
 
 
 def ticks(low: float, high: float, most: float = 6) -> list[float]:
-    """Round numbers within a range, at most about so many: multiples of 1, 2 or 5 times a power of ten."""
+    """About `most` round numbers within a range, or fewer: multiples of 1, 2 or 5 times a power of ten."""
     least = (high - low) / most or 1.0
     power = 10.0 ** math.floor(math.log10(least))
     step = next(k * power for k in (1, 2, 5, 10) if k * power >= least * 0.999)

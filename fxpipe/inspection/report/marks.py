@@ -22,7 +22,7 @@ _PATTERNS = {
 
 @dataclass(frozen=True)
 class Mark:
-    """How a kind of time is drawn: `shape` is what its pattern is made of."""
+    """How a kind of time is drawn: each character of `shape` is a pattern."""
 
     name: str
     opacity: float
@@ -48,7 +48,7 @@ MARKS = {
 
 
 def style() -> str:
-    """Classes for the eight workers that differ, and for kinds of time: patterns are white on full colour."""
+    """CSS classes for the eight colours of workers, and for kinds of time; patterns are white on full colour."""
     rules = [f".w{w} {{ --c: {colour(w)}; --t: {text_on(w)}; }}" for w in range(len(COLOURS))]
     for kind, mark in MARKS.items():
         line = "rgba(255, 255, 255, .8)" if mark.opacity == 1 else "var(--c)"
@@ -74,12 +74,12 @@ def text_on(worker: int) -> str:
 
 
 def stroke(worker: int) -> dict[str, Any]:
-    """A line of a worker's colour: dashed differently for workers of one colour."""
+    """A line in a worker's colour; workers of one colour have different dashes."""
     return {"stroke": colour(worker), "stroke_dasharray": _STROKES[worker // 8 % 8]}
 
 
 def chip(worker: int | None, title: str | None = None) -> Markup | str:
-    """A worker, by number and colour."""
+    """A worker's number on its colour."""
     if worker is None:
         return "–"
     return Markup('<span class="chip w{}" title="{}">{}</span>').format(worker % 8, title or f"worker {worker}", worker)

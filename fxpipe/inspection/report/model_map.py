@@ -15,20 +15,20 @@ from fxpipe.inspection.report.drawing import runs, stretch, tag
 Json = dict[str, Any]
 
 NAMED = 24
-"""So many parts the model is divided into at most, by how deep modules are."""
+"""At most this many modules are named; they are as deep as that allows."""
 
 
 def model_map(facts: Json) -> Markup:
-    """A lane for forward, one for backward, and the separately cut units between them; below, where modules are.
+    """A lane for forward and one for backward, between them the units whose workers differ, and below the modules.
 
-    Weight gradients that have cuts of their own have a lane of their own. A unit is as wide as its time.
+    Weight gradients with their own cuts have their own lane. A unit is as wide as its time.
     """
     units: list[Json] = facts["units"]
     spent = [sum(unit[f"{part}_ms"] for part in ("forward", "backward", "weight")) for unit in units]
-    floor = 0.02 * (sum(spent) / len(spent) or 1.0)  # what takes no time is still there
+    floor = 0.02 * (sum(spent) / len(spent) or 1.0)  # units without time stay visible
     ends = [0.0, *accumulate(time + floor for time in spent)]
     named = [i for i, unit in enumerate(units) if unit["module"]]
-    loss = named[-1] + 1 if named else len(units)  # what follows the last module is the loss function's
+    loss = named[-1] + 1 if named else len(units)  # units after the last module belong to the loss
     paths = [unit["module"] or (LOSS if i >= loss else "(no module)") for i, unit in enumerate(units)]
 
     def box(first: int, end: int, *inside: Any, **looks: Any) -> Markup:
@@ -46,7 +46,7 @@ def model_map(facts: Json) -> Markup:
             )  # fmt: skip
 
     def between(before: str, after: str) -> Iterator[Markup]:
-        """What is hatched between two lanes: runs of units that are cut separately there."""
+        """Hatched boxes between two lanes: runs of units that are on different workers in them."""
         pairs = ((u[before], u[after]) if u["apart"] and u[before] != u[after] else None for u in units)
         for first, end, pair in runs(pairs):
             if pair is not None:
@@ -54,7 +54,7 @@ def model_map(facts: Json) -> Markup:
                 yield box(first, end, tag("span", f"{pair[0]} ≠ {pair[1]}"), class_="apart", title=said)
 
     def modules() -> Iterator[Markup]:
-        """The modules, as deep as they are few enough to have room for their names."""
+        """The modules, as deep as `NAMED` allows."""
         deep = max(path.count(".") for path in paths)
         cut = [[".".join(path.split(".")[: depth + 1]) for path in paths] for depth in range(deep, -1, -1)]
         shown = next((names for names in cut if len(list(runs(names))) <= NAMED), cut[-1])

@@ -1,4 +1,4 @@
-"""The head of the page: what was built, in words and in the numbers that matter, and what is wrong with it."""
+"""The head of the page: the build's settings, its key numbers, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Json = dict[str, Any]
 
 
 def elsewhere(facts: Json) -> str:
-    """` under gpipe · latest` where what is shown is not of the build's own schedule and policy; else nothing."""
+    """` under gpipe · latest` if that is shown instead of the build's own schedule and policy; else empty."""
     shown, build = facts["forecast"] or facts["grid"], facts["build"]
     pair = shown["schedule"], shown["policy"]
     return "" if pair == (build["schedule"], build["policy"]) else f" under {pair[0]} · {pair[1]}"
 
 
 def settings(build: Json) -> list[tuple[str, str]]:
-    """How it was compiled."""
+    """How the build was compiled."""
     names = ["schedule", "policy", "cuts", "microbatches", "samples", "autocast", "codec", "device", "costs", "torch"]
     labels = {"samples": "samples a minibatch"}
     unset = {"autocast": None, "codec": "none"}
@@ -29,7 +29,7 @@ def settings(build: Json) -> list[tuple[str, str]]:
 
 
 def run_settings(run: Json) -> list[tuple[str, str]]:
-    """How it was run, as far as the run says, and what came of it."""
+    """How the build was run, as far as known, and the results."""
     forms = {
         "folder": text, "steps": count, "samples": count, "seconds": number, "transport": text, "device": text,
         "throttle": text, "threads": count, **dict.fromkeys(SHOWN, text),
@@ -45,7 +45,7 @@ def run_settings(run: Json) -> list[tuple[str, str]]:
 
 
 def key_figures(facts: Json) -> Iterator[tuple[str, str, str]]:
-    """The numbers that matter: a name, what was measured or else forecast, and the forecast of what was measured."""
+    """The key numbers: a name, the measured value or else the forecast, and the forecast next to a measured value."""
     forecast, run, other = facts["forecast"] or {}, facts["run"] or {}, elsewhere(facts)
     rate, samples = run.get("samples_per_second"), run.get("samples")
     pairs = [
@@ -82,7 +82,7 @@ def key_figures(facts: Json) -> Iterator[tuple[str, str, str]]:
 
 
 def placement(units: list[Json]) -> str:
-    """One sentence on how many units are not run by one worker alone."""
+    """One sentence on how many units run on more than one worker."""
     several = sum(bool(unit["apart"]) for unit in units)
     if not several:
         return "Every unit runs forward and backward on the same worker."
@@ -98,7 +98,7 @@ def warnings(facts: Json) -> list[str]:
     """What is wrong with the build and the run."""
     build, run = facts["build"], facts["run"] or {}
     return [
-        *(f"Edited: {file} is not as compile wrote it. What it does may differ from what is shown."
+        *(f"Edited: {file} was changed after compiling. What it does may differ from what is shown."
           for file in build["edited"]),
         *(f"Stale: since this was compiled, {what}." for what in build["stale"]),
         *(f"Run: {problem}" for problem in run.get("problems", ())),

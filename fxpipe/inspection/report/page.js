@@ -1,7 +1,4 @@
-// What depends on what is open: tables that are folded, and the zoom of the timeline. All else is made where the page is
-// written.
-
-// What is folded is compressed text until it is opened: then its elements take the place of that text.
+// A folded table is compressed text until it is opened; then its elements replace that text.
 for (const box of document.querySelectorAll("details")) {
   box.addEventListener("toggle", async () => {
     const folded = box.lastElementChild;
@@ -9,12 +6,12 @@ for (const box of document.querySelectorAll("details")) {
     const bytes = Uint8Array.from(atob(folded.textContent), (char) => char.charCodeAt(0));
     const text = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     const template = document.createElement("template");
-    template.innerHTML = await new Response(text).text(); // made, and escaped, where the page was written
-    folded.replaceWith(template.content); // of two that were opened at once, the second finds nothing to replace
+    template.innerHTML = await new Response(text).text(); // escaped when the page was written
+    folded.replaceWith(template.content); // if opened twice at once, the second finds nothing to replace
   });
 }
 
-// The timeline: all of the time is `--zoom` times as wide as what is seen of it.
+// The whole timeline is `--zoom` times as wide as the visible part.
 const view = document.querySelector(".view");
 if (view) {
   const zoom = () => Number(view.style.getPropertyValue("--zoom"));

@@ -1,6 +1,6 @@
-"""Facts as one HTML page: its style, its script and the facts themselves are inside.
+"""Facts as one HTML page that contains its style, its script and the facts.
 
-`page.html` is the page from top to bottom; what it calls is in the modules next to this one.
+`page.html` is the page from top to bottom; it calls the modules next to this one.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from fxpipe.typed_json import dumps
 Json = dict[str, Any]
 
 _TIMES = ("F", "B", "W", "predict", "update", "send", "receive", "wait", "data", "save", "evaluate")
-_RUN = ("workers", "time_losses", "evaluation", "timeline")  # what a run that did not end lacks
+_RUN = ("workers", "time_losses", "evaluation", "timeline")  # missing in a run that did not end
 
 
 def write_report(facts: dict[str, Any], path: Path) -> None:
-    """Write the page of `facts`, see `page`, as a whole or not at all: it appears under its name when it is complete.
+    """Write the page of `facts`, see `page`; it appears under its name when it is complete.
 
     Raises:
-        BuildError: the target is not a plain file, or the disk refuses; an old page stays.
+        BuildError: the target is not a regular file, or cannot be written; an old page stays.
     """
     whole = page(facts)
-    target = Path(os.path.realpath(path))  # a link stays, and leads to the new page
+    target = Path(os.path.realpath(path))  # a link stays; the new page replaces its target
     try:
         if target.exists() and not target.is_file():
-            raise _refused(path, "it is a folder" if target.is_dir() else "it is no plain file")
+            raise _refused(path, "it is a folder" if target.is_dir() else "it is not a regular file")
         with replaced(target) as file:
             file.write(whole.encode())
     except OSError as error:
@@ -53,13 +53,13 @@ def write_report(facts: dict[str, Any], path: Path) -> None:
 
 
 def _refused(path: Path, reason: str) -> BuildError:
-    return BuildError(f"{path} cannot be written: {reason}", hint="choose another --html")
+    return BuildError(f"{path} cannot be written: {reason}", hint="give another path to --html")
 
 
 def page(facts: Json) -> str:
-    """One self-contained page that shows `facts`, what `fxpipe inspect --json` prints.
+    """One self-contained page that shows `facts`, which `fxpipe inspect --json` prints.
 
-    All of it is made here, drawings too; the facts, in `<script id="facts">`, are for programs that read the page.
+    All drawings are made here; the facts in `<script id="facts">` are for programs that read the page.
     """
     run = facts["run"] and {**dict.fromkeys(_RUN), **facts["run"]}
     parts = {"style": f"{_own('page.css')}{style_of_marks()}", "script": _own("page.js")}
@@ -96,15 +96,12 @@ def page(facts: Json) -> str:
 
 
 def embedded(value: Any) -> str:
-    r"""A value as JSON that may be inside a script element.
-
-    What `--json` prints, with `<` written as `\u003c`: JSON has `<` only in strings.
-    """
+    r"""The JSON that `--json` prints, with `<` as `\u003c`, so that it may be in a script element."""
     return dumps(value).replace("<", "\\u003c")
 
 
 def _panels(facts: Json) -> list[Json]:
-    """The simulated and the measured timeline, as far as there are spans, with a sentence on how far each goes."""
+    """The simulated and the measured timeline, if they have spans, each with a sentence on how far it goes."""
     found = {"simulated": facts["timeline"], "measured": (facts["run"] or {}).get("timeline")}
     shown = {name: timeline for name, timeline in found.items() if timeline and timeline["spans"]}
     last = {name: max(span[5] for span in timeline["spans"]) for name, timeline in shown.items()}
@@ -129,10 +126,10 @@ def _strokes(workers: Iterable[int]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _cells(rows: Sequence[Sequence[str]]) -> list[list[tuple[str, str, str, str]]]:
-    """For each rank its steps: action, what it sees, class, both in words; all empty if the rank waits.
+    """For each rank its steps: action, version, class, and the cell in words; all empty if the rank waits.
 
-    Where ranks have several workers, an action has its worker before it: `2:F0`. The cell that the page explains has a
-    class of its own.
+    If ranks have several workers, an action begins with its worker: `2:F0`. The cell that the page explains has its own
+    class.
     """
     wide, shown = max(map(len, rows)), example(rows)
     return [[_cell(rank, row[i] if i < len(row) else "", shown) for i in range(wide)] for rank, row in enumerate(rows)]
@@ -148,7 +145,7 @@ def _cell(rank: int, label: str, shown: str) -> tuple[str, str, str, str]:
 
 @cache
 def _templates() -> Environment:
-    """The templates; whatever they are given is escaped unless it is `Markup`."""
+    """The templates, which escape all values but `Markup`."""
     made = Environment(
         loader=PackageLoader("fxpipe.inspection", "report"),
         autoescape=True,

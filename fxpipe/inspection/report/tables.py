@@ -12,7 +12,7 @@ from fxpipe.inspection.report.marks import chip
 from fxpipe.inspection.table import NAME, NAMES, Cell, Column, ShownTable
 
 ROWS = 10_000
-"""Of more rows than this, every n-th is shown."""
+"""If a table has more rows, only every n-th is shown."""
 
 
 def drawn(table: ShownTable) -> Markup:

@@ -1,6 +1,6 @@
-"""What every worker does when: the simulated run, and beneath it the measured one, on one axis of time.
+"""What every worker does when: the simulated run, and below it the measured one, on one axis of time.
 
-All is placed in percent of the time: to see a stretch of it larger, the page makes the whole wider.
+Places are in percent of the time: to zoom, the page makes the whole wider.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fxpipe.inspection.report.marks import look
 Json = dict[str, Any]
 ACTIONS = ("F", "B", "W")
 HEAD, FOOT = 34, 26
-"""Pixels for the name of a panel, and for the axis."""
+"""The heights of a panel's name and of the axis, in pixels."""
 
 
 def timeline(panels: Sequence[Json], build: Json) -> Markup:
-    """The panels beneath each other, a row for each worker, wide enough at first to read the first minibatches."""
+    """The panels, one below the other, with a row for each worker; at first the first minibatches are visible."""
     workers = build["workers"]
     row = 13 if workers > 24 else 18 if workers > 8 else 28
     end = max(span[5] for panel in panels for span in panel["spans"]) * 1.005
@@ -43,7 +43,7 @@ def timeline(panels: Sequence[Json], build: Json) -> Markup:
 
 
 def _opening(panels: Sequence[Json], build: Json) -> float:
-    """The time that the first minibatches take: what fits into a page without blurring."""
+    """The seconds that are visible at first: those of the first minibatches."""
     last = [max(span[5] for span in panel["spans"]) for panel in panels]
     wanted = max(6, min(12, 2 * build["workers"])) - 1
     ends = [
@@ -69,14 +69,14 @@ def _row(panel: Json, worker: int, end: float, named: bool) -> Iterator[Markup]:
 
 
 def _stretch(start: float, stop: float) -> str:
-    """`12.3 ms, from 68.0 to 80.3`: times as exact as their difference, from seconds."""
+    """`12.3 ms, from 68.0 to 80.3`, from seconds; times have as many decimals as their difference needs."""
     long = 1e3 * (stop - start)
     places = min(6, max(0, 2 - math.floor(math.log10(long)))) if long > 0 else 3
     return f"{ms(long)}, from {1e3 * start:,.{places}f} to {1e3 * stop:,.{places}f}"
 
 
 def _axis(end: float, zoom: float) -> Iterator[Markup]:
-    """Round numbers of milliseconds: those of finer steps are seen as far as the zoom gives them room."""
+    """Round numbers of milliseconds; those of finer steps are visible where the zoom gives them room."""
     _, step, *_ = ticks(0, end)
     seen: set[str] = set()
     while end / step < 60 * zoom:

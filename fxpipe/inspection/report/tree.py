@@ -1,4 +1,4 @@
-"""The module tree: modules within modules, and in each the nodes that are its own, folded."""
+"""The module tree: modules within modules, each with its own nodes, folded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxpipe.inspection.tables import modules, nodes
 Json = dict[str, Any]
 
 FIRST = 28
-"""Levels are open at first as long as they have no more rows than this."""
+"""At first, levels are open as long as they have no more rows than this."""
 
 
 def tree(facts: Json) -> Markup:
-    """All modules; what is folded is text until it is opened."""
+    """All modules, with their folded nodes."""
     rows: list[Json] = facts["modules"]
     model = facts["build"]["model"] or "the model"
     table = modules([row | {"label": row["name"] or model} for row in rows])
@@ -48,7 +48,7 @@ def tree(facts: Json) -> Markup:
 
 
 def _nodes_of(table: Json) -> dict[int, list[Json]]:
-    """The nodes of every module by itself, with the names of those next to them."""
+    """Each module's own nodes, with the names of those that they read and that read them."""
     found: dict[int, list[Json]] = defaultdict(list)
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     readers: dict[int, list[str]] = defaultdict(list)

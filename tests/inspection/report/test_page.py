@@ -125,7 +125,7 @@ def test_a_page_that_cannot_be_written(place: str, tmp_path: Path) -> None:
     path = Path(place.format(tmp_path))
     with pytest.raises(BuildError, match=re.escape(f"{path} cannot be written: ")) as caught:
         write_report(made_facts(workers=2, blocks=1), path)
-    assert caught.value.hint == "choose another --html"
+    assert caught.value.hint == "give another path to --html"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "kept"
 

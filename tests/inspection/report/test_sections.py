@@ -46,7 +46,7 @@ def test_the_options_of_a_run_are_shown_where_it_has_them(written: Any) -> None:
 def test_cuts_of_their_own_are_told_where_units_are_apart(page: Any, written: Any) -> None:
     facts = made_facts(workers=2, blocks=4)
     apart = sum(unit["apart"] for unit in facts["units"])
-    said = "Forward and backward have cuts of their own."
+    said = "Forward and backward have their own cuts."
     assert apart > 1
     assert f"{apart} units of {len(facts['units'])} run forward on one worker and backward on another." in page.text(
         "#top"
@@ -96,7 +96,7 @@ def test_edits_and_stale_sources_are_marked(written: Any) -> None:
     facts["build"] |= {"edited": ["stage_1.py"], "stale": ["gpt.py changed"]}
     facts["workers"][1]["edited"] = True
     page = written(facts)
-    assert "Edited: stage_1.py is not as compile wrote it." in page.text("#top")
+    assert "Edited: stage_1.py was changed after compiling." in page.text("#top")
     assert "Stale: since this was compiled, gpt.py changed." in page.text("#top")
     assert [row[0] for row in page.table("Workers")] == ["0", "1*"]
 
