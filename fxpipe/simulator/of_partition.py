@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -65,16 +66,21 @@ class _Messages:
         self.weights_phase = weights_phase
         self.ratios = ratios
         self.cuts = partition.cuts
-        units = profile.units
-        self.forward = np.cumsum([0.0, *(u.forward_ms for u in units)])
+        self.forward = list(accumulate((u.forward_ms for u in profile.units), initial=0.0))
+        self.owner = {
+            chain: _workers(bounds) for chain, bounds in (("F", self.cuts.forward), ("B", self.cuts.backward))
+        }
         self.found: dict[tuple[_Key, int], tuple[float, float, float]] = {}
 
     def all(self) -> Iterator[Message]:
         """Every message; on the same link, activations and gradients come before saved values."""
-        for value in self.profile.activations:
-            self._value(value, "F", True)
-        for value in self.profile.gradients:
-            self._value(value, "B", False)
+        for value, chain in (
+            *((value, "F") for value in self.profile.activations),
+            *((value, "B") for value in self.profile.gradients),
+        ):
+            owner = self.owner[chain]
+            if any(owner[reader] != owner[value.producer] for reader in value.readers):
+                self._value(value, chain, chain == "F")
         yield from self._messages()
         self.found = {}
         self._saved()
@@ -89,7 +95,7 @@ class _Messages:
         """The share of a worker's forward that is over when a unit begins."""
         first, end = self.cuts.forward[worker : worker + 2]
         whole = self.forward[end] - self.forward[first]
-        return float(np.clip((self.forward[unit] - self.forward[first]) / whole, 0.0, 1.0)) if whole else 0.0
+        return min(max((self.forward[unit] - self.forward[first]) / whole, 0.0), 1.0) if whole else 0.0
 
     def _save(self, source: int, target: int, size: float, made: float, phase: Phase = "B") -> None:
         """Bytes that a forward saves for a backward on another worker; a later worker gets activations first."""
@@ -103,13 +109,13 @@ class _Messages:
 
     def _value(self, value: Value, chain: Phase, forward: bool) -> None:
         """A value that is sent from reader to reader: each forwards it when it has arrived."""
-        source = self.cuts.worker(chain, value.producer)
+        owner = self.owner[chain]
+        source = owner[value.producer]
         made = self._share(source, value.producer + 1) if forward else 1.0
-        for target in sorted({self.cuts.worker(chain, reader) for reader in value.readers}, reverse=not forward):
+        for target in sorted({owner[reader] for reader in value.readers}, reverse=not forward):
             needed = 0.0
             if forward:
-                first = min(r for r in value.readers if self.cuts.worker(chain, r) == target)
-                needed = self._share(target, first)
+                needed = self._share(target, min(r for r in value.readers if owner[r] == target))
             ratio = self.ratios.activation if forward else self.ratios.gradient
             self._add((source, chain, target, chain), ratio * value.bytes, made, needed)
             if target != source:
@@ -118,9 +124,10 @@ class _Messages:
     def _saved(self) -> None:
         """Saved values, what recomputation needs, and gradients that W reads from B on another worker."""
         again = self.cuts.recomputes
-        for i, unit in enumerate(self.profile.units):
-            source, backward = self.cuts.worker("F", i), self.cuts.worker("B", i)
-            weight = self.cuts.worker("B", i, weight=True)
+        placed = zip(self.owner["F"], self.owner["B"], _workers(self.cuts.weights), strict=True)
+        for i, (unit, (source, backward, weight)) in enumerate(zip(self.profile.units, placed, strict=True)):
+            if source == backward == weight:
+                continue
             of_b = 0.0 if again(backward, i) else unit.saved_bytes - unit.weight_saved_bytes
             of_w = unit.saved_bytes if unit.weight_ms and not again(weight, i) else 0.0
             made = self._share(source, i + 1)
@@ -141,18 +148,24 @@ class _Messages:
         """The activations that enter a run of units that worker k recomputes."""
         for value in self.profile.activations:
             if value.producer < first <= max(value.readers):
-                source = self.cuts.worker("F", value.producer)
+                source = self.owner["F"][value.producer]
                 self._save(source, k, value.bytes, self._share(source, value.producer + 1))
+
+
+def _workers(bounds: Sequence[int]) -> list[int]:
+    """The worker of every unit."""
+    return [k for k, (first, end) in enumerate(pairwise(bounds)) for _ in range(first, end)]
 
 
 def _weight_copies(profile: Profile, partition: Partition, schedule: Schedule, ratio: float) -> Iterator[WeightCopy]:
     sizes: dict[tuple[int, int], float] = {}
     phases: dict[tuple[int, int], set[Phase]] = {}
     cuts = partition.cuts
-    for i, unit in enumerate(profile.units):
-        if not unit.parameter_bytes:
+    placed = zip(*map(_workers, (cuts.weights, cuts.forward, cuts.backward)), strict=True)
+    for unit, (owner, *reading) in zip(profile.units, placed, strict=True):
+        if not unit.parameter_bytes or reading == [owner, owner]:
             continue
-        owner, readers = cuts.worker("B", i, weight=True), {phase: cuts.worker(phase, i) for phase in READING}
+        readers = dict(zip(READING, reading, strict=True))
         for reader in {*readers.values()} - {owner}:
             sizes[owner, reader] = sizes.get((owner, reader), 0.0) + unit.parameter_bytes
             phases.setdefault((owner, reader), set()).update(phase for phase in READING if readers[phase] == reader)
