@@ -1,4 +1,4 @@
-"""Says what would be enough if a profile does not fit into the workers' memory."""
+"""Finds how much memory, or how many workers, would be enough if a profile does not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.planner.quantity import size
 from fxpipe.planner.setting import Setting
 
 _TRIED = (1, 2, 3, 4)
-"""How many more workers to try, and how many times as many."""
+"""How many more workers are tried, and, above 1, how many times as many."""
 
 
 def advised_partitions(
@@ -32,7 +32,7 @@ def advised_partitions(
         return partitions(profile, workers, modes, say)
     except TooLittleMemory as error:
         if len(set(setting.memory)) > 1 or len(set(setting.speeds)) > 1:
-            error.hint = "give that worker more, or use more workers"
+            error.hint = "give that worker more memory, or use more workers"
             raise
         enough = f"give every worker {size(error.share * setting.memory[0], enough=True)}"
         more = _enough_workers(profile, setting, count, say)
@@ -52,13 +52,13 @@ def _enough_workers(
 ) -> int | None:
     """The smallest number of workers that fits, among the next few and a few larger ones."""
     if setting.schedule_of(count).several:
-        return None  # of these, a process has some: what more of them would do is another question
+        return None  # several workers share a process, so more of them may not help
     tried = sorted({count + more for more in _TRIED} | {count * times for times in _TRIED[1:]})
     for more in tried:
-        say(f"does it fit {more} workers?")
+        say(f"does it fit into {more} workers?")
         try:
             if fits(profile, setting.workers(more)):
                 return more
-        except (CutError, ProfileError, ScheduleError):  # there are no links, or there is no such placement
+        except (CutError, ProfileError, ScheduleError):  # links or placement are for another number of workers
             return None
     return None

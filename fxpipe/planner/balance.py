@@ -1,9 +1,9 @@
 """Cuts that minimise the slowest worker's time, with shared or separate cuts for forward and backward.
 
 Model: worker k takes (ΣF of its forward units + ΣB_k of its backward units) / speed_k per microbatch, and communication
-is free. A unit's backward may take each worker another time (its policy's work on weights). Both optima are exact for
-this model: bisection finds the bottleneck to the last bit that matters, and for one bottleneck the furthest reach of
-the first k workers decides.
+is free. A unit's backward may take a different time on each worker, as its policy's work on weights differs. Both
+results are optimal in this model: bisection finds the bottleneck as exactly as it matters, and whether a bottleneck is
+possible depends only on how far the first k workers can reach.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, prefix
 _TOLERANCE = 1e-10  # relative; far below what a clock can measure
 
 Backwards = Sequence[Sequence[float]]
-"""By worker, the time of every unit's backward; workers that are alike may share one."""
+"""For each worker, the time of every unit's backward; equal workers may share one sequence."""
 
 
 @dataclass(frozen=True)
 class BalancedCuts:
-    """Cuts, each with 0 at the start and the number of units at the end, and the slowest worker's time."""
+    """Cuts, which begin with 0 and end with the number of units, and the slowest worker's time."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -66,12 +66,13 @@ def same_cuts(forward: Sequence[float], backward: Backwards, speeds: Sequence[fl
 def bidirectional_cuts(forward: Sequence[float], backward: Backwards, speeds: Sequence[float]) -> BalancedCuts:
     """The best contiguous cuts, independent for forward and backward (Bi-Partition).
 
-    For one bottleneck T let b_k(f) be the furthest backward cut the first k workers can reach with their forward cut at
-    f. Further is never worse for the later workers, so b_k is all we need to know about the first k:
+    For a bottleneck T, let b_k(f) be the furthest backward cut that the first k workers can reach with their forward
+    cut at f. Further is never worse for the later workers, so b_k is all that matters of the first k:
 
         b_k+1(f') = the furthest b with PB[b] ≤ max over f ≤ f', PF[f'] − PF[f] ≤ T of (PB[b_k(f)] + PF[f]) + T − PF[f']
 
-    (PB is worker k's own) a maximum over a sliding window, in O(U log U) per worker. T is feasible if b_N(U) = U.
+    PF and PB are prefix sums of F, and of B on worker k + 1. The maximum over a sliding window takes O(U log U) per
+    worker. T is feasible if b_N(U) = U.
 
     Time: O(N·U·log U) for each of about thirty bisection steps; 10,000 units and 64 workers take a few seconds.
     """
@@ -97,7 +98,7 @@ def _prefixes(backward: Backwards) -> list[Floats]:
 
 
 def _shared_out(forward: Sequence[float], backward: Backwards, speeds: Sequence[float]) -> float:
-    """A bottleneck that no cuts can beat: every unit where it takes the least work, and all workers busy."""
+    """A bottleneck that no cuts can beat: every unit where it takes least time, and all workers always busy."""
     least = np.min([*{id(each): each for each in backward}.values()], axis=0)
     return float(sum(forward) + least.sum()) / sum(speeds)
 
@@ -121,8 +122,7 @@ def _bisect(feasible: Callable[[float], bool], low: float, high: float) -> float
 
 
 def _reach(f: Floats, backwards: Sequence[Floats], speeds: Sequence[float], limit: float) -> list[Places]:
-    """For 0 to N workers: by forward cut, the furthest backward cut they reach; −1 if that forward cut is
-    impossible."""
+    """For 0 to N workers, the furthest backward cut that they reach for each forward cut; −1 if impossible."""
     places = np.arange(len(f))
     reach = np.full(len(f), -1)
     reach[0] = 0
@@ -139,7 +139,7 @@ def _reach(f: Floats, backwards: Sequence[Floats], speeds: Sequence[float], limi
 
 
 def _came_from(f: Floats, b: Floats, reach: Places, at: int, back: int, time: float) -> int:
-    """A forward cut from which one more worker gets forward to `at` and backward to `back` within `time`."""
+    """A forward cut from which the next worker reaches `at` in forward and `back` in backward within `time`."""
     candidates = np.arange(at + 1)
     start = reach[: at + 1]
     load = f[at] - f[candidates] + np.maximum(b[back] - b[np.maximum(start, 0)], 0.0)

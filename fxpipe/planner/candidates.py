@@ -1,4 +1,4 @@
-"""The cuts that the search looks at: all that can matter (by dominance and bounds), or windows around a plan."""
+"""The cuts that a search considers: all that a best plan may have, or windows around a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.planner.sums_over_runs import Places
 MODES = ("same", "bidirectional", "three-way")
 
 PINNED = "pinned"
-"""Instead of a mode, where the cuts were given."""
+"""The mode of cuts that were given."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def positions(costs: CostModel, mode: str) -> Positions:
     free = np.array([u.free for u in costs.profile.units])
     forward = np.setdiff1d(every, np.array(sorted(costs.profile.uncut), dtype=np.int64))
     backward = every
-    if mode != "same":  # with shared cuts a position serves both chains: only what both chains drop could go
+    if mode != "same":  # a shared position serves both chains, so that both would have to drop it
         forward = np.setdiff1d(forward, _dominated(costs.activations, free, set(forward.tolist())))
         flipped = _dominated(costs.gradients, free[::-1], set(range(count + 1)))
         backward = np.setdiff1d(every, count - flipped)
@@ -64,14 +64,14 @@ def _dominated(chain: Crossing, free: np.ndarray, allowed: set[int]) -> Places:
         columns = np.unique(np.concatenate([chain.ends(at_p), chain.ends(at_q)])) + 1
         rows = chain.table(np.array([p, q]), np.append(columns[columns > q], q + 1))
         if (rows[1] <= rows[0]).all() and (chain.starts(read) >= p - 1).all():
-            dropped.add(p)  # after the unit no more crosses, and a worker that ends there receives nothing more
+            dropped.add(p)  # after the unit no more crosses, and a worker that ends there receives no more
         elif (rows[0] <= rows[1]).all():
             dropped.add(q)
     return np.array(sorted(dropped), dtype=np.int64)
 
 
 def _weight_positions(costs: CostModel) -> Places:
-    """The positions of W cuts: before every unit that has W; those between two such units are equivalent."""
+    """The positions of W cuts: before every unit that has W; positions between two such units are equivalent."""
     return np.unique(costs.owning.following)
 
 

@@ -1,4 +1,4 @@
-"""`costs.json`: what a build's workers take, and how its cuts came about."""
+"""`costs.json`: the times and memory of a build's workers, and how its cuts were chosen."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from fxpipe.planner.setting import MOMENTUM
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 FORMAT = 6
-"""The first had milliseconds, and no `format`; the second no `places` of timings; the third no memory of functions; the
-fourth said replicas for copies of weights; the fifth that predictions keep gradients."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,15 @@ class BuildCosts:
     Attributes:
         workers: the summary of each worker.
         times: what each worker takes, measured stage by stage; empty if nothing was measured.
-        timings: where in its stages each edge's value is made and needed, for the simulator.
+        timings: when, in its stages, each edge's value is made and needed; for the simulator.
         partitions: what the planner compared, the chosen one last; empty if the cuts were given.
-        links, speeds: what the planner took them to be, between ranks and of ranks; no speeds: all equal.
-        optimizer_bytes: of the optimizer's state, for each byte of trained weights.
-        step_memory: of the optimizer's step.
-        policy_times: of what policies do to weights.
-        engines: what each part of a stage takes on which engine; empty if nothing was measured.
-        without_codecs, with_codecs: seconds of a minibatch, by the operators' costs, if no edge had a codec, and with
-            the codecs of the build; None where `auto` did not compare them.
+        links, speeds: what the planner assumed, between ranks and of ranks; empty speeds mean all equal.
+        optimizer_bytes: bytes of optimizer state for each byte of trained weights.
+        step_memory: the memory of the optimizer's step.
+        policy_times: the times of policies' work on weights.
+        engines: what each part of a stage takes on each engine; empty if nothing was measured.
+        without_codecs, with_codecs: seconds of a minibatch, computed from the operators' costs, without codecs and with
+            those of the build; None if `auto` did not compare them.
         schedules: what `--schedule auto` compared, the chosen one first; empty if the schedule was given.
     """
 
@@ -64,11 +62,11 @@ class BuildCosts:
     schedules: tuple[ScheduleForecast, ...] = ()
 
     def time(self, worker: int) -> StageTime:
-        """What a worker takes: measured, or else as the compiler estimates it."""
+        """What a worker takes: measured, or else estimated by the compiler."""
         return self.times[worker] if self.times else self.workers[worker].time
 
     def correction(self, worker: int) -> float | None:
-        """A worker's microbatch as measured, over the sum of their node costs; None if one is missing."""
+        """A worker's measured time for a microbatch, divided by the estimate; None if one is missing."""
         if not self.times or not self.workers:
             return None
         estimate, measured = self.workers[worker].time, self.times[worker]
@@ -80,10 +78,10 @@ class BuildCosts:
 
 
 def read_costs(folder: Path, plan: Plan) -> BuildCosts | None:
-    """The costs in the folder of a plan's build; None if the file is not there: a run does not need it.
+    """The costs in the folder of a plan's build; None if there is no such file, which a run does not need.
 
     Raises:
-        BuildError: it cannot be read, or is of another plan.
+        BuildError: the file cannot be read, or is of another plan.
     """
     if not (folder / COSTS).is_file():
         return None
@@ -91,13 +89,13 @@ def read_costs(folder: Path, plan: Plan) -> BuildCosts | None:
         body = parse(folder / COSTS)
         if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
             raise Malformed(f"its format is not {FORMAT}: another version of fxpipe wrote it", ", $")
-        costs = convert(body, BuildCosts, lax=True)  # links that cost nothing are "inf"
+        costs = convert(body, BuildCosts, lax=True)  # "inf" where a link costs nothing
         _check(costs, plan)
         return costs
 
 
 def _check(costs: BuildCosts, plan: Plan) -> None:
-    """Raise Malformed for costs that are not those of the plan's workers and units, or are no times or sizes."""
+    """Raise Malformed if costs do not match the plan's workers and units, or are not times or sizes."""
     for name, wanted in (("workers", plan.workers), ("times", plan.workers), ("speeds", plan.ranks)):
         if (count := len(getattr(costs, name))) not in (0, wanted):
             raise Malformed(f"there are {count} values for {wanted} workers", f", $.{name}")
@@ -109,13 +107,13 @@ def _check(costs: BuildCosts, plan: Plan) -> None:
     for i, row in enumerate(costs.workers):
         ranges = (row.forward_units, row.backward_units, row.weight_units)
         if row.rank != i or not all(0 <= start <= end <= units for start, end in ranges):
-            raise Malformed(f"it is not what worker {i} of the plan does", f", $.workers[{i}]")
+            raise Malformed(f"the rank or the units differ from worker {i} of the plan", f", $.workers[{i}]")
     for i, engine in enumerate(costs.engines):
         if not 0 <= engine.worker < plan.workers:
             raise Malformed(f"there is no worker {engine.worker}", f", $.engines[{i}].worker")
     for i, timing in enumerate(costs.timings):
         if not (0 <= timing.made <= 1 and 0 <= timing.needed <= 1):
-            raise Malformed("a share must be from 0 to 1", f", $.timings[{i}]")
+            raise Malformed("made and needed must be shares, from 0 to 1", f", $.timings[{i}]")
     if not all(speed > 0 for speed in costs.speeds):
-        raise Malformed("a speed is above 0", ", $.speeds")
+        raise Malformed("every speed must be above 0", ", $.speeds")
     check_amounts({**dataclasses.asdict(costs), "links": None})

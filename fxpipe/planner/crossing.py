@@ -1,4 +1,4 @@
-"""What a worker receives along a chain of units if values go from each worker that reads them to the next."""
+"""What workers receive along a chain of units if every value goes from one worker that reads it to the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxpipe.planner.sums_over_runs import Floats, Places
 
 
 class Crossing:
-    """The bytes that a worker with units [p, q) of a chain receives: every outside value that one of them reads, once.
+    """The bytes that a worker with units [p, q) of a chain receives: every value from outside that they read, once.
 
     A value is a row of hops, from its producer to its first reader, on to its second, and so on. It arrives at [p, q)
     if its first reader from p on is before q: over the one hop lo → hi with lo < p ≤ hi < q.
@@ -46,7 +46,7 @@ class Crossing:
         return np.array([self._bytes[self.open_at(p)].sum() for p in range(self.units + 1)])
 
     def open_at(self, position: int) -> Places:
-        """The hops that lead over a position, by their end."""
+        """The hops that cross a position, sorted by their end."""
         return self._open[self._start[position] : self._start[position + 1]]
 
     def ends(self, hops: Places) -> Places:

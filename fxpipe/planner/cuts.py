@@ -35,9 +35,10 @@ class Cuts:
         if not self.weights:
             object.__setattr__(self, "weights", self.backward)
         count = self.forward[-1] if self.forward else 0
+        needed = max(len(self.forward), 2)
         for name, cuts in (("forward", self.forward), ("backward", self.backward), ("weights", self.weights)):
-            if len(cuts) < 2 or len(cuts) != len(self.forward):
-                raise CutError(f"{name} cuts {cuts}: every kind needs one position more than there are workers")
+            if len(cuts) != needed:
+                raise CutError(f"{name} cuts {cuts} must have {needed} positions, one more than there are workers")
             if cuts[0] != 0 or cuts[-1] != count or list(cuts) != sorted(cuts):
                 raise CutError(f"{name} cuts {cuts} must start with 0, never fall, and end with {count} units")
         for k, (backward, weights) in enumerate(zip(self.backward, self.weights, strict=True)):
@@ -49,13 +50,13 @@ class Cuts:
         for worker, first, end in self.recompute:
             if not (0 <= worker < self.workers and 0 <= first <= end <= count):
                 raise CutError(
-                    f"units {first} to {end - 1} cannot be recomputed on worker {worker}: there are {self.workers} "
+                    f"worker {worker} cannot compute units {first} to {end - 1} again: there are {self.workers} "
                     f"workers and {count} units"
                 )
 
     @classmethod
     def of(cls, plan: Plan) -> Cuts:
-        """Those of a plan, which does not say what is recomputed."""
+        """The cuts of a plan, which does not say what is recomputed."""
         kinds = zip(*((s.forward_units, s.backward_units, s.weight_units) for s in plan.stages), strict=True)
         forward, backward, weights = ((*(first for first, _ in kind), kind[-1][1]) for kind in kinds)
         return cls(forward, backward, weights)
@@ -65,10 +66,10 @@ class Cuts:
         return len(self.forward) - 1
 
     def worker(self, phase: Phase, unit: int, weight: bool = False) -> int:
-        """The worker of a unit's forward or backward; of what makes weight gradients alone, with `weight`."""
+        """The worker of a unit's forward or backward; with `weight`, of its separate weight gradients."""
         bounds = self.forward if phase == "F" else self.weights if weight else self.backward
         return bisect_right(bounds, unit) - 1
 
     def recomputes(self, worker: int, unit: int) -> bool:
-        """Whether that worker's backward is to compute the unit's forward again."""
+        """Whether that worker's backward computes the unit's forward again."""
         return any(w == worker and first <= unit < end for w, first, end in self.recompute)

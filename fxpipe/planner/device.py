@@ -1,15 +1,15 @@
-"""Devices that need not be here: what they can do, built in under a name or read from a TOML file. No torch.
+"""What devices can do, present or not: built in under a name, or read from a TOML file. It needs no torch.
 
     [device]
     name = "h200"                                   # a built-in device supplies what is left out
     flops = {bfloat16 = "600T", float32 = "40T"}    # FLOP/s: a table by dtype, one quantity, or a number
     bandwidth = "3.8TB/s"                           # of its memory
     memory = "141GB"
-    launch = "5us"                                  # the least time of a node
+    launch = "5us"                                  # added to the time of every node
 
     [links]
     bandwidth = "10Gbit"                            # or a matrix: a row per sender, a column per receiver
-    latency = "50us"                                # or a matrix likewise
+    latency = "50us"                                # or such a matrix
     copy = "0.3ns"                                  # per byte, processor time at each end
 
 Every table may be left out.
@@ -29,7 +29,7 @@ from fxpipe.typed_json import convert, explained, parse_toml
 
 INFINITE = float("inf")
 LAUNCH = 5e-6
-"""The least seconds that a kernel launched from Python takes, if a file does not say."""
+"""The default seconds that Python takes to launch a kernel."""
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int8")
 
@@ -39,11 +39,11 @@ class Device:
     """What a device can do; a node takes max(FLOPs / flops, bytes / bandwidth) + launch seconds.
 
     Attributes:
-        flops: FLOP/s that matrix work achieves, not what is advertised: one number, or numbers by torch's dtype names.
-            A dtype that is not named has the rate of float32, or else the lowest one.
+        flops: FLOP/s that matrix products achieve, less than advertised: one number, or numbers by torch's dtype names.
+            Other dtypes have the rate of float32, or else the lowest one.
         bandwidth: bytes per second to and from its memory.
         memory: bytes; `inf` if not given.
-        launch: the least seconds that a node takes.
+        launch: seconds that every node takes in addition.
     """
 
     name: str
@@ -72,7 +72,7 @@ class DeviceSpec:
 
 
 def _gpu(name: str, half: float, brain: float, single: float, double: float, bandwidth: float, memory: float) -> Device:
-    """A device from its published peaks in TFLOP/s, TB/s and GB: `USED_FLOPS` and `USED_BANDWIDTH` of them."""
+    """A device from its published peaks in TFLOP/s, TB/s and GB, of which it reaches the two shares below."""
     peaks = {"float16": half, "bfloat16": brain, "float32": single, "float64": double}
     flops = {dtype: peak * USED_FLOPS * 1e12 for dtype, peak in peaks.items()}
     return Device(name, flops, bandwidth * USED_BANDWIDTH * 1e12, memory * 1e9)
@@ -100,17 +100,16 @@ BUILT_IN = {
         _gpu("rtx4090", 165.2, 165.2, 82.6, 1.3, 1.008, 24),
     )
 }
-"""Devices by name. For GPUs: NVIDIA's published peaks times the two parts above, and 5 µs a launch."""
+"""Devices by name. For GPUs: NVIDIA's published peaks times the two shares above, and 5 µs for a launch."""
 
 
 def at_peak(name: str, tf32: bool = False) -> Device | None:
-    """The built-in device that a driver calls by this name, with its published peaks; None if it is none of them.
+    """The built-in device that a driver reports under this name, with its published peaks; None if there is none.
 
-    Boards whose peaks are others than those of the same chip in the table (PCIe, NVL, laptops) and parts of a device
-    (MIG) are none.
+    Boards with other peaks than the same chip in the table (PCIe, NVL, laptops) and parts of a device (MIG) give None.
 
     Args:
-        tf32: float32 is multiplied as TF32, where the device does that at half the rate of bfloat16.
+        tf32: whether float32 is multiplied as TF32, at half the rate of bfloat16 if that is faster.
     """
     words = re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx"))
     known = [device for word, device in BUILT_IN.items() if word in words and device is not CPU]
@@ -147,7 +146,7 @@ def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
 
 
 def links_toml(links: Links, comment: str = "") -> str:
-    """Links as the TOML that `read_device_spec` reads back, to the last bit; `comment` is above them."""
+    """Links as TOML, below `comment`; `read_device_spec` reads back equal links."""
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines += ["[links]", f"bandwidth = {_toml(links.bandwidth)}  # bytes a second"]
     lines += [f"latency = {_toml(links.latency)}  # seconds"]
@@ -257,7 +256,7 @@ def _link(
 
 
 def _number(given: _Quantity, read: Callable[[_Quantity], float], where: str) -> float:
-    """A quantity of a file; errors say where it is."""
+    """A quantity from a file; errors say where it is."""
     if given == INFINITE and read in (quantity.bandwidth, quantity.memory):
         return INFINITE
     try:

@@ -1,14 +1,14 @@
-"""What messages between the processes of workers cost: from neighbours, among replicas, and from few to many.
+"""How long messages between the processes of workers take: from neighbours, among replicas, and from few to many.
 
-Without machines every process has a link of its own to any other. With machines (`Workers.machines`), what leaves a
-machine goes over one link that its processes share. A worker's messages with a neighbour stay within a machine if all
-its own processes are on one, and the neighbour's nearest process, too. If the neighbour has others elsewhere, what they
-send and receive occupies the link of that machine (`fans`), and the neighbour is charged for it. So a worker's cost
-depends on where its own processes are, and not on the replicas of its neighbours.
+Without machines, every process has its own link to every other. With machines (`Workers.machines`), all that leaves a
+machine goes over one link, which its processes share. A worker's messages with a neighbour stay within a machine if all
+its own processes and the neighbour's nearest process are on it. If the neighbour has more processes elsewhere, their
+messages occupy the link of that machine (`fans`), and count as a cost of the neighbour. So a worker's cost depends on
+where its own processes are, but not on the replicas of its neighbours.
 
-The sums of gradients are exchanged as a run does it (docs/design/replicas.md): each of r replicas owns a part, gets
-that part from the others and hands the result out, which sends 2(r − 1)/r of the bytes from each. Where c of them share
-a machine, c(r − c)/r of the bytes leave it, twice: a ring would send less between machines, but adds in another order.
+Replicas add up gradients as in a run (docs/design/replicas.md): each of r replicas owns a part, receives that part from
+the others and sends them the sum, in all 2(r − 1)/r of the bytes. If c of them share a machine, c(r − c)/r of the bytes
+leave it, twice. A ring would send less between machines, but adds in another order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LinkTimes:
 
     Attributes:
         copied: bytes that the processor copies for each byte.
-        sharing: processes that the link serves in turn, which the rate has in it.
+        sharing: how many processes the link serves in turn; `rate` includes that.
     """
 
     rate: float
@@ -45,10 +45,10 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class GradientExchange(LinkTimes):
-    """The exchange of sums among the replicas of a worker; `occupied` has the latency of its two rounds in it."""
+    """The exchange of gradients among a worker's replicas; `occupied` includes the latency of its two rounds."""
 
     def occupied(self, size: Floats) -> Floats:
-        """How long the exchange of so many bytes of gradients takes."""
+        """How long the exchange of that many bytes takes."""
         return size * self.rate + 2 * self.latency
 
 
@@ -69,7 +69,7 @@ def link_from(workers: Workers, other: int, worker: int) -> LinkTimes:
 
 
 def all_reduce(workers: Workers, worker: int) -> GradientExchange:
-    """What the exchange of gradients among a worker's replicas takes, for each byte of its weights."""
+    """The exchange of gradients among a worker's replicas, for each byte of its weights."""
     links, machines, count = workers.links, workers.machines, workers.dp * workers.replicas_of(worker)
     if count == 1:
         return GradientExchange(0.0, 0.0, 0.0)
@@ -87,21 +87,22 @@ def all_reduce(workers: Workers, worker: int) -> GradientExchange:
 
 
 def exposed_exchange(workers: Workers, worker: int, weights: Floats, hidden: Floats) -> Floats:
-    """Milliseconds of a minibatch for which a worker's update waits for the exchange of gradients.
+    """How long a worker's update waits for the exchange of gradients, in milliseconds per minibatch.
 
     Args:
-        weights: bytes of what it owns.
-        hidden: milliseconds of the backward of the last microbatch, meanwhile.
+        weights: bytes that it owns.
+        hidden: milliseconds of the last microbatch's backward, which runs meanwhile.
     """
     taken = np.where(weights > 0, all_reduce(workers, worker).occupied(weights), 0.0)
     return np.maximum(taken - hidden, 0.0)
 
 
 def fans(workers: Workers, worker: int) -> tuple[float, float]:
-    """Milliseconds per byte that crosses the boundary before a worker, and after it, that its messages occupy a wire.
+    """How long a worker's messages occupy a wire, per byte that crosses the boundary before it, and after it.
 
-    Per microbatch of one process. It is what the process itself sends; or where the nearest process of the neighbour is
-    on one of several machines that the worker is on, what all processes on the others have to do with that machine.
+    In milliseconds, for a microbatch of one process. The wire is that of the process. Only if the worker is on several
+    machines, and shares one of them with the neighbour's nearest process, it may be the wire of that machine, which
+    then carries the messages of the worker's processes on the others.
     """
     found = []
     for other in (worker - 1, worker + 1):
@@ -120,7 +121,7 @@ def fans(workers: Workers, worker: int) -> tuple[float, float]:
 
 
 def _places(workers: Workers, worker: int) -> tuple[tuple[int, ...], int, int]:
-    """How many of a worker's processes each machine has, and the first process and the end of them."""
+    """How many of a worker's processes each machine has, the first of them, and their end."""
     assert workers.machines is not None
     first = sum(workers.replicas_of(k) for k in range(worker))
     count = workers.replicas_of(worker)

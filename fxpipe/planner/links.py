@@ -16,12 +16,12 @@ class Links:
     Attributes:
         bandwidth: bytes per second; one number for all links, or a matrix with a row for each sender and a column for
             each receiver. `inf` costs nothing.
-        latency: seconds from a message's end at the sender to its arrival; a number or a matrix likewise.
+        latency: seconds from the end of a message at the sender to its arrival; a number or such a matrix.
         copy: seconds per byte for which a message keeps the processor at each end busy (a GPU's copy engines: 0; gloo
             on CPUs: about 0.3 ns).
 
     Raises:
-        ProfileError: over some link nothing travels, or it takes forever; says of which, all of them.
+        ProfileError: a bandwidth is not above 0, or a time is negative or infinite; names every such link.
     """
 
     bandwidth: float | tuple[tuple[float, ...], ...] = float("inf")
@@ -45,7 +45,7 @@ class Links:
         return _entry(self.bandwidth, source, target)
 
     def latency_of(self, source: int, target: int) -> float:
-        """Seconds."""
+        """Seconds from one worker to another."""
         return _entry(self.latency, source, target)
 
     def seconds(self, source: int, target: int, size: float) -> float:
@@ -53,13 +53,12 @@ class Links:
         return size / self.bandwidth_of(source, target)
 
     def slowest(self, count: int) -> tuple[float, float]:
-        """The least bandwidth and the greatest latency between any two of so many workers; of one, as links of all
-        are."""
+        """The least bandwidth and the greatest latency between any two of `count` workers; of one, to itself."""
         pairs = [(a, b) for a in range(count) for b in range(count) if a != b] or [(0, 0)]
         return min(self.bandwidth_of(*pair) for pair in pairs), max(self.latency_of(*pair) for pair in pairs)
 
     def on(self, placement: Sequence[int]) -> Links:
-        """The links between workers, if these are between the ranks they run on; within a rank, messages are free.
+        """The links between workers, if `self` has those between their ranks; within a rank, messages are free.
 
         Args:
             placement: the rank of each worker.
@@ -92,7 +91,7 @@ def matrix(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
 
 
 def _each(value: float | tuple[tuple[float, ...], ...]) -> Iterator[tuple[str, float]]:
-    """Every number of links, and which link it is of, in words; what a worker sends itself is not sent."""
+    """Every number, after its link in words; without the diagonal, since no worker sends to itself."""
     if not isinstance(value, tuple):
         yield "", value
         return

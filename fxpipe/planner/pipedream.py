@@ -4,10 +4,9 @@
         node1 -- node2
 
 Times are milliseconds, sizes bytes. An activation of several tensors is a list, `[6291456.0; 131072.0]`: a reader
-`__getitem__(i)` takes one of them, any other reader takes all. Files that PipeDream's planner has partitioned have a fourth
-part, ` -- stage_id=0`: it is not read. The time of an Input is that of the data loader: no
-worker computes it, so it counts as 0. Backward is one number: it counts as B (`Profile.split_backward` turns a part of
-it into W).
+`__getitem__(i)` takes one of them, any other reader takes all. The fourth part of nodes that PipeDream's planner has
+partitioned, ` -- stage_id=0`, is not read. The time of an Input is that of the data loader, which no worker runs, so it
+counts as 0. Backward is one number and counts as B (`Profile.split_backward` turns a part of it into W).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from fxpipe.typed_json import Malformed, explained, read_text
 _NODE = re.compile(r"(?P<id>\S+) -- (?P<name>.*) -- (?P<costs>forward_compute_time=.*)")
 _COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _ELEMENT = re.compile(r"__getitem__\((?P<index>\d+)\)")
-_STAGE = re.compile(r" -- stage_id=\d+$")  # of a partition that PipeDream's own planner made: ours makes its own
+_STAGE = re.compile(r" -- stage_id=\d+$")  # of a partition by PipeDream's planner
 _INPUT = re.compile(r"Input\d*")
 _NODE_FORM = "a node is `node1 -- NAME -- forward_compute_time=…, …`; an edge is indented: `node1 -- node2`"
 
 
 def read_profile(path: str | Path) -> Profile:
-    """A profile in either form, fxpipe's JSON or PipeDream's text.
+    """Read a profile in fxpipe's JSON or PipeDream's text.
 
-    Units of PipeDream come in the order of their numbers, if the edges allow it.
+    PipeDream's units have the order of their numbers, as far as the edges allow it.
 
     Raises:
         ProfileError: no such file, a malformed line, an edge to nowhere, or a cycle; the error names the line.

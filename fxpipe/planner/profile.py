@@ -1,4 +1,4 @@
-"""Profiles: what every unit costs, in an order in which the units can run.
+"""Profiles: the costs of units, in an order in which the units can run.
 
 fxpipe's own form is JSON, a build's `profile.json`, which `fxpipe plan` reads:
 
@@ -13,9 +13,8 @@ unit has several outputs with different readers, use `activations` and `gradient
     "activations": [{"unit": "blocks.0", "bytes": 4096, "readers": ["blocks.1", "head"]}, ...]
     "gradients":   [{"unit": "head", "bytes": 4096, "readers": ["blocks.1"]}, ...]
 
-`no_forward_cut` has units before which forward must not be cut, each with the reason (a buffer that is updated), and
-`device` says what the times are of.
-PipeDream's published profiles are read too: see `pipedream`.
+`no_forward_cut` has units before which forward must not be cut, each with the reason (a buffer that is updated).
+`device` is the device of the times. `pipedream` reads PipeDream's published profiles.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 MOST = 1e30
-"""The largest time or size: sums stay finite."""
+"""Times and sizes are below this, so that sums stay finite."""
 
 
 @dataclass(frozen=True)
 class SavingLevel:
-    """What a unit saves if its worker's backward computes some of its forward again, and what that takes.
+    """What a unit saves if its worker's backward computes some of its forward again, and what that costs.
 
     Attributes:
-        saved_bytes: what its forward still keeps for its B and W.
-        again_ms: what its backward computes again, in milliseconds.
-        made_bytes: what it reads of that.
-        alive_bytes: the most that a backward of all units holds of what it has computed again, while it is at this one.
-        deferred_bytes: what its W reads of it; a backward with a separate W hands that on.
+        saved_bytes: what its forward still saves for its B and W.
+        again_ms: how long its backward computes again, in milliseconds.
+        made_bytes: the recomputed values that it reads.
+        alive_bytes: the most recomputed values that a backward of all units holds while it is at this unit.
+        deferred_bytes: the recomputed values that its W reads; a backward with a separate W passes them on.
     """
 
     saved_bytes: float
@@ -73,9 +72,9 @@ class Unit:
         parameter_bytes: its weights; a worker that reads those of another receives them after every update.
         frozen_bytes: weights that are not trained; every worker that reads them has them from the start.
         temporary_bytes: the most it holds while it runs, in addition to inputs and saved values.
-        levels: what it saves instead if more and more is computed again, the same choice of all units at each level; a
-            worker then keeps what enters it, too. If no unit has any, the one level is that each unit keeps its inputs
-            and is computed again.
+        levels: what it saves instead as more and more is computed again; a worker uses one level for all its units, and
+            also keeps what enters it. If no unit has levels, there is one: each unit keeps its inputs and is computed
+            again.
     """
 
     name: str
@@ -100,7 +99,7 @@ class Unit:
             works = self.forward_ms + self.backward_ms + self.weight_ms > 0
             object.__setattr__(self, "saved_bytes", self.output_bytes if works else 0.0)
         if self.weight_saved_bytes > self.saved_bytes:
-            raise ProfileError(f"unit {self.name} saves {self.saved_bytes:g} bytes, and weight_saved_bytes is larger")
+            raise ProfileError(f"weight_saved_bytes of unit {self.name} is above its saved_bytes, {self.saved_bytes:g}")
 
     @property
     def free(self) -> bool:
@@ -126,9 +125,9 @@ class Profile:
         activations: forward values; readers come after their producer.
         gradients: backward values; readers come before their producer.
         uncut: positions (before that unit) where forward must not be cut, each with the reason.
-        device: what the times are of, such as `cuda: NVIDIA H200`, or `h100, computed`; '' where that is not known.
-        spread: the share of all work that two halves of the measurements have on different sides of some cut.
-        doubt: how far the parts' times are from the whole's, where that is too far.
+        device: the device of the times, such as `cuda: NVIDIA H200`, or `h100, computed`; '' if unknown.
+        spread: the largest share of all work that two halves of the measurements put on different sides of a cut.
+        doubt: how far the sum of the parts' times is from the whole's, as a share; 0 if that is not too far.
     """
 
     units: tuple[Unit, ...]
@@ -140,7 +139,7 @@ class Profile:
     doubt: float = 0.0
 
     def noise(self, workers: int) -> float:
-        """How far a worker's time may be off, as a share of it, where so many share the work."""
+        """How far a worker's time may be off, as a share of it, if `workers` share the work."""
         return min(1.0, max(self.doubt, workers * self.spread))
 
     def total_ms(self, microbatches: int = 1) -> float:
@@ -184,18 +183,18 @@ class Profile:
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What is planned: what the units of a model, or of a profile, cost a microbatch.
+    """What the planner plans: the costs of a model, or of a profile from a file.
 
     Attributes:
-        whole: for cuts that leave W with B.
-        separate: for three-way cuts: operators that make input and weight gradients in one call are split in two. The
-            same as `whole` where there are none.
+        whole: the profile for cuts that leave W with B.
+        separate: the profile for three-way cuts: calls that make both input and weight gradients are split in two. The
+            same object as `whole` if there are none.
         microbatches: of a minibatch.
-        samples: of a minibatch; None for a profile.
-        optimizer: what it costs.
+        samples: of a minibatch; None for a profile from a file.
+        optimizer: its costs.
         device: 'cpu' or 'cuda'.
-        warnings: what capture and costs want the user to know.
-        batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
+        warnings: of capture and costs, for the user.
+        batch_norm: where batch norms normalise each microbatch separately; '' if there are none.
     """
 
     whole: Profile
@@ -208,7 +207,7 @@ class PlanInput:
     batch_norm: str = ""
 
     def profiles(self, modes: Sequence[str]) -> list[tuple[Profile, list[str]]]:
-        """Which profile serves which modes."""
+        """Each profile with the modes that it serves."""
         if self.separate is self.whole:
             return [(self.whole, list(modes))]
         groups = [(p, [m for m in modes if self.of(m) is p]) for p in (self.whole, self.separate)]
@@ -240,11 +239,11 @@ class _ProfileJson:
     doubt: float = 0.0
 
 
-_FORM = 'it is {"units": [{"name": "a", "forward_ms": 1, "backward_ms": 2}, ...], "edges": [["a", "b"], ...]}'
+_FORM = 'write {"units": [{"name": "a", "forward_ms": 1, "backward_ms": 2}, ...], "edges": [["a", "b"], ...]}'
 
 
 def read_profile_json(source: Path | str, where: str = "", *, error: type[FxpipeError], hint: str = _FORM) -> Profile:
-    """Read the documented form, from a file or from a text that is at `where`.
+    """Read the documented form, from a file, or from a text whose errors name `where`.
 
     Raises:
         error: not JSON, a malformed unit, an edge to nothing, or a cycle; names the line or the unit.
@@ -289,7 +288,7 @@ def _profile(file: _ProfileJson) -> Profile:
         gradients = tuple(located(_outputs(file.gradients, units, "gradients"), order))
         for v in gradients:
             if any(r > v.producer for r in v.readers):
-                raise Malformed(f"a gradient runs forward, from {list(order)[v.producer]!r}", ", $.gradients")
+                raise Malformed(f"a gradient of {list(order)[v.producer]!r} goes to a later unit", ", $.gradients")
     _check_known(file.no_forward_cut, units, ", $.no_forward_cut")
     uncut = {order[name]: reason for name, reason in file.no_forward_cut.items()}
     return Profile(tuple(units[n] for n in order), activations, gradients, uncut, file.device, file.spread, file.doubt)
@@ -319,7 +318,7 @@ def values_of_edges(units: Mapping[str, Unit], edges: Sequence[tuple[str, str]])
 
 
 def backward_values(units: Sequence[Unit], activations: Sequence[Value]) -> tuple[Value, ...]:
-    """The gradients of activations: each reader passes its own to the reader before it, where they are added up."""
+    """The gradients of activations: each reader passes its gradient to the reader before it, which adds its own."""
     found = []
     for v in activations:
         whole = units[v.producer].output_bytes

@@ -36,7 +36,7 @@ def seconds(text: str | float) -> float:
 
 
 def rate(text: str | float) -> float:
-    """A plain rate with a prefix: `400T` FLOP/s, or a number."""
+    """A rate: `400T` (FLOP/s), or a plain number."""
     found = _parts(_SIZE, text, "a rate", "400T, 4e14")
     if found["unit"] or found["rate"]:
         raise ProfileError(f"{text!r} is not a rate", hint="write it as 400T or 4e14")

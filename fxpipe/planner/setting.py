@@ -23,14 +23,14 @@ MOMENTUM = 1.0
 
 @dataclass(frozen=True)
 class StageDemands:
-    """What is asked of a worker that has one process.
+    """What a schedule and a policy ask of a worker that has one process.
 
     Attributes:
         owned_factor, owned_ms: as in `Workers`.
         depth: workers from this one to the last.
         held: the most microbatches that it holds.
-        deferred: of these, the most between B and W, where W is separate.
-        flush: whether it holds none from one minibatch to the next.
+        deferred: the most of these that are between B and W, if W is separate.
+        flush: whether it holds none between two minibatches.
     """
 
     owned_factor: float
@@ -48,18 +48,18 @@ class Setting:
     Attributes:
         schedule, policy, microbatches: decide what each worker holds; None means the schedule's default policy.
         links: between ranks.
-        speeds, memory: of each rank; empty means equal and without limit. Workers of a rank share its memory: half of
-            it alike, as they share weights, and half by the microbatches that they hold when the rank holds most.
-        optimizer_bytes: of the optimizer's state, for each byte of weights.
-        outer_bytes: of what outer steps keep, likewise.
-        policy_times: of what policies do to weights.
-        ratios: of what travels, where codecs pack it.
-        placement: the rank of each worker, if there are that many; else the schedule's usual one.
+        speeds, memory: of each rank; empty means equal and without limit. Workers of a rank share its memory: one half
+            equally, for weights, the other in proportion to the microbatches that they hold when the rank holds most.
+        optimizer_bytes: bytes of optimizer state for each byte of weights.
+        outer_bytes: bytes that outer steps keep for each byte of weights.
+        policy_times: the times of policies' work on weights.
+        ratios: how many bytes travel for each byte, where codecs pack values.
+        placement: the rank of each worker; for another number of workers, the schedule's usual placement.
         rows: of a schedule that was read from a file, as `Plan.rows`.
         recompute: what backwards may compute again to save memory.
         dp: how many replicas each worker has; `microbatches` are those of one.
-        replicas: where workers have different numbers of them: those of each, which share the microbatches.
-        machines, evenly: as for `Workers`.
+        replicas: the number of each worker's replicas, if they differ; they share the microbatches.
+        machines, evenly: as in `Workers`.
     """
 
     schedule: str = "async"
@@ -92,12 +92,14 @@ class Setting:
         return with_replicas(made, self.replicas) if len(self.replicas) == count else made
 
     def memory_of(self, ranks: int) -> tuple[float, ...]:
-        """The memory of so many ranks; empty without limit."""
+        """The memory of each of `ranks` ranks; empty without limit."""
         return _for(ranks, self.memory)
 
     def workers(self, count: int, replicas: tuple[int, ...] = ()) -> Workers:
-        """`count` of these workers, with so many processes each, or one. Their number may differ from that of the
-        speeds and memories only if those are all equal, which replicas demand.
+        """`count` workers, each with its number of `replicas`, or with one process.
+
+        There may be more or fewer workers than speeds and memories only if these are all equal. Replicas need that,
+        too.
 
         Raises:
             ScheduleError, PolicyError: an unknown name.
@@ -112,7 +114,10 @@ class Setting:
         speeds, memory = _for(ranks, self.speeds), self.memory_of(ranks)
         for name, values in (("speeds", speeds), ("memory", memory)):
             if len(values) not in (0, ranks):
-                raise CutError(f"{len(values)} values of {name} for {ranks} workers")
+                raise CutError(
+                    f"there are {len(values)} values of {name} for {ranks} processes",
+                    hint="give one value for each process, or one for all",
+                )
         self.links.check(ranks)
         shares = _shares(placement, [stage.held for stage in stages])
         return Workers(
@@ -139,11 +144,11 @@ class Setting:
         return _known_stages(self, count)
 
     def around(self, stage: StageDemands, replicas: tuple[int, ...], worker: int) -> Workers:
-        """Workers of which one is as it would be in a plan, and the others only have their number of processes.
+        """One worker of a plan, between one that stands for all before it and one that stands for all after it.
 
         Args:
-            stage: what is asked of it.
-            replicas: processes in front of it, its own, and those after it; where there are none, no number.
+            stage: what is asked of the worker.
+            replicas: the processes before it, its own, and those after it; numbers that would be 0 are left out.
             worker: its place among these, 0 or 1.
         """
         return self._of([stage] * len(replicas), replicas, [sum(replicas[worker:])] * len(replicas))
@@ -169,11 +174,14 @@ class Setting:
     def _replicated(self, schedule: Schedule, replicas: tuple[int, ...]) -> Workers:
         if schedule.several:
             raise CutError(
-                f"schedule '{self.schedule}' has several workers in each process, which cannot have replicas",
+                f"schedule '{self.schedule}' has several workers in each process, so they cannot have replicas",
                 hint="take a schedule with one worker in each process: async, 1f1b, gpipe",
             )
         if len(replicas) != schedule.workers:
-            raise CutError(f"{len(replicas)} numbers of replicas for {schedule.workers} workers")
+            raise CutError(
+                f"there are {len(replicas)} numbers of replicas for {schedule.workers} workers",
+                hint="give one number for each worker",
+            )
         if max(replicas) > self.microbatches:
             raise CutError(
                 f"{max(replicas)} replicas of a worker cannot share {self.microbatches} microbatches",
@@ -183,7 +191,7 @@ class Setting:
         return self._of(_known_stages(self, schedule.workers), replicas, after)
 
     def _of(self, stages: Sequence[StageDemands], replicas: tuple[int, ...], after: Sequence[int]) -> Workers:
-        """Workers with replicas, each with so many processes from its first one on."""
+        """Workers with replicas; `after` counts, for each, the processes from its first one to the last worker's."""
         for name, values in (("speeds", self.speeds), ("memory", self.memory)):
             if len(set(values)) > 1:
                 raise CutError(f"the {name} of processes differ", hint="replicas need equal processes")
@@ -214,12 +222,12 @@ class Setting:
 
 @lru_cache(maxsize=64)
 def _known_stages(setting: Setting, count: int) -> tuple[StageDemands, ...]:
-    """Following a schedule with many workers takes a while, and plans with replicas ask for the same ones."""
+    """`Setting.stages_of`, kept, since following a schedule with many workers takes a while."""
     return setting._stages(replace(setting, replicas=()).schedule_of(count))
 
 
 def _shares(placement: Sequence[int], in_flight: Sequence[int]) -> list[float]:
-    """Of its rank's memory, by worker."""
+    """Each worker's share of its rank's memory."""
     of_ranks = [0] * (max(placement) + 1)
     for rank, count in zip(placement, in_flight, strict=True):
         of_ranks[rank] += count
@@ -230,20 +238,20 @@ def _shares(placement: Sequence[int], in_flight: Sequence[int]) -> list[float]:
 
 
 def _for(count: int, values: tuple[float, ...]) -> tuple[float, ...]:
-    """The values themselves if there are that many; else that many copies of the one value they all have."""
+    """The values, or `count` copies of one if they are all equal."""
     return values[:1] * count if len(set(values)) == 1 else values
 
 
 def _held(stage: StageDemands, alone: int, after: int, replicas: int, own: int) -> int:
     """The most microbatches that one replica holds, if the worker holds `alone` where each worker has one process.
 
-    A worker k of N holds N − k microbatches in 1F1B so that all workers from it on have one each. So where these have
-    more processes, it holds as many more, and its replicas share them; with a flush no more than its own of a
-    minibatch.
+    In 1F1B, worker k of N holds N − k microbatches, so that each worker from it on has one. If these workers have more
+    processes, it holds more in proportion, and its replicas share them. With a flush, a replica holds at most its own
+    microbatches of a minibatch.
 
     Args:
         after: processes from the worker's first one to the last worker's last.
-        replicas: of them, the worker's own.
+        replicas: how many of them are the worker's.
         own: microbatches of a minibatch that a replica does.
     """
     found = math.ceil(alone * after / (stage.depth * replicas))

@@ -1,4 +1,4 @@
-"""`--throttle`: the links that a run is to have, as people write them."""
+"""`--throttle`: the slow links that a run imitates."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ EXAMPLES = "100Mbit,20ms, or a file with [links] such as `fxpipe doctor --links 
 
 
 def read_throttle(text: str | None, processes: int) -> Links | None:
-    """The links between processes: of `100Mbit,20ms` (bandwidth and latency of every direction of every link), of
-    `100Mbit`, or of a file.
+    """The links between processes, from `100Mbit,20ms` (bandwidth and latency of each direction of every link), from
+    `100Mbit`, or from a file.
 
-    None stays None. Copying costs nothing: what the run's own messages cost comes on top.
+    None stays None. `copy` is 0, since the real messages of the run take that time anyway.
 
     Raises:
-        ProfileError: it is none of these; or a matrix is for another number of processes.
+        ProfileError: the text is none of these, or a matrix is for another number of processes.
     """
     if text is None:
         return None

@@ -21,16 +21,16 @@ class Ratios:
 
 
 Recomputation = Literal["none", "auto", "full"]
-"""Whether backwards compute forward values again to save memory: never, where it is short, or all they can."""
+"""Whether backwards compute forward values again: never, where memory is short, or as much as possible."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines of equal size. Processes are numbered, and fill one after another.
+    """Machines of equal size, which the processes fill in the order of their numbers.
 
     Attributes:
         size: the processes of a machine.
-        inner: links between them. What leaves a machine goes over one link that they share.
+        inner: the links between them. Messages that leave a machine go over one link that they share.
     """
 
     size: int
@@ -38,9 +38,9 @@ class Machines:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise CutError("a machine must have at least one process")
+            raise CutError(f"a machine must have at least one process, not {self.size}")
         if isinstance(self.inner.bandwidth, tuple) or isinstance(self.inner.latency, tuple):
-            raise CutError("the links within a machine have one bandwidth and one latency")
+            raise CutError("links within a machine must have one bandwidth and one latency, not a matrix")
 
     def counts(self, first: int, count: int) -> tuple[int, ...]:
         """How many of the processes [first, first + count) each machine has, of those that have any."""
@@ -54,26 +54,26 @@ class Workers:
     """The workers that a profile is planned for; by default plain `async` on equal workers without limits.
 
     Attributes:
-        count: how many.
+        count: how many there are.
         speeds: relative to the device that was measured.
         memory: bytes of each; inf for no limit.
         links: between them.
         microbatches: per minibatch; updates and weight copies come once for all of them.
-        in_flight: the most microbatches that each worker holds; None means N−k (1F1B).
-        deferred: of these, the most that are between B and W at once, where W is separate; empty means none.
+        in_flight: the most microbatches that each worker holds; empty means N−k (1F1B).
+        deferred: the most of these that are between B and W at once, if W is separate; empty means none.
         recompute: what their backwards may compute again to save memory.
         owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
         owned_ms: milliseconds at speed 1 for each byte of an owned weight, by worker, once a minibatch: what the policy
             does to it in addition to the optimizer's update.
-        ratios: of what travels.
+        ratios: how many bytes travel for each byte.
         replicas: processes of each worker, which do its microbatches in turn; empty means one each. Speeds and memory
             are those of each process, and `in_flight` and `deferred` count what one process holds.
-        dp: how many pipelines like this one train together, each with microbatches of its own: a worker adds up its
-            gradients with as many processes.
-        evenly: whether a worker's microbatches count as shared out evenly, though its replicas may not divide them.
-        machines: what processes share one, numbered from worker 0's first on; `links` are then between machines.
-        in_flight_before: the most microbatches of a process that hold what the worker in front saved for them; empty
-            means what that worker itself holds.
+        dp: how many copies of this pipeline train together, each on its own microbatches; gradients are added up over
+            the copies of a worker.
+        evenly: whether replicas count as sharing microbatches evenly, even if their number does not divide them.
+        machines: the machines of the processes, numbered from worker 0's first on; `links` are then between machines.
+        in_flight_before: the most microbatches for which a process holds what the worker before it saved; empty means
+            as many as that worker holds.
     """
 
     count: int
@@ -108,7 +108,7 @@ class Workers:
         for name, default in defaults.items():
             given = getattr(self, name) or default
             if len(given) != n:
-                raise CutError(f"{len(given)} values of {name} for {n} workers")
+                raise CutError(f"there are {len(given)} values of {name} for {n} workers")
             object.__setattr__(self, name, tuple(given))
         if not self.in_flight_before:
             object.__setattr__(self, "in_flight_before", (self.in_flight[0], *self.in_flight[:-1]))
@@ -124,14 +124,14 @@ class Workers:
 
     def _check_replicas(self) -> None:
         if len(self.replicas) != self.count or min(self.replicas) < 1:
-            raise CutError(f"{self.replicas} are not the replicas of {self.count} workers")
+            raise CutError(f"replicas {self.replicas} must be one number above 0 for each of {self.count} workers")
         matrices = isinstance(self.links.bandwidth, tuple) or isinstance(self.links.latency, tuple)
         if matrices and self.processes > self.count:
-            raise CutError("a matrix of links needs workers with one replica each", hint="give one bandwidth")
+            raise CutError("with a matrix of links, every worker must have one replica", hint="give one bandwidth")
 
     @property
     def processes(self) -> int:
-        """How many there are: a worker has one, or its replicas."""
+        """How many processes all workers have: one each, or their replicas."""
         return sum(self.replicas) if self.replicas else self.count
 
     def replicas_of(self, worker: int) -> int:
@@ -145,7 +145,7 @@ class Workers:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The speeds of workers: what their processes' come to together."""
+        """The speed of each worker: of all its processes together."""
         return tuple(
             speed * self.microbatches / self.own_microbatches(k) if self.replicas else speed
             for k, speed in enumerate(self.speeds)

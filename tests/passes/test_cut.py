@@ -19,8 +19,8 @@ from fxpipe.planner.cuts import Cuts
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        ({"forward": (0, 3, 9), "backward": (0, 9)}, "every kind needs one position more than there are workers"),
-        ({"forward": (), "backward": ()}, "every kind needs one position more than there are workers"),
+        ({"forward": (0, 3, 9), "backward": (0, 9)}, "must have 3 positions, one more than there are workers"),
+        ({"forward": (), "backward": ()}, "must have 2 positions, one more than there are workers"),
         ({"forward": (1, 3, 9), "backward": (0, 3, 9)}, "must start with 0, never fall, and end with 9 units"),
         ({"forward": (0, 3, 9), "backward": (0, 3, 8)}, "must start with 0, never fall, and end with 9 units"),
         ({"forward": (0, 5, 3, 9), "backward": (0, 3, 5, 9)}, "forward cuts .* never fall"),
@@ -28,7 +28,7 @@ from fxpipe.planner.cuts import Cuts
             {"forward": (0, 3, 9), "backward": (0, 4, 9), "weights": (0, 3, 9)},
             "weight gradients of unit 3 are on worker 1, after their backward on worker 0",
         ),
-        ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((2, 3, 4),)}, "recomputed on worker 2"),
+        ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((2, 3, 4),)}, "worker 2 cannot compute units 3 to 3 again"),
         ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((1, 3, 10),)}, "there are 2 workers and 9 units"),
     ],
 )
