@@ -28,7 +28,7 @@ from fxpipe.planner.cuts import Cuts
             {"forward": (0, 3, 9), "backward": (0, 4, 9), "weights": (0, 3, 9)},
             "weight gradients of unit 3 are on worker 1, after their backward on worker 0",
         ),
-        ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((2, 3, 4),)}, "worker 2 cannot compute units 3 to 3 again"),
+        ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((2, 3, 4),)}, "worker 2 cannot compute units 3"),
         ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((1, 3, 10),)}, "there are 2 workers and 9 units"),
     ],
 )
