@@ -17,7 +17,9 @@ from fxpipe.torch_private import foreach_add_, foreach_copy_, foreach_sub_
 
 @dataclass
 class _Late:
-    """The parameters whose gradients arrive `delay` updates late; the lists of tensors are laid out like `weights`.
+    """Parameters whose gradients arrive `delay` updates late; the lists of tensors are laid out like `weights`.
+
+    On a GPU these are all such parameters, for few kernels; on a CPU each alone, so that it stays in the cache.
 
     Attributes:
         steps: the optimizer's last steps u, oldest first; at most `delay` of them between updates.
@@ -57,10 +59,11 @@ class ErrorFeedback:
         _refuse(optimizer)
         assert all(delay >= 0 for delay in delays.values()), "a gradient cannot be early"
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        late: dict[int, _Late] = {}
+        late: dict[tuple[int, int], _Late] = {}
         for parameter, delay in delays.items():
             if delay and id(parameter) in trained:
-                late.setdefault(delay, _Late(delay)).weights.append(parameter)
+                alone = id(parameter) if parameter.is_cpu else 0
+                late.setdefault((delay, alone), _Late(delay)).weights.append(parameter)
         self._late = list(late.values())
 
     @torch.no_grad()
