@@ -7,51 +7,48 @@ action and B's actions run from the last worker to the first. Its cost per micro
 one-forward-one-backward, in milliseconds:
 
     busy = (F + B + W + recomputation + (update + policy)/microbatches)/speed + copy · bytes
-    waits = activations + gradients that it receives + what of the other messages does not hide
-    wire = all that arrives over one of its two links, the busier one
+    waits = activations + gradients that it receives + what computation does not hide of other messages
+    wire = all that arrives over the busier of its two links
     cost = max(busy + waits, wire)
 
-- **Activations and gradients** are part of the round trip; where none travel a token does, so latency is always paid.
-  Plain 1F1B keeps worker k just N−1−k forwards ahead: around any range i … j of workers there is a cycle of events that
-  takes Σ busy plus the messages in both directions over the inner boundaries of the range, for j−i+1 microbatches. A
-  period that covers each worker's busy time and what it receives covers every cycle. If a worker on the way has slack,
-  the schedule may do better; the simulator says by how much.
-- **Other messages** travel in parallel to the round trip, and only what computation does not hide counts: the forward
-  of the receiver hides saved values from an earlier worker; the backward of the sender hides those to an earlier
-  worker; the owner's next forward hides weights sent to a later worker; the reader's backward hides those from a later
-  worker. Nothing hides the gradients that W reads of B elsewhere, because they are needed first. Weight copies travel
-  once per minibatch.
+- **Activations and gradients** are part of the round trip. If none travel, a token does, so latency always counts.
+  1F1B keeps worker k exactly N−1−k forwards ahead. So around any range i … j of workers there is a cycle of events for
+  j−i+1 microbatches, which takes Σ busy plus the messages in both directions over the inner boundaries of the range. A
+  period that covers each worker's busy time and what it receives covers every cycle. If a worker in the range has
+  slack, the schedule may be faster; the simulator says by how much.
+- **Other messages** travel in parallel to the round trip, and only what computation does not hide counts. The
+  receiver's forward hides saved values from an earlier worker, the sender's backward those to an earlier worker. The
+  owner's next forward hides weights to a later worker, the reader's backward those from a later worker. Nothing hides
+  gradients from a B elsewhere to W, because W needs them to begin. Weight copies travel once per minibatch.
 - **Mismatch.** For a run of units with F on one side and B or W on the other, B's worker receives the saved values; or
   it receives the activations that cross the start of the run and the random values of the run, and computes the forward
   again. The run begins and ends with units that save something.
-- **policy** is what the policy does to owned weights, for each byte of them; workers differ in it, since those in front
-  predict and those at the end need not.
-- **Codecs** make what travels smaller: of each kind of message, its bytes times its ratio. Memory has the values
-  themselves.
+- **policy** is the policy's work on owned weights, for each byte of them. It differs between workers: the first ones
+  predict, the last need not.
+- **Codecs** make messages smaller: the bytes of each kind are multiplied by its ratio. Memory holds the whole values.
 - **copy** (processor seconds per byte) is paid at both ends.
-- A message is priced on the link to the neighbour in its direction, even if it travels further. Only if runs reach past
-  a neighbour can the schedule take a little longer than the slowest worker's cost.
+- A message is priced on the link to the neighbour in its direction, even if it travels further. Only if mismatched
+  runs reach past a neighbour, the schedule can take a little longer than the slowest worker's cost.
 
-**Replicas of a worker** (`Workers.replicas`) do its microbatches in turn, so each does a share of them: of r, own = M/r
-of a minibatch's M, rounded up. All that comes with every microbatch counts by that share; the update counts whole in
-each. The sums of their weights' gradients are exchanged once a minibatch, in the backward of the last microbatch, and
-count for what that backward does not hide. What many processes send to few, or few to many, occupies the wires of the
-few; weights that a worker with replicas reads leave their owner once for each, as if it had only one process.
-`link_times` says what all this costs, on one machine and between machines. Costs are per microbatch of the minibatch,
-so that workers with more and fewer replicas compare. Where whole pipelines train together (`Workers.dp`), the exchange
-counts likewise, and all else is as of one.
+**Replicas of a worker** (`Workers.replicas`) do its microbatches in turn: each of r does own = M/r of a minibatch's M,
+rounded up. Costs of every microbatch count by that share, the update in full. Replicas exchange their gradients once a
+minibatch, during the backward of the last microbatch, and only what that backward does not hide counts. Messages
+between many processes and few occupy the wires of the few. Weights that a worker with replicas reads leave their owner
+once for each of them, as if the owner had one process. `link_times` has the times of all this, on one machine and
+between machines. Costs are per microbatch of the whole minibatch, so that workers with different numbers of replicas
+compare. If whole pipelines train together (`Workers.dp`), the exchange counts likewise, and all else is as for one.
 
 Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer state, what the policy keeps) + weight
 copies and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
-temporaries. What comes from an earlier worker is in flight for as long as it is there.
+temporaries. Values from an earlier worker are in flight for as many microbatches as that worker has.
 
 **Recomputation** (`Workers.recompute`). A worker whose memory is short keeps less for its own backward, at one of the
-profile's levels (`Unit.levels`): for each microbatch in flight what that level still saves of the units whose F and B
-it has, and what enters them; for each between B and W what W reads of what was computed again; and that once. Of the
-levels whose memory fits, it has the one that costs least.
+profile's levels (`Unit.levels`). For each microbatch in flight, it holds what that level still saves of the units whose
+F and B it has, and what enters them; for each between B and W, the recomputed values that W reads; and, once, the
+recomputed values that exist together. Of the levels that fit into memory, it uses the cheapest.
 
-A codec of weights (`Plan.weights_codec`) is not counted: weight copies are priced as they are, and what owners and
-readers keep for differences to build on, one more copy at either end, is in the table of the build alone.
+A codec of weights (`Plan.weights_codec`) does not count: weight copies are priced at full size. The additional copy
+that owner and reader keep for it is only in the table of a build's workers.
 
 Everything here is arithmetic on arrays of cut positions: any number of candidate workers at once.
 """
@@ -79,10 +76,10 @@ class Costs:
 
     Attributes:
         cost: max(busy + waits, wire); inf if the memory is too small.
-        waits, wire: parts of it; the rest is what computes and copies.
-        memory: 0 if it was not asked for.
-        again: of it, what backward computes again of the worker's own forward, to save memory.
-        values: of `memory`, what is kept for its own backward, or computed again there.
+        waits, wire: its parts; the rest is computing and copying.
+        memory: 0 if `price` did not count it.
+        again: how long backward computes the worker's own forward again, to save memory.
+        values: the part of `memory` that is kept for its own backward, or computed again there.
     """
 
     cost: Floats
@@ -140,7 +137,7 @@ class CostModel:
         self._lookup: tuple[_Table, _Table] | None = None
 
     def with_workers(self, workers: Workers) -> CostModel:
-        """The same profile for other workers, with as many microbatches; it shares what was remembered."""
+        """The model for other workers with equally many microbatches; it shares what was remembered."""
         assert workers.microbatches == self.workers.microbatches
         other = copy(self)
         other.workers = workers
@@ -151,7 +148,7 @@ class CostModel:
         return self.forward[states[..., 0]] + self.backward[states[..., 1]] + self.weight[states[..., 2]]
 
     def floor(self, worker: int, begins: Places, ends: Places) -> Floats:
-        """A lower bound of `price` that is quicker to compute: computation, activations and gradients."""
+        """A lower bound of `price` that is faster to compute: computation, activations and gradients."""
         busy, activation, gradient = self._round_trip(worker, begins, ends)
         before, behind = self._links(worker)
         waits = before.occupied(activation) + behind.occupied(gradient) + before.latency + behind.latency
@@ -161,8 +158,8 @@ class CostModel:
         """The cost of `worker` between the boundaries in the rows of `begins` and those in the rows of `ends`.
 
         Args:
-            begins, ends: shape (n, 4), row by row; no position of an end is before that of its begin. Only cuts that
-                were given to `remember`.
+            begins, ends: shape (n, 4), row by row; no position of an end is before that of its begin. `remember` must
+                have been called with their cuts.
             with_memory: count memory even if it has no limit.
         """
         spans = _CandidateSpans.of(self, begins, ends)
@@ -191,7 +188,7 @@ class CostModel:
         return best
 
     def memory(self, worker: int, begins: Places, ends: Places) -> Floats:
-        """The bytes that the worker needs at least; rows as in `price`."""
+        """The least bytes that the worker needs; rows as in `price`."""
         spans = _CandidateSpans.of(self, begins, ends)
         others = self._others(worker, spans)
         levels = self._allowed(worker)
@@ -203,14 +200,14 @@ class CostModel:
         return self.workers.recompute != "none"
 
     def _allowed(self, worker: int) -> Sequence[int]:
-        """The levels that the worker may have, by what is computed again."""
+        """The levels of recomputation that the worker may have; 0 is none."""
         if self.workers.recompute == "full":
             return (len(self._levels),)
         limited = self.repeats and np.isfinite(self.workers.memory[worker])
         return range(len(self._levels) + 1 if limited else 1)
 
     def repeated(self, begin: Places, end: Places) -> list[tuple[int, int]]:
-        """The runs [first, end) of units that one worker's backward computes again; one row each."""
+        """The runs [first, end) of units that a worker's backward computes again; `begin` and `end` have one row."""
         spans = _CandidateSpans.of(self, begin, end)
         runs = (spans.from_front, spans.from_back)
         return [(int(run.first[0]), int(run.end[0])) for run in runs if run.again[0]]
@@ -226,7 +223,7 @@ class CostModel:
         return (work + once) / self.workers.speeds[worker]
 
     def _share(self, worker: int) -> float:
-        """What share of a minibatch's microbatches one process of the worker does."""
+        """The share of a minibatch's microbatches that one process of the worker does."""
         return self.workers.own_microbatches(worker) / self.workers.microbatches
 
     def _round_trip(self, worker: int, begins: Places, ends: Places) -> tuple[Floats, Floats, Floats]:
@@ -348,7 +345,7 @@ class CostModel:
         return total(self._levels[level - 1].again, own) if level else np.zeros(len(own[0]))
 
     def _values(self, worker: int, spans: _CandidateSpans, level: int) -> Floats:
-        """What forward keeps for the worker's own B and W, and what they have computed again."""
+        """Bytes that forward keeps for the worker's own B and W, or that these compute again."""
         forward, backward, weight = spans.forward, spans.backward, spans.weight
         now, own = self.workers.in_flight[worker], both(forward, backward)
         plain = self._saved(own, both(forward, weight))
@@ -363,7 +360,7 @@ class CostModel:
         return now * kept + self.workers.deferred[worker] * total(sums.deferred, own) + once
 
     def _others(self, worker: int, spans: _CandidateSpans) -> Floats:
-        """All memory but `_values`."""
+        """All bytes but `_values`."""
         own = self.workers
         forward, backward, weight = spans.forward, spans.backward, spans.weight
         frozen = total(self._frozen, forward) + total(self._frozen, backward)
@@ -382,9 +379,10 @@ class CostModel:
 
 
 def levels_of(profile: Profile) -> tuple[tuple[SavingLevel, ...], ...]:
-    """The levels of a profile, each with what every unit saves at it.
+    """The levels of a profile, each with what every unit saves.
 
-    If no unit has any, each keeps its inputs and what is random, and is computed again, where that is less.
+    If no unit has levels, there is one: units keep their inputs and random values, where that is less, and are computed
+    again.
     """
     units = profile.units
     count = max(len(u.levels) for u in units)
@@ -429,10 +427,10 @@ class _LevelSums:
 
 @dataclass(frozen=True)
 class MismatchedRuns:
-    """Mismatched units of every candidate.
+    """A run of mismatched units for every candidate.
 
     Attributes:
-        first, end: from the first of them to the last; empty if end ≤ first.
+        first, end: the run [first, end); empty if end ≤ first.
         size: bytes that travel for them.
         again: whether they are computed again.
         forward_ms: of their forward, at speed 1.

@@ -1,9 +1,9 @@
-"""Partitions: the best cuts of a profile for given workers, by mode, with what each worker then costs.
+"""Partitions: the best cuts of a profile for given workers, by mode, with the cost of each worker.
 
 If only times count, `balance` finds the best shared and the best independent cuts exactly, at any size. In all other
-cases, every plan within the bound of a first one is searched (`search`), which is exact too, as long as there are not
-too many. If there are, windows around the best plan so far are searched until none contains a better one, and the
-partition says how far from the optimum it can be at most.
+cases, every plan within the bound of a first one is searched (`search`), which is exact too. If there are too many,
+windows around the best plan so far are searched until none contains a better one, and the partition says how far from
+the optimum it can be at most.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Load:
 
     Attributes:
         forward, backward, weight: F, B and W.
-        update: a microbatch's share of what is done to weights once a minibatch: the optimizer's step, and the policy's
+        update: a microbatch's share of the work on weights once a minibatch: the optimizer's step, and the policy's
             prediction and error feedback.
         recompute: forward that is computed again, for mismatched units or to save memory.
-        exposed: what communication adds to them; see `cost_model`.
-        total: their sum: the worker's cost.
-        values: of its memory, what is kept for its own backward, or computed again there to save memory.
+        exposed: what communication adds to these; see `cost_model`.
+        total: their sum, which is the worker's cost.
+        values: the part of `memory` that is kept for its own backward, or computed again there to save memory.
     """
 
     forward: float
@@ -70,7 +70,7 @@ class Partition:
     Attributes:
         mode: 'same', 'bidirectional' or 'three-way'.
         forward, backward, weights: positions, each with 0 at the start and the number of units at the end.
-        recompute: (worker, first unit, end): mismatched units whose forward that worker's backward computes again.
+        recompute: (worker, first unit, end): mismatched units whose forward this worker's backward computes again.
         bottleneck: the slowest worker's cost, in seconds per microbatch.
         ideal: all work divided by the workers' speeds, in seconds.
         lower_bound: no plan of this mode can be faster; equals the bottleneck if the search was exact.
@@ -118,12 +118,11 @@ def partitions(
     Args:
         modes: of 'same' (forward, backward and W cut at the same places), 'bidirectional' (W with B) and 'three-way'.
         say: is called with what is being done, for a progress display.
-        budget: pairs of cuts that may be looked at for a proof; beyond it the result is bounded, not proved.
-        rounds: the most rounds of improvement if a plan is not proved to be the best.
+        budget: how many pairs of cuts a proof may look at; if it needs more, the result is bounded, not proved.
+        rounds: the most rounds of improvement while a plan is not proved to be the best.
 
     Raises:
-        TooLittleMemory: nothing fits, in the widest of the modes. Modes that do not fit while a wider one does are
-            left out.
+        TooLittleMemory: nothing fits in the widest mode. A mode in which nothing fits is left out if a wider one fits.
     """
     costs = CostModel(profile, workers)
     search = _PartitionSearch(costs, say, budget, rounds)
@@ -144,10 +143,10 @@ def partitions(
 def of_cuts(
     profile: Profile, workers: Workers, cuts: Cuts, *, mode: str = PINNED, costs: CostModel | None = None
 ) -> Partition:
-    """What given cuts cost, as a partition: there is no search, so only the ideal bounds it.
+    """What given cuts cost, as a partition. Without a search, only the ideal bounds it.
 
     Args:
-        costs: those of the profile and the workers, where many cuts are asked about.
+        costs: the model of the profile and the workers, if it exists already.
     """
     costs = costs or CostModel(profile, workers)
     found = _described(costs, mode, Path(boundaries(cuts), 0.0), 0.0, apart=True)
@@ -164,7 +163,7 @@ def boundaries(cuts: Cuts) -> Places:
 
 
 def of_rows(costs: CostModel, mode: str, cuts: Places) -> Partition:
-    """What boundaries (f, b, w, r), one row each, cost for the workers of the cost model; nothing bounds it yet."""
+    """What boundaries (f, b, w, r), one row each, cost for the workers of the cost model; without a bound."""
     return _described(costs, mode, Path(cuts, bottleneck(costs, cuts)), 0.0)
 
 
@@ -176,7 +175,7 @@ def fits(profile: Profile, workers: Workers) -> bool:
 
 
 class TooLittleMemory(CutError):
-    """No plan fits; `share` is the least multiple of its memory that the fullest worker would need."""
+    """No plan fits; `share` is the smallest multiple of its memory that the fullest worker would need."""
 
     def __init__(self, what: str, share: float = 1.0, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(what, where=where, hint=hint)
@@ -291,8 +290,8 @@ class _PartitionSearch:
 def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
     """Shared cuts that fit into memory; if there are none, those whose fullest worker is least full.
 
-    More units never need less memory, so for a given share of the memory the furthest reach of the first workers
-    decides; not so of what enters a worker that computes values again, where these cuts are only good ones.
+    More units never need less memory. So, for a given share of the memory, only the furthest reach of the first workers
+    matters. That does not hold for what enters a worker that computes values again: there, these cuts are only good.
     """
 
     def reach(share: float) -> Places | None:
@@ -339,7 +338,7 @@ def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:
 
 
 def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: bool = False) -> Partition:
-    """The partition in seconds; the search before it has milliseconds, as profiles have them."""
+    """The partition in seconds; the search, like profiles, has milliseconds."""
     profile, workers = costs.profile, costs.workers
     cuts = path.cuts
     loads, recompute = [], []

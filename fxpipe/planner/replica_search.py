@@ -3,10 +3,10 @@
 A plan is a path from the first boundary to the last, and each of its workers takes some of the processes. From the
 back, `best[processes left][boundary]` is the smallest bottleneck of the workers from that boundary on: the problem of
 PipeDream (SOSP 2019, section 3.1), for boundaries (f, b, w, r) instead of layers, and with the costs of `cost_model`.
-What a worker costs depends on its two boundaries, its replicas, and on the processes before and after it (where they
-are, and how many microbatches it holds for them); for memory and policies also on the number of workers after it.
+The cost of a worker depends on its two boundaries, its replicas, and the processes before and after it (where they are,
+and how many microbatches it holds for them); for memory and policies also on the number of workers after it.
 
-All that is priced once for given boundaries: pairs of them that are within a bound, for each number of replicas.
+For given boundaries, each pair of them within a bound is priced once for each number of replicas.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _SOME_COUNTS = (1, 2, 3, 4, 6)
 
 @dataclass(frozen=True)
 class ReplicatedPath:
-    """A plan: rows (f, b, w, r) of the boundaries, the replicas between them, and the slowest worker's cost in
-    milliseconds."""
+    """A plan: its boundaries as rows (f, b, w, r), its replicas, and its slowest worker's cost in milliseconds."""
 
     cuts: Places
     replicas: tuple[int, ...]
@@ -37,13 +36,12 @@ class ReplicatedPath:
 
 
 class TooManyPairs(Exception):
-    """More pairs of boundaries than may be priced."""
+    """There are more pairs of boundaries than may be priced."""
 
 
 @dataclass(frozen=True)
 class _PricedWorkers:
-    """Workers that are within the bound, by the boundary that they begin at: rows `begins[i]`, each with the ends and
-    costs from `starts[i]` on."""
+    """Workers within the bound, by their first boundary: row `begins[i]` has the ends and costs from `starts[i]` on."""
 
     begins: Places
     starts: Places
@@ -63,7 +61,7 @@ class ReplicaSearch:
     Args:
         costs: of the profile, for any workers of the setting with replicas.
         processes: the most that there may be.
-        by_count: find the best plan for each number of workers, instead of the best of all.
+        by_count: whether to find the best plan for each number of workers, instead of the best of all.
         totals: the numbers of processes that a plan may have.
         counts: the numbers of replicas that a worker may have, rising.
     """
@@ -95,14 +93,14 @@ class ReplicaSearch:
         self.shared = last[-1:] if self.chained else last[::-1]
 
     def best(self, rows: Places, bound: float, budget: int) -> dict[int, ReplicatedPath]:
-        """The best plan whose inner boundaries are among the rows, by its number of workers; at 0 if all are one.
+        """The best plan with inner boundaries among the rows, by its number of workers; if `chained`, one plan at 0.
 
         Args:
             bound: in milliseconds; only plans that are at most this slow count.
             budget: the most pairs of boundaries that may be priced.
 
         Raises:
-            TooManyPairs: there are more.
+            TooManyPairs: the budget is not enough.
         """
         load = self.costs.load(rows)
         through = _PlansThroughRows(self, rows[np.argsort(load, kind="stable")], bound * (1 + EPSILON), budget)
@@ -129,14 +127,14 @@ def _alike(one: Sequence[StageDemands], other: Sequence[StageDemands], limited: 
 
 @dataclass
 class _BestFromHere:
-    """By boundary, the best bottleneck from there on, and the replicas of the first worker on that way."""
+    """By boundary, the best bottleneck from there on, and the replicas of the first worker of that plan."""
 
     value: Floats
     replicas: Places
 
 
 class _PlansThroughRows:
-    """Plans through given rows; what is priced once stays."""
+    """Plans through given rows; it keeps what it has priced."""
 
     def __init__(self, search: ReplicaSearch, rows: Places, bound: float, budget: int) -> None:
         self.search, self.rows, self.bound, self.left = search, rows, bound, budget
@@ -184,7 +182,7 @@ class _PlansThroughRows:
     def _extend(
         self, table: _BestFromHere, source: Sequence[_BestFromHere], stage: StageDemands, around: tuple[int, int, int]
     ) -> None:
-        """Put a worker with `around[1]` replicas in front of what is known."""
+        """Put a worker before the known ones. `around`: processes before it, its replicas, and processes after it."""
         front, own, after = around
         edges = self._edges(stage, max(front, 1), own, after)
         if not len(edges.ends):
@@ -227,7 +225,7 @@ class _PlansThroughRows:
         return ReplicatedPath(np.array([*cuts, self.end[0]]), tuple(replicas), value)
 
     def _edges(self, stage: StageDemands, front: int, own: int, after: int) -> _PricedWorkers:
-        """All workers with `own` replicas within the bound, of those that begin at the start if none is in front."""
+        """All workers within the bound with `own` replicas; those that begin at the start if `front` is 0."""
         if not self.search.placed:
             front, after = min(front, 1), min(after, 1)
         asked = (stage, front, own, after)

@@ -1,11 +1,11 @@
-"""Partitions whose workers have replicas: for given ones, or with the replicas chosen for so many processes.
+"""Partitions whose workers have replicas, chosen together with the cuts for a number of processes.
 
-Shared cuts are searched with their replicas, all positions at once (`replica_search`): that is exact. So are separate
-cuts, while there are few enough. Beyond that, the best shared plan is the first one; in turn, cuts are improved for its
-replicas (`partition`), and replicas together with cuts in windows around it, until neither finds a better plan. Each
-step is bounded, and the partition says how far from the optimum it can be at most.
+Shared cuts and their replicas are searched over all positions at once (`replica_search`), which is exact. So are
+separate cuts, if there are few enough. If not, the search begins with the best shared plan. In turn, it improves the
+cuts for the plan's replicas (`partition`), and replicas together with cuts in windows around the plan, until neither
+finds a better one. Each step is bounded, and the partition says how far from the optimum it can be at most.
 
-Of more than 16 processes, workers have numbers of replicas that one would run (`counts_of`).
+With more than 16 processes, workers may have only some numbers of replicas (`counts_of`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def replicated_partitions(
     say: Callable[[str], None] = lambda text: None,
     budget: int = BUDGET,
 ) -> dict[str, Partition]:
-    """The partitions of several modes that take least time with at most so many processes, with their replicas.
+    """The fastest partition of each mode on at most `processes` processes, with its replicas.
 
-    With a flush, the least time of a minibatch counts, filling and draining included; else the least bottleneck.
+    With a flush, the time of a minibatch counts, with filling and draining; else the bottleneck.
 
     Args:
-        setting: of equal processes; its links between any two of them, or between machines.
+        setting: of equal processes; its links are between any two of them, or between machines.
         budget: pairs of boundaries that may be priced in one search.
 
     Raises:
@@ -59,7 +59,7 @@ def replicated_partitions(
         CutError: processes differ, or the schedule has several workers in each.
     """
     if not processes >= 1:
-        raise ValueError("there is at least one process")
+        raise ValueError(f"there must be at least one process, not {processes}")
     setting.workers(1, (1,))  # raises for what has no replicas
     wanted = [mode for mode in MODES if mode in modes]
     most = min(processes, 3 * len(profile.units))  # a worker has F, B or W of some unit
@@ -82,7 +82,7 @@ def replicated_partitions(
 
 
 def totals_of(processes: int, setting: Setting) -> tuple[int, ...]:
-    """The numbers of processes that a plan may have: any, if they are few; else all, or half of the machines."""
+    """The numbers of processes that a plan may have: any, if they are few or alike; else all, or half the machines."""
     if processes <= _FEW_PROCESSES or not _placed(setting):
         return tuple(range(1, processes + 1))
     size = setting.machines.size if setting.machines else 1
@@ -92,8 +92,8 @@ def totals_of(processes: int, setting: Setting) -> tuple[int, ...]:
 def counts_of(processes: int, setting: Setting) -> tuple[int, ...]:
     """The numbers of replicas that a worker may have: any, if processes are few.
 
-    Else divisors of their number, and powers of two: others share out machines and microbatches badly. Where it makes
-    no difference which processes a worker has, also what these leave: 60 of 64, as PipeDream has 15 of 16.
+    Else divisors of their number, and powers of two: others divide machines and microbatches badly. If it makes no
+    difference which processes a worker has, also what these leave: 60 of 64, like PipeDream's 15 of 16.
     """
     if processes <= _FEW_PROCESSES:
         return tuple(range(1, processes + 1))
@@ -108,9 +108,9 @@ def _placed(setting: Setting) -> bool:
 
 
 def minibatch_seconds(partition: Partition, workers: Workers, flush: bool) -> float:
-    """Seconds of a minibatch: the slowest worker's, and with a flush also what filling and draining the pipeline takes.
+    """Seconds of a minibatch: the slowest worker's, and with a flush also those of filling and draining the pipeline.
 
-    That is one microbatch on every other worker: what a process does of it, without its share of the update.
+    These are one microbatch on every other worker, without a share of the update.
     """
     steady = workers.microbatches * partition.bottleneck
     if not flush:
@@ -124,9 +124,9 @@ def minibatch_seconds(partition: Partition, workers: Workers, flush: bool) -> fl
 
 
 def notation(replicas: Sequence[int]) -> str:
-    """PipeDream's: `15-1`; `16` for data parallelism; `straight` if every worker has one process.
+    """PipeDream's notation: `15-1`; `16` for data parallelism; `straight` if every worker has one process.
 
-    Runs of equal numbers are written once, where there are more than three: `4×2-8`.
+    A run of more than three equal numbers is written once: `4×2-8`.
     """
     if len(replicas) > 1 and set(replicas) == {1}:
         return f"straight ({len(replicas)})"
@@ -154,7 +154,7 @@ class _SearchByModes:
         self.ideal = profile.total_ms(setting.microbatches) / self.costs.workers.speeds[0] / processes
 
     def best(self, mode: str, narrower: Partition | None) -> Partition | None:
-        """The best plan of a mode; that of a narrower one, if it gains nothing. None if nothing fits."""
+        """The best plan of a mode, or the narrower one if that is as good; None if nothing fits."""
         where = positions(self.costs, mode)
         if not self.known:
             self.say(f"{mode}: a first plan")
@@ -188,7 +188,7 @@ class _SearchByModes:
         )
 
     def _start(self, mode: str, where: Positions) -> None:
-        """A first plan: the best of a few shared cuts, or if none of them fits, of a plain pipeline."""
+        """A first plan: the best of a few shared cuts; if none of them fits, of a pipeline without replicas."""
         for few in (_FEW, _FEW // 4):
             try:
                 self._keep(self._through(_thinned(self.costs, where, few), np.inf, self.budget))
@@ -205,12 +205,12 @@ class _SearchByModes:
         return 1e3 * self._seconds(self.known[-1]) / self.setting.microbatches
 
     def _seconds(self, partition: Partition) -> float:
-        """Of a minibatch: what counts."""
+        """Seconds of a minibatch, which the search minimises."""
         workers = self.setting.workers(len(partition.replicas), partition.replicas)
         return minibatch_seconds(partition, workers, self.flush)
 
     def _keep(self, found: Sequence[Partition]) -> None:
-        """Know the best of them, if it is better than what is known."""
+        """Keep the best of them, if it is better than the known ones."""
         best = min(found, key=self._seconds, default=None)
         if best is not None and not (
             self.known and self._seconds(best) >= self._seconds(self.known[-1]) * (1 - EPSILON)
@@ -218,10 +218,10 @@ class _SearchByModes:
             self.known.append(best)
 
     def _through(self, rows: Places, bound: float, budget: int) -> list[Partition]:
-        """The best plans through rows, by number of workers; none if there is none within the bound.
+        """The best plans through rows, for each number of workers; none if none is within the bound.
 
         Raises:
-            TooManyPairs: they make more than the budget.
+            TooManyPairs: the budget is not enough.
         """
         paths = [*self.search.best(rows, bound, budget).values()]
         if not self.flush:  # the bottleneck is all that counts; what policies ask of workers takes long to find out
@@ -233,7 +233,7 @@ class _SearchByModes:
         return of_rows(self.costs.with_workers(workers), "three-way", path.cuts)
 
     def _all(self, mode: str, where: Positions, bound: float) -> Places | None:
-        """All boundaries that plans within the bound can have; None if they are too many."""
+        """All boundaries that plans within the bound can have; None if there are too many."""
         total = float(self.costs.load(np.full((1, 4), self.costs.count))[0])
         found = within(self.costs, where, mode, 0.0, total, 40 * _MOST_ROWS)
         if found is None:
@@ -248,7 +248,7 @@ class _SearchByModes:
         return rows if len(rows) <= _MOST_ROWS else None
 
     def _improve(self, mode: str, where: Positions) -> None:
-        """Cuts for the best plan's replicas, and replicas with cuts around it, in turn."""
+        """In turn, improve cuts for the best plan's replicas, and replicas together with cuts around it."""
         patterns: tuple[tuple[int, ...], ...] = _OFFSETS if self.few and mode != "three-way" else _SHORT_OFFSETS
         if mode == "same":
             patterns = (tuple(range(-60, 61)), tuple(8 * o for o in _OFFSETS[1]), tuple(range(-20, 21)))
@@ -287,7 +287,7 @@ def _inner(costs: CostModel, rows: Places) -> Places:
 
 
 def _thinned(costs: CostModel, where: Positions, few: int) -> Places:
-    """At most so many shared boundaries, with about as much work between any two."""
+    """At most `few` shared boundaries, with about equal work between neighbours."""
     at = where.shared[1:-1]
     rows = np.stack([at, at, at, 0 * at], axis=1).astype(np.int64)
     if len(rows) <= few:

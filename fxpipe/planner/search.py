@@ -42,9 +42,8 @@ def least_bottleneck(
 
     Args:
         layers: for each of the N + 1 boundaries the allowed rows (f, b, w, r), shape (n, 4).
-        bound: only plans that are at most this slow count; the tighter the bound, the faster the search.
-        aim: 'memory' finds the plan whose fullest worker is least full, in units of its memory, regardless of
-            time.
+        bound: only plans whose bottleneck is at most this count; a tighter bound makes the search faster.
+        aim: 'memory' finds the plan whose fullest worker is least full, in units of its memory, whatever its time.
         calm: whether traffic matters.
 
     Returns:
@@ -86,7 +85,7 @@ def _total(so_far: Floats, cost: Floats, traffic: Floats) -> Floats:
 
 
 def _sweep(costs: CostModel, layers: Sequence[Places], bound: float, aim: Aim, join: Join) -> Path | None:
-    """The path with the smallest value; `join` adds a worker to a value; workers over the bound do not count."""
+    """The path with the smallest value, without workers over the bound. `join` adds a worker to a value."""
     value = np.zeros(len(layers[0]))
     came_from: list[
         tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -135,7 +134,7 @@ def _sweep(costs: CostModel, layers: Sequence[Places], bound: float, aim: Aim, j
 def _possible(
     costs: CostModel, worker: int, begins: Places, ends: Places, bound: float, aim: Aim
 ) -> tuple[Places, Places]:
-    """Pairs (row of ends, row of begins) that run forward and whose computation alone does not exceed the bound."""
+    """Pairs (row of ends, row of begins): no end is before its begin, and computation alone is within the bound."""
     good = np.ones((len(ends), len(begins)), dtype=bool)
     for chain in range(3):
         good &= ends[:, chain, None] >= begins[None, :, chain]
@@ -146,7 +145,7 @@ def _possible(
 
 
 def _priced(costs: CostModel, worker: int, begins: Places, ends: Places, aim: Aim) -> tuple[Floats, Floats]:
-    """Cost and traffic (milliseconds on the wires, and next to nothing for each mismatched unit) of workers."""
+    """Cost and traffic of workers. Traffic is milliseconds on the wires, and next to nothing for a mismatched unit."""
     if aim == "memory":
         memory = costs.memory(worker, begins, ends) / costs.workers.memory[worker]
         return memory, memory

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
 Span = tuple[Places, Places]
-"""[first, end) of every candidate; empty if end ≤ first."""
+"""[first, end), with an element for each candidate; empty if end ≤ first."""
 
 
 def prefix(values: Sequence[float]) -> Floats:
@@ -39,7 +39,7 @@ def back(span: Span, limit: Places) -> Span:
 
 
 def hull(one: Span, other: Span) -> Span:
-    """From the first unit of either to the last; an empty span does not count."""
+    """From the first unit of both to the last; an empty span does not count."""
     empty, empty_other = one[1] <= one[0], other[1] <= other[0]
     first = np.where(empty, other[0], np.where(empty_other, one[0], np.minimum(one[0], other[0])))
     end = np.where(empty, other[1], np.where(empty_other, one[1], np.maximum(one[1], other[1])))
