@@ -74,13 +74,15 @@ class _Messages:
 
     def all(self) -> Iterator[Message]:
         """Every message; on the same link, activations and gradients come before saved values."""
-        for value, chain in (
-            *((value, "F") for value in self.profile.activations),
-            *((value, "B") for value in self.profile.gradients),
-        ):
+        chains: tuple[tuple[Phase, Sequence[Value]], ...] = (
+            ("F", self.profile.activations),
+            ("B", self.profile.gradients),
+        )
+        for chain, values in chains:
             owner = self.owner[chain]
-            if any(owner[reader] != owner[value.producer] for reader in value.readers):
-                self._value(value, chain, chain == "F")
+            for value in values:
+                if any(owner[reader] != owner[value.producer] for reader in value.readers):
+                    self._value(value, chain, chain == "F")
         yield from self._messages()
         self.found = {}
         self._saved()
