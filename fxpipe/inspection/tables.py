@@ -55,7 +55,7 @@ def modules(rows: Sequence[Json]) -> ShownTable:
     return ShownTable(
         (
             Column("module", "label", NAME),
-            *(Column(f"{letter} on", partial(_passed, phase), WORKERS) for phase, letter in _PHASES.items()),
+            *(Column(f"{letter} on", partial(_runs_on, phase), WORKERS) for phase, letter in _PHASES.items()),
             Column("", lambda m: APART if m["apart"] else "", TEXT),
             *(Column(letter, partial(milliseconds, phase), TIME) for phase, letter in _PHASES.items()),
             Column("parameters", lambda m: m["parameters"] or None, COUNT),
@@ -68,7 +68,7 @@ def modules(rows: Sequence[Json]) -> ShownTable:
     )
 
 
-def _passed(phase: str, module: Json) -> Cell:
+def _runs_on(phase: str, module: Json) -> Cell:
     """Where a module's forward or backward runs: `0`, `0→1` in forward, `0←1` in backward; `0,2` with a gap."""
     return _ranks(sorted({worker for worker, *_ in module[phase]}), "→" if phase == "forward" else "←")
 

@@ -149,9 +149,7 @@ class Profile:
     def split_backward(self, fraction: float) -> Profile:
         """The same profile with W as a fraction of each backward that has parameters but no W yet."""
         if not 0 <= fraction < 1:
-            raise ProfileError(
-                f"the fraction of weight gradients is {fraction}", hint="give a share of backward, from 0 to below 1"
-            )
+            raise ProfileError(f"the weight gradients' share of backward must be from 0 to below 1, not {fraction}")
         units = tuple(
             dataclasses.replace(u, backward_ms=u.backward_ms * (1 - fraction), weight_ms=u.backward_ms * fraction)
             if u.parameter_bytes and not u.weight_ms
