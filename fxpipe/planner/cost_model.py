@@ -58,16 +58,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fxpipe.errors import CutError
+from fxpipe.planner.candidate_workers import Candidates, Holdings, MismatchedRuns
 from fxpipe.planner.crossing import Crossing
 from fxpipe.planner.link_times import LinkTimes, all_reduce, exposed_exchange, fans, link_from
 from fxpipe.planner.profile import Profile, SavingLevel
-from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, Span, Trim, back, both, front, hull, prefix, total
+from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, Span, Trim, both, hull, prefix, total
 from fxpipe.planner.workers import Workers
+
+
+class Times(NamedTuple):
+    """Milliseconds of every candidate, in the terms of the module's docstring."""
+
+    busy: Floats
+    waits: Floats
+    wire: Floats
+
+    @property
+    def cost(self) -> Floats:
+        """The cost, if memory does not matter."""
+        return np.maximum(self.busy + self.waits, self.wire)
+
+    def take(self, rows: Places) -> Times:
+        """Those of some candidates."""
+        return Times(*(column[rows] for column in self))
 
 
 @dataclass(frozen=True)
@@ -90,9 +108,6 @@ class Costs:
     values: Floats
 
 
-_Table = tuple[Places, Places, Floats]  # begins, ends, bytes
-
-
 class CostModel:
     """Prices workers of one profile; see the module's docstring for the model."""
 
@@ -107,7 +122,7 @@ class CostModel:
         self.forward = prefix([u.forward_ms for u in units])
         self.backward = prefix([u.backward_ms for u in units])
         self.weight = prefix([u.weight_ms + u.update_ms / workers.microbatches for u in units])
-        self._update = prefix([u.update_ms / workers.microbatches for u in units])
+        self.update = prefix([u.update_ms / workers.microbatches for u in units])
         works = [u.weight_ms > 0 for u in units]
         self._saved_b = prefix([u.saved_bytes - u.weight_saved_bytes for u in units])
         self._saved_w = prefix([u.saved_bytes if w else 0.0 for u, w in zip(units, works, strict=True)])
@@ -115,16 +130,16 @@ class CostModel:
             [u.saved_bytes - u.weight_saved_bytes if w else 0.0 for u, w in zip(units, works, strict=True)]
         )
         self._fixed = prefix([u.fixed_bytes for u in units])
-        self._handed = prefix([u.gradient_bytes if w else 0.0 for u, w in zip(units, works, strict=True)])
-        self._parameters = prefix([u.parameter_bytes for u in units])
-        self._frozen = prefix([u.frozen_bytes for u in units])
+        self.handed = prefix([u.gradient_bytes if w else 0.0 for u, w in zip(units, works, strict=True)])
+        self.parameters = prefix([u.parameter_bytes for u in units])
+        self.frozen = prefix([u.frozen_bytes for u in units])
         owns = [w or u.parameter_bytes > 0 or u.update_ms > 0 for w, u in zip(works, units, strict=True)]
         self.owning = Trim(owns)
         self._saving = (
             Trim([u.saved_bytes > u.weight_saved_bytes for u in units]),
             Trim([w and u.saved_bytes > 0 for w, u in zip(works, units, strict=True)]),
         )
-        self._temporary = Maximum([u.temporary_bytes for u in units])
+        self.temporary = Maximum([u.temporary_bytes for u in units])
         self._levels = tuple(_LevelSums.of(level) for level in levels_of(profile))
         self._keeps_entering = any(u.levels for u in units)
         last = count - 1
@@ -134,7 +149,7 @@ class CostModel:
         )
         self._entering = self.activations.total()  # bytes that a run from here on reads of earlier units
         self._leaving = self.gradients.total()[::-1]  # bytes of gradients that cross a position
-        self._lookup: tuple[_Table, _Table] | None = None
+        self._lookup: tuple[_Table, ...] = ()
 
     def with_workers(self, workers: Workers) -> CostModel:
         """The model for other workers with equally many microbatches; it shares what was remembered."""
@@ -147,37 +162,61 @@ class CostModel:
         """Work before boundaries, rows (f, b, w, …), in milliseconds at speed 1; without the policy's."""
         return self.forward[states[..., 0]] + self.backward[states[..., 1]] + self.weight[states[..., 2]]
 
-    def floor(self, worker: int, begins: Places, ends: Places) -> Floats:
+    def floor(self, worker: int, of: Candidates) -> Floats:
         """A lower bound of `price` that is faster to compute: computation, activations and gradients."""
-        busy, activation, gradient = self._round_trip(worker, begins, ends)
+        ratios = self.workers.ratios
         before, behind = self._links(worker)
-        waits = before.occupied(activation) + behind.occupied(gradient) + before.latency + behind.latency
-        return busy + waits * self._share(worker)
+        waits = before.occupied(ratios.activation * of.activation) + behind.occupied(ratios.gradient * of.gradient)
+        return self._busy(worker, of) + (waits + before.latency + behind.latency) * self._share(worker)
 
-    def price(self, worker: int, begins: Places, ends: Places, with_memory: bool = False) -> Costs:
-        """The cost of `worker` between the boundaries in the rows of `begins` and those in the rows of `ends`.
+    def price(self, worker: int, of: Candidates, with_memory: bool = False) -> Costs:
+        """The cost of `worker`, if it is any of the candidates.
 
         Args:
-            begins, ends: shape (n, 4), row by row; no position of an end is before that of its begin. `remember` must
-                have been called with their cuts.
             with_memory: count memory even if it has no limit.
         """
-        spans = _CandidateSpans.of(self, begins, ends)
-        if self.workers.links.free:
-            busy = self._busy(worker, begins, ends) + spans.repeated_ms / self.workers.rates[worker]
-            waits = wire = np.zeros_like(busy)
-        else:
-            busy, waits, wire = self._times(worker, begins, ends, spans)
-        limit, nothing = self.workers.memory[worker], np.zeros_like(busy)
-        if not with_memory and not np.isfinite(limit) and self.workers.recompute != "full":
-            return Costs(np.maximum(busy + waits, wire), waits, wire, nothing, nothing, nothing)
-        others = self._others(worker, spans)
-        best = Costs(np.full_like(busy, np.inf), waits, wire, np.full_like(busy, np.inf), nothing, nothing)
-        for level in self._allowed(worker):
-            values = self._values(worker, spans, level)
-            again = self._again_ms(spans, level) / self.workers.rates[worker]
-            memory = others + values
-            cost = np.where(memory <= limit, np.maximum(busy + again + waits, wire), np.inf)
+        times = self.times(worker, of)
+        if not with_memory and not np.isfinite(self.workers.memory[worker]) and self.workers.recompute != "full":
+            nothing = np.zeros(len(of))
+            return Costs(times.cost, times.waits, times.wire, nothing, nothing, nothing)
+        return self.fitting(worker, times, of.holdings(self.allowed(worker)))
+
+    def times(self, worker: int, of: Candidates) -> Times:
+        """What the worker's time is made of, whatever its memory."""
+        if not self.workers.links.free:
+            return self._times(worker, of)
+        busy = self._busy(worker, of) + of.repeated_ms / self.workers.rates[worker]
+        return Times(busy, np.zeros(len(of)), np.zeros(len(of)))
+
+    def terms(self, worker: int) -> tuple[object, ...]:
+        """All that `times` and `floor` know of a worker: those of workers that have the same are the same."""
+        own = self.workers
+        times: tuple[object, ...] = (own.owned_ms[worker], own.own_microbatches(worker), own.speeds[worker])
+        if own.links.free:
+            return times
+        exchange = all_reduce(own, worker) if own.replicas or own.dp > 1 else None
+        return (
+            *times,
+            *self._links(worker),
+            exchange,
+            fans(own, worker) if own.replicas else None,
+            own.replicas_of(worker),
+        )
+
+    def fitting(self, worker: int, times: Times, held: Sequence[Holdings]) -> Costs:
+        """The costs of candidates at the level that takes least time of those that fit into the worker's memory.
+
+        Args:
+            held: of the candidates, at every level that the worker may have.
+        """
+        limit, waits, wire = self.workers.memory[worker], times.waits, times.wire
+        nothing = np.zeros_like(waits)
+        best = Costs(np.full_like(waits, np.inf), waits, wire, np.full_like(waits, np.inf), nothing, nothing)
+        for level in held:
+            again = level.again_ms / self.workers.rates[worker]
+            values = self._values(worker, level)
+            memory = self._others(worker, level) + values
+            cost = np.where(memory <= limit, np.maximum(times.busy + again + waits, wire), np.inf)
             better = (cost < best.cost) | (np.isinf(best.cost) & (memory < best.memory))
             found = Costs(cost, waits, wire, memory, again, values)
             names = ("cost", "memory", "again", "values")
@@ -187,70 +226,54 @@ class CostModel:
                 break  # what fits with less computed again is faster
         return best
 
-    def memory(self, worker: int, begins: Places, ends: Places) -> Floats:
-        """The least bytes that the worker needs; rows as in `price`."""
-        spans = _CandidateSpans.of(self, begins, ends)
-        others = self._others(worker, spans)
-        levels = self._allowed(worker)
-        return others + np.minimum.reduce([self._values(worker, spans, level) for level in levels])
+    def memory(self, worker: int, of: Candidates) -> Floats:
+        """The least bytes that the worker needs."""
+        held = of.holdings(self.allowed(worker))
+        return self._others(worker, held[0]) + np.minimum.reduce([self._values(worker, level) for level in held])
 
     @property
     def repeats(self) -> bool:
         """Whether workers may compute anything again to save memory."""
         return self.workers.recompute != "none"
 
-    def _allowed(self, worker: int) -> Sequence[int]:
+    def allowed(self, worker: int) -> Sequence[int]:
         """The levels of recomputation that the worker may have; 0 is none."""
         if self.workers.recompute == "full":
             return (len(self._levels),)
         limited = self.repeats and np.isfinite(self.workers.memory[worker])
         return range(len(self._levels) + 1 if limited else 1)
 
-    def repeated(self, begin: Places, end: Places) -> list[tuple[int, int]]:
-        """The runs [first, end) of units that a worker's backward computes again; `begin` and `end` have one row."""
-        spans = _CandidateSpans.of(self, begin, end)
-        runs = (spans.from_front, spans.from_back)
+    def repeated(self, of: Candidates) -> list[tuple[int, int]]:
+        """The runs [first, end) of units that the backward of the only candidate computes again."""
+        runs = (of.from_front, of.from_back)
         return [(int(run.first[0]), int(run.end[0])) for run in runs if run.again[0]]
 
-    def _busy(self, worker: int, begins: Places, ends: Places) -> Floats:
+    def _busy(self, worker: int, of: Candidates) -> Floats:
         """Milliseconds of F + B + W + update + policy."""
-        owned = self._parameters[ends[:, 2]] - self._parameters[begins[:, 2]]
-        policy = self.workers.owned_ms[worker] / self.workers.microbatches * owned
-        work, once = self.load(ends) - self.load(begins), policy
+        policy = self.workers.owned_ms[worker] / self.workers.microbatches * of.owned
+        work, once = of.work_ms, policy
         if (share := self._share(worker)) != 1:
-            update = self._update[ends[:, 2]] - self._update[begins[:, 2]]
-            work, once = share * (work - update), update + policy
+            work, once = share * (work - of.update_ms), of.update_ms + policy
         return (work + once) / self.workers.speeds[worker]
 
     def _share(self, worker: int) -> float:
         """The share of a minibatch's microbatches that one process of the worker does."""
         return self.workers.own_microbatches(worker) / self.workers.microbatches
 
-    def _round_trip(self, worker: int, begins: Places, ends: Places) -> tuple[Floats, Floats, Floats]:
-        """Milliseconds of `_busy`; bytes of activations and of gradients received."""
-        busy, ratios = self._busy(worker, begins, ends), self.workers.ratios
-        activation = ratios.activation * self._received(0, begins[:, 0], ends[:, 0])
-        gradient = ratios.gradient * self._received(1, self.count - ends[:, 1], self.count - begins[:, 1])
-        return busy, activation, gradient
-
-    def _times(
-        self, worker: int, begins: Places, ends: Places, spans: _CandidateSpans
-    ) -> tuple[Floats, Floats, Floats]:
-        busy, activation, gradient = self._round_trip(worker, begins, ends)
-        speed, ratios = self.workers.speeds[worker], self.workers.ratios
-        own = self.workers.own_microbatches(worker)
+    def _times(self, worker: int, of: Candidates) -> Times:
+        busy, ratios = self._busy(worker, of), self.workers.ratios
+        activation, gradient = ratios.activation * of.activation, ratios.gradient * of.gradient
+        speed, own = self.workers.speeds[worker], self.workers.own_microbatches(worker)
         share = ratios.weights / own
         before, behind = self._links(worker)
-        own_forward = total(self.forward, spans.forward) / speed
-        own_backward = total(self.backward, spans.backward) / speed
-        in_front, in_back = share * self._weight_copies(spans, "in", 0), share * self._weight_copies(spans, "in", 1)
+        own_forward, own_backward = of.forward_ms / speed, of.backward_ms / speed
+        in_front, in_back = (share * copies for copies in of.copies_in)
         if (readers := self.workers.replicas_of(worker)) > 1:  # the owner sends the weights to each of them
             in_front, in_back = in_front * readers / before.sharing, in_back * readers / behind.sharing
-        out_front, out_back = share * self._weight_copies(spans, "out", 0), share * self._weight_copies(spans, "out", 1)
-        handed = total(self._handed, spans.weight) - total(self._handed, both(spans.weight, spans.backward))
-        handed = ratios.gradient * handed
+        out_front, out_back = (share * copies for copies in of.copies_out)
+        handed = ratios.gradient * of.handed[0]
         from_front, to_front, from_back, to_back = (
-            ratios.saved * run.size for run in (spans.from_front, spans.to_front, spans.from_back, spans.to_back)
+            ratios.saved * run.size for run in (of.from_front, of.to_front, of.from_back, of.to_back)
         )
         waits = before.occupied(activation) + behind.occupied(gradient + handed) + before.latency + behind.latency
         waits = waits + np.maximum(before.occupied(from_front) - own_forward, 0.0)
@@ -261,30 +284,28 @@ class CostModel:
         from_behind = gradient + handed + in_back + from_back
         wire = np.maximum(before.occupied(from_before), behind.occupied(from_behind))
         done = self._share(worker)
-        busy = busy + spans.repeated_ms * done / speed
+        busy = busy + of.repeated_ms * done / speed
         copy = 1e3 * self.workers.links.copy
         if copy:
-            sent = ratios.activation * self._entering[ends[:, 0]] + ratios.gradient * self._leaving[begins[:, 1]]
+            sent = ratios.activation * self._entering[of.ends[:, 0]] + ratios.gradient * self._leaving[of.begins[:, 1]]
             sent = sent + out_front + out_back + to_front + to_back
-            others = total(self._handed, spans.backward) - total(self._handed, both(spans.backward, spans.weight))
-            sent = sent + ratios.gradient * others
+            sent = sent + ratios.gradient * of.handed[1]
             busy = busy + copy * done * (from_before + from_behind + sent)
         if self.workers.replicas or self.workers.dp > 1:
-            weights = total(self._parameters, spans.weight)
-            hidden = own_backward + (total(self.weight, spans.weight) - total(self._update, spans.weight)) / speed
-            waits = waits + exposed_exchange(self.workers, worker, weights, hidden) / own
-            busy = busy + copy * done * all_reduce(self.workers, worker).copied * weights / own
+            hidden = own_backward + (total(self.weight, of.weight) - of.update_ms) / speed
+            waits = waits + exposed_exchange(self.workers, worker, of.owned, hidden) / own
+            busy = busy + copy * done * all_reduce(self.workers, worker).copied * of.owned / own
         if self.workers.replicas:
-            wire = np.maximum(wire, self._fan(worker, begins, ends))
-        return busy, waits * done, wire * done
+            wire = np.maximum(wire, self._fan(worker, of))
+        return Times(busy, waits * done, wire * done)
 
-    def _fan(self, worker: int, begins: Places, ends: Places) -> Floats:
+    def _fan(self, worker: int, of: Candidates) -> Floats:
         """How long what a process sends to its neighbours' processes occupies the wires, in milliseconds."""
         ratios = self.workers.ratios
         front, back = fans(self.workers, worker)
         found = [
             fan * ratio * crossing
-            for fan, at in ((front, begins), (back, ends))
+            for fan, at in ((front, of.begins), (back, of.ends))
             for ratio, crossing in (
                 (ratios.activation, self._entering[at[:, 0]]),
                 (ratios.gradient, self._leaving[at[:, 1]]),
@@ -296,37 +317,27 @@ class CostModel:
         """The links to the previous and to the next worker."""
         return link_from(self.workers, worker - 1, worker), link_from(self.workers, worker + 1, worker)
 
-    def _weight_copies(self, spans: _CandidateSpans, way: str, side: int) -> Floats:
-        """Parameter bytes read on one side of a boundary and owned on the other: side 0 before it, 1 after it.
-
-        Coming in: F or B here, W on that side. Going out: W here, F or B on that side.
-        """
-        sums, weight = self._parameters, spans.weight
-        if way == "in":
-            cut = (lambda span: front(span, weight[0])) if side == 0 else (lambda span: back(span, weight[1]))
-            forward, backward = cut(spans.forward), cut(spans.backward)
-        else:
-            readers = (spans.forward, spans.backward)
-            forward, backward = ((front if side == 0 else back)(weight, r[side]) for r in readers)
-        return total(sums, forward) + total(sums, backward) - total(sums, both(forward, backward))
+    def between(self, begins: Places, ends: Places) -> Candidates:
+        """Candidates between boundaries; see there."""
+        return Candidates(self, begins, ends)
 
     def remember(self, begins: Places, ends: Places) -> None:
         """Look up in advance what crosses between all these cuts; afterwards `price` may be called only for these."""
-        starts, columns = np.unique(begins[:, 0]), np.unique(ends[:, 0])
-        first, last = np.unique(self.count - ends[:, 1]), np.unique(self.count - begins[:, 1])
-        self._lookup = (
-            (starts, columns, self.activations.table(starts, columns)),
-            (first, last, self.gradients.table(first, last)),
+        count = self.count
+        tables = (
+            (self.activations, begins[:, 0], ends[:, 0]),
+            (self.gradients, count - ends[:, 1], count - begins[:, 1]),
         )
+        self._lookup = tuple(_Table.of(count, *table) for table in tables)
 
-    def _received(self, chain: int, begins: Places, ends: Places) -> Floats:
-        assert self._lookup is not None
-        rows, columns, table = self._lookup[chain]
-        return table[np.searchsorted(rows, begins), np.searchsorted(columns, ends)]
+    def received(self, chain: int, begins: Places, ends: Places) -> Floats:
+        """Bytes of activations (chain 0) or gradients (1) that arrive at runs of units, in the chain's direction."""
+        found = self._lookup[chain]
+        return found.bytes[found.row[begins], found.column[ends]]
 
     def run(self, backward: Span, weight: Span, again: Places) -> MismatchedRuns:
         """A run of units with B or W on one side of a boundary and F on the other."""
-        saved = self._saved(backward, weight)
+        saved = self.saved(backward, weight)
         first, end = hull(self._saving[0](backward), self._saving[1](weight))
         entering = np.where(end > first, self._entering[first] + total(self._fixed, (first, end)), 0.0)
         repeated = (again > 0) & (end > first)
@@ -334,48 +345,55 @@ class CostModel:
             first, end, np.where(repeated, entering, saved), repeated, total(self.forward, (first, end)), saved
         )
 
-    def _saved(self, backward: Span, weight: Span) -> Floats:
+    def saved(self, backward: Span, weight: Span) -> Floats:
         """Saved bytes that B of some units and W of some units read."""
         twice = total(self._saved_both, both(backward, weight))
         return total(self._saved_b, backward) + total(self._saved_w, weight) - twice
 
-    def _again_ms(self, spans: _CandidateSpans, level: int) -> Floats:
-        """Milliseconds at speed 1 of what a level computes again."""
-        own = both(spans.forward, spans.backward)
-        return total(self._levels[level - 1].again, own) if level else np.zeros(len(own[0]))
+    def kept(self, level: int, own: Span, plain: Floats, elsewhere: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+        """The last four columns of `Holdings` at a level.
 
-    def _values(self, worker: int, spans: _CandidateSpans, level: int) -> Floats:
-        """Bytes that forward keeps for the worker's own B and W, or that these compute again."""
-        forward, backward, weight = spans.forward, spans.backward, spans.weight
-        now, own = self.workers.in_flight[worker], both(forward, backward)
-        plain = self._saved(own, both(forward, weight))
+        Args:
+            own: units whose F and B a candidate has.
+            plain: bytes that its own B and W read, if nothing is computed again.
+            elsewhere: of them, those that W reads of other units.
+        """
         if not level:
-            return now * plain
+            nothing = np.zeros(len(plain))
+            return plain, nothing, nothing, nothing
         sums = self._levels[level - 1]
-        elsewhere = plain - self._saved(own, both(own, weight))  # read by W alone, of units whose B is not here
         kept = total(sums.saved, own) + elsewhere
         if self._keeps_entering:
             kept = kept + np.where(own[1] > own[0], self._entering[np.minimum(own[0], self.count)], 0.0)
         once = np.minimum(sums.alive.over(own), total(sums.made, own))
-        return now * kept + self.workers.deferred[worker] * total(sums.deferred, own) + once
+        return kept, total(sums.deferred, own), once, total(sums.again, own)
 
-    def _others(self, worker: int, spans: _CandidateSpans) -> Floats:
+    def _values(self, worker: int, held: Holdings) -> Floats:
+        """Bytes that forward keeps for the worker's own B and W, or that these compute again."""
+        own = self.workers
+        return own.in_flight[worker] * held.kept + own.deferred[worker] * held.deferred + held.once
+
+    def _others(self, worker: int, held: Holdings) -> Floats:
         """All bytes but `_values`."""
         own = self.workers
-        forward, backward, weight = spans.forward, spans.backward, spans.weight
-        frozen = total(self._frozen, forward) + total(self._frozen, backward)
-        frozen = frozen - total(self._frozen, both(forward, backward))
-        copies = self._weight_copies(spans, "in", 0) + self._weight_copies(spans, "in", 1)
-        now, earlier = own.in_flight[worker], own.in_flight_before[worker]
-        kept = now * (spans.to_front.size + spans.to_back.size + spans.from_back.size)
-        kept = kept + earlier * spans.from_front.size
-        temporary = np.maximum(
-            self._temporary.over(forward), np.maximum(self._temporary.over(backward), self._temporary.over(weight))
-        )
-        for run in (spans.from_front, spans.from_back):  # what was computed again exists at once, for one microbatch
-            temporary = temporary + np.where(run.again, run.saved, 0.0)
-        owned = own.owned_factor[worker] * total(self._parameters, weight)
-        return owned + copies + frozen + kept + temporary
+        sent = own.in_flight[worker] * held.exchanged + own.in_flight_before[worker] * held.from_front
+        return own.owned_factor[worker] * held.owned + held.always + sent
+
+
+class _Table(NamedTuple):
+    """Bytes between positions, and the row and the column of each position."""
+
+    row: Places
+    column: Places
+    bytes: Floats
+
+    @staticmethod
+    def of(count: int, chain: Crossing, begins: Places, ends: Places) -> _Table:
+        places = np.unique(begins), np.unique(ends)
+        at = [np.zeros(count + 1, dtype=np.int64) for _ in places]
+        for numbers, known in zip(at, places, strict=True):
+            numbers[known] = np.arange(len(known))
+        return _Table(at[0], at[1], chain.table(*places))
 
 
 def levels_of(profile: Profile) -> tuple[tuple[SavingLevel, ...], ...]:
@@ -422,65 +440,4 @@ class _LevelSums:
             prefix([unit.made_bytes for unit in level]),
             prefix([unit.deferred_bytes for unit in level]),
             Maximum([unit.alive_bytes for unit in level]),
-        )
-
-
-@dataclass(frozen=True)
-class MismatchedRuns:
-    """A run of mismatched units for every candidate.
-
-    Attributes:
-        first, end: the run [first, end); empty if end ≤ first.
-        size: bytes that travel for them.
-        again: whether they are computed again.
-        forward_ms: of their forward, at speed 1.
-        saved: bytes that their backward reads.
-    """
-
-    first: Places
-    end: Places
-    size: Floats
-    again: NDArray[np.bool_]
-    forward_ms: Floats
-    saved: Floats
-
-
-@dataclass(frozen=True)
-class _CandidateSpans:
-    """What every candidate runs, and its runs of mismatched units by where their other half is.
-
-    Attributes:
-        from_front, from_back: B or W here, F on an earlier or later worker.
-        to_front, to_back: F here, B or W on an earlier or later worker.
-    """
-
-    forward: Span
-    backward: Span
-    weight: Span
-    from_front: MismatchedRuns
-    from_back: MismatchedRuns
-    to_front: MismatchedRuns
-    to_back: MismatchedRuns
-
-    @property
-    def repeated_ms(self) -> Floats:
-        """Forward that is computed again here, at speed 1."""
-        runs = (self.from_front, self.from_back)
-        return sum((np.where(run.again, run.forward_ms, 0.0) for run in runs), np.zeros(len(self.forward[0])))
-
-    @staticmethod
-    def of(costs: CostModel, begins: Places, ends: Places) -> _CandidateSpans:
-        """The spans between boundaries."""
-        f, b, w, r = (begins[:, i] for i in range(4))
-        f2, b2, w2, r2 = (ends[:, i] for i in range(4))
-        forward, backward = (f, f2), (b, b2)
-        weight = costs.owning((w, w2))
-        return _CandidateSpans(
-            forward,
-            backward,
-            weight,
-            costs.run(front(backward, f), front(weight, f), r),
-            costs.run(back(backward, f2), back(weight, f2), r2),
-            costs.run(front(forward, b), front(forward, weight[0]), r),
-            costs.run(back(forward, b2), back(forward, weight[1]), r2),
         )

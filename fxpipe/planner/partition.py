@@ -301,7 +301,7 @@ def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
             ends = np.stack([at, at, at, 0 * at], axis=1)
             begins = np.repeat(rows[-1][None], len(ends), axis=0)
             costs.remember(begins, ends)
-            fits = costs.memory(k, begins, ends) <= share * costs.workers.memory[k] * (1 + EPSILON)
+            fits = costs.memory(k, costs.between(begins, ends)) <= share * costs.workers.memory[k] * (1 + EPSILON)
             rows.append(ends[np.flatnonzero(fits)[-1]])  # no units need no memory: there is always one
         return np.array(rows) if rows[-1][0] == costs.count else None
 
@@ -342,9 +342,9 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
     profile, workers = costs.profile, costs.workers
     cuts = path.cuts
     loads, recompute = [], []
-    for k, begin, end in workers_of(costs, cuts):
-        price = costs.price(k, begin, end, with_memory=True)
-        again = costs.repeated(begin, end)
+    for k, worker in workers_of(costs, cuts):
+        price = costs.price(k, worker, with_memory=True)
+        again = costs.repeated(worker)
         recompute += [(k, *run) for run in again]
         speed, rate = workers.speeds[k], workers.rates[k]
         forward, backward, weight = (profile.units[cuts[k, i] : cuts[k + 1, i]] for i in range(3))

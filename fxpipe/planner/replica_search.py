@@ -16,13 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxpipe.planner.cost_model import CostModel
+from fxpipe.planner.candidate_workers import Candidates, Holdings
+from fxpipe.planner.cost_model import CostModel, Times
 from fxpipe.planner.search import EPSILON
 from fxpipe.planner.setting import Setting, StageDemands
 from fxpipe.planner.sums_over_runs import Floats, Places
 from fxpipe.planner.workers import Workers
 
 _CHUNK = 1_000_000  # pairs priced at once
+_FEW_PROCESSES = 64
+_DIGITS = 4
 _SOME_COUNTS = (1, 2, 3, 4, 6)
 
 
@@ -80,6 +83,7 @@ class ReplicaSearch:
         self.counts = [count for count in counts if count <= setting.microbatches]
         self.limited = bool(np.isfinite(setting.memory).any()) or setting.recompute == "full"
         self.placed = self.limited or setting.machines is not None  # where processes are makes a difference
+        self.levels = costs.with_workers(setting.around(setting.stages_of(1)[0], 0, 1, 0)[0]).allowed(0)
         last = setting.stages_of(most_workers)
         first = 1  # the least number of workers from which on all end alike, as far as some of them tell
         for count in _SOME_COUNTS:
@@ -91,6 +95,14 @@ class ReplicaSearch:
         self.chained = one and first == 1 and not by_count  # whether one table serves any number of workers
         self.alone = [setting.stages_of(count)[::-1] for count in range(1, first)]
         self.shared = last[-1:] if self.chained else last[::-1]
+
+    def used(self, total: int) -> list[int]:
+        """The numbers of processes that the last workers of a plan for `total` may have together: any, if they are few.
+
+        Else numbers with few binary digits, and what these leave for the workers in front.
+        """
+        few = total <= _FEW_PROCESSES
+        return [n for n in range(1, total + 1) if few or _rounded(n) or _rounded(total - n)]
 
     def best(self, rows: Places, bound: float, budget: int) -> dict[int, ReplicatedPath]:
         """The best plan with inner boundaries among the rows, by its number of workers; if `chained`, one plan at 0.
@@ -117,6 +129,11 @@ class ReplicaSearch:
         return found
 
 
+def _rounded(number: int) -> bool:
+    """Whether a number has few binary digits before its zeros."""
+    return number % (1 << max(number.bit_length() - _DIGITS, 0)) == 0
+
+
 def _alike(one: Sequence[StageDemands], other: Sequence[StageDemands], limited: bool) -> bool:
     def seen(stage: StageDemands) -> tuple[float, ...]:
         all_of_it = (stage.owned_factor, stage.held / stage.depth, stage.deferred / stage.depth)
@@ -125,12 +142,24 @@ def _alike(one: Sequence[StageDemands], other: Sequence[StageDemands], limited: 
     return [seen(stage) for stage in one] == [seen(stage) for stage in other]
 
 
-@dataclass
-class _BestFromHere:
-    """By boundary, the best bottleneck from there on, and the replicas of the first worker of that plan."""
+@dataclass(frozen=True)
+class _TimedWorkers:
+    """Workers that are within the bound if memory does not matter: rows of their begins and ends, what their times are
+    made of, and what they hold at every level; nothing where there is no limit."""
 
-    value: Floats
-    replicas: Places
+    begins: Places
+    ends: Places
+    times: Times
+    held: Sequence[Holdings]
+
+
+@dataclass(frozen=True)
+class _BestFromHere:
+    """By the number of processes from there on and by boundary: the best bottleneck from there on, and the replicas of
+    the first worker of that plan. Numbers that reach no boundary are left out."""
+
+    value: dict[int, Floats]
+    replicas: dict[int, Places]
 
 
 class _PlansThroughRows:
@@ -146,64 +175,70 @@ class _PlansThroughRows:
         self.total = float(self.costs.load(self.end)[0])
         every = np.concatenate([self.start, rows, self.end])
         self.costs.remember(every, every)
-        self.priced: dict[tuple[float, ...], _PricedWorkers] = {}
-        self.known: dict[tuple[StageDemands, int, int, int], _PricedWorkers] = {}
+        machines = search.setting.machines
+        self.size = machines.size if machines else 1
+        self.rates = {stage.owned_ms: stage for stages in (*search.alone, search.shared) for stage in stages}
+        self.terms: dict[tuple[float, ...], tuple[object, ...]] = {}
+        self.timed: dict[tuple[object, ...], _TimedWorkers] = {}
+        self.priced: dict[tuple[object, ...], _PricedWorkers] = {}
+        self.known: dict[tuple[float, ...], _PricedWorkers] = {}
 
     def paths(self, stages: Sequence[StageDemands], total: int) -> Iterator[ReplicatedPath]:
         """The best plan of each number of workers; of exactly `total` processes, if their places matter."""
         search = self.search
-        levels: list[list[_BestFromHere]] = []
+        levels: list[_BestFromHere] = []
+        allowed = search.used(total)
         for level, stage in enumerate(stages):
-            tables = [self._table() for _ in range(total + 1)]
-            source = tables if search.chained else (levels[-1] if levels else [])
+            table = _BestFromHere({}, {})
+            source = table if search.chained else (levels[-1] if levels else None)
             firsts: list[tuple[float, int, int]] = []
-            for used in range(1, total + 1):
+            for used in allowed:
                 for own in search.counts:
                     after = used - own
                     if after < 0 or (not after and level):
                         continue
-                    if after and (not source or not np.isfinite(source[after].value).any()):
+                    if after and (source is None or after not in source.value):
                         continue
                     if used < total or not search.placed:
-                        self._extend(tables[used], source, stage, (total - used, own, after))
+                        self._extend(table, source, stage, (total - used, own, after))
                     if used == total or not search.placed:
-                        value = self._first(source, stage, own, after)
-                        if value is not None:
-                            firsts.append((value, used, own))
-            levels.append(tables)
+                        least = self._values(source, self._edges(stage, 0, own, after), after).min(initial=np.inf)
+                        if np.isfinite(least):
+                            firsts.append((float(least), used, own))
+            levels.append(table)
             if firsts:
                 least = min(value for value, _, _ in firsts)
                 value, used, own = next(f for f in firsts if f[0] <= least * (1 + EPSILON))
                 yield self._followed(levels, stages, level, total, used, own, value)
 
-    def _table(self) -> _BestFromHere:
-        return _BestFromHere(np.full(len(self.rows), np.inf), np.zeros(len(self.rows), dtype=np.int64))
-
     def _extend(
-        self, table: _BestFromHere, source: Sequence[_BestFromHere], stage: StageDemands, around: tuple[int, int, int]
+        self, table: _BestFromHere, source: _BestFromHere | None, stage: StageDemands, around: tuple[int, int, int]
     ) -> None:
         """Put a worker before the known ones. `around`: processes before it, its replicas, and processes after it."""
         front, own, after = around
         edges = self._edges(stage, max(front, 1), own, after)
         if not len(edges.ends):
             return
-        value = np.maximum(edges.costs, source[after].value[edges.ends]) if after else edges.costs
-        least = np.minimum.reduceat(value, edges.starts)
-        better = least < table.value[edges.begins]
+        least = np.minimum.reduceat(self._values(source, edges, after), edges.starts)
+        if (used := own + after) not in table.value:
+            if not np.isfinite(least).any():
+                return
+            table.value[used] = np.full(len(self.rows), np.inf)
+            table.replicas[used] = np.zeros(len(self.rows), dtype=np.int64)
+        better = least < table.value[used][edges.begins]
         at = edges.begins[better]
-        table.value[at], table.replicas[at] = least[better], own
+        table.value[used][at], table.replicas[used][at] = least[better], own
 
-    def _first(self, source: Sequence[_BestFromHere], stage: StageDemands, own: int, after: int) -> float | None:
-        edges = self._edges(stage, 0, own, after)
-        if not len(edges.ends):
-            return None
-        value = np.maximum(edges.costs, source[after].value[edges.ends]) if after else edges.costs
-        least = float(value.min())
-        return least if np.isfinite(least) else None
+    def _values(self, source: _BestFromHere | None, edges: _PricedWorkers, after: int) -> Floats:
+        """The bottlenecks from the begins of workers on."""
+        if not after:
+            return edges.costs
+        assert source is not None
+        return np.maximum(edges.costs, source.value[after][edges.ends])
 
     def _followed(
         self,
-        levels: Sequence[Sequence[_BestFromHere]],
+        levels: Sequence[_BestFromHere],
         stages: Sequence[StageDemands],
         level: int,
         total: int,
@@ -216,72 +251,109 @@ class _PlansThroughRows:
         while (after := used - own) > 0:
             edges = self._edges(stages[level], max(front, 1) if len(replicas) > 1 else 0, own, after)
             level -= not self.search.chained
-            table = levels[level][after]
+            table = levels[level]
             ends, costs = edges.of(row)
-            row = int(ends[np.argmin(np.maximum(costs, table.value[ends]))])
+            row = int(ends[np.argmin(np.maximum(costs, table.value[after][ends]))])
             cuts.append(self.rows[row])
-            used, own, front = after, int(table.replicas[row]), total - after
+            used, own, front = after, int(table.replicas[after][row]), total - after
             replicas.append(own)
         return ReplicatedPath(np.array([*cuts, self.end[0]]), tuple(replicas), value)
 
     def _edges(self, stage: StageDemands, front: int, own: int, after: int) -> _PricedWorkers:
         """All workers within the bound with `own` replicas; those that begin at the start if `front` is 0."""
-        if not self.search.placed:
-            front, after = min(front, 1), min(after, 1)
-        asked = (stage, front, own, after)
-        if asked not in self.known:
-            replicas = tuple(count for count in (front, own, after) if count)
-            worker = int(front > 0)
-            workers = self.search.setting.around(stage, replicas, worker)
-            key = _key(workers, worker, front, after, self.search.limited)
-            if key not in self.priced:
-                self.priced[key] = self._price(workers, worker, front, after)
+        setting, limited = self.search.setting, self.search.limited
+        place = (front > 0, own, after > 0, front % self.size, stage.owned_ms)
+        holds = (stage.owned_factor, *setting.holds(stage, own, own + after, front + own + after)) if limited else ()
+        if (asked := (*place, *holds)) not in self.known:
+            if place not in self.terms:
+                self._time(place[0], own, place[2])
+            terms = self.terms[place]
+            if (key := (*terms, *holds)) not in self.priced:
+                self.priced[key] = self._fitting(self.timed[terms], *setting.around(stage, front, own, after))
             self.known[asked] = self.priced[key]
         return self.known[asked]
 
-    def _price(self, workers: Workers, worker: int, front: int, after: int) -> _PricedWorkers:
-        search, own = self.search, workers.replicas[worker]
-        begins, loads = (self.rows, self.load) if front else (self.start, np.zeros(1))
-        ends, reached = (self.rows, self.load) if after else (self.end, np.full(1, self.total))
-        slack = EPSILON * max(self.total, 1e-12)
-        most = self.bound * workers.rates[worker] + slack
-        least = max(self.total - self.bound * workers.speeds[worker] * (search.processes - own), 0.0) - slack
-        first = np.searchsorted(reached, loads + least, side="left")
-        last = np.maximum(np.searchsorted(reached, loads + most, side="right"), first)
-        counts = last - first
-        self.left -= int(counts.sum())
-        if self.left < 0:
-            raise TooManyPairs
-        costs = search.costs.with_workers(workers)
-        nothing = np.zeros(0, dtype=np.int64)
-        found: list[tuple[Places, Places, Floats]] = [(nothing, nothing, np.zeros(0))]
-        edges = np.concatenate([[0], np.cumsum(counts)])
-        at = 0
-        while at < len(begins):
-            until = max(int(np.searchsorted(edges, edges[at] + _CHUNK, side="right")) - 1, at + 1)
-            i = np.repeat(np.arange(at, until), counts[at:until])
-            j = np.arange(len(i)) + np.repeat(first[at:until] - (edges[at:until] - edges[at]), counts[at:until])
-            at = until
-            ahead = ends[j, :3] - begins[i, :3]
-            good = (ahead >= 0).all(axis=1) & (ahead > 0).any(axis=1)
-            i, j = i[good], j[good]
-            if not workers.links.free:
-                good = costs.floor(worker, begins[i], ends[j]) <= self.bound
-                i, j = i[good], j[good]
-            cost = costs.price(worker, begins[i], ends[j]).cost
+    def _fitting(self, timed: _TimedWorkers, workers: Workers, worker: int) -> _PricedWorkers:
+        """The workers that are within the bound, and within memory."""
+        i, j, cost = timed.begins, timed.ends, timed.times.cost
+        if self.search.limited:
+            cost = self.costs.with_workers(workers).fitting(worker, timed.times, timed.held).cost
             good = (cost <= self.bound) & np.isfinite(cost)
-            found.append((i[good], j[good], cost[good]))
-        i, j, cost = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            i, j, cost = i[good], j[good], cost[good]
         where, starts = np.unique(i, return_index=True)
         return _PricedWorkers(where, starts, j, cost)
 
+    def _time(self, follows: bool, own: int, leads: bool) -> None:
+        """Time all workers with `own` replicas that are within the bound, wherever their processes are.
 
-def _key(workers: Workers, worker: int, front: int, after: int, limited: bool) -> tuple[float, ...]:
-    """What the price of a worker depends on."""
-    key: tuple[float, ...] = (front > 0, after > 0, workers.replicas[worker], workers.owned_ms[worker])
-    if workers.machines is not None:
-        key += (front % workers.machines.size,)
-    if limited:
-        held = (workers.in_flight[worker], workers.deferred[worker], workers.in_flight_before[worker])
-        key += (*held, workers.owned_factor[worker])
-    return key
+        Args:
+            follows, leads: whether there are workers in front of it, and after it.
+        """
+        search, new = self.search, dict[tuple[object, ...], tuple[CostModel, int]]()
+        for rate, stage in self.rates.items():
+            for front in range(1, max(min(self.size, search.processes - own - leads), 1) + 1) if follows else (0,):
+                workers, worker = search.setting.around(stage, front, own, int(leads))
+                costs = search.costs.with_workers(workers)
+                terms = (follows, leads, *costs.terms(worker))
+                self.terms[follows, own, leads, front % self.size, rate] = terms
+                if terms not in self.timed:
+                    new[terms] = costs, worker
+        parts: dict[tuple[object, ...], list[_TimedWorkers]] = {terms: [] for terms in new}
+        for i, j, pairs in self._pairs(follows, leads, [*new.values()]):
+            held = pairs.holdings(search.levels) if search.limited else []
+            for terms, (costs, worker) in new.items():
+                times = costs.times(worker, pairs)
+                good = np.flatnonzero((times.cost <= self.bound) & np.isfinite(times.cost))
+                some = [level.take(good) for level in held]
+                parts[terms].append(_TimedWorkers(i[good], j[good], times.take(good), some))
+        self.timed |= {terms: _joined(found) for terms, found in parts.items()}
+
+    def _pairs(
+        self, follows: bool, leads: bool, priced: Sequence[tuple[CostModel, int]]
+    ) -> Iterator[tuple[Places, Places, Candidates]]:
+        """Pairs of rows that workers with the same number of replicas may begin and end at, some at a time.
+
+        Raises:
+            TooManyPairs: with all that they are priced for, they exceed the budget.
+        """
+        begins, loads = (self.rows, self.load) if follows else (self.start, np.zeros(1))
+        ends, reached = (self.rows, self.load) if leads else (self.end, np.full(1, self.total))
+        workers, worker = (priced[0][0].workers, priced[0][1]) if priced else (self.costs.workers, 0)
+        others = self.search.processes - workers.replicas_of(worker)
+        slack = EPSILON * max(self.total, 1e-12)
+        most = self.bound * workers.rates[worker] + slack
+        least = max(self.total - self.bound * workers.speeds[worker] * others, 0.0) - slack
+        first = np.searchsorted(reached, loads + least, side="left")
+        last = np.maximum(np.searchsorted(reached, loads + most, side="right"), first)
+        counts = last - first
+        self.left -= int(counts.sum()) * len(priced)
+        if self.left < 0:
+            raise TooManyPairs
+        edges = np.concatenate([[0], np.cumsum(counts)])
+        until = 0
+        while priced and (not until or until < len(begins)):
+            at, until = until, max(int(np.searchsorted(edges, edges[until] + _CHUNK, side="right")) - 1, until + 1)
+            i = np.repeat(np.arange(len(begins))[at:until], counts[at:until])
+            j = np.arange(len(i)) + np.repeat(first[at:until] - (edges[at:until] - edges[at]), counts[at:until])
+            ahead = ends[j, :3] - begins[i, :3]
+            good = (ahead >= 0).all(axis=1) & (ahead > 0).any(axis=1)
+            i, j = i[good], j[good]
+            pairs = self.costs.between(begins[i], ends[j])
+            if not self.costs.workers.links.free:
+                floors = [costs.floor(worker, pairs) <= self.bound for costs, worker in priced]
+                hopeful = np.flatnonzero(np.logical_or.reduce(floors))
+                i, j, pairs = i[hopeful], j[hopeful], pairs.take(hopeful)
+            yield i, j, pairs
+
+
+def _joined(parts: Sequence[_TimedWorkers]) -> _TimedWorkers:
+    """All of them, in order."""
+    return _TimedWorkers(
+        np.concatenate([part.begins for part in parts]),
+        np.concatenate([part.ends for part in parts]),
+        Times(*map(np.concatenate, zip(*(part.times for part in parts), strict=True))),
+        [
+            Holdings(*map(np.concatenate, zip(*level, strict=True)))
+            for level in zip(*(part.held for part in parts), strict=True)
+        ],
+    )

@@ -63,7 +63,8 @@ def replicated_partitions(
     setting.workers(1, (1,))  # raises for what has no replicas
     wanted = [mode for mode in MODES if mode in modes]
     most = min(processes, 3 * len(profile.units))  # a worker has F, B or W of some unit
-    for workers in sorted({most if processes <= _FEW_PROCESSES else min(most, _WORKERS), most}):
+    counts = [most] if processes <= _FEW_PROCESSES else [min(_WORKERS << i, most) for i in range(most.bit_length())]
+    for workers in dict.fromkeys(counts):
         search = _SearchByModes(profile, setting, processes, workers, say, budget)
         found: dict[str, Partition] = {}
         best: Partition | None = None
@@ -172,6 +173,10 @@ class _SearchByModes:
                     least = min([bound, *(1e3 * found.bottleneck for found in exact)])
         if not searched:
             self._improve(mode, where)
+        elif (
+            self.flush and self.known
+        ):  # of cuts with the same bottleneck, those with less traffic fill and drain faster
+            self._improve_cuts(mode, self.known[-1].replicas)
         if not self.known:
             return None
         chosen = self.known[-1]

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpipe.planner.candidate_workers import Candidates
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.sums_over_runs import Floats, Places
 
@@ -68,12 +69,12 @@ def fullest(costs: CostModel, cuts: Places) -> tuple[float, int]:
     return max(((share, worker) for worker, share in enumerate(full)), key=lambda pair: pair[0])
 
 
-def workers_of(costs: CostModel, cuts: Places) -> Iterator[tuple[int, Places, Places]]:
-    """The workers of a plan as the cost model takes them, one at a time: number, begin and end."""
+def workers_of(costs: CostModel, cuts: Places) -> Iterator[tuple[int, Candidates]]:
+    """The workers of a plan as the cost model takes them, one at a time, with their numbers."""
     for k in range(len(cuts) - 1):
         begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
         costs.remember(begin, end)
-        yield k, begin, end
+        yield k, costs.between(begin, end)
 
 
 def _slowest(so_far: Floats, cost: Floats, traffic: Floats) -> Floats:
@@ -102,10 +103,11 @@ def _sweep(costs: CostModel, layers: Sequence[Places], bound: float, aim: Aim, j
             if not len(i):
                 continue
             costs.remember(begins, some)
+            workers = costs.between(begins[i], some[j])
             if aim == "time" and not costs.workers.links.free:
-                hopeful = costs.floor(k, begins[i], some[j]) <= bound
-                i, j = i[hopeful], j[hopeful]
-            cost, traffic = _priced(costs, k, begins[i], some[j], aim)
+                hopeful = np.flatnonzero(costs.floor(k, workers) <= bound)
+                i, j, workers = i[hopeful], j[hopeful], workers.take(hopeful)
+            cost, traffic = _priced(costs, k, workers, aim)
             good = cost <= bound
             i, j, cost, traffic = i[good], j[good], cost[good], traffic[good]
             if not len(i):
@@ -144,11 +146,11 @@ def _possible(
     return j, i
 
 
-def _priced(costs: CostModel, worker: int, begins: Places, ends: Places, aim: Aim) -> tuple[Floats, Floats]:
+def _priced(costs: CostModel, worker: int, of: Candidates, aim: Aim) -> tuple[Floats, Floats]:
     """Cost and traffic of workers. Traffic is milliseconds on the wires, and next to nothing for a mismatched unit."""
     if aim == "memory":
-        memory = costs.memory(worker, begins, ends) / costs.workers.memory[worker]
+        memory = costs.memory(worker, of) / costs.workers.memory[worker]
         return memory, memory
-    found = costs.price(worker, begins, ends)
-    apart = np.abs(ends[:, 0] - ends[:, 1]) + np.abs(ends[:, 0] - ends[:, 2])
+    found = costs.price(worker, of)
+    apart = np.abs(of.ends[:, 0] - of.ends[:, 1]) + np.abs(of.ends[:, 0] - of.ends[:, 2])
     return found.cost, found.wire + found.waits + 1e-9 * apart

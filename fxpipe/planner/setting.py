@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -143,15 +142,37 @@ class Setting:
         """
         return _known_stages(self, count)
 
-    def around(self, stage: StageDemands, replicas: tuple[int, ...], worker: int) -> Workers:
+    def around(self, stage: StageDemands, front: int, own: int, after: int) -> tuple[Workers, int]:
         """One worker of a plan, between one that stands for all before it and one that stands for all after it.
 
         Args:
             stage: what is asked of the worker.
-            replicas: the processes before it, its own, and those after it; numbers that would be 0 are left out.
-            worker: its place among these, 0 or 1.
+            front, own, after: the processes before it, its own, and those after it.
+
+        Returns:
+            these workers, and its place among them, 0 or 1.
         """
-        return self._of([stage] * len(replicas), replicas, [sum(replicas[worker:])] * len(replicas))
+        replicas = tuple(count for count in (front, own, after) if count)
+        return self._of([stage] * len(replicas), replicas, [own + after] * len(replicas)), int(front > 0)
+
+    def holds(self, stage: StageDemands, own: int, left: int, processes: int) -> tuple[int, int, int]:
+        """The most microbatches of a replica: that it holds, that are between B and W, and for which it holds what the
+        worker before it saved.
+
+        In 1F1B, worker k of N holds N − k microbatches, so that each worker from it on has one. If these workers have
+        more processes, it holds more in proportion, and its replicas share them. With a flush, a replica holds at most
+        its own microbatches of a minibatch.
+
+        Args:
+            stage: what is asked of its worker.
+            own: the worker's processes.
+            left: processes from the worker's first one to the last worker's last.
+            processes: of all workers.
+        """
+        alone, most = stage.depth * own, -(-self.microbatches // own)
+        found = (-(-count // alone) for count in (stage.held * left, stage.deferred * left, stage.held * processes))
+        held, deferred, before = (min(count, most) if stage.flush else count for count in found)
+        return held, deferred, before
 
     def _stages(self, schedule: Schedule) -> tuple[StageDemands, ...]:
         policy = make_policy(self.policy or default_for(schedule))
@@ -210,14 +231,9 @@ class Setting:
             evenly=self.evenly,
             machines=self.machines,
         )
-        own = [math.ceil(found.own_microbatches(k)) for k in range(count)]
-        each = list(zip(stages, replicas, after, own, strict=True))
-        return replace(
-            found,
-            in_flight=tuple(_held(s, s.held, left, r, most) for s, r, left, most in each),
-            deferred=tuple(_held(s, s.deferred, left, r, most) for s, r, left, most in each),
-            in_flight_before=tuple(_held(s, s.held, processes, r, most) for s, r, _, most in each),
-        )
+        holds = [self.holds(s, r, left, processes) for s, r, left in zip(stages, replicas, after, strict=True)]
+        in_flight, deferred, before = zip(*holds, strict=True)
+        return replace(found, in_flight=in_flight, deferred=deferred, in_flight_before=before)
 
 
 @lru_cache(maxsize=64)
@@ -240,19 +256,3 @@ def _shares(placement: Sequence[int], in_flight: Sequence[int]) -> list[float]:
 def _for(count: int, values: tuple[float, ...]) -> tuple[float, ...]:
     """The values, or `count` copies of one if they are all equal."""
     return values[:1] * count if len(set(values)) == 1 else values
-
-
-def _held(stage: StageDemands, alone: int, after: int, replicas: int, own: int) -> int:
-    """The most microbatches that one replica holds, if the worker holds `alone` where each worker has one process.
-
-    In 1F1B, worker k of N holds N − k microbatches, so that each worker from it on has one. If these workers have more
-    processes, it holds more in proportion, and its replicas share them. With a flush, a replica holds at most its own
-    microbatches of a minibatch.
-
-    Args:
-        after: processes from the worker's first one to the last worker's last.
-        replicas: how many of them are the worker's.
-        own: microbatches of a minibatch that a replica does.
-    """
-    found = math.ceil(alone * after / (stage.depth * replicas))
-    return min(found, own) if stage.flush else found

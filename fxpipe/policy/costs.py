@@ -9,7 +9,7 @@ from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.policy.base import Policy
 from fxpipe.policy.picture import sight
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.versions import Versions, versions_of
+from fxpipe.schedule.versions import Versions, own_versions
 
 
 @cache
@@ -25,7 +25,7 @@ def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
     return tuple(
         remembered + _held(policy, versions, worker) + _fed_back(policy, versions, worker)
         for worker in range(schedule.workers)
-        for versions in [versions_of(schedule.of_worker(worker))]
+        for versions in [own_versions(schedule.of_worker(worker), worker)]
     )
 
 
@@ -74,7 +74,7 @@ def seconds_per_owned_byte(policy: Policy, schedule: Schedule, times: PolicyTime
     prediction = times.repetition if policy.weight_form else times.prediction
     return tuple(
         predictions(policy, own, worker) * prediction
-        + (times.feedback if policy.ef and delay(policy, versions_of(own), worker) else 0.0)
+        + (times.feedback if policy.ef and delay(policy, own_versions(own, worker), worker) else 0.0)
         for worker in range(schedule.workers)
         for own in [schedule.of_worker(worker)]
     )
@@ -86,7 +86,7 @@ def predictions(policy: Policy, schedule: Schedule, worker: int) -> int:
 
     Actions that see the same version, predicted equally far, share one prediction.
     """
-    versions = versions_of(schedule)
+    versions = own_versions(schedule, worker)
     late = 3 * schedule.filling + 4
     seen: list[set[tuple[int, int]]] = [set(), set()]
     for action in schedule.until(worker, late + 1):

@@ -69,7 +69,7 @@ def _roomy(profile: Profile, workers: Workers) -> bool:
     costs, count = CostModel(profile, workers), len(profile.units)
     begin, end = np.array([[0, 0, 0, 0]]), np.array([[count, count, count, 0]])
     costs.remember(begin, end)
-    most = max(float(costs.memory(k, begin, end)[0]) for k in range(workers.count))
+    most = max(float(costs.memory(k, costs.between(begin, end))[0]) for k in range(workers.count))
     return 2 * most <= min(workers.memory)
 
 

@@ -52,7 +52,7 @@ def brute_force(profile: Profile, setting: Setting, processes: int, mode: str) -
             columns = itertools.product(naive.every_plan(profile, workers, mode), choices)
             plans = np.array([np.stack([*plan, choice], axis=1) for plan, choice in columns])
             costs.remember(plans[:, :-1].reshape(-1, 4), plans[:, 1:].reshape(-1, 4))
-            slowest = [costs.price(k, plans[:, k], plans[:, k + 1]).cost for k in range(workers.count)]
+            slowest = [costs.price(k, costs.between(plans[:, k], plans[:, k + 1])).cost for k in range(workers.count)]
             least = min(least, float(np.max(slowest, axis=0).min()))
     return least
 

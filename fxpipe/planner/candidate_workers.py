@@ -1,0 +1,217 @@
+"""What candidate workers run, exchange and hold between two boundaries, whichever worker of a plan they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpipe.planner.sums_over_runs import Floats, Places, Span, back, both, front, total
+
+if TYPE_CHECKING:
+    from fxpipe.planner.cost_model import CostModel
+
+
+class MismatchedRuns(NamedTuple):
+    """A run of mismatched units for every candidate.
+
+    Attributes:
+        first, end: the run [first, end); empty if end ≤ first.
+        size: bytes that travel for them.
+        again: whether they are computed again.
+        forward_ms: of their forward, at speed 1.
+        saved: bytes that their backward reads.
+    """
+
+    first: Places
+    end: Places
+    size: Floats
+    again: NDArray[np.bool_]
+    forward_ms: Floats
+    saved: Floats
+
+
+class Holdings(NamedTuple):
+    """The memory of every candidate at one level of `Unit.levels`, in bytes; at level 0 nothing is computed again.
+
+    Attributes:
+        owned: weights, which count `Workers.owned_factor` times.
+        always: what does not depend on the worker.
+        exchanged, from_front: what is sent or received for backward, for each microbatch in flight; from an earlier
+            worker, as long as it is there.
+        kept: for its own backward, for each microbatch in flight.
+        deferred: for each between B and W.
+        once: what is computed again.
+        again_ms: milliseconds at speed 1 that this takes.
+    """
+
+    owned: Floats
+    always: Floats
+    exchanged: Floats
+    from_front: Floats
+    kept: Floats
+    deferred: Floats
+    once: Floats
+    again_ms: Floats
+
+    def take(self, rows: Places) -> Holdings:
+        """Those of some candidates."""
+        return Holdings(*(column[rows] for column in self))
+
+
+class Candidates:
+    """Candidate workers between boundaries, row by row; each number is computed when it is first asked for.
+
+    Args:
+        costs: has the sums over the profile's units; its workers do not matter.
+        begins, ends: rows (f, b, w, r), shape (n, 4); no position of an end is before that of its begin. Only cuts that
+            were given to `CostModel.remember`.
+    """
+
+    def __init__(self, costs: CostModel, begins: Places, ends: Places) -> None:
+        self.costs, self.begins, self.ends = costs, begins, ends
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def take(self, rows: Places) -> Candidates:
+        """Some of them; what is known of them stays known."""
+        found = Candidates(self.costs, self.begins[rows], self.ends[rows])
+        known = {name: value for name, value in vars(self).items() if name not in vars(found)}
+        vars(found).update({name: _rows(value, rows) for name, value in known.items()})
+        return found
+
+    @cached_property
+    def forward(self) -> Span:
+        """Units whose F they run."""
+        return self.begins[:, 0], self.ends[:, 0]
+
+    @cached_property
+    def backward(self) -> Span:
+        """Units whose B they run."""
+        return self.begins[:, 1], self.ends[:, 1]
+
+    @cached_property
+    def weight(self) -> Span:
+        """Units whose W they run, from the first that has one to the last."""
+        return self.costs.owning((self.begins[:, 2], self.ends[:, 2]))
+
+    @cached_property
+    def work_ms(self) -> Floats:
+        """F, B, W and the update of a microbatch, at speed 1."""
+        return self.costs.load(self.ends) - self.costs.load(self.begins)
+
+    @cached_property
+    def update_ms(self) -> Floats:
+        """Of it, the update."""
+        return total(self.costs.update, self.weight)
+
+    @cached_property
+    def forward_ms(self) -> Floats:
+        """F at speed 1."""
+        return total(self.costs.forward, self.forward)
+
+    @cached_property
+    def backward_ms(self) -> Floats:
+        """B at speed 1, without W."""
+        return total(self.costs.backward, self.backward)
+
+    @cached_property
+    def owned(self) -> Floats:
+        """Bytes of weights."""
+        return total(self.costs.parameters, self.weight)
+
+    @cached_property
+    def activation(self) -> Floats:
+        """Bytes of activations that are received."""
+        return self.costs.received(0, self.begins[:, 0], self.ends[:, 0])
+
+    @cached_property
+    def gradient(self) -> Floats:
+        """Bytes of gradients that are received."""
+        count = self.costs.count
+        return self.costs.received(1, count - self.ends[:, 1], count - self.begins[:, 1])
+
+    @cached_property
+    def handed(self) -> tuple[Floats, Floats]:
+        """Bytes of gradients that W reads of B elsewhere, and that B makes for W elsewhere."""
+        sums = self.costs.handed
+        shared = total(sums, both(self.weight, self.backward))
+        return total(sums, self.weight) - shared, total(sums, self.backward) - shared
+
+    @cached_property
+    def copies_in(self) -> tuple[Floats, Floats]:
+        """Bytes of weights that are read here and owned on an earlier worker, and on a later one."""
+        first, end = self.weight
+        return (
+            self._read(front(self.forward, first), front(self.backward, first)),
+            self._read(back(self.forward, end), back(self.backward, end)),
+        )
+
+    @cached_property
+    def copies_out(self) -> tuple[Floats, Floats]:
+        """Bytes of weights that are owned here and read on an earlier worker, and on a later one."""
+        forward, backward, weight = self.forward, self.backward, self.weight
+        return (
+            self._read(front(weight, forward[0]), front(weight, backward[0])),
+            self._read(back(weight, forward[1]), back(weight, backward[1])),
+        )
+
+    def _read(self, forward: Span, backward: Span) -> Floats:
+        sums = self.costs.parameters
+        return total(sums, forward) + total(sums, backward) - total(sums, both(forward, backward))
+
+    @cached_property
+    def from_front(self) -> MismatchedRuns:
+        """B or W here, F on an earlier worker."""
+        f, again = self.begins[:, 0], self.begins[:, 3]
+        return self.costs.run(front(self.backward, f), front(self.weight, f), again)
+
+    @cached_property
+    def from_back(self) -> MismatchedRuns:
+        """B or W here, F on a later worker."""
+        f, again = self.ends[:, 0], self.ends[:, 3]
+        return self.costs.run(back(self.backward, f), back(self.weight, f), again)
+
+    @cached_property
+    def to_front(self) -> MismatchedRuns:
+        """F here, B or W on an earlier worker."""
+        forward = self.forward
+        return self.costs.run(front(forward, self.backward[0]), front(forward, self.weight[0]), self.begins[:, 3])
+
+    @cached_property
+    def to_back(self) -> MismatchedRuns:
+        """F here, B or W on a later worker."""
+        forward = self.forward
+        return self.costs.run(back(forward, self.backward[1]), back(forward, self.weight[1]), self.ends[:, 3])
+
+    @cached_property
+    def repeated_ms(self) -> Floats:
+        """Forward of mismatched units that is computed again here, at speed 1."""
+        runs = (self.from_front, self.from_back)
+        return sum((np.where(run.again, run.forward_ms, 0.0) for run in runs), np.zeros(len(self)))
+
+    def holdings(self, levels: Iterable[int]) -> list[Holdings]:
+        """What they hold at some levels."""
+        costs, own = self.costs, both(self.forward, self.backward)
+        frozen = total(costs.frozen, self.forward) + total(costs.frozen, self.backward) - total(costs.frozen, own)
+        peaks = [costs.temporary.over(span) for span in (self.forward, self.backward, self.weight)]
+        always = sum(self.copies_in, frozen) + np.maximum.reduce(peaks)
+        for run in (self.from_front, self.from_back):  # what was computed again exists at once, for one microbatch
+            always = always + np.where(run.again, run.saved, 0.0)
+        exchanged = self.to_front.size + self.to_back.size + self.from_back.size
+        plain = costs.saved(own, both(self.forward, self.weight))
+        elsewhere = plain - costs.saved(own, both(own, self.weight))  # read by W alone, of units whose B is not here
+        shared = (self.owned, always, exchanged, self.from_front.size)
+        return [Holdings(*shared, *costs.kept(level, own, plain, elsewhere)) for level in levels]
+
+
+def _rows(value: Any, rows: Places) -> Any:
+    """The same rows of an array, or of a tuple of them."""
+    if isinstance(value, np.ndarray):
+        return value[rows]
+    parts = [_rows(part, rows) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
