@@ -29,7 +29,7 @@ STATE_SAMPLE = 4 << 20
 TIME_SAMPLE = 16 << 20
 """The most bytes of parameters on which a step is timed: with gradients and state, more than caches hold."""
 
-ROUNDS = Rounds(budget=0.5, least=5, most=100)
+ROUNDS = Rounds(budget=0.25, least=5, most=100)
 POLICY_ROUNDS = Rounds(budget=0.1, least=5, most=100, warm=1)
 
 

@@ -13,13 +13,19 @@ from dataclasses import replace
 from fxpipe.costs.node_costs_file import MeasuredCosts
 from fxpipe.costs.node_times import fastest_in_turn
 from fxpipe.ir.program import Program, info
+from fxpipe.plan.cost_records import OptimizerCosts
 
 
 class Yardstick:
-    """The first measured program, with which all later ones are compared."""
+    """The first measured program, with which all later ones are compared.
+
+    Attributes:
+        optimizer: the costs of the optimizer, which are the same for all; None until they are known.
+    """
 
     def __init__(self) -> None:
         self._first: tuple[Program, Mapping[str, float]] | None = None
+        self.optimizer: OptimizerCosts | None = None
 
     def scaled(self, program: Program, costs: MeasuredCosts, threads: int | None = None) -> MeasuredCosts:
         """A program's costs as they would have been when the first one's were measured.

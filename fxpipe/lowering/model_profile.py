@@ -87,12 +87,12 @@ def profile_model(
     split_up = run_passes(captured, front_passes(True, *asked)) if three_way else program
     say("costing the step")
     yardstick = yardstick or Yardstick()
-    costs = again = step_costs(program, options, yardstick=yardstick)
+    costs = again = step_costs(program, options, yardstick)
     levels = options.recomputes
     planned = without_metrics(run_passes(program, [costs.of_nodes]))
     whole = apart = costs.profile(planned, levels)
     if len(list(split_up)) != len(list(program)):
         say("costing the step with split backward operators")
-        again = step_costs(split_up, options, costs.optimizer, yardstick)
+        again = step_costs(split_up, options, yardstick)
         apart = again.profile(without_metrics(run_passes(split_up, [again.of_nodes])), levels)
     return StepProfile(step, planned, whole, apart, costs, again)

@@ -55,33 +55,28 @@ class StepCosts:
         return (*(self.nodes.warnings if self.nodes else ()), *([self.optimizer.doubt] if self.optimizer.doubt else ()))
 
 
-def step_costs(
-    program: Program,
-    options: CompileOptions,
-    optimizer: OptimizerCosts | None = None,
-    yardstick: Yardstick | None = None,
-) -> StepCosts:
+def step_costs(program: Program, options: CompileOptions, yardstick: Yardstick | None = None) -> StepCosts:
     """The costs of a program whose units are numbered, measured on its own device or left to be computed.
 
     Args:
-        optimizer: its costs, if they are already known.
-        yardstick: makes what is measured comparable with other programs' costs.
+        yardstick: makes what is measured comparable with the costs of other programs of the same training.
 
     Raises:
         CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
     """
     measured = options.cost == "measured" or (options.cost is None and not has_no_values(program))
     nodes = node_costs(program, options.threads, options.known_costs) if measured else None
-    if nodes is not None and yardstick is not None:
+    yardstick = yardstick or Yardstick()
+    if nodes is not None:
         nodes = yardstick.scaled(program, nodes, options.threads)
     device = options.device or CPU
-    if optimizer is None:
+    if yardstick.optimizer is None:
         make = options.optimizer or default_optimizer
         with worker_threads(options.threads, 1):
-            optimizer = optimizer_costs(trained(program), make, timed=measured, bandwidth=device.bandwidth)
-        if options.optimizer is None:
-            optimizer = replace(optimizer, momentum=False)  # a run's optimizer may have none
-    return StepCosts(nodes, device, optimizer)
+            found = optimizer_costs(trained(program), make, timed=measured, bandwidth=device.bandwidth)
+        # a run's optimizer may have no momentum
+        yardstick.optimizer = found if options.optimizer else replace(found, momentum=False)
+    return StepCosts(nodes, device, yardstick.optimizer)
 
 
 def trained(program: Program) -> list[tuple[str, Tensor]]:

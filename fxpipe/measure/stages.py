@@ -40,7 +40,7 @@ from fxpipe.threads import threads as worker_threads
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
 
-BUDGET = 2.0
+BUDGET = 1.0
 """Seconds to measure all workers together, after each one's minimum: see `_Worker.measure`."""
 
 LONG = 1.0
