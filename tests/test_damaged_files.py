@@ -221,6 +221,21 @@ HOOKS = {"adam": {"optimizer": adam, "lr_scheduler": falling}, "own": {"optimize
 RESUMED: dict[str, Any] = {"accept_optimizer_per_worker": True, "policy": "spectrain+ef", "clip_norm": 1.0}
 
 
+def manifest_of(folder: Path) -> Any:
+    """A checkpoint's manifest, without its signature."""
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    del manifest["digest"]
+    return manifest
+
+
+def sign_again(folder: Path, manifest: Any, *files: Path) -> None:
+    """Write a manifest that fits the files that were changed."""
+    for file in files:
+        content = file.read_bytes()
+        manifest["files"][file.name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    (folder / "checkpoint.json").write_text(signed(manifest))
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize(
     ("name", "rounds"), [("adam", 6), ("own", 6), *(pytest.param(n, 80, marks=pytest.mark.slow) for n in HOOKS)]
@@ -237,18 +252,15 @@ def test_a_checkpoint_that_was_signed_again(folder: Path, tmp_path: Path, name: 
         path = tmp_path / f"step-{number}"
         shutil.copytree(whole, path)
         file = path / f"worker-0000{worker + 1}-of-00002.json"
-        manifest = json.loads((path / "checkpoint.json").read_text())
-        del manifest["digest"]
+        manifest = manifest_of(path)
         if rng.random() < 0.2:
-            manifest = damaged(manifest, rng)
+            sign_again(path, damaged(manifest, rng))
         else:
             body = json.loads(file.read_text())
             deep = rng.random() < 0.7
             body = body | {"optimizer": damaged(body["optimizer"], rng)} if deep else damaged(body, rng)
             file.write_text(json.dumps(body))
-            content = file.read_bytes()
-            manifest["files"][file.name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-        (path / "checkpoint.json").write_text(signed(manifest))
+            sign_again(path, manifest, file)
         error: Exception | None = None
         try:
             with build.local(resume=str(path), ema=0.9, **HOOKS[name], **RESUMED) as pipeline:
@@ -263,6 +275,39 @@ def test_a_checkpoint_that_was_signed_again(folder: Path, tmp_path: Path, name: 
             file.read_text(),
         )
     assert refused > rounds / 4
+
+
+CODE = [
+    ("own", ("optimizer", "parts", 0, "attributes", "step"), {"dtype": "ones"}),
+    ("own", ("optimizer", "parts", 0, "attributes", "step"), 1),
+    ("own", ("optimizer", "parts", 0, "attributes", "count"), {"dtype": "set_num_threads"}),
+    ("adam", ("scheduler", "step"), 1),
+    ("adam", ("scheduler", "get_lr"), None),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value"), CODE, ids=[f"{place[-1]}-{value}" for _, place, value in CODE])
+def test_a_checkpoint_replaces_no_code(
+    folder: Path, tmp_path: Path, name: str, place: tuple[str | int, ...], value: Any
+) -> None:
+    build, batch = fxpipe.load(folder), CASES["function"].batches(1, 8)[0]
+    with build.local(out=tmp_path, checkpoint_every=1, **HOOKS[name], **RESUMED) as pipeline:
+        pipeline.step(batch)
+        pipeline.flush()
+    path = tmp_path / "checkpoints" / "step-1"
+    file = path / "worker-00001-of-00002.json"
+    body = json.loads(file.read_text())
+    *way, last = place
+    held = body["optimizer"]["updater"]
+    for key in way:
+        held = held[key]
+    held[last] = value
+    file.write_text(json.dumps(body))
+    sign_again(path, manifest_of(path), file)
+    with pytest.raises(FxpipeError, match=r"is not a state but code|is not a dtype") as error:
+        with build.local(resume=str(path), **HOOKS[name], **RESUMED):
+            pass
+    assert error.value.hint
 
 
 def test_a_device_file(tmp_path: Path) -> None:

@@ -77,7 +77,37 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State
             group = part.param_groups[0]
             device = next((p.device for p in group["params"]), torch.device("cpu"))
             part.state.update(_placed(each["others"], device, group))
+            _refuse_methods(part, each["attributes"])
             vars(part).update(_placed(each["attributes"], device, group))
+
+
+def load_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Load what `scheduler_state` returned.
+
+    Raises:
+        RunError: it would replace a method.
+    """
+    pairs = [(scheduler, state)]
+    for holder, held in pairs:  # torch's own loading sets attributes, also of the parts of a SequentialLR
+        if type(holder).load_state_dict.__module__.startswith("torch.optim."):
+            _refuse_methods(holder, held)
+            pairs += zip(getattr(holder, "_schedulers", ()), held.get("_schedulers", ()), strict=False)
+    scheduler.load_state_dict(state)
+
+
+def _refuse_methods(holder: object, attributes: Mapping[str, Any]) -> None:
+    """Refuse attributes with the names of methods or properties, which they would replace.
+
+    Raises:
+        RunError: names one.
+    """
+    for name in attributes:
+        known = getattr(type(holder), name, None)
+        if callable(known) or hasattr(known, "__set__"):
+            raise RunError(
+                f"the checkpoint has a value for {type(holder).__name__}.{name}, which is not a state but code",
+                hint="the checkpoint was changed after it was written: resume from another one",
+            )
 
 
 def _placed(held: Any, device: torch.device, group: Mapping[str, Any]) -> Any:

@@ -24,6 +24,7 @@ Read = Callable[[str], Tensor]
 
 SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS: dict[str, type] = {"pairs": dict, "counter": Counter, "ordered": OrderedDict}
+DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 TAGS = {*SEQUENCES, *MAPPINGS, "tensor", "number", "complex", "dtype", "device"}
 
 
@@ -139,7 +140,11 @@ class Decoder:
             return float(held)
         if tag == "complex":
             return complex(held)
-        return getattr(torch, held) if tag == "dtype" else torch.device(held)
+        if tag == "device":
+            return torch.device(held)
+        if held not in DTYPES:
+            raise ValueError(f"{held!r} is not a dtype")
+        return DTYPES[held]
 
     def _tensor(self, key: str, stride: list[int] | None) -> Tensor:
         if key not in self._tensors:

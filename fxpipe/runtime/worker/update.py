@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.checkpoint.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
+from fxpipe.checkpoint.optimizer_state import (
+    load_optimizer_state,
+    load_scheduler_state,
+    optimizer_state,
+    scheduler_state,
+)
 from fxpipe.checkpoint.unsaved import UnsavedState
 from fxpipe.errors import RunError, TaskError, listed, near
 from fxpipe.optimizer.hook import make_optimizer
@@ -271,7 +276,7 @@ class Updater:
             self._repeat_scheduler(updates)
         load_optimizer_state(self.optimizer, [each["optimizer"] for each in known], self._names)
         if self.scheduler is not None and known[0]["scheduler"] is not None:
-            self.scheduler.load_state_dict(self._of_as_many_groups(known)["scheduler"])
+            load_scheduler_state(self.scheduler, self._of_as_many_groups(known)["scheduler"])
             self._evaluated = int(known[0].get("evaluated", 0))
             self._metric_due = known[0].get("metric_due", known[0].get("heard"))  # its earlier name
         self._set = list(known[0].get("set_rates", []))
