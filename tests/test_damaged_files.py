@@ -305,8 +305,7 @@ def test_a_checkpoint_replaces_no_code(
     file.write_text(json.dumps(body))
     sign_again(path, manifest_of(path), file)
     with pytest.raises(FxpipeError, match=r"is not a state but code|is not a dtype") as error:
-        with build.local(resume=str(path), **HOOKS[name], **RESUMED):
-            pass
+        build.local(resume=str(path), **HOOKS[name], **RESUMED).close()
     assert error.value.hint
 
 
