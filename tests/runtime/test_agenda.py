@@ -29,19 +29,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def play(
-    clock: Clock, steps: int, pace: float, seconds: float | None, asks_at: int | None
+    clock: Clock, steps: int, pace: float, seconds: float | None, asks_at: int | None, worker: int = 0
 ) -> tuple[Agenda, Agenda, list[int]]:
     """Two workers begin minibatches; the steps that both know, three steps before, are saved."""
-    store, asked = HashStore(), [False]
+    store, asked = HashStore(), [False, False]
     exchange = StoreExchange(store)
     first = Agenda(exchange, 0, 3, seconds, True, lambda: asked[0])
-    second = Agenda(exchange, 0, 3, seconds, False, lambda: pytest.fail("only worker 0 is asked"))
+    second = Agenda(exchange, 0, 3, seconds, False, lambda: asked[1])
     known = []
     for minibatch in range(steps):
-        asked[0] |= minibatch == asks_at
+        asked[worker] |= minibatch == asks_at
         first.begin(minibatch, max(0, minibatch - 3))
         second.begin(minibatch, 0)
-        assert store.num_keys() <= 4
+        assert store.num_keys() <= 5
         for agenda in (first, second):
             assert (minibatch + 3 in agenda) == (minibatch + 3 in first)
         known += [minibatch + 3] if minibatch + 3 in first else []
@@ -60,10 +60,11 @@ def test_slow_steps_have_an_entry_each(clock: Clock) -> None:
     assert [after - before for before, after in itertools.pairwise(known)] == [3] * (len(known) - 1)
 
 
-def test_a_request_is_the_last(clock: Clock) -> None:
-    first, second, known = play(clock, 200, pace=0.1, seconds=None, asks_at=57)
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_request_is_the_last(clock: Clock, worker: int) -> None:
+    first, second, known = play(clock, 200, pace=0.1, seconds=None, asks_at=57, worker=worker)
     assert known == [first.stop] == [second.stop]
-    assert 57 <= known[0] <= 57 + 10 + 3
+    assert 57 <= known[0] <= 57 + (1 + worker) * 10 + 3  # another process notes it at one entry, for the next
 
 
 def test_nothing_without_reason(clock: Clock) -> None:

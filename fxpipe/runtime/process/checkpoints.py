@@ -51,7 +51,7 @@ class Checkpoints(Observer):
         executors: this process's; in a run of one process without replicas that have nothing to write.
         resumed, shards: the checkpoint that the run goes on from, and what each executor has read of it.
         exchange: with the other processes of the run; None if there are none.
-        asked: whether the run is to stop after one more; called in worker 0's process.
+        asked: whether this process was asked to stop the run, after one more.
         observers: are called for each checkpoint.
 
     Raises:

@@ -117,6 +117,11 @@ class PoliteStop:
         """The last checkpoint is over; called in any thread."""
         self._last = (step, path)
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last checkpoint is over."""
+        return self._last is not None
+
     def give_up_if_saved(self) -> None:
         """Stop, if the last checkpoint is over.
 

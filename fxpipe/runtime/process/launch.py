@@ -25,7 +25,7 @@ from fxpipe.observe.starting import PAUSE, starting_text
 from fxpipe.observe.trace.writer import partial
 from fxpipe.plan.spec import MESH, Mesh
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.ends import StopRequests, first_cause, is_explained
+from fxpipe.runtime.process.ends import SIGNALS, Stopped, StopRequests, first_cause, is_explained, known_errors
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.last_saved import RUNNING_ON, finish_writing, name_checkpoint
 from fxpipe.runtime.process.resume import newest_options, step_before
@@ -298,6 +298,12 @@ def _watch(
             while not is_explained(exchange, early) and workers.running() and time.monotonic() < deadline:
                 time.sleep(GLANCE)
                 early |= {rank: code for rank, code in workers.ended().items() if code}
+            stopped = next((code for code in early.values() if code - 128 in SIGNALS), None)
+            if stopped is not None and options.checkpoint_every is not None and not known_errors(exchange):
+                deadline = time.monotonic() + grace  # one of them was asked to stop, and the run saves itself
+                while workers.running() and not requests.asked and time.monotonic() < deadline:
+                    time.sleep(GLANCE)
+                raise Stopped(stopped)
             raise first_cause(exchange, early, signs, mesh)
         if len(ends) == len(signs):
             return

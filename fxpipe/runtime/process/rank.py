@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import NotFiniteError
+from fxpipe.errors import NotFiniteError, PeerLost
 from fxpipe.observe.live import Board
 from fxpipe.observe.logger import LoggedRun, open_loggers
 from fxpipe.observe.progress import Progress
@@ -221,6 +221,10 @@ class TrainingRun(Observer):
             self.world.end()
             if self.callbacks is not None:
                 self.callbacks.over()
+        except PeerLost:
+            if self.stop.is_saved:  # the others have ended first
+                self.stop.exit()
+            raise
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.abandon()  # may finish one, with the record's lines so far
@@ -314,8 +318,8 @@ class TrainingRun(Observer):
 
     def stops(self, step: int, saved: Path | None) -> None:
         """The last checkpoint of a run that was asked to stop is over: with several processes, end this one at once."""
+        self.stop.saved(step, saved)
         if self.world.alone:
-            self.stop.saved(step, saved)
             return
         if self.process == 0:
             say_stopped(step, saved)
@@ -352,4 +356,5 @@ class TrainingRun(Observer):
         if callbacks is not None:
             for executor in self.executors:  # an evaluation may have held some
                 callbacks.epoch_over(executor)
-        self.stop.give_up_if_saved()
+        if self.world.alone:  # else the thread that saves ends the process
+            self.stop.give_up_if_saved()

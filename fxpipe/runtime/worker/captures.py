@@ -245,7 +245,7 @@ class Agenda:
         ahead: how many steps in advance a checkpoint must be known.
         seconds: between two checkpoints; None makes none by time.
         writes: this process has worker 0.
-        asked: whether the run is to stop; only used if `writes`.
+        asked: whether this process was asked to stop the run; another one notes it for worker 0's.
 
     Attributes:
         stop: the last checkpoint, after which the run stops; None while it goes on.
@@ -303,7 +303,7 @@ class Agenda:
         before, then = self._entered
         pace = (now - then) / (minibatch - before) if minibatch > before else PERIOD
         self._entered = (minibatch, now)
-        stop = self._asked()
+        stop = self._asked() or self._exchange.get([_ASKED]) is not None
         save = stop or (self._seconds is not None and now - self._saved >= self._seconds)
         if save:
             self._saved = now
@@ -313,9 +313,14 @@ class Agenda:
         return entry
 
     def _read(self, minibatch: int) -> _AgendaEntry:
+        if self._asked():
+            self._exchange.set(_ASKED, "")
         while (found := self._exchange.get([_key(minibatch)])) is None:
             sleep(GLANCE)
         return _AgendaEntry(*json.loads(found[0]))
+
+
+_ASKED = "fxpipe/agenda/asked"
 
 
 def _key(minibatch: int) -> str:

@@ -183,6 +183,21 @@ def test_a_killed_worker_is_named_and_the_others_end(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_signal_to_one_process_saves_the_run(endless: RunOptions, tmp_path: Path, victim: int) -> None:
+    """As when one machine is drained."""
+    options = dataclasses.replace(endless, checkpoint_every="1h")
+    with started_run(options, 2, tmp_path / "tmp") as run:
+        run.until(lambda: trains(options))
+        os.kill(run.workers()[victim], signal.SIGTERM)
+        code, err = run.ends(20)
+        assert code == 143, err
+        assert "go on with --resume" in err
+        run.is_gone(1)
+    assert list((tmp_path / "out" / "checkpoints").glob("step-*/checkpoint.json"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, None])
 def test_no_process_outlives_the_launcher(endless: RunOptions, tmp_path: Path, seconds: float | None) -> None:
     """Killed so many seconds after it has started its first worker, or in training (None), and a worker is stopped."""
