@@ -147,6 +147,7 @@ class _SearchByModes:
         self.profile, self.setting, self.processes = profile, setting, processes
         self.say, self.budget = say, budget
         self.few = processes <= _FEW_PROCESSES
+        say("what each worker holds")
         self.costs = CostModel(profile, setting.workers(1, (1,)))
         self.flush = setting.schedule_of(1).synchronous
         totals, counts = totals_of(processes, setting), counts_of(processes, setting)

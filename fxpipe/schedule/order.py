@@ -13,6 +13,7 @@ from itertools import islice
 from textwrap import indent
 
 from fxpipe.errors import ScheduleError
+from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.merge import sender
@@ -49,14 +50,13 @@ def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Even
         for rank in range(schedule.ranks)
     ]
     problems: list[str] = []
-    label = label_of(schedule)
-    cells = [[label(*event) for event in row] for row in rows]
+    offences: list[tuple[int, int, Event]] = []
     for rank, row in enumerate(rows):
         hosted = schedule.hosted(rank)
         places: dict[int, list[int]] = {worker: [] for worker in hosted}
         for place, (worker, action) in enumerate(row):
             if worker not in places:
-                cells[rank][place] = marked(label(worker, action))
+                offences.append((rank, place, (worker, action)))
                 problems.append(f"rank {rank} does {action} of worker {worker}, which is not on this rank")
                 break
             places[worker].append(place)
@@ -64,42 +64,41 @@ def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Even
             offence = _offence([row[place][1] for place in places[worker]], schedule, range(start, stop))
             if offence is not None:
                 place, action, what = offence
-                where = [*places[worker], len(row)][place]
-                cells[rank][where : where + 1] = [marked(label(worker, action))]
+                offences.append((rank, [*places[worker], len(row)][place], (worker, action)))
                 problems.append(f"worker {worker} {what}")
     if problems:
+        label = label_of(schedule)
+        cells = [[label(*event) for event in row] for row in rows]
+        for rank, place, event in offences:
+            cells[rank][place : place + 1] = [marked(label(*event))]
         raise ScheduleError(_message(f"schedule '{schedule.name}' is wrong", problems, picture_of(schedule, cells)))
     return rows
 
 
 def _offence(row: Sequence[Action], schedule: Schedule, wanted: range) -> tuple[int, Action, str] | None:
     """The first wrong action in a row: its place (the end if missing), the action, and the problem."""
-    done: set[Action] = set()
-    latest = {phase: Action(phase, wanted.start) for phase in schedule.phases}
+    done: dict[Phase, set[tuple[int, int]]] = {phase: set() for phase in schedule.phases}
+    latest = dict.fromkeys(schedule.phases, (wanted.start, 0))
     before = dict(zip(schedule.phases[1:], schedule.phases, strict=False))
     for place, action in enumerate(row):
         if action.minibatch not in wanted or action.microbatch >= schedule.microbatches:
             return place, action, f"does {action}, but there is no such microbatch"
         if action.phase not in schedule.phases:
             return place, action, f"does {action}, but its backwards make the weight gradients"
-        if action in done:
+        number = action.minibatch, action.microbatch
+        if number in done[action.phase]:
             return place, action, f"does {action} twice"
-        if action.phase in before:
-            earlier = Action(before[action.phase], action.minibatch, action.microbatch)
-            if earlier not in done:
-                return place, action, f"does {action} before {earlier}"
-        last = latest[action.phase]
-        if (action.minibatch, action.microbatch) < (last.minibatch, last.microbatch):
-            return place, action, f"does {action} after {last}"
-        latest[action.phase] = action
-        done.add(action)
-    for minibatch in wanted:
-        for microbatch in range(schedule.microbatches):
-            for phase in schedule.phases:
-                missing = Action(phase, minibatch, microbatch)
-                if missing not in done:
-                    return len(row), missing, f"never does {missing}"
-    return None
+        if action.phase in before and number not in done[before[action.phase]]:
+            return place, action, f"does {action} before {Action(before[action.phase], *number)}"
+        if number < latest[action.phase]:
+            return place, action, f"does {action} after {Action(action.phase, *latest[action.phase])}"
+        latest[action.phase] = number
+        done[action.phase].add(number)
+    if len(row) == len(schedule.phases) * schedule.microbatches * len(wanted):
+        return None
+    numbers = ((minibatch, microbatch) for minibatch in wanted for microbatch in range(schedule.microbatches))
+    missing = next(Action(phase, *n) for n in numbers for phase in schedule.phases if n not in done[phase])
+    return len(row), missing, f"never does {missing}"
 
 
 def play(
