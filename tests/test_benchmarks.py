@@ -23,7 +23,7 @@ REPORTS = {
     "links": (r"\| snn \| 300Mbit", r"\| torch 1F1B", r"\| DDP, PowerSGD", VERDICT),
     "planner": ("made-up", "efficiency: ideal time over the slowest worker's"),
     "policies": ("4 workers, microbatches: 1", "2 workers, 2 processes", r"\| pipeoptim"),
-    "replica_plans": ("made-up, 4 GPUs", r"paper's 3-1: .*, found", "fxpipe three-way"),
+    "replica_plans": (r"\| 24 \| 8 \|", "made-up, 4 GPUs", r"paper's 3-1: .*, found", "fxpipe three-way"),
     "replicas": ("torch DDP, gradients as views", "fxpipe --dp 2 ", "bytes of gradients leave each", VERDICT),
     "schedules": ("torch InterleavedZeroBubble ", r"fxpipe auto \(", "a worker; in half of that:", VERDICT),
     "trace": ("large: ", "small: ", "a recorded span: "),

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import sizes
 from pipedream_model import Chain, best
 
 from fxpipe.planner.links import Links
@@ -35,9 +36,15 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--models", nargs="+", default=["vgg16", "resnet50", "alexnet", "gnmt"])
     parser.add_argument("--gigabits", type=float, default=10.0, help="bandwidth between any two processes")
+    parser.add_argument("--sizes", action="store_true", help="instead, how long plans of a GPT take, by its size")
     parser.add_argument("--quick", action="store_true", help="a small profile made up here: only to see that it runs")
     parser.add_argument("--out", type=Path, help="default: result.json here, or nowhere with --quick")
     options = parser.parse_args()
+    if options.sizes or options.quick:
+        for units, gpus in [(24, 8)] if options.quick else sizes.ALL:
+            sizes.show(sizes.planned(units, gpus))
+    if options.sizes:
+        return
     if options.quick:
         profiles, options.gpus = {"made-up": made_up()}, [4]
     elif options.folder is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,57 +58,42 @@ class Holdings(NamedTuple):
     once: Floats
     again_ms: Floats
 
-    def take(self, rows: Places) -> Holdings:
-        """Those of some candidates."""
-        return Holdings(*(column[rows] for column in self))
-
 
 class Candidates:
-    """Candidate workers between boundaries, row by row; each number is computed when it is first asked for.
+    """Candidate workers between boundaries, row by row. What only some ask for is computed when it is asked for.
 
     Args:
         costs: has the sums over the profile's units; its workers do not matter.
-        begins, ends: rows (f, b, w, r), shape (n, 4); no position of an end is before that of its begin. Only cuts that
-            were given to `CostModel.remember`.
+        begins, ends: rows (f, b, w, r), shape (n, 4); no position of an end is before that of its begin. `remember`
+            must have been called with their cuts.
+
+    Attributes:
+        forward, backward, weight: units whose F, B and W they run; `weight` from the first that has a W to the last.
+        work_ms: F, B, W and the update of a microbatch, at speed 1.
+        update_ms: of it, the update.
+        owned: bytes of weights.
+        activation, gradient: bytes that are received.
     """
 
     def __init__(self, costs: CostModel, begins: Places, ends: Places) -> None:
         self.costs, self.begins, self.ends = costs, begins, ends
+        self.forward: Span = (begins[:, 0], ends[:, 0])
+        self.backward: Span = (begins[:, 1], ends[:, 1])
+        self.weight = costs.owning((begins[:, 2], ends[:, 2]))
+        self.work_ms = costs.load(ends) - costs.load(begins)
+        self.update_ms = total(costs.update, self.weight)
+        self.owned = total(costs.parameters, self.weight)
+        self.activation = costs.received(0, begins[:, 0], ends[:, 0])
+        self.gradient = costs.received(1, costs.count - ends[:, 1], costs.count - begins[:, 1])
 
     def __len__(self) -> int:
         return len(self.begins)
 
     def take(self, rows: Places) -> Candidates:
         """Some of them; what is known of them stays known."""
-        found = Candidates(self.costs, self.begins[rows], self.ends[rows])
-        known = {name: value for name, value in vars(self).items() if name not in vars(found)}
-        vars(found).update({name: _rows(value, rows) for name, value in known.items()})
+        found = copy(self)
+        vars(found).update({name: rows_of(value, rows) for name, value in vars(self).items() if name != "costs"})
         return found
-
-    @cached_property
-    def forward(self) -> Span:
-        """Units whose F they run."""
-        return self.begins[:, 0], self.ends[:, 0]
-
-    @cached_property
-    def backward(self) -> Span:
-        """Units whose B they run."""
-        return self.begins[:, 1], self.ends[:, 1]
-
-    @cached_property
-    def weight(self) -> Span:
-        """Units whose W they run, from the first that has one to the last."""
-        return self.costs.owning((self.begins[:, 2], self.ends[:, 2]))
-
-    @cached_property
-    def work_ms(self) -> Floats:
-        """F, B, W and the update of a microbatch, at speed 1."""
-        return self.costs.load(self.ends) - self.costs.load(self.begins)
-
-    @cached_property
-    def update_ms(self) -> Floats:
-        """Of it, the update."""
-        return total(self.costs.update, self.weight)
 
     @cached_property
     def forward_ms(self) -> Floats:
@@ -118,22 +104,6 @@ class Candidates:
     def backward_ms(self) -> Floats:
         """B at speed 1, without W."""
         return total(self.costs.backward, self.backward)
-
-    @cached_property
-    def owned(self) -> Floats:
-        """Bytes of weights."""
-        return total(self.costs.parameters, self.weight)
-
-    @cached_property
-    def activation(self) -> Floats:
-        """Bytes of activations that are received."""
-        return self.costs.received(0, self.begins[:, 0], self.ends[:, 0])
-
-    @cached_property
-    def gradient(self) -> Floats:
-        """Bytes of gradients that are received."""
-        count = self.costs.count
-        return self.costs.received(1, count - self.ends[:, 1], count - self.begins[:, 1])
 
     @cached_property
     def handed(self) -> tuple[Floats, Floats]:
@@ -209,9 +179,9 @@ class Candidates:
         return [Holdings(*shared, *costs.kept(level, own, plain, elsewhere)) for level in levels]
 
 
-def _rows(value: Any, rows: Places) -> Any:
+def rows_of(value: Any, rows: Places) -> Any:
     """The same rows of an array, or of a tuple of them."""
     if isinstance(value, np.ndarray):
         return value[rows]
-    parts = [_rows(part, rows) for part in value]
+    parts = [rows_of(part, rows) for part in value]
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -83,10 +83,6 @@ class Times(NamedTuple):
         """The cost, if memory does not matter."""
         return np.maximum(self.busy + self.waits, self.wire)
 
-    def take(self, rows: Places) -> Times:
-        """Those of some candidates."""
-        return Times(*(column[rows] for column in self))
-
 
 @dataclass(frozen=True)
 class Costs:

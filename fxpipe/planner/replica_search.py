@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxpipe.planner.candidate_workers import Candidates, Holdings
+from fxpipe.planner.candidate_workers import Candidates, Holdings, rows_of
 from fxpipe.planner.cost_model import CostModel, Times
 from fxpipe.planner.search import EPSILON
 from fxpipe.planner.setting import Setting, StageDemands
@@ -304,8 +304,8 @@ class _PlansThroughRows:
             for terms, (costs, worker) in new.items():
                 times = costs.times(worker, pairs)
                 good = np.flatnonzero((times.cost <= self.bound) & np.isfinite(times.cost))
-                some = [level.take(good) for level in held]
-                parts[terms].append(_TimedWorkers(i[good], j[good], times.take(good), some))
+                some = [rows_of(level, good) for level in held]
+                parts[terms].append(_TimedWorkers(i[good], j[good], rows_of(times, good), some))
         self.timed |= {terms: _joined(found) for terms, found in parts.items()}
 
     def _pairs(

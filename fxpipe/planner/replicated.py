@@ -145,7 +145,7 @@ class _SearchByModes:
         self, profile: Profile, setting: Setting, processes: int, most: int, say: Callable[[str], None], budget: int
     ) -> None:
         self.profile, self.setting, self.processes = profile, setting, processes
-        self.say, self.budget = say, budget
+        self.say, self.budget, self.most = say, budget, most
         self.few = processes <= _FEW_PROCESSES
         say("what each worker holds")
         self.costs = CostModel(profile, setting.workers(1, (1,)))
@@ -201,8 +201,9 @@ class _SearchByModes:
                 break
             except TooManyPairs:
                 continue
-        if not self.known:
-            self._improve_cuts(mode, (1,) * min(self.processes, len(self.profile.units)))
+        pipeline = min(self.processes, len(self.profile.units))
+        if not self.known and pipeline <= self.most:
+            self._improve_cuts(mode, (1,) * pipeline)
 
     def _bound(self) -> float:
         """In milliseconds, a bottleneck that the best plan does not exceed."""

@@ -137,22 +137,9 @@ def versions_of(schedule: Schedule) -> Versions:
 
 @lru_cache(maxsize=64)
 def most_missed(schedule: Schedule) -> int:
-    """How many updates of its own weights the forwards of any worker miss at most, in steady state.
-
-    It reads only the workers' rows, which is much faster than computing all versions.
-    """
-    return max(own_lag(schedule.of_worker(worker), worker) for worker in range(schedule.workers))
-
-
-def own_lag(schedule: Schedule, worker: int) -> int:
-    """The same for one worker."""
-    last = 2 * schedule.filling + 2
-    most = updates = 0
-    for action in schedule.until(worker, last + 1):
-        if action.phase == "F" and action.minibatch == last:
-            most = max(most, last - updates)
-        updates += schedule.updated_by(action) is not None
-    return most
+    """How many updates of its own weights the forwards of any worker miss at most, in steady state."""
+    owns = [own_versions(schedule.of_worker(worker), worker) for worker in range(schedule.workers)]
+    return max(own.lag("F", own.worker, own.worker, j) for own in owns for j in range(own.schedule.microbatches))
 
 
 def _flush(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> Callable[[int, Action], Iterable[Event]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import naive_planner as naive
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from judged_plans import partition, profiles, ratios
 
 from fxpipe.errors import CutError
-from fxpipe.planner.cost_model import CostModel
+from fxpipe.planner.candidate_workers import Candidates
+from fxpipe.planner.cost_model import CostModel, Times
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.link_times import all_reduce
 from fxpipe.planner.links import Links
@@ -24,7 +25,8 @@ from fxpipe.planner.profile import Profile, Unit, Value, backward_values
 from fxpipe.planner.replicated import minibatch_seconds, notation, replicated_partitions
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Machines, Workers
-from fxpipe.schedule import make
+from fxpipe.schedule import Schedule, make
+from fxpipe.schedule.versions import Versions
 
 
 def compositions(total: int, most: int) -> Iterator[tuple[int, ...]]:
@@ -258,6 +260,34 @@ def test_many_processes_have_replicas_that_one_would_run(machines: Machines | No
     even = {1, 2, 3, 4, 6, 8, 12, 16, 24}
     assert set(found.replicas) <= (even if machines else even | {24 - n for n in even})
     assert not found.exact  # of 24 processes, 11 and 13 might be better
+
+
+def test_a_large_plan_times_boundaries_once_for_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each of 256 processes that a worker may begin at, each of its depths, and all that it may hold there."""
+    timed = []
+
+    def counted(costs: CostModel, worker: int, of: Candidates, times: Callable[..., Times] = CostModel.times) -> Times:
+        timed.append(len(of))
+        return times(costs, worker, of)
+
+    def refused(versions: Versions, schedule: Schedule) -> None:
+        raise AssertionError("what each worker holds follows from its own row")
+
+    monkeypatch.setattr(CostModel, "times", counted)
+    monkeypatch.setattr(Versions, "__init__", refused)
+    units = [Unit(f"u{i}", 1.0 + i % 3, 2.0 + i % 2, output_bytes=1e6, parameter_bytes=1e8) for i in range(24)]
+    setting = Setting(links=Links(1e9), microbatches=31, evenly=True, machines=Machines(8, Links(1e10)), memory=(4e9,))
+    found = replicated_partitions(chain(*units), setting, 256, ("same",))["same"]
+    assert len(found.replicas) > 1
+    assert len(timed) < 300
+    assert sum(timed) < 20_000
+
+
+def test_more_workers_are_tried_only_where_fewer_do_not_fit() -> None:
+    """Two of 36 units fit: 18 workers are enough, and each has two replicas."""
+    units = [Unit(f"u{i}", 1.0, 2.0, parameter_bytes=100.0) for i in range(36)]
+    setting = Setting("1f1b", microbatches=2, memory=(700.0,))
+    assert replicated_partitions(chain(*units), setting, 36, ("same",))["same"].replicas == (2,) * 18
 
 
 def test_a_flush_counts_filling_and_draining() -> None:

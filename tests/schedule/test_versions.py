@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import PHASES
 from fxpipe.schedule import Action, Async, AsyncLate, OneFOneB, Schedule, Versions, make
-from fxpipe.schedule.versions import most_missed, own_lag
+from fxpipe.schedule.versions import OwnVersions, most_missed
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
@@ -29,8 +29,11 @@ def test_a_row_alone_tells_how_late_its_worker_is(name: str, workers: int, micro
     schedule = make(name, workers, microbatches)
     versions = Versions(schedule)
     for worker in range(workers):
-        lates = [versions.lag("F", worker, worker, microbatch) for microbatch in range(microbatches)]
-        assert own_lag(schedule, worker) == max(lates)
+        own = OwnVersions(schedule, worker)
+        for phase in schedule.phases:
+            for microbatch in range(microbatches):
+                asked = phase, worker, worker, microbatch
+                assert own.lag(*asked) == versions.lag(*asked)
 
 
 @given(st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-h2"]), st.integers(1, 6), st.integers(1, 5))
