@@ -178,7 +178,7 @@ class Copies:
     def _scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
         """The scheduler, which steps after every step of the copies, even if it is for epochs."""
         with suppress(Exception):
-            made = paced(self.scheduler(optimizer)) if self.scheduler is not None else None
+            made = paced(self.scheduler(optimizer), optimizer) if self.scheduler is not None else None
             return None if made is None else made.scheduler
         return None
 

@@ -29,20 +29,31 @@ class PacedScheduler:
     metric: str | None = None
 
 
-def paced(made: Any) -> PacedScheduler | None:
-    """The result of `lr_scheduler()`: a scheduler, `(scheduler, "epoch")`, `(scheduler, "step")`, or None.
+def paced(made: Any, optimizer: Any) -> PacedScheduler | None:
+    """The result of `lr_scheduler(optimizer)`: a scheduler, `(scheduler, "epoch")`, `(scheduler, "step")`, or None.
 
     A ReduceLROnPlateau comes with the name of a metric: `(ReduceLROnPlateau(optimizer), "loss")`.
 
     Raises:
-        TaskError: it is something else.
+        TaskError: it is something else, or torch's scheduler of another optimizer.
     """
     if made is None:
         return None
     scheduler, pace = made if isinstance(made, tuple) and len(made) == 2 else (made, STEP)
     if not callable(getattr(scheduler, "step", None)):
         raise TaskError(f"lr_scheduler() returned {type(scheduler).__name__}, which has no step()", hint=RETURNS)
-    if any(base.__name__ == PLATEAU for base in type(scheduler).__mro__):  # torch is not imported here
+    bases = {base.__name__ for base in type(scheduler).__mro__}  # torch is not imported here
+    if "Optimizer" in bases:
+        raise TaskError("lr_scheduler() returned an optimizer, which would make every update twice", hint=RETURNS)
+    if bases & {"LRScheduler", PLATEAU} and scheduler.optimizer not in (
+        optimizer,
+        *getattr(optimizer, "optimizers", ()),
+    ):
+        raise TaskError(
+            "lr_scheduler() returned a scheduler of another optimizer: it would change no rate of this training",
+            hint="make it for the optimizer that lr_scheduler(optimizer) is called with",
+        )
+    if PLATEAU in bases:
         if not isinstance(pace, str) or pace in (STEP, EPOCH):
             raise TaskError(f"lr_scheduler() returned {PLATEAU} without a metric for its steps", hint=OF_METRIC)
         return PacedScheduler(scheduler, metric=pace)

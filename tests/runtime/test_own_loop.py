@@ -119,6 +119,8 @@ def test_rates_are_set_from_a_minibatch_on(toy: Any, many: Any, tmp_path: Path) 
     assert rates == [[0.1] * 3 + [0.02] * 4] * 2 + [[None] * 7], "the last worker trains nothing"
     with pytest.raises(RunError, match="3 learning rates were given, and the optimizer has 2 groups"):
         plain.set_lr(1, 2, 3)
+    with pytest.raises(RunError, match="a learning rate of -1 makes no sense"):
+        plain.set_lr(-1)
 
 
 @pytest.mark.parametrize("number", range(0, len(LOOPS), 2))

@@ -110,7 +110,7 @@ class Updater:
             if frozen := [name for name in updated if name in self.updated and not updated[name].requires_grad]:
                 raise freezes_or_thaws("optimizer()", listed(frozen, 6), task.file)
             self._reseed("lr_scheduler")
-            made = paced(task.lr_scheduler(self.optimizer))
+            made = paced(task.lr_scheduler(self.optimizer), self.optimizer)
             if made is not None:
                 self.scheduler, self.per_epoch, self.metric = made.scheduler, made.per_epoch, made.metric
         callbacks = [function for name in CALLBACKS if (function := getattr(task.hooks, name)) is not None]
@@ -151,9 +151,9 @@ class Updater:
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def unfit(self, rates: Sequence[float]) -> RunError | None:
-        """Why these cannot be learning rates of the groups: not finite, or neither one for all nor one for each."""
+        """Why these cannot be rates of the groups: not finite, below 0, or neither one for all nor one for each."""
         groups = len(rates) if self.optimizer is None else len(self.optimizer.param_groups)
-        if not all(math.isfinite(rate) for rate in rates):
+        if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             return RunError(f"a learning rate of {', '.join(map(str, rates))} makes no sense")
         if len(rates) in (1, groups):
             return None
