@@ -35,7 +35,7 @@ from fxpipe.runtime.process.device import common_backend, own_device, reuse_free
 from fxpipe.runtime.process.ends import end_process, first_cause, leave_error
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.wires.addresses import Way
-from fxpipe.runtime.wires.doors import make_secret
+from fxpipe.runtime.wires.doors import prepare_meeting
 from fxpipe.runtime.wires.group import close_group, leave_after, open_group, peers, place_of_process
 from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.typed_json import read
@@ -144,7 +144,7 @@ def measure_links(workers: int = 2, total: int = NEAR, say: Callable[[str], None
         Guardian(Path(folder)) as guardian,
     ):
         exchange = Path(folder)
-        make_secret(exchange)
+        prepare_meeting(exchange)
         command = [sys.executable, "-P", "-m", "fxpipe.measure.links", folder, str(total)]
         processes: list[subprocess.Popen[bytes]] = []
         codes: list[int | None] = [None]

@@ -339,6 +339,11 @@ class Mesh:
         """The word for a process: worker, rank or replica."""
         return "worker" if self.plain else "process" if self.replicated else "rank"
 
+    @property
+    def groups(self) -> list[list[int]]:
+        """The processes of each rank that has several."""
+        return [list(self.of_rank(rank)) for rank, count in enumerate(self.replicas) if count > 1]
+
     def rank_of(self, worker: int) -> int:
         """The rank that a worker runs on."""
         return self.placement[worker] if self.placement else worker

@@ -30,7 +30,7 @@ from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.last_saved import RUNNING_ON, finish_writing, name_checkpoint
 from fxpipe.runtime.process.resume import newest_options, step_before
 from fxpipe.runtime.process.stall import StallWatch, waited_for_disk
-from fxpipe.runtime.wires.doors import make_secret
+from fxpipe.runtime.wires.doors import prepare_meeting
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -245,7 +245,7 @@ def _attempt(
     temporary = tempfile.TemporaryDirectory(prefix="fxpipe_run_", ignore_cleanup_errors=True)
     with Guardian(Path(temporary.name)) as guardian, temporary as folder:  # guarded until the folder is gone
         exchange = Path(folder)
-        make_secret(exchange)
+        prepare_meeting(exchange, mesh.groups)
         if options.progress:
             say(f"starting {ranks} process{'es' if ranks > 1 else ''}")
         started = WorkerProcesses(dataclasses.replace(options, exchange=folder), ranks, exchange, guardian)

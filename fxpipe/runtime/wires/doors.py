@@ -2,63 +2,78 @@
 
 To connect the workers, gloo listens in each on a port of the loopback interface. It accepts any process that sends a
 number that is easy to guess first, and torch unpickles what arrives over a connection. So the workers meet before they
-begin to listen, prove to each other that they know the run's secret before anything is unpickled, and stop listening.
-No other process can use an open connection.
+begin to listen, connect all groups that the run will need, prove to each other that they know the run's secret before
+anything is unpickled, and stop listening. No other process can use an open connection.
 
-The launcher makes the secret, and does not import torch.
+The launcher makes the secret and says which groups there are; it does not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import os
 import select
 import socket
 import sys
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import RunError
 
 if TYPE_CHECKING:
     import torch
 
-SECRET = "secret"
-"""The file with the secret, in the folder of the run that only its owner can read."""
+MEETING = "meeting"
+"""The file with the secret and the groups, in the folder of the run that only its owner can read."""
+
+PATIENCE = timedelta(minutes=1)
+"""How long a connected process has to prove that it knows the secret."""
 
 
-def greet(worker: int, workers: int, secret: bytes) -> None:
-    """Check that the other end of each connection of torch's default group knows the secret.
+def prepare_meeting(folder: Path, groups: Sequence[Sequence[int]] = ()) -> None:
+    """Write a new secret, and which processes of the run form groups, into its folder."""
+    with open(os.open(folder / MEETING, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({"secret": os.urandom(32).hex(), "groups": groups}, file)
+
+
+def read_meeting(folder: Path) -> tuple[bytes, list[list[int]]]:
+    """The secret, and the groups."""
+    found = json.loads((folder / MEETING).read_text())
+    return bytes.fromhex(found["secret"]), found["groups"]
+
+
+def greet(worker: int, members: Sequence[int], secret: bytes, group: Any = None) -> None:
+    """Check that the other end of each connection of a group knows the secret.
+
+    Args:
+        worker: this process, one of the members.
+        group: of torch, of the members; None for the default one.
 
     Raises:
         RunError: one does not know it.
-        RuntimeError: a connection is lost.
+        RuntimeError: a connection is lost, or its other end says nothing.
     """
     import torch
     import torch.distributed as dist
 
-    others = [other for other in range(workers) if other != worker]
-    said = {other: _tensor(_word(secret, worker, other)) for other in others}
+    others = [other for other in members if other != worker]
+    said = {other: _tensor(_word(secret, members, worker, other)) for other in others}
     heard = {other: torch.zeros_like(word) for other, word in said.items()}
-    sent = [dist.isend(word, other) for other, word in said.items()]
-    for other, word in heard.items():
-        dist.recv(word, other)
-    for work in sent:
+    under_way = [dist.irecv(word, other, group=group) for other, word in heard.items()]
+    under_way += [dist.isend(word, other, group=group) for other, word in said.items()]
+    for work in under_way:
         if work is not None:  # None for a process outside the group
-            work.wait()
+            work.wait(PATIENCE)
     for other, word in heard.items():
-        if not hmac.compare_digest(bytes(word.tolist()), _word(secret, other, worker)):
+        if not hmac.compare_digest(bytes(word.tolist()), _word(secret, members, other, worker)):
             raise RunError(
                 f"a process that is not worker {other} has connected to worker {worker} in its place",
                 hint="another user of this machine may be attacking the run: find the process, and start the run again",
             )
-
-
-def make_secret(folder: Path) -> None:
-    """Write a new secret into the folder of a run."""
-    with open(os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(os.urandom(32))
 
 
 def listening() -> set[int]:
@@ -107,8 +122,8 @@ def _descriptors() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd")] if os.path.isdir("/proc/self/fd") else []
 
 
-def _word(secret: bytes, source: int, target: int) -> bytes:
-    return hmac.digest(secret, f"worker {source} to worker {target}".encode(), "sha256")
+def _word(secret: bytes, members: Sequence[int], source: int, target: int) -> bytes:
+    return hmac.digest(secret, f"among {list(members)}, worker {source} to worker {target}".encode(), "sha256")
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -25,12 +25,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from fxpipe.errors import FxpipeError, PeerLost, RunError, near
 from fxpipe.messages import warn
-from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening
+from fxpipe.runtime.wires.doors import close_doors, greet, listening, read_meeting
 from fxpipe.torch_private import FileStore, PrefixStore
 
 _group: Any = None  # of the run in this process
 _timeout: timedelta | None = None  # of the run
 _parts: list[Any] = []  # groups of some processes of the run
+_connected: dict[tuple[int, ...], Any] | None = None  # on one machine, all of them over gloo, by processes
 _outside: Any = None  # the user's own, which is hidden meanwhile
 _name: str | None = None  # what messages call this process, once it is known which workers it has
 _stores: dict[tuple[str | None, ...], Any] = {}  # where this process has met others, by the environment variables then
@@ -62,9 +63,9 @@ def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None =
         PeerLost: another process is gone.
         RunError: another process has connected, or GLOO_SOCKET_IFNAME names a network interface that does not exist.
     """
-    global _group, _outside, _name, _timeout
+    global _group, _outside, _name, _timeout, _connected
     _check_interface()
-    _outside, _name, _timeout = dist.group.WORLD, None, timeout
+    _outside, _name, _timeout, _connected = dist.group.WORLD, None, timeout, None
     with peers(rank):
         if exchange is not None:
             folder = Path(exchange)
@@ -72,10 +73,16 @@ def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None =
             store.set_timeout(timeout)
             store.set(f"here/{rank}", "")
             store.wait([f"here/{other}" for other in range(ranks)])  # so that sockets listen only for a moment
+            secret, groups = read_meeting(folder)
             before = listening()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-            greet(rank, ranks, (folder / SECRET).read_bytes())
+            greet(rank, range(ranks), secret)
+            made = {tuple(members): group_among(members, "gloo") for members in groups}
+            for members, group in made.items():
+                if group is not None:
+                    greet(rank, members, secret, group)
             close_doors(listening() - before)
+            _connected = made
         elif _outside is not None:
             dist.group.WORLD = dist.new_group(backend="gloo", timeout=timeout)
         else:
@@ -145,12 +152,16 @@ def name_process(name: str) -> None:
 def group_among(processes: Sequence[int], backend: str) -> Any:
     """A group of some processes of the run, which ends with the run; called by all processes, inside `peers`.
 
+    On one machine, a group over gloo is one of those that `open_group` has connected: no process listens later.
+
     It has the run's timeout, not torch's default: NCCL's default of 10 minutes may be shorter than an evaluation, and
     ends the process.
 
     Returns:
         None if this process is not in the group.
     """
+    if _connected is not None and backend == "gloo":
+        return _connected[tuple(processes)]
     group = dist.new_group(list(processes), backend=backend, timeout=_timeout)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return None

@@ -35,17 +35,9 @@ _SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
 
 def replica_group(plan: Plan, process: int, backend: str) -> Any:
     """The process group of the replicas of this process's rank; None if there is one replica. All processes call it."""
-    mesh = plan.mesh
-    if not mesh.replicated:
-        return None
-    own = None
-    rank, _ = plan.seat(process)
     with peers(process):
-        for each in range(plan.ranks):
-            if len(members := mesh.of_rank(each)) > 1:
-                group = group_among(members, backend)
-                own = group if each == rank else own
-    return own
+        made = [group_among(members, backend) for members in plan.mesh.groups]
+    return next((group for group in made if group is not None), None)
 
 
 class ReplicaProcess:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening, make_secret
-from fxpipe.runtime.wires.group import close_group, open_group, peers
+from fxpipe.runtime.wires.doors import MEETING, close_doors, greet, listening, prepare_meeting, read_meeting
+from fxpipe.runtime.wires.group import close_group, group_among, open_group, peers
 
 pytestmark = pytest.mark.multiproc
 MINUTE = timedelta(seconds=60)
@@ -28,6 +28,13 @@ def _closed(rank: int, folder: str) -> None:
             total = torch.ones(1000)
             dist.all_reduce(total)
             assert total.eq(3).all()
+        part = group_among((0, 2), "gloo")
+        if part is not None:
+            total = torch.ones(1000)
+            dist.all_reduce(total, group=part)
+            assert total.eq(2).all()
+        assert (part is None) == (rank == 1)
+    assert not listening()
     close_group()
     Path(folder, f"over{rank}").touch()
 
@@ -35,7 +42,7 @@ def _closed(rank: int, folder: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="doors close on Linux")
 def test_connected_workers_listen_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    make_secret(tmp_path)
+    prepare_meeting(tmp_path, [[0, 2]])
     start_processes(_closed, (str(tmp_path),), 3, start_method="fork")
     assert len(list(tmp_path.glob("over*"))) == 3
 
@@ -62,16 +69,16 @@ def _strange(rank: int, folder: str) -> None:
     """Worker 1 does not know the secret."""
     store = dist.FileStore(str(Path(folder, "store")), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=MINUTE)
-    secret = Path(folder, SECRET).read_bytes() if rank == 0 else bytes(32)
+    secret = read_meeting(Path(folder))[0] if rank == 0 else bytes(32)
     with pytest.raises(RunError, match=f"process that is not worker {1 - rank} has connected to worker {rank}"):
-        greet(rank, 2, secret)
+        greet(rank, (0, 1), secret)
     Path(folder, f"over{rank}").touch()
     dist.barrier()
 
 
 def test_who_does_not_know_the_secret_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    make_secret(tmp_path)
-    assert (tmp_path / SECRET).stat().st_mode & 0o077 == 0
+    prepare_meeting(tmp_path)
+    assert (tmp_path / MEETING).stat().st_mode & 0o077 == 0
     start_processes(_strange, (str(tmp_path),), 2, start_method="fork")
     assert len(list(tmp_path.glob("over*"))) == 2
