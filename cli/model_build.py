@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
     from fxpipe.build.build import Build
     from fxpipe.ir.transform import Observer
-    from fxpipe.plan.spec import PadSpec
     from fxpipe.planner.costs_file import BuildCosts
     from fxpipe.task.batch import Batch
-    from fxpipe.task.first_batches import FirstBatches
     from fxpipe.task.model_file import Task
 
 OFF = 1.3
@@ -63,7 +61,7 @@ def build_model(
     Raises:
         click.UsageError, FxpipeError: for everything that the user can fix.
     """
-    from fxpipe.lowering.first_of_each import first_of_each
+    from fxpipe.lowering.first_of_each import first_of_each, last_of_epoch
     from fxpipe.lowering.lower import compile
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.device import reuse_freed_memory
@@ -102,7 +100,7 @@ def build_model(
             told, last = [batch.on(made.device) for batch in told], last and last.on(made.device)
         example = batches[0].padded(padding)
         shapes = [batch.padded(padding) for batch in told]
-        last = _last(first, last, [example, *shapes], padding, options)
+        last = last_of_epoch(first, last, [example, *shapes], padding, options.cut(example).dims)
         say("capturing, costing and cutting")
         more: dict[str, Any] = {"shapes": told, "last": last, "evaluation": evaluation, "observers": observers}
         build = compile(model, task.loss, batches[0], options, **more, say=say)
@@ -118,24 +116,6 @@ def build_model(
     plan = dataclasses.replace(build.plan, **known)
     build = dataclasses.replace(build, plan=plan, warnings=(*build.warnings, *doubts))
     return ModelBuild(build, task, model, first.batches[0], tuple(compiled), options)
-
-
-def _last(
-    first: FirstBatches, found: Batch | None, known: list[Batch], padding: Sequence[PadSpec], options: CompileOptions
-) -> Batch | None:
-    """A batch as small as the last one of an epoch; None if that has a known shape, or cannot be made from the others.
-
-    Args:
-        found: the last one itself, if it was read.
-        known: a batch of every known shape, padded.
-    """
-    from fxpipe.lowering.first_of_each import first_of_each
-    from fxpipe.task.first_batches import shortened
-
-    last = shortened(known[0], first, options.cut(known[0]).dims) if found is None else found
-    if last is None:
-        return None
-    return last if len(list(first_of_each([*known, last.padded(padding)]))) > len(known) else None
 
 
 def _command(name: str, made: ModelOptions, options: CompileOptions) -> str:

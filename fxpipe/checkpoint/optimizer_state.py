@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxpipe.checkpoint.tree import Encoder, Unwritable
 from fxpipe.errors import RunError
 from fxpipe.task.several_optimizers import parts_of
-from fxpipe.torch_private import pytree
+from fxpipe.torch_private import SCHEDULERS, pytree
 
 State = dict[str, Any]
 
@@ -91,7 +91,7 @@ def load_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
     for holder, held in pairs:  # torch's own loading sets attributes, also of the parts of a SequentialLR
         if type(holder).load_state_dict.__module__.startswith("torch.optim."):
             _refuse_methods(holder, held)
-            pairs += zip(getattr(holder, "_schedulers", ()), held.get("_schedulers", ()), strict=False)
+            pairs += zip(getattr(holder, SCHEDULERS, ()), held.get(SCHEDULERS, ()), strict=False)
     scheduler.load_state_dict(state)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from fxpipe.errors import BatchError
 from fxpipe.ir.program import Program
 from fxpipe.plan.spec import PadSpec
-from fxpipe.task.batch import Batch
+from fxpipe.task.batch import Batch, Dims
+from fxpipe.task.first_batches import FirstBatches, shortened
 from fxpipe.task.splitter import Splitter
 
 SHAPES = 8
@@ -32,6 +33,22 @@ def first_of_each(batches: Iterable[Batch], padding: Sequence[PadSpec] = (), val
         if plain not in known and len(known) <= values:
             known.add(plain)
             yield batch
+
+
+def last_of_epoch(
+    first: FirstBatches, found: Batch | None, known: Sequence[Batch], padding: Sequence[PadSpec], dims: Dims
+) -> Batch | None:
+    """A batch as small as the last one of an epoch; None if that has a known shape, or cannot be made from the others.
+
+    Args:
+        found: the last one itself, if it was read.
+        known: a batch of every known shape, padded.
+        dims: where the first of them is cut.
+    """
+    last = shortened(known[0], first, dims) if found is None else found
+    if last is None:
+        return None
+    return last if len(list(first_of_each([*known, last.padded(padding)]))) > len(known) else None
 
 
 def check_number(batches: Sequence[Any], data: str, hint: str) -> None:

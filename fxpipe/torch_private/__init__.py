@@ -41,6 +41,8 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 DYNAMO, FUNCTORCH, INDUCTOR = "torch._dynamo", "torch._functorch", "torch._inductor"
 # Where a module holds what is registered in it: keys of its `__dict__`.
 BUFFERS, MODULES, PARAMETERS = "_buffers", "_modules", "_parameters"
+# Where a scheduler has the schedulers that it is made of.
+SCHEDULERS = "_schedulers"
 # Where a module that torch.compile returns has the one that it was given.
 COMPILED = "_orig_mod"
 # What an optimizer has in its `__dict__` after a step under a learning-rate scheduler.

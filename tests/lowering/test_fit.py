@@ -72,6 +72,20 @@ def test_a_loaders_own_generator_begins_with_the_run(local: bool, tmp_path: Path
     assert made.summary["losses"][0] == pytest.approx(loss(model(), next(iter(loader()))).item(), rel=1e-6)
 
 
+def test_a_smaller_last_batch_has_stages_of_its_own(tmp_path: Path) -> None:
+    """It comes after the batches that are read for their shapes."""
+    rows = torch.randn(12 * 10 + 6, 8, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(rows, batch_size=12)
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return (net(x) - x.sum(1, keepdim=True)).pow(2).mean()
+
+    made = fxpipe.fit(model(), loss, loader, out=tmp_path, local=True, **{**OPTIONS, "steps": 12})
+    assert made is not None
+    assert made.summary["steps"] == 12
+    assert fxpipe.load(tmp_path / "build").plan.shapes
+
+
 @pytest.mark.multiproc
 def test_processes_train_the_same_bits(tmp_path: Path) -> None:
     alone, processes = fitted(tmp_path / "alone", local=True), fitted(tmp_path / "processes")
