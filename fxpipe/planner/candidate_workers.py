@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,7 +92,9 @@ class Candidates:
     def take(self, rows: Places) -> Candidates:
         """Some of them; what is known of them stays known."""
         found = copy(self)
-        vars(found).update({name: rows_of(value, rows) for name, value in vars(self).items() if name != "costs"})
+        for name, value in vars(self).items():
+            if name != "costs":
+                vars(found)[name] = for_each(lambda known: known[rows], value)
         return found
 
     @cached_property
@@ -164,7 +166,7 @@ class Candidates:
         runs = (self.from_front, self.from_back)
         return sum((np.where(run.again, run.forward_ms, 0.0) for run in runs), np.zeros(len(self)))
 
-    def holdings(self, levels: Iterable[int]) -> list[Holdings]:
+    def holdings(self, levels: Iterable[int]) -> tuple[Holdings, ...]:
         """What they hold at some levels."""
         costs, own = self.costs, both(self.forward, self.backward)
         frozen = total(costs.frozen, self.forward) + total(costs.frozen, self.backward) - total(costs.frozen, own)
@@ -176,12 +178,12 @@ class Candidates:
         plain = costs.saved(own, both(self.forward, self.weight))
         elsewhere = plain - costs.saved(own, both(own, self.weight))  # read by W alone, of units whose B is not here
         shared = (self.owned, always, exchanged, self.from_front.size)
-        return [Holdings(*shared, *costs.kept(level, own, plain, elsewhere)) for level in levels]
+        return tuple(Holdings(*shared, *costs.kept(level, own, plain, elsewhere)) for level in levels)
 
 
-def rows_of(value: Any, rows: Places) -> Any:
-    """The same rows of an array, or of a tuple of them."""
-    if isinstance(value, np.ndarray):
-        return value[rows]
-    parts = [rows_of(part, rows) for part in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+def for_each(change: Callable[..., Any], *values: Any) -> Any:
+    """A tuple, of tuples of arrays, of what `change` makes of the arrays at the same place in each of such tuples."""
+    if isinstance(values[0], np.ndarray):
+        return change(*values)
+    parts = [for_each(change, *of_each) for of_each in zip(*values, strict=True)]
+    return type(values[0])(*parts) if hasattr(values[0], "_fields") else tuple(parts)

@@ -187,17 +187,8 @@ class CostModel:
     def terms(self, worker: int) -> tuple[object, ...]:
         """All that `times` and `floor` know of a worker: those of workers that have the same are the same."""
         own = self.workers
-        times: tuple[object, ...] = (own.owned_ms[worker], own.own_microbatches(worker), own.speeds[worker])
-        if own.links.free:
-            return times
-        exchange = all_reduce(own, worker) if own.replicas or own.dp > 1 else None
-        return (
-            *times,
-            *self._links(worker),
-            exchange,
-            fans(own, worker) if own.replicas else None,
-            own.replicas_of(worker),
-        )
+        alone = own.owned_ms[worker], own.own_microbatches(worker), own.speeds[worker], own.replicas_of(worker)
+        return *alone, *self._links(worker), all_reduce(own, worker), fans(own, worker)
 
     def fitting(self, worker: int, times: Times, held: Sequence[Holdings]) -> Costs:
         """The costs of candidates at the level that takes least time of those that fit into the worker's memory.

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from fxpipe.planner.candidate_workers import Candidates, Holdings, rows_of
+from fxpipe.planner.candidate_workers import Candidates, Holdings, for_each
 from fxpipe.planner.cost_model import CostModel, Times
 from fxpipe.planner.search import EPSILON
 from fxpipe.planner.setting import Setting, StageDemands
@@ -142,15 +143,14 @@ def _alike(one: Sequence[StageDemands], other: Sequence[StageDemands], limited: 
     return [seen(stage) for stage in one] == [seen(stage) for stage in other]
 
 
-@dataclass(frozen=True)
-class _TimedWorkers:
+class _TimedWorkers(NamedTuple):
     """Workers that are within the bound if memory does not matter: rows of their begins and ends, what their times are
     made of, and what they hold at every level; nothing where there is no limit."""
 
     begins: Places
     ends: Places
     times: Times
-    held: Sequence[Holdings]
+    held: tuple[Holdings, ...]
 
 
 @dataclass(frozen=True)
@@ -300,13 +300,13 @@ class _PlansThroughRows:
                     new[terms] = costs, worker
         parts: dict[tuple[object, ...], list[_TimedWorkers]] = {terms: [] for terms in new}
         for i, j, pairs in self._pairs(follows, leads, [*new.values()]):
-            held = pairs.holdings(search.levels) if search.limited else []
+            held = pairs.holdings(search.levels) if search.limited else ()
             for terms, (costs, worker) in new.items():
                 times = costs.times(worker, pairs)
                 good = np.flatnonzero((times.cost <= self.bound) & np.isfinite(times.cost))
-                some = [rows_of(level, good) for level in held]
-                parts[terms].append(_TimedWorkers(i[good], j[good], rows_of(times, good), some))
-        self.timed |= {terms: _joined(found) for terms, found in parts.items()}
+                timed = _TimedWorkers(i, j, times, held)
+                parts[terms].append(for_each(lambda known, good=good: known[good], timed))
+        self.timed |= {terms: for_each(lambda *arrays: np.concatenate(arrays), *some) for terms, some in parts.items()}
 
     def _pairs(
         self, follows: bool, leads: bool, priced: Sequence[tuple[CostModel, int]]
@@ -344,16 +344,3 @@ class _PlansThroughRows:
                 hopeful = np.flatnonzero(np.logical_or.reduce(floors))
                 i, j, pairs = i[hopeful], j[hopeful], pairs.take(hopeful)
             yield i, j, pairs
-
-
-def _joined(parts: Sequence[_TimedWorkers]) -> _TimedWorkers:
-    """All of them, in order."""
-    return _TimedWorkers(
-        np.concatenate([part.begins for part in parts]),
-        np.concatenate([part.ends for part in parts]),
-        Times(*map(np.concatenate, zip(*(part.times for part in parts), strict=True))),
-        [
-            Holdings(*map(np.concatenate, zip(*level, strict=True)))
-            for level in zip(*(part.held for part in parts), strict=True)
-        ],
-    )

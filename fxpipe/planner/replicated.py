@@ -153,6 +153,7 @@ class _SearchByModes:
         totals, counts = totals_of(processes, setting), counts_of(processes, setting)
         self.search = ReplicaSearch(self.costs, setting, processes, self.flush, totals, counts, most)
         self.known: list[Partition] = []  # each better than the one before
+        self.improved: set[tuple[str, tuple[int, ...]]] = set()
         self.ideal = profile.total_ms(setting.microbatches) / self.costs.workers.speeds[0] / processes
 
     def best(self, mode: str, narrower: Partition | None) -> Partition | None:
@@ -274,7 +275,10 @@ class _SearchByModes:
                 return
 
     def _improve_cuts(self, mode: str, replicas: tuple[int, ...]) -> None:
-        """The best cuts of the mode for given replicas."""
+        """The best cuts of the mode for given replicas, if they were not looked for before."""
+        if (mode, replicas) in self.improved:
+            return
+        self.improved.add((mode, replicas))
         workers = self.setting.workers(len(replicas), replicas)
         try:
             self._keep([*partitions(self.profile, workers, (mode,), budget=self.budget // 4, rounds=4).values()])
