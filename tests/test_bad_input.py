@@ -178,6 +178,8 @@ def test_a_batch_unlike_the_first_that_compile_reads(home: Path) -> None:
          "batch['x'] is float64[4, 6], captured as float32[4, 6]"),
         ('{"x": torch.randn(4, 6), "y": 1}', "batch['y'] is a int, captured as a tensor"),
         ('{"x": torch.randn(4, 6)}', "is built differently from the one captured"),
+        ('{"x": torch.nested.nested_tensor([torch.randn(6)] * 4), "y": torch.randint(0, 3, (4,))}',
+         "batch['x'] is a nested tensor, captured as a dense one"),
     ],
 )  # fmt: skip
 def test_a_batch_unlike_the_captured_one(home: Path, wrong: str, message: str) -> None:

@@ -14,6 +14,10 @@ Count = Annotated[int, Meta(ge=0)]
 Tensors = dict[str, Tensor]
 
 
+Square = Annotated[list[Annotated[float, Meta(ge=0)]], Meta(min_length=2, max_length=2)]
+"""The square of a norm, and of how many elements."""
+
+
 class Group(TypedDict):
     """A group of an optimizer: the names of its parameters, and its options."""
 
@@ -56,7 +60,7 @@ class ScaleState(TypedDict):
 class UpdaterState(TypedDict):
     """What the next updates depend on."""
 
-    clip: list[Annotated[list[float], Meta(min_length=2, max_length=2)]] | ScaleState | None
+    clip: Annotated[list[Square], Meta(min_length=1)] | ScaleState | None
     optimizer: NotRequired[OptimizerState]
     scheduler: NotRequired[dict[Any, Any] | None]
     evaluated: NotRequired[Count]

@@ -11,7 +11,7 @@ import torch
 
 from fxpipe.errors import BatchError
 from fxpipe.plan.spec import LeafSpec, Plan, TensorSpec
-from fxpipe.task.batch import Batch, constant_of, dump, is_number, said
+from fxpipe.task.batch import Batch, constant_of, dump, is_number, said, unusual
 from fxpipe.task.containers import tree_text
 from fxpipe.torch_private import pytree
 
@@ -77,7 +77,7 @@ class Splitter:
     def _distance(self, leaf: LeafSpec, value: Any) -> int:
         if not self._difference(leaf, value):
             return 0
-        if leaf.tensor is None or not isinstance(value, torch.Tensor):
+        if leaf.tensor is None or not isinstance(value, torch.Tensor) or unusual(value):
             return 1
         return 1 + sum(a != b for a, b in zip_longest(value.shape, self._expected(leaf, leaf.tensor)))
 
@@ -111,6 +111,11 @@ class Splitter:
             return value
         if not isinstance(value, torch.Tensor):
             return torch.full((), value, dtype=getattr(torch, leaf.tensor.dtype), device=self.device)
+        if value.is_meta:
+            raise BatchError(
+                f"{leaf.name} is on the meta device and has no values",
+                hint="train_data() must return tensors with values",
+            )
         made = torch.empty_strided(leaf.tensor.shape, leaf.tensor.stride, dtype=value.dtype, device=self.device)
         return made.copy_(value.detach())
 
@@ -134,6 +139,8 @@ class Splitter:
             return f"{leaf.name} is {value}, captured as an int" if whole else ""
         if not isinstance(value, torch.Tensor):
             return f"{leaf.name} is a {type(value).__name__}, captured as a tensor"
+        if kind := unusual(value):
+            return f"{leaf.name} is {kind}, captured as a dense one"
         expected, dtype = self._expected(leaf, leaf.tensor), str(value.dtype).removeprefix("torch.")
         if tuple(value.shape) == expected and dtype == leaf.tensor.dtype:
             return ""
