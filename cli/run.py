@@ -292,14 +292,14 @@ def _print(summary: dict[str, Any]) -> None:
     from fxpipe.inspection import tables
     from fxpipe.inspection.run_comparison import SMOOTH, smoothed
     from fxpipe.observe.progress import held_out
-    from fxpipe.observe.rates import rates_text
+    from fxpipe.observe.rates import rates_text, steps_made
     from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_WEIGHTS
 
     losses = summary["losses"]
     last = smoothed(losses)
     if summary["seconds"]:
         echo(
-            f"{summary['steps']} steps in {summary['seconds']:.1f} s · {rates_text(summary).replace('  ', ' · ')} · "
+            f"{steps_made(summary)} in {summary['seconds']:.1f} s · {rates_text(summary).replace('  ', ' · ')} · "
             f"loss {losses[0]:.4f} → {math.nan if last is None else last:.4f} "
             f"(mean of the last {min(len(losses), SMOOTH)})"
         )

@@ -46,7 +46,9 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
 
 
 def _settings(run: dict[str, Any]) -> list[str]:
+    from fxpipe.observe.rates import steps_made
+
     steps = len(run["metrics"]["step"]) if run.get("steps") is None else run["steps"]
     known = [str(run[name]) for name in ("schedule", "policy") if run.get(name)]
     seconds = [] if run.get("seconds") is None else [f"{run['seconds']:.1f} s"]
-    return [*known, f"{steps} step{'' if steps == 1 else 's'}", *seconds]
+    return [*known, steps_made({**run, "steps": steps}), *seconds]

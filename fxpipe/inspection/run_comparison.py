@@ -89,9 +89,8 @@ def _throughput(run: Json, name: str) -> float | None:
 
 
 def _seconds(run: Json) -> float | None:
-    if run.get("seconds") is not None:
-        return float(run["seconds"])
-    return max((value for value in run["metrics"]["seconds"] if value is not None), default=None)
+    """Of all steps; those of `run.json` begin where the run went on from a checkpoint."""
+    return max((value for value in run["metrics"]["seconds"] if value is not None), default=run.get("seconds"))
 
 
 def _step_ms(run: Json) -> float | None:

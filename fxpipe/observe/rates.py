@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.device import Device
@@ -101,3 +102,11 @@ def rates_text(rates: Mapping[str, float | None]) -> str:
         if (rate := rates.get(name)) is not None:
             found.append(f"{noun} {rate:{form}}" if name == "mfu" else f"{rate:{form}} {noun}")
     return "  ".join(found)
+
+
+def steps_made(run: Mapping[str, Any]) -> str:
+    """`200 steps`, or `steps 101 to 200` where the run went on after step 100: what `seconds` of `run.json` covers."""
+    first, last = (run.get("resumed_after") or 0) + 1, run["steps"]
+    if first == 1:
+        return f"{last} step{'' if last == 1 else 's'}"
+    return f"steps {first} to {last}" if first < last else f"step {last}"

@@ -83,6 +83,7 @@ class _Run(TypedDict, total=False):
     policy: str
     trace: str
     steps: int
+    resumed_after: int
     samples: int
     microbatches: int
     seconds: float

@@ -256,7 +256,7 @@ def _return_differences(nodes: Iterable[ast.AST], part: PartSpec, name: str) -> 
     return found
 
 
-IN_A_STAGE = "if the file was edited, undo the edit; else debug it: fxpipe run BUILD --local --steps 1"
+IN_A_STAGE = "if the file was edited, undo the edit; else debug it: fxpipe run BUILD --local --steps 1 --out debug/"
 
 
 @contextmanager

@@ -91,6 +91,16 @@ def test_a_stage_is_stepped_through(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_quitting_the_debugger_is_no_error_of_the_stage(tmp_path: Path) -> None:
+    with trained(tmp_path, "breakpoint()", steps=2) as terminal:
+        terminal.wait_for(r"\(Pdb\) ")
+        terminal.type("q\n")
+        terminal.wait_for("interrupted")
+        assert terminal.wait_for_end() == 130
+        assert "error" not in terminal.screen
+
+
+@pytest.mark.slow
 def test_ctrl_c_in_a_stage_ends_the_run(tmp_path: Path) -> None:
     with trained(tmp_path, "print('it computes'); import time; time.sleep(600)", steps=2) as terminal:
         terminal.wait_for("it computes")

@@ -87,6 +87,7 @@ def test_goes_on_from_the_newest(folder: Path, tmp_path: Path, local: tuple[str,
     result = fxpipe(*run(folder, out, "--checkpoint-every", 5, "--resume", *local))
     assert result.code == 0, result.err
     assert "going on after step 15" in result.err or not local  # else it is a worker that says so
+    assert result.out.startswith("steps 16 to 24 in ")
     assert same(folder, out)
 
 

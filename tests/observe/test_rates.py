@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe.observe.rates import NO_WORK, Work, rates_text, work_of
+from fxpipe.observe.rates import NO_WORK, Work, rates_text, steps_made, work_of
 from fxpipe.plan.spec import LeafSpec, TensorSpec
 from fxpipe.planner.device import INFINITE, Device, at_peak
 
@@ -76,3 +76,16 @@ def test_tf32_has_a_peak_of_its_own() -> None:
     a100, v100 = "NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-32GB"
     rates = [at_peak(name, tf32).flops_of("float32") for name in (a100, v100) for tf32 in (False, True)]  # type: ignore[union-attr]
     assert rates == pytest.approx([19.5e12, 156e12, 15.7e12, 15.7e12])
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({"steps": 200}, "200 steps"),
+        ({"steps": 1, "resumed_after": 0}, "1 step"),
+        ({"steps": 200, "resumed_after": 100}, "steps 101 to 200"),
+        ({"steps": 200, "resumed_after": 199}, "step 200"),
+    ],
+)
+def test_a_run_that_went_on_says_which_steps_it_made(run: dict[str, int], said: str) -> None:
+    assert steps_made(run) == said

@@ -198,6 +198,7 @@ def summarize_run(
         "threads": threads,
         "transport": transport,
         "steps": steps,
+        "resumed_after": steps - record.own_steps,
         "samples": record.samples,
         "tokens": plan.tokens * plan.microbatches or None,
         "flops": sum(plan.flops.values()) * plan.microbatches or None,

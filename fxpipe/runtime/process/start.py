@@ -48,9 +48,7 @@ def debugged(progress: Progress | None) -> Iterator[None]:
         if progress is not None:
             progress.close()
         if before is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
-            import pdb
-
-            return pdb.Pdb().set_trace(sys._getframe(1))  # where it was called, not here
+            return _debugger().set_trace(sys._getframe(1))  # where it was called, not here
         return before(*arguments, **more)
 
     sys.breakpointhook = stop
@@ -58,6 +56,21 @@ def debugged(progress: Progress | None) -> Iterator[None]:
         yield
     finally:
         sys.breakpointhook = before
+
+
+def _debugger() -> Any:
+    """Python's debugger, whose `quit` is a Ctrl-C: not an error of the code that it stopped in."""
+    import bdb
+    import pdb
+
+    class Debugger(pdb.Pdb):
+        def trace_dispatch(self, frame: Any, event: str, arg: Any) -> Any:
+            try:
+                return super().trace_dispatch(frame, event, arg)
+            except bdb.BdbQuit:
+                raise KeyboardInterrupt from None
+
+    return Debugger()
 
 
 def run_local(options: RunOptions, task: Task | None = None, progress: Progress | None = None) -> dict[str, Any]:
