@@ -68,9 +68,9 @@ def _links(asked: int | None, out: str | None, as_json: bool) -> int:
     from fxpipe.measure.links import measure_group, measure_links
     from fxpipe.plan.build_folder import check_output
     from fxpipe.planner.device import links_toml
-    from fxpipe.runtime.process.launch import running_under_torchrun
+    from fxpipe.runtime.wires.environment import has_place
 
-    together = running_under_torchrun()
+    together = has_place()
     first = not together or os.environ["RANK"] == "0"
     if together and asked is not None:
         raise click.UsageError("torchrun sets the number of processes (--nproc-per-node): leave out -n")

@@ -107,7 +107,7 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     """
     from fxpipe.plan.build_folder import load_plan
     from fxpipe.runtime.process.ends import Stopped, ended_by_exit
-    from fxpipe.runtime.process.launch import running_under_torchrun
+    from fxpipe.runtime.wires.environment import has_place
 
     _check(asked)
     asked |= given_to_run(build, asked, config)
@@ -119,7 +119,7 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())
     if options.checkpoint_every not in (None, EPOCH):
         Interval.of(options.checkpoint_every)
-    joined = running_under_torchrun()
+    joined = has_place()
     if joined:
         end_at_once()
     with ExitStack() as held:

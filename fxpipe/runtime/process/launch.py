@@ -183,11 +183,6 @@ class WorkerProcesses:
         return os.waitstatus_to_exitcode(status)
 
 
-def running_under_torchrun() -> bool:
-    """Whether this process is a worker that torchrun (or a similar program) started."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
 def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]:
     """Run a build with `ranks` local processes; return the summary (see `summarize_run`).
 

@@ -5,5 +5,6 @@
   the wires within a process, whose rows take turns; `throttled` slows the wires between processes.
 - `addresses` gives every message its channel and tag; `fxpipe/plan/packing.py` defines its bytes.
 - `collective` adds up and sends what replicas exchange; `replica_group` does it between processes.
-- `group` connects the processes, `doors` keeps others out; `exchange` is for texts, objects from all, and clocks.
+- `environment` reads which process this is; `group` connects the processes, `doors` keeps others out; `exchange` is for
+  texts, objects from all, and clocks.
 """

@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from fxpipe.errors import FxpipeError, PeerLost, RunError, near
 from fxpipe.messages import warn
 from fxpipe.runtime.wires.doors import close_doors, greet, listening, read_meeting
+from fxpipe.runtime.wires.environment import place
 from fxpipe.torch_private import FileStore, PrefixStore
 
 _group: Any = None  # of the run in this process
@@ -42,11 +43,15 @@ ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC
 
 
 def place_of_process() -> tuple[int, int] | None:
-    """The rank and number of processes, by the user's own process group or by environment variables; else None."""
+    """The rank and number of processes, by the user's own process group or by environment variables; else None.
+
+    Raises:
+        RunError: the variables contradict each other, or have values that they cannot have.
+    """
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return place()
     return None
 
 

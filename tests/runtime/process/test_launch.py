@@ -18,7 +18,7 @@ from started_runs import LAUNCH, listening_addresses, started_run, state_of
 
 from fxpipe.errors import RunError, WorkerLost
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch, running_under_torchrun
+from fxpipe.runtime.process.launch import launch
 
 pytestmark = pytest.mark.multiproc
 SLOW = pytest.mark.slow
@@ -46,15 +46,6 @@ def trains(options: RunOptions) -> bool:
 def test_options_travel() -> None:
     options = RunOptions("build", steps=3, policy="stash", out="weird 'name'", threads=2)
     assert RunOptions.from_json(options.to_json()) == options
-
-
-def test_torchrun_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert not running_under_torchrun()
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    assert running_under_torchrun()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
