@@ -97,8 +97,8 @@ def _chosen(
         late = _late(step.options)
         return _late_warned(
             step,
-            f"one microbatch a minibatch, so that forwards miss {late} updates; "
-            f"{'several' if decided is None else decided.count} are not possible: {error.what}",
+            f"the batch stays whole, so that forwards miss {late} updates; "
+            f"{'several' if decided is None else decided.count} microbatches are not possible: {error.what}",
             "--microbatches says what can be done about it",
         )
     late = _late(step.options)
@@ -107,15 +107,15 @@ def _chosen(
     if step.options.count < without.count:
         return _late_warned(
             step,
-            f"{_microbatches(step.options.count)}, so that forwards miss {late} updates; {without.count} do "
+            f"{_pieces(step.options.count)}, so that forwards miss {late} updates; {without.count} microbatches do "
             f"not divide the last, smaller batch of an epoch ({last})",
             f"drop_last=True gives {without.count}",
         )
     return _late_warned(
         step,
-        f"the minibatches' samples can be cut into {step.options.count} equal microbatches, not about "
-        f"{options.workers}, so that forwards miss {late} updates",
-        f"with a multiple of {options.workers} samples they miss 1",
+        f"{_pieces(step.options.count)}, so that forwards miss {late} updates; its samples cannot be cut into about "
+        f"{options.workers} equal microbatches",
+        f"with a batch size that is a multiple of {options.workers}, they miss 1",
     )
 
 
@@ -136,8 +136,8 @@ def _decided(
         return without, without
 
 
-def _microbatches(count: int) -> str:
-    return "one microbatch a minibatch" if count == 1 else f"{count} microbatches a minibatch"
+def _pieces(count: int) -> str:
+    return "the batch stays whole" if count == 1 else f"the batch is cut into {count} microbatches"
 
 
 def _idle(step: CapturedStep, usual: int, last: Batch | None) -> CapturedStep:
@@ -149,7 +149,7 @@ def _idle(step: CapturedStep, usual: int, last: Batch | None) -> CapturedStep:
     count, others = step.options.count, step.options.workers - 1
     idle, less = (others / (m + others) for m in (count, usual))
     text = (
-        f"{_microbatches(count)}, which leaves workers idle about {idle:.0%} of the time; {usual} would leave "
+        f"{_pieces(count)}, which leaves workers idle about {idle:.0%} of the time; {usual} microbatches would leave "
         f"{less:.0%}, but do not divide the last, smaller batch of an epoch ({last}); drop_last=True in the DataLoader "
         f"gives {usual}, or choose a batch size that leaves no such rest"
     )

@@ -28,7 +28,7 @@ _NOUNS = {
     "gradient": "gradients",
     "saved": "saved values",
     "input": "inputs",
-    "token": "tokens",
+    "token": "pace signals",
     "up": "the gradients' norms or overflow check",
     "down": "the gradients' norm or overflow check",
     "loss": "the loss",

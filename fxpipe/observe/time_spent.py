@@ -267,7 +267,7 @@ def _crowded(host: Mapping[str, Any], computes: float) -> str:
     if host["cpu_seconds"] < HAS_A_CORE * computes:
         share = host["cpu_seconds"] / computes
         return (
-            f"a core was free for it in at most {share:.0%} of that time: other programs use the cores (end them, or "
+            f"a worker had a core for at most {share:.0%} of that time: other programs use the cores (end them, or "
             "use another host)"
         )
     return ""

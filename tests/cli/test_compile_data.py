@@ -50,7 +50,7 @@ def test_the_number_of_microbatches_divides_the_last_batch(tmp_path: Path, sampl
     assert made.code == 0, made.err
     assert "1 microbatch ·" in made.out
     assert (
-        "one microbatch a minibatch, which leaves workers idle about 50% of the time; 2 would leave 33%, but do not "
+        "the batch stays whole, which leaves workers idle about 50% of the time; 2 microbatches would leave 33%, but "
         in (" ".join(made.err.split()))
     )
     assert "a run ends there" not in made.err

@@ -59,7 +59,9 @@ def test_a_loss_that_is_not_one_of_microbatches_has_one() -> None:
     made = built(contrastive, 8)
     assert made.plan.microbatches == 1
     (warning,) = about_microbatches(made)
-    assert warning.startswith("one microbatch a minibatch, so that forwards miss 3 updates; 4 are not possible: ")
+    assert warning.startswith(
+        "the batch stays whole, so that forwards miss 3 updates; 4 microbatches are not possible: "
+    )
     assert "spectrain lost 6% to 8% of the synchronous result where forwards missed 3 (benchmarks/accuracy)" in warning
     with pytest.raises(BatchError):
         built(contrastive, 8, microbatches=4)
@@ -73,16 +75,18 @@ def test_a_batch_that_cannot_be_cut_is_one_microbatch() -> None:
     )
     assert made.plan.microbatches == 1
     (warning,) = about_microbatches(made)
-    assert "several are not possible: a batch of scalars cannot be split" in warning
+    assert "several microbatches are not possible: a batch of scalars cannot be split" in warning
 
 
-@pytest.mark.parametrize(("workers", "samples", "missed", "studied"), [(4, 2, 2, 2), (9, 7, 2, 2), (9, 2, 4, 7)])
+@pytest.mark.parametrize(("workers", "samples", "missed", "studied"), [(4, 31, 3, 3), (4, 2, 2, 2), (9, 7, 2, 2), (9, 2, 4, 7)])
 def test_a_batch_too_small_for_so_many_says_what_that_costs(
     workers: int, samples: int, missed: int, studied: int
 ) -> None:
     (warning,) = about_microbatches(built(squared, samples, workers=workers))
     assert f"so that forwards miss {missed} updates; " in warning
-    assert f"where forwards missed {studied} (benchmarks/accuracy); with a multiple of {workers} samples" in warning
+    assert f"its samples cannot be cut into about {workers} equal microbatches; " in warning
+    assert f"where forwards missed {studied} (benchmarks/accuracy); " in warning
+    assert warning.endswith(f"with a batch size that is a multiple of {workers}, they miss 1")
 
 
 def test_what_is_asked_is_not_warned_of() -> None:

@@ -91,7 +91,7 @@ def test_a_machine_that_is_twice_as_slow() -> None:
         ((4, 2, 2), "4 processes × 2 threads share 2 cores (fewer processes on this host, or --local)"),
         ((4, 2, 4), "4 processes × 2 threads share 4 cores (--threads 1, fewer processes on this host, or --local)"),
         ((1, 8, 2), "1 process × 8 threads share 2 cores (--threads 2)"),
-        ((4, 1, 4, 0.4), "a core was free for it in at most 40% of that time: other programs use the cores (end them, "
+        ((4, 1, 4, 0.4), "a worker had a core for at most 40% of that time: other programs use the cores (end them, "
          "or use another host)"),
         ((4, 1, 4), None),
         ((4, 4, 2, None), None),
@@ -126,10 +126,10 @@ def test_without_a_forecast_only_what_was_seen_is_said() -> None:
 
 
 def test_several_kinds_of_values_of_one_worker_are_one_wait() -> None:
-    waits = [("input", 0.3), ("token", 0.1), ("activation", 0.6)]
+    waits = [("input", 0.1), ("token", 0.3), ("activation", 0.6)]
     second = row(1, F=9.0, wait=1.0) | {"waits": [{"what": w, "from": 0, "seconds": s} for w, s in waits]}
     assert texts(time_losses([row(0, F=10.0), second], None, 10.0, 10, 1)) == [
-        "worker 1 waits 10% for activations and inputs of worker 0"
+        "worker 1 waits 10% for activations and pace signals of worker 0"
     ]
 
 
