@@ -48,7 +48,7 @@ def microbatch_lines(plan: Plan) -> Iterator[str]:
     elif facts["weighed"]:
         yield "loss: the whole batch's, by the weights that loss_weight(batch) gives the microbatches"
     elif facts["totals"]:
-        yield "loss: the whole batch's; its divisor, such as the number of labels, worker 0 sums over the batch (totals.py)"
+        yield "loss: the whole batch's; worker 0 sums its divisor, such as the number of labels (totals.py)"
     elif facts["loss"] == "sum":
         yield "loss: the whole batch's, the sum of the microbatches' losses"
 

@@ -78,7 +78,9 @@ def test_a_batch_that_cannot_be_cut_is_one_microbatch() -> None:
     assert "several microbatches are not possible: a batch of scalars cannot be split" in warning
 
 
-@pytest.mark.parametrize(("workers", "samples", "missed", "studied"), [(4, 31, 3, 3), (4, 2, 2, 2), (9, 7, 2, 2), (9, 2, 4, 7)])
+@pytest.mark.parametrize(
+    ("workers", "samples", "missed", "studied"), [(4, 31, 3, 3), (4, 2, 2, 2), (9, 7, 2, 2), (9, 2, 4, 7)]
+)
 def test_a_batch_too_small_for_so_many_says_what_that_costs(
     workers: int, samples: int, missed: int, studied: int
 ) -> None:
