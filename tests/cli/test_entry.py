@@ -106,3 +106,25 @@ def test_at_any_moment(tmp_path: Path, number: signal.Signals) -> None:
         _, err = process.communicate(timeout=20)
         assert process.returncode == 128 + number, tenth
         assert err in ("interrupted\n", "\ninterrupted\n"), tenth  # click, inside a command, first ends the line of ^C
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "0 1 2"])
+def test_closed_streams_are_opened(tmp_path: Path, closed: str) -> None:
+    """What opens a file next must not get their numbers, and what is printed goes nowhere."""
+    script = f"""
+import os, subprocess, sys
+for number in {closed.split()}:
+    os.close(int(number))
+child = "import os; [os.fstat(number) for number in (0, 1, 2)]"
+run = "import sys; from fxpipe.cli.entry import _open_streams; _open_streams(); print('x'); print('y', file=sys.stderr)"
+run += f"; import subprocess; sys.exit(subprocess.run([sys.executable, '-c', {{child!r}}]).returncode)"
+os.execv(sys.executable, [sys.executable, "-c", run])
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+
+
+def test_what_an_encoding_lacks_is_replaced(tmp_path: Path) -> None:
+    script = "from fxpipe.cli.entry import _open_streams; _open_streams(); print('a · b ─')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    assert result.stdout == b"a ? b ?\n"
