@@ -25,7 +25,7 @@ REPORTS = {
     "policies": ("4 workers, microbatches: 1", "2 workers, 2 processes", r"\| pipeoptim"),
     "replica_plans": (r"\| 24 \| 8 \|", "made-up, 4 GPUs", r"paper's 3-1: .*, found", "fxpipe three-way"),
     "replicas": ("torch DDP, gradients as views", "fxpipe --dp 2 ", "bytes of gradients leave each", VERDICT),
-    "schedules": ("torch InterleavedZeroBubble ", r"fxpipe auto \(", "a worker; in half of that:", VERDICT),
+    "schedules": ("fxpipe zb-h1 ", r"fxpipe auto \(", "a worker; in half of that:", VERDICT),
     "trace": ("large: ", "small: ", "a recorded span: "),
 }
 """What each report holds."""
