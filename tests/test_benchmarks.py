@@ -21,6 +21,7 @@ REPORTS = {
     "codecs": (r"\| int8 \| 0\.2578", r"\| 1024 \| lowrank:4", VERDICT),
     "efficiency": ("efficiency ", "worker 1", "executor "),
     "links": (r"\| snn \| 300Mbit", r"\| torch 1F1B", r"\| DDP, PowerSGD", VERDICT),
+    "peers": (r"\| torch ZBV \|", r"\| one process, 2 threads \| \d+ \|", "took zb|took 1f1b", "is slower than: "),
     "planner": ("made-up", "efficiency: ideal time over the slowest worker's"),
     "policies": ("4 workers, microbatches: 1", "2 workers, 2 processes", r"\| pipeoptim"),
     "replica_plans": (r"\| 24 \| 8 \|", "made-up, 4 GPUs", r"paper's 3-1: .*, found", "fxpipe three-way"),

@@ -17,10 +17,11 @@ class Contender:
 
     Attributes:
         kind: the file that trains it: `fxpipe`, `pipelining` or `ddp`; `alone` is a worker's share of the minibatch,
-            trained with nothing communicated.
+            trained with nothing communicated; `whole` is all of it, in one process with a thread for each worker.
         settings: what that file reads.
         compile: for `fxpipe`, the flags of its build.
         every: minibatches of one update.
+        like: the contender that trains the same but for rounding, which is checked, and so is as soon at the loss.
         rates: factors of the learning rate: the one that is first at the loss counts.
         group: of these, only the fastest counts; None: it counts for itself.
     """
@@ -31,6 +32,7 @@ class Contender:
     compile: tuple[str, ...] = ()
     every: int = 1
     group: str | None = None
+    like: str | None = None
     rates: tuple[float, ...] = (1.0,)
 
 

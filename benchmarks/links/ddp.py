@@ -1,10 +1,11 @@
-"""Data parallelism: each of two workers has the whole model and half of the minibatch."""
+"""Data parallelism: each of two workers has the whole model and half of the minibatch, or the first has all of it."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from sides import Batch, Task
 from torch import Tensor
@@ -23,18 +24,23 @@ class Replica:
 
     Args:
         settings: `hook` (`fp16` or `powersgd`, with `rank`); `accumulate`, the minibatches of an update, whose
-            gradients are averaged; `rate`, a factor of the learning rate.
+            gradients are averaged; `rate`, a factor of the learning rate; `compiled`, whether by torch.compile.
+        shares: of the minibatch; a worker without one does nothing.
         connected: whether there is any communication at all.
     """
 
-    def __init__(self, task: Task, settings: dict[str, Any], rank: int, connected: bool = True) -> None:
-        self._task, self._rank = task, rank
+    def __init__(
+        self, task: Task, settings: dict[str, Any], rank: int, shares: int = 2, connected: bool = True
+    ) -> None:
+        self._task, self._rank, self._shares = task, rank, shares
         self._every = int(settings.get("accumulate", 1))
-        model = task.model()
+        model: Any = task.model()
         self._optimizer = task.optimizer(list(model.named_parameters()))
         bucket = ONE_BUCKET if settings.get("hook") == "powersgd" else None
         for group in self._optimizer.param_groups:
             group["lr"] *= settings.get("rate", 1.0)
+        if settings.get("compiled"):
+            model = torch.compile(model)  # inside DDP, by whose buckets it then cuts the graph
         self._parallel = DistributedDataParallel(model, bucket_cap_mb=bucket) if connected else None
         self._model = self._parallel or model
         if self._parallel is not None and settings.get("hook") == "fp16":
@@ -49,7 +55,9 @@ class Replica:
         self._losses: list[Tensor] = []
 
     def step(self, batch: Batch) -> None:
-        inputs, targets = (leaf.chunk(2)[self._rank] for leaf in batch)
+        if self._rank >= self._shares:
+            return
+        inputs, targets = (leaf.chunk(self._shares)[self._rank] for leaf in batch)
         updates = (len(self._losses) + 1) % self._every == 0
         silent = nullcontext() if updates or self._parallel is None else self._parallel.no_sync()
         with silent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from fxpipe.planner.throttle import read_throttle
 
 HERE = Path(__file__).resolve().parent
 PORT = 29519
+LOOPBACK = "loopback"
 LONGEST = 600
 """Seconds that two processes may take for what they are told."""
 
@@ -30,7 +32,7 @@ class Link:
     """How fast two hosts talk.
 
     Attributes:
-        text: as `fxpipe run --throttle` takes it.
+        text: as `fxpipe run --throttle` takes it; or `LOOPBACK`, for two processes of one machine.
         bits: a second, each way.
         latency: seconds.
     """
@@ -42,6 +44,8 @@ class Link:
     @staticmethod
     def of(text: str) -> Link:
         """Read `100Mbit` or `100Mbit,20ms`."""
+        if text == LOOPBACK:
+            return Link(text, math.inf, 0.0)
         links = read_throttle(text, 2)
         assert links is not None
         return Link(text, 8 * links.bandwidth_of(0, 1), links.latency_of(0, 1))
@@ -49,6 +53,8 @@ class Link:
     @property
     def planned(self) -> tuple[str, ...]:
         """The flags that tell a compile of it."""
+        if self.text == LOOPBACK:
+            return ()
         rate, _, latency = self.text.partition(",")
         return ("--bandwidth", rate, *(("--latency", latency) if latency else ()))
 

@@ -22,7 +22,7 @@ from typing import Any
 import tables
 from contenders import ASYNC, AUTO, DDP, PIPELINING, Contender, contenders
 from hosts import Hosts, Link, hosts_of, measured_link
-from measurement import Builds, Effort, timed, trained
+from measurement import Builds, Effort, say, timed, trained
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from two_hosts import missing
@@ -93,14 +93,14 @@ def measure(effort: Effort, reason: str | None, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": {}, "rows": [], "reason": reason, "codecs": list(CODECS)}
     begin = time.monotonic()
     for name in effort.links:
-        _say(begin, f"{name}: compile, and train {len(sides[name])} contenders for their losses")
+        say(begin, f"{name}: compile, and train {len(sides[name])} contenders for their losses")
         found["losses"][name] = trained(name, sides[name], builds, effort, reason is None)
     for text in sorted({text for links in effort.links.values() for text in links}, key=_as_listed):
         link = Link.of(text)
         with hosts_of(link, real=reason is None) as hosts, _checked(hosts, link, reason is None) as checks:
             rows = []
             for name in (name for name, links in effort.links.items() if text in links):
-                _say(begin, f"{name}, {text}: {effort.rounds} rounds of {len(sides[name])} contenders")
+                say(begin, f"{name}, {text}: {effort.rounds} rounds of {len(sides[name])} contenders")
                 row = timed(name, sides[name], builds, effort, hosts, link, found["losses"][name], reason is None)
                 print(tables.row_text(row), flush=True)
                 rows.append(row)
@@ -150,12 +150,6 @@ def _checked(hosts: Hosts, link: Link, real: bool) -> Iterator[list[dict[str, fl
     if real:
         found.append(measured_link(hosts))
         print(tables.link_text(asdict(link), found), flush=True)
-
-
-def _say(begin: float, text: str) -> None:
-    """Say on stderr what is done next, and how long it took to get here."""
-    minutes, seconds = divmod(int(time.monotonic() - begin), 60)
-    print(f"[{minutes}:{seconds:02d}] {text}", file=sys.stderr, flush=True)
 
 
 def _metered(side: Contender) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from contenders import ALONE, DDP, PIPELINING, Contender
-from hosts import Hosts, Link, hosts_of, train
-from losses import minibatches_to, smoothed
+from hosts import LOOPBACK, Hosts, Link, hosts_of, train
+from losses import TOLERANCE, minibatches_to, smoothed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from commands import run_fxpipe
@@ -20,6 +21,9 @@ HERE = Path(__file__).resolve().parent
 FAST = "10Gbit"
 LOSS_OF = 60
 """Minibatches of synchronous training, if nothing else is said of a model."""
+
+ALIKE = 10
+"""Minibatches whose losses are compared of contenders that train the same."""
 
 LONGER = 2
 """By how many times more minibatches than synchronous training a contender may take to its loss."""
@@ -72,12 +76,12 @@ class Builds:
 
 
 def trained(model: str, sides: Sequence[Contender], builds: Builds, effort: Effort, real: bool) -> dict[str, Any]:
-    """Minibatches until each contender has the loss of synchronous training, and where torch's pipelining is split.
+    """Minibatches until each contender has the loss of synchronous training, and by what torch's pipelining is split.
 
     Whatever the link, they are the same; but the codec `auto` may compress less on a faster one than on the slowest,
     for which its build is here.
     """
-    first = {side.group or side.name: side for side in reversed(sides) if side is not ALONE}
+    first = {side.group or side.name: side for side in reversed(sides) if side is not ALONE and not side.like}
     tried = {
         (name, rate): replace(side, name=f"{name} × {rate:g}", settings={**side.settings, "rate": rate})
         for name, side in reversed(first.items())
@@ -95,6 +99,17 @@ def trained(model: str, sides: Sequence[Contender], builds: Builds, effort: Effo
     for (name, _), losses in curves.items():
         counts = [reached.get(name), minibatches_to(goal, losses, effort.smoothed)]
         reached[name] = min((count for count in counts if count is not None), default=None)
+    alike = [side for side in sides if side.like]
+    if alike:
+        told = [_told(side, model, builds, effort.slowest(model), effort) for side in alike]
+        with hosts_of(Link.of(FAST), real) as hosts:
+            orders = _orders(model, told, effort, rounds=0, losses=ALIKE, pieces=answer["pieces"])
+            found = train(hosts, orders, builds.folder)["losses"]
+    for side in alike:
+        known = curves[side.like, 1.0][:ALIKE]
+        if not all(abs(a - b) <= TOLERANCE * b for a, b in zip(found[side.name], known, strict=True)):
+            raise SystemExit(f"{model}: {side.name} does not train as {side.like} does: its losses differ")
+        reached[side.group or side.name] = reached[side.like]
     return {
         "goal": goal,
         "of": count,
@@ -102,7 +117,7 @@ def trained(model: str, sides: Sequence[Contender], builds: Builds, effort: Effo
         "longest": LONGER * count,
         "reached": reached,
         "curves": {tried[key].name: losses for key, losses in curves.items()},
-        "split": answer["split"],
+        "pieces": answer["pieces"],
     }
 
 
@@ -120,10 +135,11 @@ def timed(
 
     Args:
         losses: what `trained` found.
-        real: the hosts have this link; else fxpipe's meter makes it.
+        real: the hosts have this link; else fxpipe's meter makes it, where it is slow.
     """
-    told = [_told(side, model, builds, link, effort, throttle=None if real else link.text) for side in sides]
-    orders = _orders(model, told, effort, rounds=effort.rounds, losses=0, split=losses["split"])
+    throttle = None if real or link.text == LOOPBACK else link.text
+    told = [_told(side, model, builds, link, effort, throttle=throttle) for side in sides]
+    orders = _orders(model, told, effort, rounds=effort.rounds, losses=0, pieces=losses["pieces"])
     answer = train(hosts, orders, builds.folder)
     best: dict[str, list[float]] = {}
     for side in sides:
@@ -141,6 +157,12 @@ def timed(
     }
 
 
+def say(begin: float, text: str) -> None:
+    """Say on stderr what is done next, and how long it took to get here."""
+    minutes, seconds = divmod(int(time.monotonic() - begin), 60)
+    print(f"[{minutes}:{seconds:02d}] {text}", file=sys.stderr, flush=True)
+
+
 def _told(
     side: Contender, model: str, builds: Builds, link: Link, effort: Effort, throttle: str | None = None
 ) -> dict[str, Any]:
@@ -153,8 +175,15 @@ def _told(
 
 
 def _orders(
-    model: str, told: list[dict[str, Any]], effort: Effort, rounds: int, losses: int, split: int | None = None
+    model: str, told: list[dict[str, Any]], effort: Effort, rounds: int, losses: int, pieces: Any = None
 ) -> dict[str, Any]:
     """Of `worker.Orders`, all but where the answer goes."""
     task = str(HERE / "models" / f"{model}.py")
-    return {"task": task, "sides": told, "rounds": rounds, "seconds": effort.seconds, "losses": losses, "split": split}
+    return {
+        "task": task,
+        "sides": told,
+        "rounds": rounds,
+        "seconds": effort.seconds,
+        "losses": losses,
+        "pieces": pieces,
+    }

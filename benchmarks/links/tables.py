@@ -16,7 +16,7 @@ ALONE, ASYNC, AUTO, DDP, PIPELINING = "alone", "fxpipe async", "fxpipe async, au
 def text(result: dict[str, Any]) -> str:
     """All of them, and the verdict."""
     parts = [_headline(result["rows"])]
-    parts += [_model(name, result) for name in result["losses"]]
+    parts += [model_text(name, result) for name in result["losses"]]
     return "\n\n".join([*parts, _verdict(result)]) + "\n"
 
 
@@ -114,7 +114,7 @@ def _headline(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _model(name: str, result: dict[str, Any]) -> str:
+def model_text(name: str, result: dict[str, Any]) -> str:
     """All contenders of a model on all its links."""
     losses = result["losses"][name]
     rows = [row for row in result["rows"] if row["model"] == name]

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining's 1F1B on two workers, split where both halves take the same measured time."""
+"""torch.distributed.pipelining on two workers, split where all stages take the same measured time."""
 
 from __future__ import annotations
 
@@ -11,58 +11,77 @@ from typing import Any
 import torch
 from sides import Batch, Task
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
+WORKERS = 2
 REPETITIONS = 5
+SCHEDULES: dict[str, Any] = {
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+CONTIGUOUS = {"layout_optimization": False}
+"""For inductor: it stores images channels last, which gloo refuses to send."""
 
 
-class Half:
-    """A worker of Schedule1F1B.
+class Stages:
+    """A worker of a schedule.
 
     Args:
-        settings: `microbatches`, and `split`, the first piece of the second half.
+        settings: `schedule`, one of `SCHEDULES` [1f1b]; `stages` of a worker [1; zbv: 2]; `microbatches`; `compiled`,
+            whether by torch.compile; `pieces`, what `piece_seconds` found.
     """
 
     def __init__(self, task: Task, settings: dict[str, Any], rank: int) -> None:
-        self._rank = rank
-        split = int(settings["split"])
+        name, each = settings.get("schedule", "1f1b"), int(settings.get("stages", 1))
+        count = each * WORKERS
+        there = [rank, count - 1 - rank] if name == "zbv" else list(range(rank, count, WORKERS))
+        self._first, self._last = 0 in there, count - 1 in there
         model = task.model()
-        half = model[:split] if rank == 0 else model[split:]
-        self._optimizer = task.optimizer(list(half.named_parameters()))
-        stage = PipelineStage(half, rank, 2, torch.device("cpu"))
-        self._schedule = Schedule1F1B(stage, int(settings["microbatches"]), loss_fn=task.criterion)
+        bounds = (0, *fair_splits(settings["pieces"], count), len(model))
+        parts: dict[int, Any] = {k: model[bounds[k] : bounds[k + 1]] for k in there}
+        self._optimizer = task.optimizer([(f"{k}.{n}", p) for k in there for n, p in parts[k].named_parameters()])
+        if settings.get("compiled"):
+            parts = {k: torch.compile(part, options=CONTIGUOUS) for k, part in parts.items()}
+        stages: list[Any] = [PipelineStage(parts[k], k, count, torch.device("cpu")) for k in there]
+        given = stages[0] if name == "1f1b" else stages
+        self._schedule = SCHEDULES[name](given, int(settings["microbatches"]), loss_fn=task.criterion)
         self._losses: list[Tensor] = []
 
     def step(self, batch: Batch) -> None:
         self._optimizer.zero_grad()
-        if self._rank == 0:
-            self._schedule.step(batch[0])
-        else:
-            losses: list[Tensor] = []
-            self._schedule.step(target=batch[1], losses=losses)
-            self._losses.append(torch.stack(losses).mean())
+        losses: list[Tensor] = []
+        targets = {"target": batch[1], "losses": losses} if self._last else {}
+        self._schedule.step(*(batch[:1] if self._first else ()), **targets)
+        self._losses += [torch.stack(losses).detach().mean()] if self._last else []
         self._optimizer.step()
 
     def losses(self) -> list[float]:
         return [float(loss) for loss in self._losses]
 
 
-def fair_split(task: Task) -> int:
-    """The first piece of the second half, by the measured forward, backward and update of every piece."""
-    return fair_splits(task, 2)[0]
+def fair_splits(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
+    """The first pieces of all parts but the first, so that the slowest part takes least."""
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        return max(sum(seconds[a:b]) for a, b in pairwise((0, *cuts, len(seconds))))
+
+    return min(combinations(range(1, len(seconds)), parts - 1), key=slowest)
 
 
-def fair_splits(task: Task, parts: int) -> tuple[int, ...]:
-    """The first pieces of all parts but the first, so that the slowest part takes least: measured likewise."""
+def piece_seconds(task: Task) -> list[float]:
+    """Of each piece of the model, the measured forward, backward and update."""
     model = task.model()
     updates = [task.optimizer(list(piece.named_parameters())) if list(piece.parameters()) else None for piece in model]
     rounds = [_times(task, model, updates, task.train_data()[0]) for _ in range(REPETITIONS)]
-    medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-    def slowest(cuts: tuple[int, ...]) -> float:
-        return max(sum(medians[a:b]) for a, b in pairwise((0, *cuts, len(medians))))
-
-    return min(combinations(range(1, len(model)), parts - 1), key=slowest)
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def _times(

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from ddp import Replica
 from sides import Batch, Side, Task, load_task
-from torch_pipeline import Half, fair_split
+from torch_pipeline import WORKERS, Stages, piece_seconds
 
 SLOWEST, FASTEST = 2, 40
 """Minibatches, the fewest and the most, that are timed in a round."""
@@ -48,7 +48,7 @@ class Orders:
         rounds: of timing, every other one in the reverse order.
         seconds: of timing, about, for each contender in a round.
         losses: minibatches to train for the losses; 0 for none.
-        split: where torch's pipelining splits the model; None: where `fair_split` says.
+        pieces: by what torch's pipelining splits the model; None: by `piece_seconds`.
         answer: the file to write.
     """
 
@@ -57,7 +57,7 @@ class Orders:
     rounds: int
     seconds: float
     losses: int
-    split: int | None
+    pieces: list[float] | None
     answer: str
 
 
@@ -71,9 +71,9 @@ class Worker:
         self.orders = orders
         self.task: Task = load_task(Path(orders.task))
         self.batches: Sequence[Batch] = self.task.train_data()
-        split = [orders.split or (fair_split(self.task) if self.rank == 0 else 0)]
-        dist.broadcast_object_list(split)
-        self.split = split[0]
+        pieces = [orders.pieces or (piece_seconds(self.task) if self.rank == 0 else None)]
+        dist.broadcast_object_list(pieces)
+        self.pieces = pieces[0]
 
     def run(self) -> dict[str, Any]:
         """Everything that is ordered."""
@@ -85,15 +85,24 @@ class Worker:
                 seconds[side["name"]].append(self._seconds(side))
         weights = sum(p.numel() * p.element_size() for p in self.task.model().parameters())
         batch = len(self.batches[0][0])
-        return {"split": self.split, "batch": batch, "weights": weights, "losses": losses, "seconds": seconds}
+        return {"pieces": self.pieces, "batch": batch, "weights": weights, "losses": losses, "seconds": seconds}
 
-    def _open(self, order: dict[str, Any]) -> Side:
+    def _ready(self) -> None:
+        """Nothing is left of the contender before, in any process."""
+        torch.set_num_threads(1)
+        torch.compiler.reset()
         gc.collect()
         dist.barrier()
+
+    def _open(self, order: dict[str, Any]) -> Side:
+        self._ready()
         settings = order["settings"]
         match order["kind"]:
             case "pipelining":
-                return Half(self.task, {**settings, "split": self.split}, self.rank)
+                return Stages(self.task, {**settings, "pieces": self.pieces}, self.rank)
+            case "whole":
+                torch.set_num_threads(WORKERS)
+                return Replica(self.task, settings, self.rank, shares=1, connected=False)
             case kind:
                 return Replica(self.task, settings, self.rank, connected=kind == "ddp")
 
@@ -113,8 +122,7 @@ class Worker:
         self._runs += 1
         out = Path(self.orders.answer).parent / f"out-{self._runs}"
         shutil.rmtree(out, ignore_errors=True)
-        gc.collect()
-        dist.barrier()
+        self._ready()
         fxpipe_run.run(order["settings"], steps, out)
         return out
 
