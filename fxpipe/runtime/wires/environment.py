@@ -1,4 +1,4 @@
-"""The environment variables by which torchrun, or a user, tells each process of a run which one it is."""
+"""The environment variables by which torchrun, or a user, gives each process of a run its place."""
 
 from __future__ import annotations
 
