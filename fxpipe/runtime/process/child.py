@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile
+from fxpipe.runtime.wires.run_folder import SUMMARY
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -40,8 +41,10 @@ def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.ends import end_process, leave_error
     from fxpipe.runtime.process.start import join
+    from fxpipe.runtime.wires.exchange import FolderExchange
     from fxpipe.torch_private import DYNAMO
 
+    texts = FolderExchange(exchange)
     importlib.import_module(DYNAMO)  # torch's first optimizer does: else it costs each worker a second
 
     gc.freeze()
@@ -61,7 +64,7 @@ def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn
         leave_error(exchange, rank, error, _name(json.loads(text)["build"], rank))
         end_process(1)
     if summary is not None:
-        (exchange / "summary.json").write_text(json.dumps(summary))
+        texts.set(SUMMARY, json.dumps(summary))
     pulse.phase = "done"
     end_process(0)
 

@@ -21,6 +21,7 @@ from fxpipe.errors import FxpipeError, PeerLost, PeerRefused, RunError, WorkerLo
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import Signs
 from fxpipe.plan.spec import MESH, Mesh
+from fxpipe.runtime.wires.run_folder import RunFolder
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 ECHOES = (PeerLost.__name__, PeerRefused.__name__)
@@ -180,10 +181,10 @@ def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") 
     else:
         trace = "".join(traceback.format_exception(error))
         entry = {"kind": None, "what": f"{type(error).__name__}: {error}", "trace": trace}
-    path = exchange / f"{rank}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({**entry, "rank": rank, "time": time.time()}))
-    os.replace(temporary, path)
+    try:
+        RunFolder(exchange).write(f"{rank}.json", json.dumps({**entry, "rank": rank, "time": time.time()}))
+    except OSError:
+        warn("".join(traceback.format_exception(error)) if entry["kind"] is None else str(error))
 
 
 def ended_by_exit(error: SystemExit, who: str) -> WorkerLost:
@@ -200,8 +201,9 @@ def ended_by_exit(error: SystemExit, who: str) -> WorkerLost:
 
 def known_errors(exchange: Path) -> list[dict[str, Any]]:
     """What workers have written down, the earliest first."""
-    left = sorted((json.loads(path.read_text()) for path in exchange.glob("*.json")), key=lambda e: e.get("time", 0))
-    return [entry for entry in left if "kind" in entry]
+    folder = RunFolder(exchange)
+    entries = [json.loads(text) for name in folder.names(".json") if (text := folder.read(name)) is not None]
+    return sorted((entry for entry in entries if "kind" in entry), key=lambda entry: entry["time"])
 
 
 def is_explained(exchange: Path, ends: dict[int, int]) -> bool:

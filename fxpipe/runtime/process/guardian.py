@@ -1,4 +1,4 @@
-"""A process that outlives the launcher, then ends the workers and removes the folder of the run.
+"""A process that outlives the launcher, then ends the workers and removes the folders of the run.
 
 It reads from a pipe whose other end only the launcher has: a process id a line, and `done` at a regular end. When the
 pipe ends without that, the launcher was killed. Workers also ask the system to be killed with the launcher
@@ -22,8 +22,8 @@ DONE = "done"
 class Guardian:
     """The launcher's end of the pipe. Leaving the context is a regular end."""
 
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-I", "-S", __file__, str(folder)]  # the quickest start: it needs no packages
+    def __init__(self, *folders: Path) -> None:
+        command = [sys.executable, "-I", "-S", __file__, *map(str, folders)]  # the quickest start: it needs no packages
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -46,7 +46,7 @@ class Guardian:
             os.write(self._process.stdin.fileno(), f"{line}\n".encode())  # type: ignore[union-attr]
 
 
-def main(folder: str) -> None:
+def main(folders: list[str]) -> None:
     """Wait for the launcher's end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # it ends with the launcher
@@ -59,11 +59,12 @@ def main(folder: str) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     for _ in range(20):  # a process that ends may still write
-        shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.exists(folder):
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not any(map(os.path.exists, folders)):
             return
         time.sleep(0.05)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

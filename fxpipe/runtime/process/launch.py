@@ -9,9 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -31,6 +30,7 @@ from fxpipe.runtime.process.last_saved import RUNNING_ON, finish_writing, name_c
 from fxpipe.runtime.process.resume import newest_options, step_before
 from fxpipe.runtime.process.stall import StallWatch, waited_for_disk
 from fxpipe.runtime.wires.doors import prepare_meeting
+from fxpipe.runtime.wires.run_folder import SUMMARY, RunFolder, make_folders, prepared
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -42,6 +42,9 @@ ECHO = 1.0
 
 GRACE = 5.0
 """Seconds that workers have to stop when asked; then they are killed."""
+
+ROOM, ROOM_OF_PAIR = 1 << 16, 1 << 10
+"""Bytes that the meeting of the workers takes on the disk at most, and as many more for each pair of them."""
 
 SAVING = 600.0
 """The same for workers that save a checkpoint first."""
@@ -237,13 +240,19 @@ def _attempt(
     options: RunOptions, ranks: int, mesh: Mesh, requests: StopRequests, furthest: FurthestStep
 ) -> dict[str, Any]:
     """Start the workers once and wait for their end; return the summary."""
-    temporary = tempfile.TemporaryDirectory(prefix="fxpipe_run_", ignore_cleanup_errors=True)
-    with Guardian(Path(temporary.name)) as guardian, temporary as folder:  # guarded until the folder is gone
-        exchange = Path(folder)
-        prepare_meeting(exchange, mesh.groups)
+    temporary = make_folders(options.out)
+    with Guardian(*(Path(each.name) for each in temporary)) as guardian, ExitStack() as held:
+        folders = [Path(held.enter_context(each)) for each in temporary]  # guarded until they are gone
+
+        def prepare(folder: Path) -> None:
+            prepare_meeting(folder, mesh.groups)
+            PulseFile(folder / PULSES, ranks)
+
+        exchange = prepared(folders, ROOM + ROOM_OF_PAIR * ranks**2, prepare)
+        texts = RunFolder(exchange)
         if options.progress:
             say(f"starting {ranks} process{'es' if ranks > 1 else ''}")
-        started = WorkerProcesses(dataclasses.replace(options, exchange=folder), ranks, exchange, guardian)
+        started = WorkerProcesses(dataclasses.replace(options, exchange=str(exchange)), ranks, exchange, guardian)
         grace = GRACE if options.checkpoint_every is None else SAVING
         stall = StallWatch(options.stall_timeout, started.stopped, mesh=mesh)
         try:
@@ -260,7 +269,9 @@ def _attempt(
             with suppress(OSError):  # a file left by a worker that was ended while it wrote
                 if options.trace is not None:
                     partial(options.trace).unlink()
-        summary: dict[str, Any] = json.loads((exchange / "summary.json").read_text())
+        text = texts.read(SUMMARY)
+        assert text is not None, "worker 0 has ended, and waited until it was written"
+        summary: dict[str, Any] = json.loads(text)
         return summary
 
 

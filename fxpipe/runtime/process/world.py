@@ -30,9 +30,6 @@ from fxpipe.runtime.wires.wired import Wires
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite
 
-TEXTS = "texts"
-"""The folder, in the run's, for what the processes of a run on one machine send each other."""
-
 
 class World(ABC):
     """What one process of a run knows of all of them.
@@ -117,7 +114,7 @@ class AmongProcesses(World):
         self.name = common_backend(self.device, process, plan.processes)
         with peers(process):
             exchange = options.exchange
-            self.exchange = StoreExchange() if exchange is None else FolderExchange(Path(exchange) / TEXTS)
+            self.exchange = StoreExchange() if exchange is None else FolderExchange(Path(exchange))
         self._others: ReplicaProcess | None = None
 
     def open(self, addresses: Addresses) -> None:

@@ -6,5 +6,5 @@
 - `addresses` gives every message its channel and tag; `fxpipe/plan/packing.py` defines its bytes.
 - `collective` adds up and sends what replicas exchange; `replica_group` does it between processes.
 - `environment` reads which process this is; `group` connects the processes, `doors` keeps others out; `exchange` is for
-  texts, objects from all, and clocks.
+  texts, objects from all, and clocks; `run_folder` keeps the texts on one machine.
 """

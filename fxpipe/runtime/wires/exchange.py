@@ -5,9 +5,7 @@ A run of days writes many texts: a process that knows that all have read a text 
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.messages import warn
 from fxpipe.runtime.wires.group import alone, peers
+from fxpipe.runtime.wires.run_folder import FULL, RunFolder
 from fxpipe.torch_private import default_store
 
 RETRY = 1.0
@@ -46,38 +45,33 @@ class FolderExchange:
     """For the processes of a run on one machine: a file for each text. torch's `FileStore` never removes anything."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(exist_ok=True)
+        self._folder = RunFolder(folder)
 
     def set(self, key: str, text: str) -> None:
-        """Write a text; if the disk is full, warns and waits."""
-        path = self._path(key)
-        unfinished = path.with_name(f"{path.name}.tmp")
+        """Write a text; if all disks are full, warns and waits."""
         for attempt in count():
             try:
-                unfinished.write_text(text)
-                os.replace(unfinished, path)
+                self._folder.write(_name(key), text)
                 return
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in FULL:
                     raise
                 if not attempt:
-                    warn(f"the disk of {self._folder} is full: the run waits until there is space")
+                    where = " and of ".join(map(str, self._folder.places))
+                    warn(f"the disk of {where} is full: the run waits until there is space")
                 sleep(RETRY)
 
     def get(self, keys: list[str]) -> list[str] | None:
-        try:
-            return [self._path(key).read_text() for key in keys]
-        except FileNotFoundError:
-            return None
+        found = [text for key in keys if (text := self._folder.read(_name(key))) is not None]
+        return found if len(found) == len(keys) else None
 
     def forget(self, keys: list[str]) -> None:
         for key in keys:
-            with suppress(OSError):
-                self._path(key).unlink()
+            self._folder.remove(_name(key))
 
-    def _path(self, key: str) -> Path:
-        return self._folder / key.replace("/", "-")
+
+def _name(key: str) -> str:
+    return key.replace("/", "-")
 
 
 class StoreExchange:

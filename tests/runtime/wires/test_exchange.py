@@ -17,6 +17,7 @@ def exchange(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     store = dist.HashStore()
     monkeypatch.setattr(exchanging, "default_store", lambda: store)
     if request.param == "folder":
+        (tmp_path / "texts").mkdir()
         return FolderExchange(tmp_path / "texts")
     return StoreExchange(dist.HashStore()) if request.param == "own" else StoreExchange()
 
@@ -44,7 +45,7 @@ def test_a_full_disk_is_waited_for(
         return write(path, text)
 
     monkeypatch.setattr(Path, "write_text", full)
-    exchange = FolderExchange(tmp_path / "texts")
+    exchange = FolderExchange(tmp_path)
     exchange.set("run/1", "text")
     assert exchange.get(["run/1"]) == ["text"]
     assert capsys.readouterr().err.count(" is full: the run waits until there is space") == 1
@@ -54,6 +55,7 @@ def test_a_full_disk_is_waited_for(
 
 
 def test_a_folder_of_texts_keeps_no_forgotten_one(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
     one, other = FolderExchange(tmp_path / "texts"), FolderExchange(tmp_path / "texts")
     for number in range(20):
         one.set(f"run/{number}", "text")
