@@ -15,7 +15,7 @@ _EXAMPLES = 2
 """How many of its examples `--help` shows."""
 
 
-def group(title: str, *options: Callable[..., Any], first: str = "") -> Callable[..., Any]:
+def group(title: str, *options: Callable[..., Any], first: str = "", also: str = "") -> Callable[..., Any]:
     """Give a command some options, as a group of its help.
 
         @click.command("run", cls=Command)
@@ -24,6 +24,7 @@ def group(title: str, *options: Callable[..., Any], first: str = "") -> Callable
     Args:
         options: `click.option(…)`, `option_fields(…)`.
         first: the names of the options that `--help` shows, separated by spaces.
+        also: those whose flags it names, before it says how to see all.
     """
 
     def none() -> None: ...
@@ -31,10 +32,10 @@ def group(title: str, *options: Callable[..., Any], first: str = "") -> Callable
     for give in reversed(options):
         give(none)
     made = [one for one in click.command()(none).params if isinstance(one, click.Option)]
-    shown = [one for one in made if one.name in first.split()]
+    shown, named = ([one for one in made if one.name in names.split()] for names in (first, also))
 
     def give_group(function: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(function, _GROUPS, ((title, made, shown), *getattr(function, _GROUPS, ())))
+        setattr(function, _GROUPS, ((title, made, shown, named), *getattr(function, _GROUPS, ())))
         return function
 
     return give_group
@@ -48,16 +49,17 @@ class Command(click.Command):
 
     Attributes:
         groups: its options, by the title of their group, in order.
-        first: the options that `--help` shows.
+        first, also: the options that `--help` shows, and those whose flags it names.
     """
 
     def __init__(self, **given: Any) -> None:
         groups = getattr(given["callback"], _GROUPS, ())
-        given["params"] = [*given["params"], *(one for _, made, _ in groups for one in made)]
+        given["params"] = [*given["params"], *(one for _, made, *_ in groups for one in made)]
         super().__init__(**{**given, "help": inspect.cleandoc(given["help"] or "")})
         options = [one for one in self.params if isinstance(one, click.Option)]
-        self.groups: dict[str, list[click.Option]] = {title: made for title, made, _ in groups} or {"Options": options}
-        self.first: list[click.Option] = [one for _, _, shown in groups for one in shown] or options
+        self.groups: dict[str, list[click.Option]] = {title: made for title, made, *_ in groups} or {"Options": options}
+        self.first: list[click.Option] = [one for *_, shown, _ in groups for one in shown] or options
+        self.also: list[click.Option] = [one for *_, named in groups for one in named]
         self._all = click.Option(
             ["--help-all"],
             is_flag=True,
@@ -96,6 +98,8 @@ class Command(click.Command):
                     formatter.write_dl(rows)
         if not whole:
             formatter.write_paragraph()
+            if self.also:
+                formatter.write_text(f"Also {', '.join(option.opts[-1] for option in self.also)}, …")
             formatter.write_text(f"{ctx.command_path} --help-all: all {count} options, explained, and more examples.")
         return None
 

@@ -59,6 +59,7 @@ MOST_SHOWN = 4
     "Workers and cuts",
     option_fields(CompileOptions, "workers", "virtual", "cuts", "forward_at", "backward_at"),
     first="workers forward_at",
+    also="backward_at",
 )
 @group(
     "Replicas",
@@ -76,6 +77,7 @@ MOST_SHOWN = 4
         help="Take options that are not given (schedule, policy, microbatches, …) from this build.",
     ),
     first="schedule synchronous microbatches",
+    also="policy",
 )
 @group(
     "Model and data",
@@ -97,6 +99,7 @@ MOST_SHOWN = 4
     "Links between workers",
     option_fields(CompileOptions, "codec"),
     option_fields(CostOptions, "bandwidth", "latency", "links"),
+    also="codec bandwidth latency links",
 )
 @group(
     "Output",

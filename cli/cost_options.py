@@ -34,7 +34,7 @@ class CostOptions:
     memory: str | None = option(
         None,
         metavar="LIST",
-        help="Memory that a worker may use, such as 80GiB; or for each worker: 80GiB,40GiB.",
+        help="Memory of each worker, as 80GiB or 80GiB,40GiB.",
     )
 
     @staticmethod

@@ -43,12 +43,14 @@ class _Flags(RunOptions):
     "Evaluation",
     option_fields(_Flags, "eval_every", "save_best", "patience", "patience_metric", "min_delta"),
     first="eval_every save_best",
+    also="patience",
 )
 @group(
     "Training",
     option_fields(_Flags, "settings", "seed", "clip_norm", "schedule", "policy", "ema", "weights"),
     option_fields(_Flags, "loss_scale", "loss_scale_interval", "accept_optimizer_per_worker", "keep_going"),
     first="settings seed clip_norm",
+    also="schedule policy",
 )
 @group(
     "Checkpoints",
@@ -59,6 +61,7 @@ class _Flags(RunOptions):
     "Processes and memory",
     option_fields(_Flags, "local", "backend", "offload", "threads", "new_shapes", "throttle", "stall_timeout"),
     first="local",
+    also="throttle",
 )
 @group(
     "Output",
@@ -69,8 +72,8 @@ class _Flags(RunOptions):
     first="out trace",
 )
 def run_command(build: str, as_json: bool, config: str | None, print_config: bool, **asked: Any) -> int:
-    """Train a BUILD directory: one process for each stage, until --steps or --epochs. Writes weights, under the model's
-    own names, and metrics to the folder OUT. Under torchrun, joins the processes that torchrun started.
+    """Train BUILD, a folder that `fxpipe compile` wrote, for --steps, --epochs or one epoch, with a process for each
+    stage. Writes weights, under the model's own names, and metrics to OUT. Under torchrun, joins its processes.
 
     \b
     fxpipe run build/ --steps 500

@@ -111,7 +111,11 @@ def config_text(kept: CapturedSpec | None = None) -> str:
     context = click.get_current_context()
     command = context.command
     assert isinstance(command, Command)
-    lines = [f"[{command.name}]"]
+    name = command.name
+    lines = [
+        f"# Options of this {name}. Save as {NAME} next to the model file; `fxpipe {name} --help-all` explains each.",
+        f"[{name}]",
+    ]
     for title, options in command.groups.items():
         rows = [_row(key, option, context) for key, option in _keys({str(one.name): one for one in options}).items()]
         lines += ["", f"# {title}", *rows] if rows else []
@@ -143,7 +147,8 @@ def _row(key: str, option: click.Option, context: click.Context) -> str:
     mark = "# " if whence == "default" or text is None else ""
     if text in (None, ()):
         said = re.search(r"\[default: (.*)\]", option.help or "")
-        return f"# {key} =  # {whence}{f': {said[1]}' if said and whence == 'default' else ''}"
+        form = (option.get_help_record(context) or ("", ""))[0].partition(" ")[2] or "true"
+        return f"# {key} = {form}  # {whence}{f': {said[1]}' if said and whence == 'default' else ''}"
     return f"{mark}{key} = {_toml(text)}  # {whence}"
 
 

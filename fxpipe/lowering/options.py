@@ -241,10 +241,16 @@ class CompileOptions:
         "too.",
     )
     forward_at: Sequence[str] = option(
-        (), "--fp-cut", metavar="PATH", help="Cut the forward before this module; give it once for each boundary."
+        (),
+        "--fp-cut",
+        metavar="MODULE",
+        help="Cut the forward before this module, such as blocks.4; give it once for each boundary.",
     )
     backward_at: Sequence[str] = option(
-        (), "--bp-cut", metavar="PATH", help="Cut the backward before this module. [default: where the forward is cut]"
+        (),
+        "--bp-cut",
+        metavar="MODULE",
+        help="Cut the backward before this module. [default: where the forward is cut]",
     )
     virtual: int | None = option(
         None,
@@ -255,18 +261,21 @@ class CompileOptions:
     )
     schedule: str = option(
         "async",
-        metavar="NAME|FILE.csv",
+        metavar="NAME|FILE",
         kind=compile_schedule,
-        help="Order of forwards and backwards: gpipe, 1f1b, async, …; auto takes the fastest.",
+        help="async, 1f1b, gpipe, zb-h1, … or auto (the fastest): the order of forwards and backwards.",
     )
-    synchronous: bool = option(False, help="Train exactly as one process would: take the fastest schedule that does.")
+    synchronous: bool = option(
+        False, help="Choose the fastest that trains as one process would; with --schedule, refuse one that does not."
+    )
     policy: str | None = policy_option("by schedule, microbatches and optimizer")
     microbatches: int | None = option(
         None,
         minimum=1,
         maximum=MOST_MICROBATCHES,
         metavar="M",
-        help="Cut a minibatch (or a replica's share) into M pieces. [default: near -n; 1 for async with -n 2]",
+        help="Cut each batch into M microbatches; workers take them in turn. [default: near the number of workers; "
+        "1 for async with two]",
     )
     microbatch_dims: Any = option(
         None,

@@ -141,7 +141,7 @@ class PipelineOptions:
         path="any",
         flag_value="newest",
         metavar="CHECKPOINT",
-        help="Continue from a checkpoint; without a value, from the newest in OUT.",
+        help="Continue from CHECKPOINT or the newest in OUT (without a value).",
     )
     backend: str | None = option(
         None, choices=BACKENDS, help="What executes the stages; auto is the build's. [default: auto]"

@@ -78,6 +78,18 @@ def test_help_is_short_and_names_the_rest(name: str) -> None:
             assert any(re.match(rf"  (-\w, )?{option.opts[-1]} .*\w", line) for line in indented)
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("compile", ("--bp-cut", "--policy", "--codec", "--bandwidth", "--latency", "--links")),
+        ("run", ("--patience", "--schedule", "--policy", "--throttle")),
+    ],
+)
+def test_help_names_what_the_pages_lead_to(name: str, flags: tuple[str, ...]) -> None:
+    lines = fxpipe(name, "--help").out.splitlines()
+    assert lines[-2] == f"Also {', '.join(flags)}, …"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_in_one_group(name: str) -> None:
     command = cli.commands[name]

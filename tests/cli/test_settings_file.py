@@ -84,6 +84,12 @@ def test_the_file_is_between_the_command_line_and_the_model_file(tmp_path: Path)
     assert found["compile"] == {"workers": 2, "cuts": "same", "microbatches": 1, "seed": 3, "bandwidth": "10Gbit"}
 
 
+def test_a_comment_says_what_an_option_without_a_value_takes(tmp_path: Path) -> None:
+    _, lines = configuration("compile", written(tmp_path, None), "--config", "none")
+    assert lines[0].startswith("# Options of this compile. Save as fxpipe.toml next to the model file; ")
+    assert {*lines} >= {"# fp-cut = MODULE  # default", "# device = [cpu|cuda]  # default: the model's"}
+
+
 def test_another_file_or_none(tmp_path: Path) -> None:
     model = written(tmp_path)
     (tmp_path / "other.toml").write_text("[compile]\nmicrobatches = 4\nscan = 1")
@@ -149,7 +155,7 @@ def test_the_configuration_of_a_compile_goes_round(tmp_path: Path) -> None:
         "verify = true  # command line",
         'fp-cut = ["blocks.2"]  # fxpipe.toml',
         "# dp = 1  # default",
-        "# device =  # default: the model's",
+        "# device = [cpu|cuda]  # default: the model's",
         "lr = 0.3  # command line",
     ):
         assert line in lines
