@@ -216,6 +216,7 @@ class CompileOptions:
         None,
         kind=float,
         above=0,
+        below=1000,
         metavar="RATE",
         help="With --outer: learning rate of the step that applies an average. [default: 0.7]",
     )

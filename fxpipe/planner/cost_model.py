@@ -71,7 +71,7 @@ from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, Span, Trim, b
 from fxpipe.planner.workers import Workers
 
 
-class Times(NamedTuple):
+class WorkerTimes(NamedTuple):
     """Milliseconds of every candidate, in the terms of the module's docstring."""
 
     busy: Floats
@@ -145,7 +145,7 @@ class CostModel:
         )
         self._entering = self.activations.total()  # bytes that a run from here on reads of earlier units
         self._leaving = self.gradients.total()[::-1]  # bytes of gradients that cross a position
-        self._lookup: tuple[_Table, ...] = ()
+        self._lookup: tuple[_CrossingBytes, ...] = ()
 
     def with_workers(self, workers: Workers) -> CostModel:
         """The model for other workers with equally many microbatches; it shares what was remembered."""
@@ -177,12 +177,12 @@ class CostModel:
             return Costs(times.cost, times.waits, times.wire, nothing, nothing, nothing)
         return self.fitting(worker, times, of.holdings(self.allowed(worker)))
 
-    def times(self, worker: int, of: Candidates) -> Times:
+    def times(self, worker: int, of: Candidates) -> WorkerTimes:
         """What the worker's time is made of, whatever its memory."""
         if not self.workers.links.free:
             return self._times(worker, of)
         busy = self._busy(worker, of) + of.repeated_ms / self.workers.rates[worker]
-        return Times(busy, np.zeros(len(of)), np.zeros(len(of)))
+        return WorkerTimes(busy, np.zeros(len(of)), np.zeros(len(of)))
 
     def terms(self, worker: int) -> tuple[object, ...]:
         """All that `times` and `floor` know of a worker: those of workers that have the same are the same."""
@@ -190,7 +190,7 @@ class CostModel:
         alone = own.owned_ms[worker], own.own_microbatches(worker), own.speeds[worker], own.replicas_of(worker)
         return *alone, *self._links(worker), all_reduce(own, worker), fans(own, worker)
 
-    def fitting(self, worker: int, times: Times, held: Sequence[Holdings]) -> Costs:
+    def fitting(self, worker: int, times: WorkerTimes, held: Sequence[Holdings]) -> Costs:
         """The costs of candidates at the level that takes least time of those that fit into the worker's memory.
 
         Args:
@@ -247,7 +247,7 @@ class CostModel:
         """The share of a minibatch's microbatches that one process of the worker does."""
         return self.workers.own_microbatches(worker) / self.workers.microbatches
 
-    def _times(self, worker: int, of: Candidates) -> Times:
+    def _times(self, worker: int, of: Candidates) -> WorkerTimes:
         busy, ratios = self._busy(worker, of), self.workers.ratios
         activation, gradient = ratios.activation * of.activation, ratios.gradient * of.gradient
         speed, own = self.workers.speeds[worker], self.workers.own_microbatches(worker)
@@ -284,7 +284,7 @@ class CostModel:
             busy = busy + copy * done * all_reduce(self.workers, worker).copied * of.owned / own
         if self.workers.replicas:
             wire = np.maximum(wire, self._fan(worker, of))
-        return Times(busy, waits * done, wire * done)
+        return WorkerTimes(busy, waits * done, wire * done)
 
     def _fan(self, worker: int, of: Candidates) -> Floats:
         """How long what a process sends to its neighbours' processes occupies the wires, in milliseconds."""
@@ -315,7 +315,7 @@ class CostModel:
             (self.activations, begins[:, 0], ends[:, 0]),
             (self.gradients, count - ends[:, 1], count - begins[:, 1]),
         )
-        self._lookup = tuple(_Table.of(count, *table) for table in tables)
+        self._lookup = tuple(_CrossingBytes.of(count, *table) for table in tables)
 
     def received(self, chain: int, begins: Places, ends: Places) -> Floats:
         """Bytes of activations (chain 0) or gradients (1) that arrive at runs of units, in the chain's direction."""
@@ -367,7 +367,7 @@ class CostModel:
         return own.owned_factor[worker] * held.owned + held.always + sent
 
 
-class _Table(NamedTuple):
+class _CrossingBytes(NamedTuple):
     """Bytes between positions, and the row and the column of each position."""
 
     row: Places
@@ -375,12 +375,12 @@ class _Table(NamedTuple):
     bytes: Floats
 
     @staticmethod
-    def of(count: int, chain: Crossing, begins: Places, ends: Places) -> _Table:
+    def of(count: int, chain: Crossing, begins: Places, ends: Places) -> _CrossingBytes:
         places = np.unique(begins), np.unique(ends)
         at = [np.zeros(count + 1, dtype=np.int64) for _ in places]
         for numbers, known in zip(at, places, strict=True):
             numbers[known] = np.arange(len(known))
-        return _Table(at[0], at[1], chain.table(*places))
+        return _CrossingBytes(at[0], at[1], chain.table(*places))
 
 
 def levels_of(profile: Profile) -> tuple[tuple[SavingLevel, ...], ...]:

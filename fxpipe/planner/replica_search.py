@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fxpipe.planner.candidate_workers import Candidates, Holdings, for_each
-from fxpipe.planner.cost_model import CostModel, Times
+from fxpipe.planner.cost_model import CostModel, WorkerTimes
 from fxpipe.planner.search import EPSILON
 from fxpipe.planner.setting import Setting, StageDemands
 from fxpipe.planner.sums_over_runs import Floats, Places
@@ -149,7 +149,7 @@ class _TimedWorkers(NamedTuple):
 
     begins: Places
     ends: Places
-    times: Times
+    times: WorkerTimes
     held: tuple[Holdings, ...]
 
 

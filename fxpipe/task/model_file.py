@@ -219,7 +219,7 @@ class Task:
             TaskError: it is not a list of names.
         """
         names = self.hooks.constant_batch
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, (list, tuple, set)) or not all(isinstance(name, str) for name in names):
             raise TaskError(
                 f"constant_batch is {names!r}, not a list of names",
                 where=self.file,
