@@ -16,7 +16,7 @@ from judged_plans import partition, profiles, ratios
 
 from fxpipe.errors import CutError
 from fxpipe.planner.candidate_workers import Candidates
-from fxpipe.planner.cost_model import CostModel, Times
+from fxpipe.planner.cost_model import CostModel, WorkerTimes
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.link_times import all_reduce
 from fxpipe.planner.links import Links
@@ -266,7 +266,7 @@ def test_a_large_plan_times_boundaries_once_for_all_places(monkeypatch: pytest.M
     """Not for each of 256 processes that a worker may begin at, each of its depths, and all that it may hold there."""
     timed = []
 
-    def counted(costs: CostModel, worker: int, of: Candidates, times: Callable[..., Times] = CostModel.times) -> Times:
+    def counted(costs: CostModel, worker: int, of: Candidates, times: Callable[..., WorkerTimes] = CostModel.times) -> WorkerTimes:
         timed.append(len(of))
         return times(costs, worker, of)
 
