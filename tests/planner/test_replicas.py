@@ -266,7 +266,9 @@ def test_a_large_plan_times_boundaries_once_for_all_places(monkeypatch: pytest.M
     """Not for each of 256 processes that a worker may begin at, each of its depths, and all that it may hold there."""
     timed = []
 
-    def counted(costs: CostModel, worker: int, of: Candidates, times: Callable[..., WorkerTimes] = CostModel.times) -> WorkerTimes:
+    def counted(
+        costs: CostModel, worker: int, of: Candidates, times: Callable[..., WorkerTimes] = CostModel.times
+    ) -> WorkerTimes:
         timed.append(len(of))
         return times(costs, worker, of)
 
