@@ -95,9 +95,10 @@ def fit(
         eval_data: likewise, the batches for `metrics=`, at the end and every `eval_every` steps.
         out: the folder for metrics, weights and the build.
         local: all workers in this process.
-        changes: hooks (`optimizer=`, `lr_scheduler=`, `metrics=`, `on_step=`, …: `fxpipe.task.hooks.Hooks`), options of
-            the compile (`schedule=`, `microbatches=`, …: `fxpipe.lowering.options.CompileOptions`) and options of the
-            run (`steps=`, `epochs=`, `clip_norm=`, …: `fxpipe.runtime.options.RunOptions`).
+        changes: hooks (`optimizer=`, by default `SGD(lr=0.01, momentum=0.9)`, `lr_scheduler=`, `metrics=`, `on_step=`,
+            …: `fxpipe.task.hooks.Hooks`), options of the compile (`schedule=`, `microbatches=`, …:
+            `fxpipe.lowering.options.CompileOptions`) and options of the run (`steps=`, `epochs=`, `clip_norm=`, …:
+            `fxpipe.runtime.options.RunOptions`).
 
     Returns:
         `model` itself, with the trained weights and in the mode it had, and the summary; under torchrun, None in all
