@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from written_runs import write_run
 
-from fxpipe.inspection.run_comparison import compare
+from fxpipe.inspection.run_comparison import compare, outcome
 from fxpipe.observe.run_folder import read_run
 
 
@@ -37,6 +37,13 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
         "Run 1 is 2.00 times as fast (320.0 samples/s against 160.0).",
         "After the same time (4 s) run 1 has the lower loss: 1.41 against 1.81.",
     ]
+
+
+def test_a_run_that_went_on_took_the_time_of_all_its_steps(tmp_path: Path) -> None:
+    resumed = write_run(tmp_path / "one")
+    body = json.loads((resumed / "run.json").read_text())
+    (resumed / "run.json").write_text(json.dumps(body | {"resumed_after": 30, "seconds": 1.0}))
+    assert outcome(read_run(resumed))["seconds"] == pytest.approx(4.0)
 
 
 def test_runs_that_are_alike(tmp_path: Path) -> None:
