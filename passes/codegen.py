@@ -28,7 +28,7 @@ TOTALS = "totals"
 class Codegen(Pass):
     """Emit a file for every stage, with a function for each of its parts.
 
-    command: the command that made the build, for the header.
+    Attributes:
         command: what made the build, for the header.
         file: the files' names; `{worker}` is the stage's number.
     """
