@@ -142,6 +142,8 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
         index = convert(parse(path / INDEX), _Index, extra=True)
     files: dict[Path, list[str] | None] = {}
     for name, file in index.weight_map.items():
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise BuildError(f"{INDEX} names a file outside of its folder: {file}", where=str(path), hint=WHOLE)
         names = files.setdefault(path / file, [])
         assert names is not None
         names.append(name)

@@ -49,6 +49,10 @@ def test_a_file_a_folder_and_shards(build: Build, values: dict[str, Tensor], tmp
     (shards / "model-1.safetensors").unlink()
     with pytest.raises(BuildError, match=r"incomplete: model-1.safetensors missing"):
         Checkpoint.open(shards, build.plan)
+    for outside in ("../any.safetensors", str(tmp_path / "any.safetensors")):
+        (shards / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(values, outside)}))
+        with pytest.raises(BuildError, match=r"names a file outside of its folder"):
+            Checkpoint.open(shards, build.plan)
 
 
 def test_any_name_of_a_tied_parameter_will_do(build: Build, values: dict[str, Tensor], tmp_path: Path) -> None:
