@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def _clocks_ahead(python: PythonState) -> Iterator[None]:
             clock = getattr(time, called)
             changed[clock] = _ahead(clock, seconds)
     spaces = [vars(time), *(h.module for h in python.holders if isinstance(h, Globals) and h.own)]
-    put = [(s, name, value) for s in spaces for name, value in s.items() if callable(value) and value in changed]
+    named = ((space, name, value) for space in spaces for name, value in space.items())
+    put = [row for row in named if isinstance(row[2], BuiltinFunctionType) and row[2] in changed]
     try:
         for space, name, clock in put:
             space[name] = changed[clock]

@@ -16,6 +16,19 @@ from torch.nn import functional as F
 WIDTH = 8
 
 
+@dataclasses.dataclass
+class Doubled:
+    """Callable, as the clocks are that capture looks for among a module's names, but no key of a dictionary."""
+
+    by: float = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.by * x
+
+
+DOUBLED = Doubled()
+
+
 class Net(nn.Module):
     def __init__(self, change: Callable[[Any, Tensor], Tensor], bank: list[Tensor] | None = None) -> None:
         super().__init__()
