@@ -5,34 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fxpipe.planner.sums_over_runs import Floats, Places, Span, back, both, front, total
-
-if TYPE_CHECKING:
-    from fxpipe.planner.cost_model import CostModel
-
-
-class MismatchedRuns(NamedTuple):
-    """A run of mismatched units for every candidate.
-
-    Attributes:
-        first, end: the run [first, end); empty if end ≤ first.
-        size: bytes that travel for them.
-        again: whether they are computed again.
-        forward_ms: of their forward, at speed 1.
-        saved: bytes that their backward reads.
-    """
-
-    first: Places
-    end: Places
-    size: Floats
-    again: NDArray[np.bool_]
-    forward_ms: Floats
-    saved: Floats
+from fxpipe.planner.unit_sums import MismatchedRuns, UnitSums
 
 
 class Holdings(NamedTuple):
@@ -63,7 +41,7 @@ class Candidates:
     """Candidate workers between boundaries, row by row. What only some ask for is computed when it is asked for.
 
     Args:
-        costs: has the sums over the profile's units; its workers do not matter.
+        costs: the sums over the profile's units.
         begins, ends: rows (f, b, w, r), shape (n, 4); no position of an end is before that of its begin. `remember`
             must have been called with their cuts.
 
@@ -75,7 +53,7 @@ class Candidates:
         activation, gradient: bytes that are received.
     """
 
-    def __init__(self, costs: CostModel, begins: Places, ends: Places) -> None:
+    def __init__(self, costs: UnitSums, begins: Places, ends: Places) -> None:
         self.costs, self.begins, self.ends = costs, begins, ends
         self.forward: Span = (begins[:, 0], ends[:, 0])
         self.backward: Span = (begins[:, 1], ends[:, 1])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from judged_plans import check_against_brute_force, partition, profiles, settings_of_workers
 
 from fxpipe.errors import ProfileError
-from fxpipe.planner.cost_model import levels_of
 from fxpipe.planner.partition import TooLittleMemory, partitions
 from fxpipe.planner.profile import Profile, SavingLevel, Unit, Value, backward_values, read_profile_json
 from fxpipe.planner.setting import Setting
+from fxpipe.planner.unit_sums import levels_of
 from fxpipe.planner.workers import Workers
 
 
