@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.command import Command, group
+from fxpipe.cli.option_fields import Place
 from fxpipe.cli.output import echo, emit_json, print_table, warn, working
 
 from fxpipe.planner.quantity import size
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command("export", cls=Command)
-@click.argument("build", type=click.Path())
+@click.argument("build", type=Place())
 @group(
     "What to export",
     click.option(
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
     ),
     click.option(
         "--trained",
-        type=click.Path(),
+        type=Place(),
         metavar="FILE",
         help="Export these weights: the model.safetensors that a run left.",
     ),
     click.option("--untrained", is_flag=True, help="Export the initial weights (with --inference)."),
-    click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile."),
+    click.option("--model", type=Place(dir_okay=False), help="The model file, if it has moved since the compile."),
     first="inference trained untrained model",
 )
 @group(
     "Output",
-    click.option("-o", "--out", type=click.Path(), default="onnx", show_default=True, help="Folder for the models."),
+    click.option("-o", "--out", type=Place(), default="onnx", show_default=True, help="Folder for the models."),
     click.option(
         "--weights",
         type=click.Choice(["inputs", "initializers", "external"]),

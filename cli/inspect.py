@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.command import Command
-from fxpipe.cli.option_fields import option_fields
+from fxpipe.cli.option_fields import Place, option_fields
 from fxpipe.cli.output import echo, echo_file, emit_json, note, stdout_console, warn, working
 
 from fxpipe.errors import BuildError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
 @click.option("--edges", is_flag=True, help="Show every edge, however many there are.")
 @click.option("--run", type=click.Path(), metavar="DIR", help="Also show what a run of the build wrote to its --out.")
-@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write everything to one HTML page.")
+@click.option("--html", type=Place(dir_okay=False), metavar="FILE", help="Write everything to one HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all facts, or what was asked for.")
 def inspect_command(
     build: str,
@@ -81,9 +81,9 @@ def inspect_command(
     if stage is not None:
         _print_stage(subject, stage, as_json)
         return 0
+    found_run = None if run is None else _read_run(Path(run), subject)
     if policy is not None and policy.split("+")[0] not in POLICIES and subject.model is not None:
         task_of_build(subject.plan, build)  # registers it
-    found_run = None if run is None else _read_run(Path(run), subject)
     if node is not None:
         _print_node(value_facts(subject, schedule, policy, found_run), node, as_json)
         return 0

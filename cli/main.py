@@ -6,6 +6,7 @@ Exit codes: 0, 1 (the user's problem, explained; also a defect of fxpipe, with i
 from __future__ import annotations
 
 import io
+import os
 import shlex
 import sys
 import traceback
@@ -27,7 +28,7 @@ from fxpipe.cli.sweep import sweep_command
 
 import fxpipe
 from fxpipe.errors import FxpipeError
-from fxpipe.messages import say
+from fxpipe.messages import begin_here, say
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -59,6 +60,7 @@ cli.add_command(explain_command)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
+    begin_here()
     sys.excepthook = _show_defect
     code = _run(arguments)
     try:
@@ -90,6 +92,17 @@ def _run(arguments: list[str] | None) -> int:
             raise
         what = f"{_short(str(error.filename))}: {error.strerror}"
         return _explain(FxpipeError(what, hint="give another path, or check this one"), asked)
+    except Exception:
+        raise
+    except BaseException as error:
+        from fxpipe.runtime.process.ends import Stopped, ended_by_user_code
+        from fxpipe.task.model_file import Answered
+        from fxpipe.tracing.user_lines import is_users
+
+        if isinstance(error, (Stopped, Answered)) or not is_users(error):
+            raise
+        who = f"worker {os.environ['RANK']}" if "RANK" in os.environ else _short(shlex.join(["fxpipe", *asked[:1]]))
+        return _explain(ended_by_user_code(error, who), asked)
 
 
 def _explain(error: FxpipeError, arguments: list[str]) -> int:

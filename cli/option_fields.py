@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -57,13 +58,22 @@ def click_type(flag: Flag) -> Any:
     if flag.choices:
         return click.Choice(flag.choices)
     if flag.path is not None:
-        return click.Path(dir_okay=flag.path != "file", file_okay=flag.path != "folder")
+        return Place(dir_okay=flag.path != "file", file_okay=flag.path != "folder")
     if flag.kind is int and flag.minimum is not None:
         return click.IntRange(min=int(flag.minimum), max=flag.maximum)
     if flag.kind is float:
         least = flag.minimum if flag.above is None else flag.above
         return _Number(least, flag.below, min_open=flag.above is not None, max_open=flag.below is not None)
     return flag.kind
+
+
+class Place(click.Path):
+    """A path, made absolute: user code may change the working directory later."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        given = str(super().convert(value, param, ctx))
+        word = isinstance(param, click.Option) and given == param.flag_value  # in place of a path
+        return given if word else str(Path(given).absolute())
 
 
 class _Number(click.FloatRange):

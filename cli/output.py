@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from fxpipe.errors import FxpipeError
-from fxpipe.messages import how_far, plain, plain_lines
+from fxpipe.messages import from_here, how_far, plain, plain_lines
 from fxpipe.typed_json import dumps
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
         OutputLost: stdout cannot be written.
     """
     try:
-        click.echo(plain_lines(text), err=err, nl=nl)
+        click.echo(plain_lines(from_here(text)), err=err, nl=nl)
     except OSError as error:
         raise _lost(error) from error
 
@@ -110,7 +110,7 @@ def show_error(message: str) -> None:
 
 def echo_styled(prefix: str, message: str, **style: Any) -> None:
     """A line on stderr that begins in a colour."""
-    click.echo(click.style(prefix, **style) + plain_lines(message), err=True)
+    click.echo(click.style(prefix, **style) + plain_lines(from_here(message)), err=True)
 
 
 def warn(message: str) -> None:

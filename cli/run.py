@@ -15,7 +15,7 @@ import click
 from fxpipe.cli.command import group
 from fxpipe.cli.file_options import options_of, read_options, say_given, take, values
 from fxpipe.cli.model_arguments import WithArguments
-from fxpipe.cli.option_fields import option_fields
+from fxpipe.cli.option_fields import Place, option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, stdout_console, warn, working
 from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 from fxpipe.cli.signals import end_at_once
@@ -37,7 +37,7 @@ class _Flags(RunOptions):
 
 
 @click.command("run", cls=WithArguments)
-@click.argument("build", type=click.Path())
+@click.argument("build", type=Place())
 @group("Length", option_fields(_Flags, "steps", "epochs", "steps_per_epoch"), first="steps epochs")
 @group(
     "Evaluation",
@@ -109,7 +109,6 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     else from the model file's run_options. With --resume, the checkpoint's options are kept.
     """
     from fxpipe.plan.build_folder import load_plan
-    from fxpipe.runtime.process.ends import Stopped, ended_by_exit
     from fxpipe.runtime.wires.environment import has_place
 
     _check(asked)
@@ -126,12 +125,7 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     if joined:
         end_at_once()
     with ExitStack() as held:
-        try:
-            summary = _train(options, local, joined, held)
-        except Stopped:
-            raise
-        except SystemExit as error:  # the user's own code
-            raise ended_by_exit(error, f"worker {os.environ['RANK']}" if joined else "the run") from None
+        summary = _train(options, local, joined, held)
         _finish(options, summary, as_json)
     if joined:
         from fxpipe.runtime.process.ends import end_process

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from fxpipe.messages import from_here
+
 
 class FxpipeError(Exception):
     """A user's problem, explained.
@@ -39,7 +41,7 @@ class FxpipeError(Exception):
             text += f"\n  hint: {self.hint}"
         if self.page:
             text += f"\n  more: fxpipe explain {self.page}"
-        return text
+        return from_here(text)
 
 
 class TaskError(FxpipeError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import threading
 import unicodedata
@@ -12,6 +14,24 @@ from typing import Any
 _DROPPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode's categories of control characters, of what formats text unseen (bidirectional controls too), of halves of
 surrogate pairs, and of separators of lines and paragraphs."""
+
+
+_began = os.sep
+
+
+def begin_here() -> None:
+    """The reader of the messages is in this process's working directory; user code may change that later."""
+    global _began
+    with suppress(OSError):  # it was deleted
+        _began = os.path.join(os.getcwd(), "")
+
+
+def from_here(text: str) -> str:
+    """A text in which paths below the reader's working directory are relative to it."""
+    return text if _began == os.sep else re.sub(rf"(?<![\w./-]){re.escape(_began)}(?=[^\s'\"])", "", text)
+
+
+begin_here()
 
 
 def plain(text: str) -> str:
@@ -32,7 +52,7 @@ def plain_lines(text: str) -> str:
 def say(text: str) -> None:
     """Print a line on stderr; if stderr is closed or full, do nothing: no message is worth a run."""
     with suppress(OSError, ValueError):
-        print(plain_lines(text), file=sys.stderr, flush=True)
+        print(plain_lines(from_here(text)), file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fxpipe.errors import FxpipeError, near
@@ -79,6 +80,14 @@ def flags(options: type[Any]) -> dict[str, Flag]:
     """The flags of a class of options, by field; fields that were not made by `option` have none."""
     fields = [field for field in dataclasses.fields(options) if _FLAG in field.metadata]
     return {field.name: _named(field.metadata[_FLAG], field.name) for field in fields}
+
+
+def absolute_paths(options: Any) -> None:
+    """Make the paths among the options absolute, in place: user code may change the working directory later."""
+    for name, flag in flags(type(options)).items():
+        value = getattr(options, name)
+        if flag.path is not None and value not in (None, flag.flag_value):
+            object.__setattr__(options, name, str(Path(value).absolute()))
 
 
 def unfit(options: type[Any], values: Mapping[str, Any]) -> str | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import FxpipeError
-from fxpipe.options import flags, option
+from fxpipe.options import absolute_paths, flags, option
 from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.planner.quantity import rate
 from fxpipe.policy.base import Policy
@@ -173,6 +174,9 @@ class PipelineOptions:
         False, help="Allow an optimizer that looks at all parameters at once, if it is new since the compile."
     )
 
+    def __post_init__(self) -> None:
+        absolute_paths(self)
+
 
 @dataclass(frozen=True)
 class RunOptions(PipelineOptions):
@@ -288,6 +292,10 @@ class RunOptions(PipelineOptions):
     progress: bool = False
     exchange: str | None = None
     plan_digest: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "build", str(Path(self.build).absolute()))
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` is its inverse."""

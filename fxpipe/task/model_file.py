@@ -51,6 +51,10 @@ def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> t
     return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.01, momentum=0.9)
 
 
+class Answered(SystemExit):
+    """The model file has ended the command without an error, as it does after printing its --help."""
+
+
 @dataclass(frozen=True)
 class Task:
     """The user's hooks as methods, with defaults for the optional ones.
@@ -471,8 +475,8 @@ def imported(path: Path) -> ModuleType:
         error.where = error.where or place_in(error, path) or path.name
         raise
     except SystemExit as error:
-        if not error.code:  # it has printed its --help
-            raise
+        if not error.code:
+            raise Answered(0) from error
         raise TaskError(
             f"it ended with exit code {error.code} while it was imported",
             where=place_in(error, path) or path.name,

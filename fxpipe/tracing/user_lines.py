@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _HERE, "<")
+_BESIDE = tuple(os.path.join(os.path.dirname(_HERE[:-1]), part, "") for part in ("passes", "cli"))  # in the repository
+_HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _HERE, *_BESIDE, "<")
 _TRACING = _HERE + os.path.join("tracing", "capture.py")  # what called the step
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -72,12 +74,13 @@ def is_library(where: str | None) -> bool:
 
 def user_traceback(error: BaseException) -> str | None:
     """Where an error was raised, as `stacked` writes it."""
-    lines = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        lines.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return stacked(reversed(lines))
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether an error went through a line of the user's own files."""
+    return any(is_own(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def user_stack(stack: str) -> str | None:

@@ -126,6 +126,14 @@ def test_validation_that_cannot_be_compiled_is_a_warning(model: Path, old: str, 
     assert "evaluation: of the final weights only" in fxpipe("inspect", "build").out
 
 
+@pytest.mark.parametrize(("line", "cause"), [("sys.exit(0)", "sys.exit(0)"), ("raise GeneratorExit", "GeneratorExit")])
+def test_a_hook_that_would_end_the_command_is_an_error(model: Path, line: str, cause: str) -> None:
+    model.write_text(f"{model.read_text()}\n\ndef model():\n    import sys\n\n    {line}\n")
+    result = fxpipe("compile", model, "-o", "build", *QUICK)
+    assert (result.code, Path("build").exists()) == (1, False)
+    assert f"error: fxpipe compile was ended by {cause}\n  at: model.py:" in result.err
+
+
 def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     (worker,) = lowered("function", workers=1).workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -42,9 +43,9 @@ def parsed(*arguments: str) -> Some:
 
 
 def test_values() -> None:
-    assert parsed() == Some(out="out")
+    assert parsed() == Some(out=str(Path("out").absolute()))
     given = parsed("-n", "3", "--cut", "a", "--cut", "b", "--norm", "0.5", "--mode", "b", "--dry", "--policy", "stash")
-    assert given == Some(3, None, ("a", "b"), 0.5, "b", True, "out", "stash")
+    assert given == Some(3, None, ("a", "b"), 0.5, "b", True, str(Path("out").absolute()), "stash")
 
 
 @pytest.mark.parametrize("wrong", [["-n", "0"], ["--norm", "nan"], ["--norm", "0"], ["--mode", "c"]])

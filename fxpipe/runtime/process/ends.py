@@ -173,8 +173,8 @@ def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") 
     Args:
         who: what to call it (see `process_name`).
     """
-    if isinstance(error, SystemExit):
-        error = ended_by_exit(error, who or process_name(rank))
+    if not isinstance(error, (Exception, KeyboardInterrupt)):
+        error = ended_by_user_code(error, who or process_name(rank))
     if isinstance(error, FxpipeError):
         said = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
         entry = {"kind": type(error).__name__, **said}
@@ -187,13 +187,15 @@ def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") 
         warn("".join(traceback.format_exception(error)) if entry["kind"] is None else str(error))
 
 
-def ended_by_exit(error: SystemExit, who: str) -> WorkerLost:
-    """The error for a worker whose user's code has called `sys.exit`."""
+def ended_by_user_code(error: BaseException, who: str) -> WorkerLost:
+    """The error for a process whose user's code has called `sys.exit`, or raised something that is no `Exception`."""
     from fxpipe.tracing.user_lines import user_traceback
 
-    shown = "" if error.code is None else repr(error.code)
+    cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, SystemExit):
+        cause = "sys.exit()" if error.code is None else f"sys.exit({error.code!r})"
     return WorkerLost(
-        f"{who} was ended by sys.exit({shown})",
+        f"{who} was ended by {cause}",
         where=user_traceback(error),
         hint="the model file, or code that it calls, ends the process: raise an error that says why",
     )

@@ -87,11 +87,19 @@ def test_only_echoes(tmp_path: Path) -> None:
     assert type(first_cause(tmp_path, {0: 1}, SIGNS)) is PeerLost
 
 
-def test_sys_exit_is_said_as_what_it_is(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text("import sys\nsys.exit(3)\n")
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("import sys; sys.exit(3)", "sys.exit(3)"),
+        ("raise type('Skipped', (BaseException,), {})('later')", "Skipped: later"),
+        ("raise GeneratorExit", "GeneratorExit"),
+    ],
+)
+def test_what_is_no_exception_is_said_as_what_it_is(tmp_path: Path, line: str, cause: str) -> None:
+    (tmp_path / "model.py").write_text(f"# not fxpipe's\n{line}\n")
     code = compile((tmp_path / "model.py").read_text(), str(tmp_path / "model.py"), "exec")
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
         exec(code)
     leave_error(tmp_path, 1, caught.value)
     text = str(first_cause(tmp_path, {1: 1}, SIGNS))
-    assert text.startswith("worker 1 was ended by sys.exit(3)\n  at: model.py:2: sys.exit(3)\n  hint:")
+    assert text.startswith(f"worker 1 was ended by {cause}\n  at: model.py:2: {line}\n  hint:")
