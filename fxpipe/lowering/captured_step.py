@@ -195,10 +195,8 @@ def _captured(
     options: CompileOptions,
     say: Callable[[str], None],
 ) -> CapturedStep:
-    options.check()
-    _check_shares(batch, options)
-    program = capture_microbatch(model, loss, batch, options)
-    program, whole_loss = checked_loss(program, model, loss, batch, options)
+    step = compared(uncompared_step(model, loss, batch, options), model, loss, batch)
+    program = step.program
     batch, *others = (replace(one, constants=constants_of(program, one)) for one in (batch, *others))
     others = further_shapes(program, options.count, others)
     refuse_changing(program, [batch, *others], options.constant_batch)
@@ -213,7 +211,28 @@ def _captured(
         except FxpipeError as error:
             error.what += f" (for batches like this one, after those of the first shape: {other})"
             raise
-    return CapturedStep(program, whole_loss, tuple(shapes), options)
+    return replace(step, shapes=tuple(shapes))
+
+
+def uncompared_step(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> CapturedStep:
+    """The step of one shape, with the number of microbatches of the options, before `compared`.
+
+    Raises:
+        FxpipeError: as `capture_microbatch`.
+    """
+    options.check()
+    _check_shares(batch, options)
+    return CapturedStep(capture_microbatch(model, loss, batch, options), options.whole_loss(), (), options)
+
+
+def compared(step: CapturedStep, model: nn.Module, loss: Loss, batch: Batch) -> CapturedStep:
+    """The step, after a comparison with eager PyTorch.
+
+    Raises:
+        FxpipeError: as `checked_loss`.
+    """
+    program, whole_loss = checked_loss(step.program, model, loss, batch, step.options)
+    return replace(step, program=program, whole_loss=whole_loss)
 
 
 def _check_shares(batch: Batch, options: CompileOptions) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxpipe.costs.yardstick import Yardstick
 from fxpipe.errors import BatchError, FxpipeError, ScheduleError
-from fxpipe.lowering.captured_step import CapturedStep, captured_step
+from fxpipe.lowering.captured_step import CapturedStep, captured_step, compared, uncompared_step
 from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
 from fxpipe.lowering.choose_cuts import choose_cuts
 from fxpipe.lowering.model_profile import StepProfile, profile_model
@@ -20,6 +20,7 @@ from fxpipe.plan.cost_records import ScheduleForecast
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import PlanInput
+from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Ratios
 from fxpipe.schedule.loss_scaling import FLOAT16
 from fxpipe.search import Counts, Question, SimulatedPlan, Sized, counted, microbatch_counts, schedules_of, search
@@ -98,7 +99,7 @@ def choose_schedule(
 
     def read(count: int, say: Say) -> PlanInput:
         asked = for_count(options, count)
-        found[count] = profile_model(model, loss, batch, asked, say=say, yardstick=yardstick)
+        found[count] = profile_model(model, loss, batch, asked, capture=uncompared_step, say=say, yardstick=yardstick)
         return found[count].input
 
     def fixed(count: int) -> Cuts | None:
@@ -106,18 +107,23 @@ def choose_schedule(
         one, own = found[count], found[count].step.options
         return None if own.planned else choose_cuts(one.program, one.whole, own, own.setting(one.program.device)).cuts
 
+    def take(best: Setting, say: Say) -> None:
+        decided = options if options.microbatches is not None else options.of_microbatches(best.microbatches)
+        decided = replace(decided, schedule=best.schedule)
+        one = found[best.microbatches]
+        say("comparing with eager PyTorch")
+        if shapes or last is not None:
+            step = captured_step(model, loss, batch, decided, shapes, last, say)
+        else:
+            step = compared(replace(one.step, options=decided), model, loss, batch.padded(decided.padding([batch])))
+        found[best.microbatches] = replace(one, step=step)
+
     counts = counts_of(options, [batch, *shapes, *([] if last is None else [last])])
-    compared = compare(read, options, counts, say, () if options.microbatches is not None else (1,), fixed=fixed)
-    best = compared.best.setting
-    taken = found[best.microbatches]
-    decided = options if options.microbatches is not None else options.of_microbatches(best.microbatches)
-    decided = replace(decided, schedule=best.schedule)
-    if shapes or last is not None:
-        step = captured_step(model, loss, batch, decided, shapes, last, say)
-    else:
-        step = replace(taken.step, options=decided)
-    costs = taken.costs_of_apart if decided.splits_backward else taken.costs_of_whole
-    return ChosenSchedule(step, {compared.ratios: compared.partitions}, costs, compared.rows)
+    otherwise = () if options.microbatches is not None else (1,)
+    chosen = compare(read, options, counts, say, otherwise, fixed=fixed, take=take)
+    taken = found[chosen.best.setting.microbatches]
+    costs = taken.costs_of_apart if taken.step.options.splits_backward else taken.costs_of_whole
+    return ChosenSchedule(taken.step, {chosen.ratios: chosen.partitions}, costs, chosen.rows)
 
 
 def compare(
@@ -129,6 +135,7 @@ def compare(
     *,
     modes: Sequence[str] | None = None,
     fixed: Callable[[int], Cuts | None] = lambda count: None,
+    take: Callable[[Setting, Say], None] = lambda best, say: None,
 ) -> Compared:
     """Plan and simulate every schedule, or the named one, with several numbers of microbatches.
 
@@ -137,46 +144,64 @@ def compare(
         counts: the numbers to try; `otherwise` those to try if none of these can be captured.
         modes: the kinds of cuts; if empty, all that a schedule can use; None: as the options say.
         fixed: gives the cuts, if they are given.
+        take: is called with the best; where it raises, the search goes on without that number of microbatches.
 
     Raises:
         CutError: nothing fits into memory; the error says what would.
-        FxpipeError: as `read`, where no number of microbatches can be captured.
+        FxpipeError: as `read` or `take`, where no number of microbatches can be used.
     """
     ratios = ratios_of(PLAIN if options.encoding.auto else options.encoding)
     inputs: list[PlanInput] = []
+    tried: set[int] = set()
+    usable: dict[int, Sized] = {}
     refused: list[ScheduleForecast] = []
     failures: list[FxpipeError] = []
 
-    def sized(count: int) -> Sized | None:
+    def of(count: int) -> Say:
+        return lambda text: say(f"{counted(count)}: {text}")
+
+    def refuse(count: int, error: FxpipeError) -> None:
+        refused.append(ScheduleForecast("", "", count, why=error.what))
+        failures.append(error)
+
+    def size(count: int) -> Sized | None:
         """With this number of microbatches; None if it cannot be captured."""
+        tried.add(count)
         try:
-            found = read(count, lambda text: say(f"{counted(count)}: {text}"))
+            found = read(count, of(count))
         except FxpipeError as error:
-            refused.append(ScheduleForecast("", "", count, why=error.what))
-            failures.append(error)
+            refuse(count, error)
             return None
         inputs.append(found)
         setting = replace(for_count(options, count).setting(found.device, found.optimizer), ratios=ratios)
-        return Sized(setting, found.whole, found.separate, samples=found.samples, fixed=fixed(count))
+        usable[count] = Sized(setting, found.whole, found.separate, samples=found.samples, fixed=fixed(count))
+        return usable[count]
 
     def larger(count: int) -> Sized | None:
         """With more microbatches, if batch norms do not change what is trained with them."""
         more = None if any(found.batch_norm for found in inputs) else counts.after(count)
-        return None if more is None else sized(more)
+        return None if more is None or more in tried else size(more)
 
-    sizes = [found for found in map(sized, counts.first) if found is not None]
-    if not sizes:
-        counts = Counts(tuple(count for count in otherwise if count not in counts.first))
-        sizes = [found for found in map(sized, counts.first) if found is not None]
-    if not sizes:
-        raise failures[-1 if otherwise else 0]
-    asked = question(options, inputs[0].optimizer.momentum)
-    if modes is not None:
-        asked = replace(asked, modes=tuple(modes))
-    if options.schedule != AUTO:
-        asked = replace(asked, schedules=(options.schedule,))
-    ranking = search(sizes, asked, say, larger)
-    return Compared(ranking.best, (*ranking.rows, *refused), ranking.partitions, sizes[0].samples, ratios)
+    for first in (counts.first, tuple(count for count in otherwise if count not in counts.first)):
+        for count in first:
+            size(count)
+        while usable:
+            asked = question(options, inputs[0].optimizer.momentum)
+            if modes is not None:
+                asked = replace(asked, modes=tuple(modes))
+            if options.schedule != AUTO:
+                asked = replace(asked, schedules=(options.schedule,))
+            ranking = search(list(usable.values()), asked, say, larger)
+            best = ranking.best.setting
+            try:
+                take(best, of(best.microbatches))
+            except FxpipeError as error:
+                refuse(best.microbatches, error)
+                del usable[best.microbatches]
+                continue
+            rows = (*ranking.rows, *refused)
+            return Compared(ranking.best, rows, ranking.partitions, ranking.best.sized.samples, ratios)
+    raise failures[-1 if otherwise else 0]
 
 
 def counts_of(options: CompileOptions, batches: Sequence[Batch]) -> Counts:

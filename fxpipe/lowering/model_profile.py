@@ -63,6 +63,7 @@ def profile_model(
     options: CompileOptions,
     *,
     three_way: bool = True,
+    capture: Callable[[nn.Module, Loss, Batch, CompileOptions], CapturedStep] = captured_step,
     say: Callable[[str], None] = lambda text: None,
     yardstick: Yardstick | None = None,
 ) -> StepProfile:
@@ -71,6 +72,7 @@ def profile_model(
     Args:
         batch: one whole minibatch.
         options: the options of a compile, of which those matter that concern capture and costs.
+        capture: `captured_step`, or `uncompared_step`.
         three_way: whether `apart` is needed; else it is `whole`.
         say: is called with what is being done.
         yardstick: makes the costs comparable with those of other numbers of microbatches, if there are others.
@@ -79,7 +81,7 @@ def profile_model(
         FxpipeError: the step cannot be captured, or fails.
     """
     say("capturing")
-    step = captured_step(model, loss, batch.padded(options.padding([batch])), options)
+    step = capture(model, loss, batch.padded(options.padding([batch])), options)
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
     captured = step.program
     asked = step.whole_loss, bool(captured.metrics()), captured.scales_loss

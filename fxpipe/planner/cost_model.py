@@ -189,10 +189,10 @@ class CostModel(UnitSums):
         limited = self.repeats and np.isfinite(self.workers.memory[worker])
         return range(len(self._levels) + 1 if limited else 1)
 
-    def repeated(self, of: Candidates) -> list[tuple[int, int]]:
-        """The runs [first, end) of units that the backward of the only candidate computes again."""
+    def repeated(self, of: Candidates, row: int) -> list[tuple[int, int]]:
+        """The runs [first, end) of units that the backward of one candidate computes again."""
         runs = (of.from_front, of.from_back)
-        return [(int(run.first[0]), int(run.end[0])) for run in runs if run.again[0]]
+        return [(int(run.first[row]), int(run.end[row])) for run in runs if run.again[row]]
 
     def _busy(self, worker: int, of: Candidates) -> Floats:
         """Milliseconds of F + B + W + update + policy."""

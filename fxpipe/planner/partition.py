@@ -8,15 +8,16 @@ the optimum it can be at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fxpipe.errors import CutError
 from fxpipe.planner.balance import bidirectional_cuts, same_cuts
+from fxpipe.planner.candidate_workers import Candidates
 from fxpipe.planner.candidates import MODES, PINNED, Positions, all_layers, positions, window
-from fxpipe.planner.cost_model import CostModel
+from fxpipe.planner.cost_model import CostModel, Costs
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.quantity import size
@@ -148,10 +149,18 @@ def of_cuts(
     Args:
         costs: the model of the profile and the workers, if it exists already.
     """
-    costs = costs or CostModel(profile, workers)
-    found = _described(costs, mode, Path(boundaries(cuts), 0.0), 0.0, apart=True)
-    slowest = max(load.total for load in found.loads)
-    return replace(found, bottleneck=slowest, lower_bound=min(found.ideal, slowest))
+    return next(of_all_cuts(costs or CostModel(profile, workers), [cuts], mode))
+
+
+def of_all_cuts(costs: CostModel, cuts: Sequence[Cuts], mode: str) -> Iterator[Partition]:
+    """What each of these cuts costs, as by `of_cuts`; faster than one after the other."""
+    if not cuts:
+        return
+    priced = _PricedPlans(costs, [boundaries(one) for one in cuts])
+    for number in range(len(cuts)):
+        found = priced.described(number, mode, 0.0, 0.0, apart=True)
+        slowest = max(load.total for load in found.loads)
+        yield replace(found, bottleneck=slowest, lower_bound=min(found.ideal, slowest))
 
 
 def boundaries(cuts: Cuts) -> Places:
@@ -337,51 +346,73 @@ def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:
     return np.where(np.asarray(cuts) - lower < upper - np.asarray(cuts), lower, upper)
 
 
-def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: bool = False) -> Partition:
-    """The partition in seconds; the search, like profiles, has milliseconds."""
-    profile, workers = costs.profile, costs.workers
-    cuts = path.cuts
-    loads, recompute = [], []
-    for k, worker in workers_of(costs, cuts):
-        price = costs.price(k, worker, with_memory=True)
-        again = costs.repeated(worker)
-        recompute += [(k, *run) for run in again]
-        speed, rate = workers.speeds[k], workers.rates[k]
-        forward, backward, weight = (profile.units[cuts[k, i] : cuts[k + 1, i]] for i in range(3))
-        parts = {
-            "forward": sum(u.forward_ms for u in forward) / rate,
-            "backward": sum(u.backward_ms for u in backward) / rate,
-            "weight": sum(u.weight_ms for u in weight) / rate,
-            "update": sum(u.update_ms + workers.owned_ms[k] * u.parameter_bytes for u in weight)
-            / (speed * workers.microbatches),
-            "recompute": sum(u.forward_ms for run in again for u in profile.units[slice(*run)]) / rate
-            + float(price.again[0]),
-        }
-        total = float(price.cost[0])
-        loads.append(
-            Load(
-                **{name: ms / 1e3 for name, ms in parts.items()},
-                exposed=max(total - sum(parts.values()), 0.0) / 1e3,
-                total=total / 1e3,
-                memory=float(price.memory[0]),
-                values=float(price.values[0]),
+def _described(costs: CostModel, mode: str, path: Path, bound: float) -> Partition:
+    return _PricedPlans(costs, [path.cuts]).described(0, mode, path.bottleneck, bound)
+
+
+class _PricedPlans:
+    """Plans with their prices, which the cost model computes for all of them at once.
+
+    Args:
+        plans: boundaries (f, b, w, r), one row each, of equally many workers.
+    """
+
+    def __init__(self, costs: CostModel, plans: Sequence[Places]) -> None:
+        self._costs = costs
+        self._plans = np.stack(plans)
+        self._priced: list[tuple[Candidates, Costs]] = []
+        for k, worker in workers_of(costs, self._plans):
+            self._priced.append((worker, costs.price(k, worker, with_memory=True)))
+
+    def described(self, number: int, mode: str, bottleneck: float, bound: float, apart: bool = False) -> Partition:
+        """One of them, in seconds; the search, like profiles, has milliseconds.
+
+        Args:
+            bottleneck, bound: in milliseconds.
+            apart: whether weight gradients may be cut apart from backward in any mode.
+        """
+        costs, cuts = self._costs, self._plans[number]
+        units, workers = costs.profile.units, costs.workers
+        loads, recompute = [], []
+        for k, (worker, price) in enumerate(self._priced):
+            again = costs.repeated(worker, number)
+            recompute += [(k, *run) for run in again]
+            speed, rate = workers.speeds[k], workers.rates[k]
+            forward, backward, weight = (units[cuts[k, i] : cuts[k + 1, i]] for i in range(3))
+            parts = {
+                "forward": sum(u.forward_ms for u in forward) / rate,
+                "backward": sum(u.backward_ms for u in backward) / rate,
+                "weight": sum(u.weight_ms for u in weight) / rate,
+                "update": sum(u.update_ms + workers.owned_ms[k] * u.parameter_bytes for u in weight)
+                / (speed * workers.microbatches),
+                "recompute": sum(u.forward_ms for run in again for u in units[slice(*run)]) / rate
+                + float(price.again[number]),
+            }
+            total = float(price.cost[number])
+            loads.append(
+                Load(
+                    **{name: ms / 1e3 for name, ms in parts.items()},
+                    exposed=max(total - sum(parts.values()), 0.0) / 1e3,
+                    total=total / 1e3,
+                    memory=float(price.memory[number]),
+                    values=float(price.values[number]),
+                )
             )
+        columns = [tuple(int(v) for v in cuts[:, i]) for i in range(3)]
+        if mode != "three-way" and not apart:
+            columns[2] = columns[1]
+        return Partition(
+            mode=mode,
+            forward=columns[0],
+            backward=columns[1],
+            weights=columns[2],
+            recompute=tuple(recompute),
+            bottleneck=float(bottleneck) / 1e3,
+            ideal=_ideal_ms(costs) / 1e3,
+            lower_bound=float(bound) / 1e3,
+            loads=tuple(loads),
+            replicas=workers.replicas,
         )
-    columns = [tuple(int(v) for v in cuts[:, i]) for i in range(3)]
-    if mode != "three-way" and not apart:
-        columns[2] = columns[1]
-    return Partition(
-        mode=mode,
-        forward=columns[0],
-        backward=columns[1],
-        weights=columns[2],
-        recompute=tuple(recompute),
-        bottleneck=float(path.bottleneck) / 1e3,
-        ideal=_ideal_ms(costs) / 1e3,
-        lower_bound=float(bound) / 1e3,
-        loads=tuple(loads),
-        replicas=workers.replicas,
-    )
 
 
 def _ideal_ms(costs: CostModel) -> float:

@@ -60,19 +60,24 @@ def least_bottleneck(
 
 def bottleneck(costs: CostModel, cuts: Places) -> float:
     """The slowest worker's cost of a plan; inf if it does not fit into memory."""
-    return max(float(costs.price(*worker).cost[0]) for worker in workers_of(costs, cuts))
+    return max(float(costs.price(*worker).cost[0]) for worker in workers_of(costs, cuts[None]))
 
 
 def fullest(costs: CostModel, cuts: Places) -> tuple[float, int]:
     """The fullest worker of a plan: how full it is, in units of its memory, and its number."""
-    full = (float(costs.memory(*worker)[0]) / costs.workers.memory[worker[0]] for worker in workers_of(costs, cuts))
-    return max(((share, worker) for worker, share in enumerate(full)), key=lambda pair: pair[0])
+    memory = costs.workers.memory
+    full = ((float(costs.memory(k, worker)[0]) / memory[k], k) for k, worker in workers_of(costs, cuts[None]))
+    return max(full, key=lambda pair: pair[0])
 
 
-def workers_of(costs: CostModel, cuts: Places) -> Iterator[tuple[int, Candidates]]:
-    """The workers of a plan as the cost model takes them, one at a time, with their numbers."""
-    for k in range(len(cuts) - 1):
-        begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
+def workers_of(costs: CostModel, plans: Places) -> Iterator[tuple[int, Candidates]]:
+    """The workers of plans, each plan's k-th as a candidate for k, with their numbers.
+
+    Args:
+        plans: boundaries (f, b, w, r) of each plan, shape (plans, workers + 1, 4).
+    """
+    for k in range(plans.shape[1] - 1):
+        begin, end = plans[:, k], plans[:, k + 1]
         costs.remember(begin, end)
         yield k, costs.between(begin, end)
 

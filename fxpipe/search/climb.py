@@ -6,7 +6,7 @@ fill and drain, and where weight gradients are separate, W fills some of that: s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement, pairwise
 from math import comb
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from fxpipe.planner.candidates import Positions, positions
 from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.sums_over_runs import Floats
 from fxpipe.search.simulated_plan import Judge, SimulatedPlan, ThreeCuts
 
 STEPS = (1, -1, 3, -3, 9, -9)
@@ -77,11 +78,16 @@ class _Climb:
         forward, backward, weights = (
             [(0, *cut, count) for cut in combinations_with_replacement(places, inner)] for places in self.places
         )
-        for f in forward:
-            for b in [f] if self.mode == "same" else backward:
-                for w in weights if self.mode == "three-way" else [b]:
-                    if all(later >= at for later, at in zip(w, b, strict=True)):
-                        best = self._better((f, b, w), best) or best
+        plans = [
+            (f, b, w)
+            for f in forward
+            for b in ([f] if self.mode == "same" else backward)
+            for w in (weights if self.mode == "three-way" else [b])
+            if all(later >= at for later, at in zip(w, b, strict=True))
+        ]
+        self.left = 2 * len(plans)
+        while (better := self._first(plans, best)) is not None:
+            best = better
         return best
 
     def from_(self, best: SimulatedPlan) -> SimulatedPlan:
@@ -90,7 +96,7 @@ class _Climb:
         while improved:
             improved = False
             for boundaries in self._boundaries():
-                while self.left > 0 and (better := self._first(best, boundaries)) is not None:
+                while (better := self._first([*self._moves(best.cuts, boundaries)], best)) is not None:
                     best, improved = better, True
         return best
 
@@ -98,35 +104,31 @@ class _Climb:
         single = range(1, self.judge.workers.count)
         return [*((k,) for k in single), *pairwise(single)]
 
-    def _first(self, best: SimulatedPlan, boundaries: tuple[int, ...]) -> SimulatedPlan | None:
-        """The first move of these boundaries that gains enough."""
-        for moved in self._moves(best.cuts, boundaries):
-            if moved in self.seen:
-                continue
-            self.seen.add(moved)
-            if (found := self._better(moved, best)) is not None:
-                return found
-            if self.left <= 0:
-                return None
-        return None
+    def _first(self, plans: Sequence[ThreeCuts], best: SimulatedPlan) -> SimulatedPlan | None:
+        """The first of these plans that fits and gains enough, those with the most even work first.
 
-    def _better(self, cuts: ThreeCuts, best: SimulatedPlan) -> SimulatedPlan | None:
-        """The trial of these cuts, if they fit and gain something; not simulated if the work alone takes too long."""
-        if self._work(cuts) >= best.seconds:
+        Those whose work alone takes too long are not simulated.
+        """
+        plans = [cuts for cuts in plans if cuts not in self.seen]
+        if not plans or self.left <= 0:
             return None
+        work = self._work(plans)
+        ordered = [plans[at] for at in np.argsort(work, kind="stable") if work[at] < best.seconds]
         again = best.partition.recompute
-        for recompute in (again, ()) if again else ((),):  # or what is mismatched travels
+        kinds = (again, ()) if again else ((),)  # or what is mismatched travels
+        tried = [Cuts(f, b, w, recompute) for f, b, w in ordered for recompute in kinds][: self.left]
+        for cuts, found in zip(tried, self.judge.of_cuts(tried), strict=True):
             self.left -= 1
-            found = self.judge.of_cuts(Cuts(*cuts, recompute=recompute))
+            self.seen.add((cuts.forward, cuts.backward, cuts.weights))
             if found is not None and found.seconds < best.seconds * (1 - WORTH):
                 return found
         return None
 
-    def _work(self, cuts: ThreeCuts) -> float:
+    def _work(self, plans: Sequence[ThreeCuts]) -> Floats:
         """Seconds of a minibatch in which the busiest worker computes: a lower bound for any schedule."""
-        loads = self.costs.load(np.array(cuts).T)
+        loads = self.costs.load(np.array(plans, dtype=np.int64).reshape(len(plans), 3, -1).transpose(0, 2, 1))
         busy = np.diff(loads) / np.array(self.judge.workers.speeds)
-        return float(busy.max()) * self.judge.workers.microbatches / 1e3
+        return busy.max(axis=1) * self.judge.workers.microbatches / 1e3
 
     def _moves(self, cuts: ThreeCuts, boundaries: tuple[int, ...]) -> Iterator[ThreeCuts]:
         """The legal cuts that differ in these boundaries."""

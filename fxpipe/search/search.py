@@ -191,8 +191,7 @@ class _Planning:
                 same = trial.candidate.mode == judge.candidate.mode and trial.placement == judge.placement
                 if same and trial.candidate.mode != PINNED and key not in tried:
                     tried.add(key)
-                    other = judge.of_cuts(trial.partition.cuts)
-                    found += [] if other is None else [other]
+                    found += [other for other in judge.of_cuts([trial.partition.cuts]) if other is not None]
         return found
 
     def _refuse(self, candidate: Candidate, error: TooLittleMemory | PolicyError) -> None:

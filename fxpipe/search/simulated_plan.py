@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
@@ -9,7 +10,7 @@ from math import isfinite
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
-from fxpipe.planner.partition import Partition, of_cuts
+from fxpipe.planner.partition import Partition, of_all_cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Workers
@@ -147,7 +148,7 @@ class Judge:
         simulation = simulate(schedule, scenario, steady_minibatches(schedule))
         return SimulatedPlan(self.candidate, self.sized, self.setting, partition, scenario, simulation)
 
-    def of_cuts(self, cuts: Cuts) -> SimulatedPlan | None:
-        """The trial of other cuts, if they fit into memory."""
-        found = of_cuts(self.profile, self.workers, cuts, mode=self.candidate.mode, costs=self.costs)
-        return self.trial(found) if isfinite(found.bottleneck) else None
+    def of_cuts(self, cuts: Sequence[Cuts]) -> Iterator[SimulatedPlan | None]:
+        """The trials of other cuts, each when it is asked for; None if they do not fit into memory."""
+        for found in of_all_cuts(self.costs, cuts, self.candidate.mode):
+            yield self.trial(found) if isfinite(found.bottleneck) else None

@@ -85,7 +85,7 @@ def test_a_search_takes_what_is_fastest_with_the_sums() -> None:
         sized = Sized(replace(SETTING, links=Links(1e8), dp=dp), PROFILE, PROFILE)
         best = search([sized], question).best
         judge = Judge.of(best.candidate, sized, question)
-        trials = [judge.of_cuts(Cuts((0, at, 10), (0, at, 10))) for at in range(11)]
+        trials = judge.of_cuts([Cuts((0, at, 10), (0, at, 10)) for at in range(11)])
         assert best.seconds == pytest.approx(min(trial.seconds for trial in trials if trial is not None))
         found[dp] = best.partition.forward
     assert found == {1: (0, 5, 10), 2: (0, 7, 10)}
