@@ -369,7 +369,7 @@ class _PricedPlans:
 
         Args:
             bottleneck, bound: in milliseconds.
-            apart: whether weight gradients may be cut apart from backward in any mode.
+            apart: whether weight gradients may have cuts of their own in any mode.
         """
         costs, cuts = self._costs, self._plans[number]
         units, workers = costs.profile.units, costs.workers

@@ -102,7 +102,7 @@ def seconds(case: Case) -> float:
     """About what a case takes."""
     shapes = {"new": 1.0, "last": 0.9}.get(case.shapes, 0)
     searched = 1.3 * (case.cuts == "three-way" and case.workers > 2)
-    processes = case.processes * (0.4 + 0.1 * case.total)
+    processes = bool(case.processes) * (0.4 + 0.1 * case.total)
     more = 1.2 * (case.stop > 0) + 0.9 * (case.precision != "float64") + 0.5 * (case.evaluation != "none")
     return 0.3 + 1.5 * case.model.startswith("gpt") + shapes + searched + processes + more
 

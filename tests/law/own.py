@@ -87,6 +87,10 @@ def possible(case: Case) -> bool:
 if __name__ == "__main__":
     from fxpipe.runtime.process.ends import end_process
 
+    if sys.argv[3:]:
+        import nccl
+
+        nccl.take_place()
     for port, options in json.loads(sys.argv[2]):
         os.environ["MASTER_PORT"] = str(port)
         loop(RunOptions.from_json(options), int(os.environ["RANK"]))

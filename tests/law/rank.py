@@ -1,4 +1,4 @@
-"""A process of a case's runs, as torchrun starts one: python rank.py FOLDER '[[PORT, OPTIONS], …]'"""
+"""A process of a case's runs, as torchrun starts one: python rank.py FOLDER '[[PORT, OPTIONS], …]' [NCCL [FAULT]]"""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 import sys
 from pathlib import Path
 
+import nccl
+
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.ends import end_process
 from fxpipe.runtime.process.start import join
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    if sys.argv[3:]:
+        nccl.take_place(*sys.argv[4:])
     for number, (port, options) in enumerate(json.loads(sys.argv[2])):
         os.environ["MASTER_PORT"] = str(port)
         summary = join(RunOptions.from_json(options))

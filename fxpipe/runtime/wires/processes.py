@@ -1,21 +1,16 @@
 """Wires between processes: torch.distributed point to point, over gloo or NCCL.
 
 With gloo every edge has its own tag, and receives are posted ahead; messages that wait for their turn
-(`fxpipe.plan.urgency`) go through an outbox. NCCL has no tags: each channel (a pair of workers, a kind, a phase at each
-end) has its own communicator, in which both ends keep the plan's order (`NcclLine`); no message waits for its turn.
+(`fxpipe.plan.urgency`) go through an outbox. Over NCCL, which has no tags, both ends agree before each message
+(`nccl_lines`); no message waits for its turn.
 
 A process may have several workers: their messages to each other stay in the process.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import nullcontext
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from math import gcd
 from typing import Any
@@ -28,6 +23,7 @@ from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.group import group_among, peers
+from fxpipe.runtime.wires.nccl_lines import Direction, NcclLine
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
 from fxpipe.runtime.wires.wired import Receive
@@ -143,8 +139,9 @@ class ProcessWires:
         return turn != URGENT and self.backend == "gloo"
 
     def _connect(self, channels: list[Channel]) -> None:
-        """Set up a communicator for each channel between ranks, in one global order, since each set-up waits for the
-        other end."""
+        """Set up a communicator for each direction between two processes, in one global order, since each set-up waits
+        for the other end; and in it a line for each channel."""
+        lines: dict[tuple[int, int], list[Channel]] = {}
         for channel in channels:
             source, target = (self._mesh.of_rank(self._mesh.rank_of(worker)) for worker in channel[1:3])
             if source == target:
@@ -152,118 +149,22 @@ class ProcessWires:
             both = gcd(len(source), len(target))  # replica i exchanges messages with replica j if i ≡ j mod `both`
             for one, other in product(range(len(source)), range(len(target))):
                 if one % both == other % both:
-                    self._connect_two(channel, source[one], target[other])
+                    lines.setdefault((source[one], target[other]), []).append(channel)
+        for (sender, receiver), own in lines.items():
+            self._connect_two(sender, receiver, own)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _connect_two(self, channel: Channel, source: int, target: int) -> None:
-        both, probe = sorted((source, target)), torch.zeros(1, device=self.device)
+    def _connect_two(self, sender: int, receiver: int, channels: Sequence[Channel]) -> None:
+        both, probe = sorted((sender, receiver)), torch.zeros(1, dtype=torch.uint8, device=self.device)
         with peers(self.rank):
             group = group_among(both, "nccl")
             if group is None:
                 return
-            if self.rank == source:
-                dist.send(probe, target, group=group)
-            else:
-                dist.recv(probe, source, group=group)
-            other = target if self.rank == source else source
-            notes, tag = dist.group.WORLD, self._tags[channel]
-        self._lines[channel, other] = NcclLine(group, both.index(other), notes, other, tag, self.device)
-
-
-class Meeting:
-    """A message that begins when both ends are ready."""
-
-    def __init__(self, begin: Callable[[], Any]) -> None:
-        self._begin = begin
-        self._work: Future[Any] = Future()
-
-    def meet(self) -> None:
-        """Wait for the other end, and begin."""
-        try:
-            self._work.set_result(self._begin())
-        except Exception as error:
-            self._work.set_exception(error)
-
-    def wait(self) -> None:
-        """Wait until it has begun; the device's current stream waits until it is over.
-
-        Raises:
-            Exception: any error of it; from torch.distributed or gloo if the other end is gone.
-        """
-        self._work.result().wait()
-
-
-class NcclLine:
-    """One end of a channel between two processes, whose messages keep their order, and begin once both ends are ready.
-
-    NCCL's sends and receives are kernels: except for a few small messages, each runs until the other one has run, too.
-    Everything that waits for the whole device waits for them: loading a kernel, an allocation, `torch.cuda.synchronize`
-    in a user's callback. A worker that launches one before the other end is ready may block there while the other end
-    waits for this worker. So the ends first exchange notes over gloo:
-
-        receiver: its memory is free   ─ ready →
-                                       ← go ─      sender: its value is made
-        receive                                    send
-
-    A thread for each line does this while the worker computes.
-
-    Args:
-        group: of the two processes, over NCCL.
-        place: the rank of the other process in it.
-        notes: the group of all processes, over gloo.
-        process: the rank of the other process in that.
-        tag: of the notes, which nothing else has.
-    """
-
-    def __init__(self, group: Any, place: int, notes: Any, process: int, tag: int, device: torch.device) -> None:
-        self._group, self._place = group, place
-        self._notes, self._process, self._tag = notes, process, tag
-        self._device = device
-        self._meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
-        threading.Thread(target=_run, args=(self._meetings, device), name="fxpipe line", daemon=True).start()
-        weakref.finalize(self, self._meetings.put, None)
-
-    def send(self, data: Tensor) -> Meeting:
-        """Send bytes; they must not change before the meeting is over."""
-        message = partial(self._group.send, [data], self._place, 0)
-        return self._put(message, self._note("recv"), self._mark(), self._note("send"))
-
-    def receive(self, data: Tensor) -> Meeting:
-        """Receive into memory that only this message uses."""
-        message = partial(self._group.recv, [data], self._place, 0)
-        return self._put(message, self._mark(), self._note("send"), self._note("recv"))
-
-    def _put(self, message: Callable[[], Any], *before: Callable[[], Any]) -> Meeting:
-        def begin() -> Any:
-            for step in before:
-                step()
-            return message()
-
-        meeting = Meeting(begin)
-        self._meetings.put(meeting)
-        return meeting
-
-    def _note(self, way: str) -> Callable[[], None]:
-        exchange, process, tag = getattr(self._notes, way), self._process, self._tag
-        return lambda: exchange([torch.zeros(1, dtype=torch.uint8)], process, tag).wait()
-
-    def _mark(self) -> Callable[[], None]:
-        """Returns a function that waits for what the calling thread has launched on the device so far."""
-        if self._device.type != "cuda":
-            return lambda: None
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        return event.synchronize
-
-
-def _run(meetings: queue.SimpleQueue[Meeting | None], device: torch.device) -> None:
-    """Hold meetings in order, until None. It has no reference to the line, which ends with its last user."""
-    on_cuda = device.type == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(device)
-    # NCCL's kernels wait for the current stream, so make it one on which nothing is computed.
-    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
-        while (meeting := meetings.get()) is not None:
-            meeting.meet()
-            del meeting  # its memory is the worker's
+            other = receiver if self.rank == sender else sender
+            begin = group.send if self.rank == sender else group.recv
+            begin([probe], both.index(other), 0).wait()  # connects the two now, not in the first step
+            notes = dist.group.WORLD
+        direction = Direction(group, both.index(other))
+        for channel in channels:
+            self._lines[channel, other] = NcclLine(direction, notes, other, self._tags[channel], self.device)

@@ -1,0 +1,166 @@
+"""NCCL's rules, kept or broken by processes that have no GPU: its place is taken by gloo, and its devices are guarded.
+
+- A send or receive is a kernel: it is over when the other end has launched its own, and not before.
+- A communicator has no tags: both ends must launch their messages in one order.
+- Before every action the device may wait for all its kernels (an allocation, a kernel that is loaded, a callback that
+  synchronises). If one waits for a process that waits for this one, that would never return.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.runtime.process import world
+from fxpipe.runtime.wires import processes, replica_group
+from fxpipe.runtime.wires.group import group_among
+from fxpipe.runtime.worker.executor import Executor
+
+PATIENCE = 8
+"""Seconds after which a kernel is taken to wait for a process that waits for this one."""
+
+STUCK = "the device waits for a kernel of NCCL, which waits for another process"
+OTHER = "the ends of a communicator have launched different messages"
+
+MOST = 2
+"""Communicators with one other process."""
+
+kernels: list[Kernel] = []
+"""Those launched on this process's device since it last waited for all of them."""
+
+
+class Kernel:
+    """A send or a receive that was launched, and goes on whatever the process does.
+
+    Args:
+        end: returns when it is over.
+    """
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self._end = end
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        kernels.append(self)
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), STUCK
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._end()
+        except BaseException as error:
+            self._error = error
+
+
+class Communicator:
+    """Of two processes, over NCCL; messages with a tag are on one of their own."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._launched: Counter[int] = Counter()
+
+    def send(self, tensors: list[Tensor], place: int, tag: int) -> Kernel:
+        size, data = _named(tensors)
+        group, there = self._group, self._tag(tag)
+        work = [group.send([size], place, there), group.recv([torch.zeros(1)], place, there + 1)]
+        work.append(group.send([data], place, there + 2))
+        return Kernel(lambda: [each.wait() for each in work])
+
+    def recv(self, tensors: list[Tensor], place: int, tag: int) -> Kernel:
+        expected, data = _named(tensors)
+        there, size = self._tag(tag), torch.empty_like(expected)
+        work = [self._group.recv([size], place, there), self._group.send([torch.zeros(1)], place, there + 1)]
+
+        def end() -> None:
+            for each in work:
+                each.wait()
+            assert int(size) == int(expected), OTHER
+            self._group.recv([data], place, there + 2).wait()
+
+        return Kernel(end)
+
+    def _tag(self, tag: int) -> int:
+        self._launched[tag] += 1
+        return 3 * (self._launched[tag] + 100_000 * tag)
+
+
+def _named(tensors: list[Tensor]) -> list[Tensor]:
+    """A message of bytes, after its size."""
+    (data,) = tensors
+    assert data.dtype == torch.uint8, f"NCCL may not know {data.dtype}"
+    assert data.is_contiguous()
+    return [torch.tensor([len(data)]), data]
+
+
+def take_place(fault: str = "") -> None:
+    """In this process, messages go over NCCL from now on; `fault` breaks the protocol."""
+    made: list[tuple[int, ...]] = []
+
+    def among(members: list[int], backend: str) -> Any:
+        if backend != "nccl":
+            return group_among(members, backend)
+        made.append(tuple(members))
+        assert made.count(tuple(members)) <= MOST
+        group = group_among(members, "gloo")
+        return None if group is None else Communicator(group)
+
+    def guarded(execute: Callable[..., Any]) -> Callable[..., Any]:
+        def then(executor: Executor, *given: Any) -> Any:
+            while kernels:
+                kernels.pop().wait()
+            return execute(executor, *given)
+
+        return then
+
+    def backend(*given: Any) -> str:
+        made.clear()
+        return "nccl"
+
+    world.common_backend = backend
+    processes.group_among = among
+    replica_group.group_among = lambda members, backend: group_among(members, "gloo")  # their sums are collective
+    Executor.execute = guarded(Executor.execute)  # type: ignore[method-assign]
+    if fault:
+        FAULTS[fault]()
+
+
+def _at_once() -> None:
+    """Sends and receives are launched when they are posted, whatever the other end does: each line with a communicator
+    of its own."""
+
+    def launched(way: str) -> Callable[..., Any]:
+        def launch(self: Any, data: Tensor) -> Kernel:
+            group, place = self._direction._group, self._direction._place
+            return getattr(group, way)([data], place, self._tag)
+
+        return launch
+
+    processes.NcclLine.send = launched("send")  # type: ignore[method-assign]
+    processes.NcclLine.receive = launched("recv")  # type: ignore[method-assign]
+
+
+def _any_order() -> None:
+    """Receives of a communicator are launched as their lines come to them."""
+    direction = processes.Direction
+    receive = direction.receive
+
+    def in_any_order(self: Any, data: Tensor, number: int) -> Any:
+        time.sleep(random.random() / 50)
+        return receive(self, data, self._begun)
+
+    direction.receive = in_any_order  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {"at once": _at_once, "any order": _any_order}
