@@ -158,7 +158,7 @@ def of_all_cuts(costs: CostModel, cuts: Sequence[Cuts], mode: str) -> Iterator[P
         return
     priced = _PricedPlans(costs, [boundaries(one) for one in cuts])
     for number in range(len(cuts)):
-        found = priced.described(number, mode, 0.0, 0.0, apart=True)
+        found = priced.described(number, mode, 0.0, 0.0, separate=True)
         slowest = max(load.total for load in found.loads)
         yield replace(found, bottleneck=slowest, lower_bound=min(found.ideal, slowest))
 
@@ -364,12 +364,12 @@ class _PricedPlans:
         for k, worker in workers_of(costs, self._plans):
             self._priced.append((worker, costs.price(k, worker, with_memory=True)))
 
-    def described(self, number: int, mode: str, bottleneck: float, bound: float, apart: bool = False) -> Partition:
+    def described(self, number: int, mode: str, bottleneck: float, bound: float, separate: bool = False) -> Partition:
         """One of them, in seconds; the search, like profiles, has milliseconds.
 
         Args:
             bottleneck, bound: in milliseconds.
-            apart: whether weight gradients may have cuts of their own in any mode.
+            separate: whether weight gradients may have cuts of their own in any mode.
         """
         costs, cuts = self._costs, self._plans[number]
         units, workers = costs.profile.units, costs.workers
@@ -399,7 +399,7 @@ class _PricedPlans:
                 )
             )
         columns = [tuple(int(v) for v in cuts[:, i]) for i in range(3)]
-        if mode != "three-way" and not apart:
+        if mode != "three-way" and not separate:
             columns[2] = columns[1]
         return Partition(
             mode=mode,
