@@ -53,7 +53,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
         ("0F0,0B0\n1F0,1B0", "for 2 stages, the build has 4"),
         ("0F0,0B0", "for 1 ranks, the build has 2"),
         (to_csv(make("zb-v", 4, 2)), "for 2 microbatches, the build has 4"),
-        (to_csv(make("interleaved", 4, 4)), r"on ranks \[0, 1, 0, 1\], the build on \[0, 1, 1, 0\]"),
+        (to_csv(make("interleaved", 4, 4)), r"on ranks \[0, 1, 0, 1\], the build has them on \[0, 1, 1, 0\]"),
         ("interleaved", "not on"),
         ("async", "has one worker on each rank"),
     ],

@@ -23,8 +23,8 @@ from fxpipe.typed_json import Malformed
 @pytest.mark.parametrize("policy", ["stash", "spectrain", "vertical"])
 def test_weight_gradients_read_the_version_of_their_backward(policy: str) -> None:
     """What they compute again is made of weights: those that the backward read."""
-    where = random_cuts("lstm", 3, 9)
-    build = lowered("lstm", 4, workers=3, schedule="zb-h1", cuts=where)
+    where = random_cuts("conv", 3, 2)
+    build = lowered("conv", 4, workers=3, schedule="zb-h1", cuts=where)
     demand = choose(build.plan, "async", policy).demand
     lags = {
         (worker, phase, name): reading.lags

@@ -112,7 +112,7 @@ class Ours(Observer):
         for executor in executors:
             for name, value in checkpoint.read(plan.owned(executor.worker), "cpu"):
                 executor.store.parameters[name].data = value
-        restore(executors, Resumed(path, manifest, True))
+        restore(plan, executors, Resumed(path, manifest, True))
         return {"choose": chosen, "load": perf_counter() - begin}
 
 
