@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from fxpipe.runtime.wires.group import close_group, leave_after, open_group, pee
 from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.typed_json import read
 
-Transport = Literal["gloo", "gloo-cuda", "nccl"]
+Transport = Literal["gloo", "gloo and shared memory", "gloo-cuda", "nccl", "shared memory"]
 
 SMALL = 4 << 10
 """Bytes of a round trip's messages."""
@@ -89,7 +89,7 @@ class LinkReport:
     """Pairs of processes over one transport: all of them, or some.
 
     Attributes:
-        alike: whether all pairs are equivalent, as with gloo on one machine.
+        alike: whether all pairs are equivalent, as on one machine.
     """
 
     transport: Transport
@@ -196,7 +196,7 @@ def measure_group(
     """Latency, bandwidth and processor time between the processes of the group that the environment describes.
 
     Every process calls it, and gets the same result. They communicate as workers of a run would: over NCCL if each has
-    its own CUDA device, else over gloo.
+    its own CUDA device, else through shared memory or over gloo.
 
     Args:
         total: bytes that each pair sends for each size.
@@ -228,7 +228,7 @@ def measure_group(
         leave_after(error)
         raise
     close_group()
-    transport: Transport = "nccl" if backend == "nccl" else "gloo" if device.type == "cpu" else "gloo-cuda"
+    transport = cast("Transport", "gloo-cuda" if wires.staged else wires.name)
     return LinkReport(transport, workers, tuple(rows), alike=exchange is not None)
 
 
@@ -294,24 +294,30 @@ class _End:
         return statistics.median(taken) if taken else 0.0
 
     def _stream(self, size: int, count: int) -> tuple[float, float]:
-        """Messages one after the other: bytes a second as they arrive, and this process's processor seconds."""
-        message = torch.zeros(size if self.sends else 0, dtype=torch.uint8, device=self.wires.device)
+        """Messages one after the other: bytes a second as they arrive, and this process's processor seconds.
+
+        The receiver answers each, and the sender is at most `AHEAD` answers ahead, as a schedule keeps it.
+        """
+        message = torch.zeros(size, dtype=torch.uint8, device=self.wires.device)
+        answer = message[:1].clone()
+        given, way, other = (message, self.there, self.back) if self.sends else (answer, self.back, self.there)
         pending: deque[Any] = deque()
-        begin, first, processor = 0.0, AHEAD, time.process_time()
+        sent: list[Any] = []
+        begin, processor = 0.0, time.process_time()
         for i in range(count):
-            if self.sends:
-                pending.append(self.wires.isend(message, self.there))
-                if len(pending) == AHEAD:
-                    pending.popleft().wait()
-                continue
             while len(pending) < min(AHEAD, count - i):
-                pending.append(self.wires.irecv(size, torch.uint8, self.there))
+                pending.append(self.wires.irecv(len(answer if self.sends else message), torch.uint8, other))
+                if self.sends:
+                    sent.append(self.wires.isend(given, way))
             self._take(pending.popleft())
-            if i == first - 1:  # the first ones came while the sender was still starting
+            if not self.sends:
+                sent.append(self.wires.isend(given, way))
+            if i == AHEAD - 1:  # the first ones came while the sender was still starting
                 begin = time.perf_counter()
-        rate = 0.0 if self.sends else (count - first) * size / (time.perf_counter() - begin)
-        while pending:
-            pending.popleft().wait()
+        rate = 0.0 if self.sends else (count - AHEAD) * size / (time.perf_counter() - begin)
+        for each in sent:
+            if each is not None:
+                each.wait()
         return rate, time.process_time() - processor
 
     def _take(self, pending: Any) -> None:

@@ -74,11 +74,10 @@ def faults(case: Case, folder: Path) -> list[str]:
         runs = [replace(options, out=f"{options.out}-again") for options in runs_of(case, folder)]
         if case.stop:
             runs[1] = replace(runs[1], resume=str(runs[1].resume).replace("/stopped/", "/stopped-again/"))
-        nccl = ["nccl"] if case.processes == "nccl" else []
         if case.own:
-            again = run_own(runs, case.total if case.processes else 0, folder, *nccl)
+            again = run_own(runs, case.total if case.processes else 0, folder, case.processes)
         elif case.processes:
-            again = run_in_processes(runs, case.total, folder, *nccl)
+            again = run_in_processes(runs, case.total, folder, case.processes)
         else:
             again = [run_here(options) for options in runs][-1]
         found += [f"bits: {text}" for text in again.same_bits(whole)]

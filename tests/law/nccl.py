@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from torch import Tensor
 from fxpipe.runtime.process import world
 from fxpipe.runtime.wires import processes, replica_group
 from fxpipe.runtime.wires.group import group_among
+from fxpipe.runtime.wires.shared_memory import SWITCH
 from fxpipe.runtime.worker.executor import Executor
 
 PATIENCE = 8
@@ -104,8 +106,16 @@ def _named(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.tensor([len(data)]), data]
 
 
-def take_place(fault: str = "") -> None:
-    """In this process, messages go over NCCL from now on; `fault` breaks the protocol."""
+def use(wires: str, fault: str = "") -> None:
+    """Have the messages of this process go over 'shared' memory, 'gloo' or 'nccl'; `fault` breaks NCCL's rules."""
+    os.environ[SWITCH] = str(int(wires == "shared"))
+    if wires == "nccl":
+        _take_place()
+    if fault:
+        FAULTS[fault]()
+
+
+def _take_place() -> None:
     made: list[tuple[int, ...]] = []
 
     def among(members: list[int], backend: str) -> Any:
@@ -132,8 +142,6 @@ def take_place(fault: str = "") -> None:
     processes.group_among = among
     replica_group.group_among = lambda members, backend: group_among(members, "gloo")  # their sums are collective
     Executor.execute = guarded(Executor.execute)  # type: ignore[method-assign]
-    if fault:
-        FAULTS[fault]()
 
 
 def _at_once() -> None:

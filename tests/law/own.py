@@ -85,12 +85,11 @@ def possible(case: Case) -> bool:
 
 
 if __name__ == "__main__":
+    import nccl
+
     from fxpipe.runtime.process.ends import end_process
 
-    if sys.argv[3:]:
-        import nccl
-
-        nccl.take_place()
+    nccl.use(*sys.argv[3:])
     for port, options in json.loads(sys.argv[2]):
         os.environ["MASTER_PORT"] = str(port)
         loop(RunOptions.from_json(options), int(os.environ["RANK"]))

@@ -272,17 +272,17 @@ def run_here(options: RunOptions) -> Outcome:
 
 
 def run_in_processes(
-    runs: list[RunOptions], processes: int, folder: Path, *nccl: str, script: str = "rank.py"
+    runs: list[RunOptions], processes: int, folder: Path, *wires: str, script: str = "rank.py"
 ) -> Outcome | None:
     """Train with a worker in each of as many processes as torchrun would start, one run after the other.
 
     Args:
-        nccl: `nccl` keeps its rules (see `nccl.py`), and after it the name of a fault breaks them.
+        wires: 'shared', 'gloo' or 'nccl', which keeps its rules (see `nccl.py`); after it a fault that breaks them.
         script: what each process runs; only runs leave an outcome.
     """
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]
     listed = [(store.port, options.to_json()) for store, options in zip(stores, runs, strict=True)]
-    command = [sys.executable, str(Path(__file__).with_name(script)), str(folder), json.dumps(listed), *nccl]
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(folder), json.dumps(listed), *wires]
     worker_errors(command, processes, 120)
     assert runs[-1].out is not None
     if script != "rank.py":
@@ -290,10 +290,10 @@ def run_in_processes(
     return outcome(json.loads((folder / f"summary_{len(runs) - 1}.json").read_text()), Path(runs[-1].out))
 
 
-def run_own(runs: list[RunOptions], processes: int, folder: Path, *nccl: str) -> Outcome:
+def run_own(runs: list[RunOptions], processes: int, folder: Path, *wires: str) -> Outcome:
     """Train by calls of a loop, one after the other: in so many processes; 0: in this one."""
     if processes:
-        run_in_processes(runs, processes, folder, *nccl, script="own.py")
+        run_in_processes(runs, processes, folder, *wires, script="own.py")
     for options in () if processes else runs:
         with redirect_stderr(StringIO()), captured_once(), catch_warnings(action="ignore"):
             own.loop(options)

@@ -1,4 +1,4 @@
-"""A process of a case's runs, as torchrun starts one: python rank.py FOLDER '[[PORT, OPTIONS], …]' [NCCL [FAULT]]"""
+"""A process of a case's runs, as torchrun starts one: python rank.py FOLDER '[[PORT, OPTIONS], …]' [WIRES [FAULT]]"""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from fxpipe.runtime.process.start import join
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    if sys.argv[3:]:
-        nccl.take_place(*sys.argv[4:])
+    nccl.use(*sys.argv[3:])
     for number, (port, options) in enumerate(json.loads(sys.argv[2])):
         os.environ["MASTER_PORT"] = str(port)
         summary = join(RunOptions.from_json(options))

@@ -174,7 +174,7 @@ def summarize_run(
 
     Args:
         rows: of all workers, in their order.
-        transport: 'gloo', 'nccl', or 'local'.
+        transport: how messages travelled: 'gloo', 'shared memory', both, 'nccl', or 'local'.
         threads: CPU threads of a worker.
     """
     steps = record.steps

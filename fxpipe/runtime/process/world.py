@@ -36,7 +36,7 @@ class World(ABC):
 
     Attributes:
         here: this process's number, counting one process for each rank and replica; all numbers, if it is alone.
-        name: of the backend that carries messages: 'gloo', 'nccl', or 'local'.
+        name: how messages travel: 'gloo', 'shared memory', both, 'nccl', or 'local'.
         device: of the workers here.
         turns: of the rows here.
         line: the order of the processes, along which they send each other notes.
@@ -131,6 +131,7 @@ class AmongProcesses(World):
         if (group := replica_group(plan, process, self.name)) is not None:
             count, name = plan.replicas_of(plan.hosted(rank)[0]), process_name(process, plan.mesh)
             self._others = ReplicaProcess(group, replica, count, self.device, self._wires.staged, name)
+        self.name = self._wires.name
 
     def wires(self, process: int) -> Wires:
         return self._wires
@@ -149,6 +150,7 @@ class AmongProcesses(World):
             return AgreedStop(self._process, self._plan.processes, lambda: _found(executors))
 
     def end(self) -> None:
+        self._wires.close()
         if self._others is not None:
             self._others.end()
 

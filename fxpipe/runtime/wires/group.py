@@ -224,10 +224,15 @@ def peers(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        raise PeerLost(
-            f"{_name or f'worker {rank}'} lost a connection: {str(error).splitlines()[0]}",
-            hint="another worker stopped first: its own error says why",
-        ) from error
+        raise peer_lost(rank, str(error).splitlines()[0]) from error
     finally:
         if _group is not None:
             dist.group.WORLD = outside
+
+
+def peer_lost(rank: int, why: str) -> PeerLost:
+    """The error for a process that has lost its connection to another one."""
+    return PeerLost(
+        f"{_name or f'worker {rank}'} lost a connection: {why}",
+        hint="another worker stopped first: its own error says why",
+    )

@@ -1,5 +1,6 @@
 """Wires between processes: torch.distributed point to point, over gloo or NCCL.
 
+Processes of one machine that compute on CPUs share memory (`shared_memory`); all else goes through torch.distributed.
 With gloo every edge has its own tag, and receives are posted ahead; messages that wait for their turn
 (`fxpipe.plan.urgency`) go through an outbox. Over NCCL, which has no tags, both ends agree before each message
 (`nccl_lines`); no message waits for its turn.
@@ -26,6 +27,7 @@ from fxpipe.runtime.wires.group import group_among, peers
 from fxpipe.runtime.wires.nccl_lines import Direction, NcclLine
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
+from fxpipe.runtime.wires.shared_memory import NONE, connected
 from fxpipe.runtime.wires.wired import Receive
 
 Work = Any
@@ -62,7 +64,13 @@ class ProcessWires:
         channels: all channels of the plan, the same list in every process.
         mesh: where workers and replicas are.
         turns: of the rows in this process; None if there is one row.
+
+    Attributes:
+        name: how messages travel: 'gloo', 'shared memory', both, or 'nccl'.
     """
+
+    shares = True
+    """Whether it may."""
 
     def __init__(
         self,
@@ -83,8 +91,12 @@ class ProcessWires:
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
         self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by channel and the process at the other end
         self._outboxes: dict[int, Outbox] = {}
+        self._shared = NONE
         if backend == "nccl":
             self._connect(channels)
+        elif self.shares and device.type == "cpu":
+            self._shared = connected(rank, list(self._by_direction(channels)))
+        self.name = backend if backend == "nccl" else self._shared.kinds
 
     def isend(self, value: Tensor, way: Way) -> Posted | None:
         rank, tag = self._process_of(way.worker, way.replica), self._tag_of(way)
@@ -92,6 +104,9 @@ class ProcessWires:
             self._loopback.send(tag, value)
             return None
         flat = value.as_strided((value.numel(),), (1,))
+        if rank in self._shared.senders:
+            self._shared.senders[rank].send(tag, flat)
+            return None
         flat = flat.cpu() if self.staged else flat
         return Posted(self._begin(flat, rank, way.channel, tag, way.turn), flat, self.rank)
 
@@ -99,9 +114,16 @@ class ProcessWires:
         rank, tag, channel = self._process_of(way.worker, way.replica), self._tag_of(way), way.channel
         if rank == self.rank:
             return self._loopback.expect(tag)
+        if rank in self._shared.receivers:
+            return self._shared.receivers[rank].expect(tag, count, dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
         target = self.device if self.staged and channel is not None else None
         return Posted(self._expect(flat, rank, channel, tag, way.turn), flat, self.rank, target)
+
+    def close(self) -> None:
+        """No more messages through shared memory."""
+        shared, self._shared = self._shared, NONE
+        shared.close()
 
     def stays(self, edge: EdgeSpec) -> bool:
         return self._mesh.rank_of(edge.src) == self._mesh.rank_of(edge.dst)
@@ -138,10 +160,9 @@ class ProcessWires:
     def _waits(self, turn: int) -> bool:
         return turn != URGENT and self.backend == "gloo"
 
-    def _connect(self, channels: list[Channel]) -> None:
-        """Set up a communicator for each direction between two processes, in one global order, since each set-up waits
-        for the other end; and in it a line for each channel."""
-        lines: dict[tuple[int, int], list[Channel]] = {}
+    def _by_direction(self, channels: list[Channel]) -> dict[tuple[int, int], list[Channel]]:
+        """The channels from one process to another, by both; in one global order."""
+        found: dict[tuple[int, int], list[Channel]] = {}
         for channel in channels:
             source, target = (self._mesh.of_rank(self._mesh.rank_of(worker)) for worker in channel[1:3])
             if source == target:
@@ -149,8 +170,13 @@ class ProcessWires:
             both = gcd(len(source), len(target))  # replica i exchanges messages with replica j if i ≡ j mod `both`
             for one, other in product(range(len(source)), range(len(target))):
                 if one % both == other % both:
-                    lines.setdefault((source[one], target[other]), []).append(channel)
-        for (sender, receiver), own in lines.items():
+                    found.setdefault((source[one], target[other]), []).append(channel)
+        return found
+
+    def _connect(self, channels: list[Channel]) -> None:
+        """Set up a communicator for each direction between two processes, in one order, since each set-up waits for the
+        other end; and in it a line for each channel."""
+        for (sender, receiver), own in self._by_direction(channels).items():
             self._connect_two(sender, receiver, own)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

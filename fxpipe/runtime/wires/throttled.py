@@ -123,6 +123,8 @@ class ThrottledWires(ProcessWires):
         ahead: seconds that worker 0's clock is ahead of this process's.
     """
 
+    shares = False
+
     def __init__(self, links: Links, ahead: float, rank: int, *arguments: Any) -> None:
         super().__init__(rank, *arguments)
         self._links, self._ahead = links, ahead

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import gc
-import queue
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.wires.processes import Meeting, NcclLine
+from fxpipe.runtime.wires.nccl_lines import Direction, Meeting, NcclLine
 
 CPU = torch.device("cpu")
+LOCK = threading.Lock()
 
 
 class Done:
@@ -27,32 +28,44 @@ class Done:
 
 
 class Group:
-    """One of two processes of a group; what both begin stands in one log."""
+    """One of two processes of a group; what both begin stands in one log. Messages arrive in the order of sending."""
 
-    def __init__(self, own: int, letters: dict[Any, queue.SimpleQueue[Tensor]], log: list[tuple[str, int]]) -> None:
+    def __init__(self, own: int, letters: dict[Any, list[Future[Tensor]]], log: list[tuple[str, int]]) -> None:
         self.own, self.letters, self.log = own, letters, log
+        self.begun: Counter[Any] = Counter()
 
     def send(self, data: list[Tensor], to: int, tag: int) -> Done:
         self.log.append(("send", len(data[0])))
-        self.letters[self.own, to, tag].put(data[0].clone())
+        self.letter("sent", (self.own, to, tag)).set_result(data[0].clone())
         return Done()
 
     def recv(self, data: list[Tensor], source: int, tag: int) -> Done:
         self.log.append(("receive", len(data[0])))
-        letters = self.letters[source, self.own, tag]
-        return Done(lambda: data[0].copy_(letters.get(timeout=10)))
+        letter = self.letter("received", (source, self.own, tag))
+        return Done(lambda: data[0].copy_(letter.result(timeout=10)))
+
+    def letter(self, way: str, line: Any) -> Future[Tensor]:
+        self.begun[way, line] += 1
+        with LOCK:
+            while len(self.letters[line]) < self.begun[way, line]:
+                self.letters[line].append(Future())
+        return self.letters[line][self.begun[way, line] - 1]
 
 
 class Ends:
-    """The two ends of a line."""
+    """The two ends of lines in one direction."""
 
-    def __init__(self) -> None:
-        letters: Any = defaultdict(queue.SimpleQueue)
+    def __init__(self, lines: int = 1) -> None:
+        letters: Any = defaultdict(list)
         self.log: list[tuple[str, int]] = []
-        notes: Any = defaultdict(queue.SimpleQueue)
+        notes: Any = defaultdict(list)
         groups = [Group(own, letters, self.log) for own in range(2)]
         told = [Group(own, notes, []) for own in range(2)]
-        self.source, self.target = (NcclLine(groups[own], 1 - own, told[own], 1 - own, 7, CPU) for own in range(2))
+        directions = [Direction(groups[own], 1 - own) for own in range(2)]
+        self.lines = [
+            [NcclLine(directions[own], told[own], 1 - own, tag, CPU) for own in range(2)] for tag in range(lines)
+        ]
+        self.source, self.target = self.lines[0]
 
 
 def settled(ends: Ends) -> list[tuple[str, int]]:
@@ -83,6 +96,34 @@ def test_messages_keep_their_order() -> None:
         meeting.wait()
     assert [size for way, size in ends.log if way == "send"] == [3, 1, 2]
     assert all(torch.equal(a, b) for a, b in zip(sent, memory, strict=True))
+
+
+def test_lines_begin_their_messages_in_the_order_of_the_sender() -> None:
+    ends = Ends(lines=8)
+    sent = [torch.full((size,), size, dtype=torch.uint8) for size in range(1, 9)]
+    memory = [torch.zeros_like(one) for one in sent]
+    meetings = [line[1].receive(one) for line, one in zip(ends.lines, memory, strict=True)]
+    settled(ends)
+    order = [3, 7, 0, 5, 1, 6, 2, 4]
+    for number in order:
+        meetings.append(ends.lines[number][0].send(sent[number]))
+        meetings[-1].wait()
+    for meeting in meetings:
+        meeting.wait()
+    sizes = [number + 1 for number in order]
+    assert [[size for way, size in ends.log if way == mine] for mine in ("send", "receive")] == [sizes, sizes]
+    assert all(torch.equal(a, b) for a, b in zip(sent, memory, strict=True))
+
+
+def test_no_message_of_a_direction_waits_for_one_that_failed() -> None:
+    ends = Ends(lines=2)
+    meeting = ends.lines[1][1].receive(torch.zeros(2, dtype=torch.uint8))
+    ends.lines[0][1]._direction._begun = -1  # another message is to begin first
+    ends.lines[1][0].send(torch.zeros(2, dtype=torch.uint8))
+    settled(ends)
+    ends.lines[0][1]._direction.fail(RuntimeError("gloo"))
+    with pytest.raises(RuntimeError, match="gloo"):
+        meeting.wait()
 
 
 def test_an_error_is_met_by_who_waits() -> None:

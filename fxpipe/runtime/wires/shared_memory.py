@@ -1,0 +1,257 @@
+"""Messages between processes of one machine, through memory that both have mapped.
+
+A direction has an open file without a name, and two pipes:
+
+    sender     copies a message into a free block of the file    ─ line, offset, bytes →
+    receiver   uses the block itself as the received tensor
+               and has dropped the tensor                        ← offset ─
+    sender     uses the block again
+
+Nothing is copied twice, no thread is needed, and a receiver that waits sleeps until its pipe has something to read. The
+other process opens file and pipes through `/proc`, where only the same user may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import struct
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.runtime.wires.exchange import gathered
+from fxpipe.runtime.wires.group import peer_lost, peers
+from fxpipe.runtime.wires.wired import Waiting
+
+SWITCH = "FXPIPE_SHARED_MEMORY"
+"""The environment variable that turns it off if it is 0."""
+
+_SENT = struct.Struct("=QQQ")  # written at once, since it is shorter than PIPE_BUF: so are reads of several
+_READ = 170 * _SENT.size
+_DROPPED = struct.Struct("=Q")
+_PAGE = mmap.ALLOCATIONGRANULARITY
+
+
+class Handles(NamedTuple):
+    """What the receiver opens: the sender's process, and its descriptors of the file and of its ends of the pipes."""
+
+    process: int
+    file: int
+    sent: int
+    dropped: int
+
+
+def machine() -> str | None:
+    """Names the processes that may share memory: of one user on one machine; None if there is no such memory."""
+    if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
+        return None
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+    return None
+
+
+class Sender:
+    """One end of a direction.
+
+    Args:
+        rank: of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._file = os.memfd_create("fxpipe")
+        self._theirs, self._sent = os.pipe()
+        self._dropped, self._they_drop = os.pipe()
+        os.set_blocking(self._dropped, False)
+        self._size = 0
+        self._blocks: dict[int, mmap.mmap] = {}  # by offset
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets, by the size of the block
+
+    @property
+    def handles(self) -> Handles:
+        """For the receiver."""
+        return Handles(os.getpid(), self._file, self._theirs, self._they_drop)
+
+    def met(self) -> None:
+        """The receiver has opened them: if it ends, its ends of the pipes do."""
+        for each in (self._theirs, self._they_drop):
+            os.close(each)
+
+    def send(self, line: int, flat: Tensor) -> None:
+        """Send a dense vector; it may change at once."""
+        size = flat.nbytes
+        offset = self._block(-(-size // _PAGE) * _PAGE) if size else 0
+        if size:
+            block = torch.frombuffer(self._blocks[offset], dtype=flat.dtype, count=flat.numel())
+            block.copy_(flat)
+        try:
+            os.write(self._sent, _SENT.pack(line, offset, size))
+        except OSError as error:
+            raise peer_lost(self._rank, "Broken pipe") from error
+
+    def _block(self, size: int) -> int:
+        """The offset of a free block."""
+        with suppress(BlockingIOError):
+            while ended := os.read(self._dropped, 512 * _DROPPED.size):
+                for (offset,) in _DROPPED.iter_unpack(ended):
+                    self._free[len(self._blocks[offset])].append(offset)
+        if self._free[size]:
+            return self._free[size].pop()
+        offset, self._size = self._size, self._size + size
+        os.ftruncate(self._file, self._size)
+        self._blocks[offset] = mmap.mmap(self._file, size, offset=offset)
+        return offset
+
+    def close(self) -> None:
+        """No more messages."""
+        for each in (self._file, self._sent, self._dropped):
+            os.close(each)
+
+
+class Receiver:
+    """The other end.
+
+    Raises:
+        OSError: this process must not open what the sender has.
+    """
+
+    def __init__(self, rank: int, given: Handles) -> None:
+        self._rank = rank
+        there = f"/proc/{given.process}/fd"
+        self._file = os.open(f"{there}/{given.file}", os.O_RDWR | os.O_CLOEXEC)
+        self._sent = os.open(f"{there}/{given.sent}", os.O_RDONLY | os.O_CLOEXEC)
+        self._dropped: int | None = os.open(f"{there}/{given.dropped}", os.O_WRONLY | os.O_CLOEXEC)
+        self._blocks: dict[int, mmap.mmap] = {}
+        self._expected: Counter[int] = Counter()  # messages, by line
+        self._arrived: Counter[int] = Counter()
+        self._here: dict[tuple[int, int], tuple[int, int]] = {}  # offset and bytes, by line and number
+
+    def expect(self, line: int, count: int, dtype: torch.dtype) -> Arriving:
+        """Begin to receive the next message of a line."""
+        self._expected[line] += 1
+        return Arriving(self, (line, self._expected[line]), count, dtype)
+
+    def has(self, message: tuple[int, int]) -> bool:
+        """Whether a message is known to have arrived."""
+        return message in self._here
+
+    def wait(self, message: tuple[int, int]) -> None:
+        """Wait until a message has arrived.
+
+        Raises:
+            PeerLost: the sender is gone.
+        """
+        while message not in self._here:
+            if not (read := os.read(self._sent, _READ)):
+                raise peer_lost(self._rank, "Connection closed by peer")
+            for line, offset, size in _SENT.iter_unpack(read):
+                self._arrived[line] += 1
+                self._here[line, self._arrived[line]] = offset, size
+
+    def take(self, message: tuple[int, int], count: int, dtype: torch.dtype) -> Tensor:
+        """A message that has arrived."""
+        offset, size = self._here.pop(message)
+        assert size == count * dtype.itemsize, "the ends of a line have different messages"
+        if not size:
+            return torch.empty(0, dtype=dtype)
+        block = self._blocks.get(offset)
+        if block is None:
+            block = self._blocks[offset] = mmap.mmap(self._file, -(-size // _PAGE) * _PAGE, offset=offset)
+        memory = (ctypes.c_char * size).from_buffer(block)  # the tensor's storage keeps it
+        weakref.finalize(memory, self._drop, offset).atexit = False
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def _drop(self, offset: int) -> None:
+        if self._dropped is not None:
+            with suppress(OSError):  # the sender has ended
+                os.write(self._dropped, _DROPPED.pack(offset))
+
+    def close(self) -> None:
+        """No more messages; what was received stays."""
+        dropped, self._dropped = self._dropped, None
+        assert dropped is not None, "closed twice"
+        for each in (self._file, self._sent, dropped):
+            os.close(each)
+
+
+class Arriving:
+    """A receive that was posted."""
+
+    def __init__(self, end: Receiver, message: tuple[int, int], count: int, dtype: torch.dtype) -> None:
+        self._end, self._message, self._given = end, message, (count, dtype)
+
+    @property
+    def here(self) -> bool:
+        """Whether it is known to have arrived."""
+        return self._end.has(self._message)
+
+    def wait(self, what: Waiting | None = None) -> None:
+        """Wait until it has arrived.
+
+        Raises:
+            PeerLost: the sender is gone.
+        """
+        self._end.wait(self._message)
+
+    def take(self) -> Tensor:
+        """What was received; no other message uses its memory as long as it is used."""
+        return self._end.take(self._message, *self._given)
+
+
+class Ends(NamedTuple):
+    """The ends of a process's directions, by the other process.
+
+    Attributes:
+        kinds: how messages travel in the whole run: 'gloo', 'shared memory', or both.
+    """
+
+    senders: dict[int, Sender]
+    receivers: dict[int, Receiver]
+    kinds: str
+
+    def close(self) -> None:
+        """No more messages."""
+        for sender in self.senders.values():
+            sender.close()
+        for receiver in self.receivers.values():
+            receiver.close()
+
+
+NONE = Ends({}, {}, "gloo")
+
+
+def connected(rank: int, directions: Sequence[tuple[int, int]]) -> Ends:
+    """Connect the processes that can share memory; called by all processes of a run.
+
+    Args:
+        directions: the sender and the receiver of each, the same list in every process.
+    """
+    with peers(rank):
+        ranks = dist.get_world_size()
+    places = gathered(machine(), rank, ranks)
+    shared = [(one, other) for one, other in directions if None is not places[one] == places[other]]
+    senders = {other: Sender(rank) for one, other in shared if one == rank}
+    given = gathered({other: sender.handles for other, sender in senders.items()}, rank, ranks)
+    receivers: dict[int, Receiver] = {}
+    refused = []
+    for one in (one for one, other in shared if other == rank):
+        try:
+            receivers[one] = Receiver(rank, given[one][rank])
+        except OSError:
+            refused.append((one, rank))
+    failed = {direction for each in gathered(refused, rank, ranks) for direction in each}
+    for other, sender in [*senders.items()]:
+        sender.met()
+        if (rank, other) in failed:
+            senders.pop(other).close()
+    kinds = {"gloo" if way in failed or way not in shared else "shared memory" for way in directions}
+    return Ends(senders, receivers, " and ".join(sorted(kinds)) or "gloo")
