@@ -39,7 +39,7 @@ def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     with unchanged(tmp_path):
         report = measure_links(2, total=1 << 20, say=said.append)
-    assert (report.transport, report.workers) == ("gloo", 2)
+    assert (report.transport, report.workers) == ("shared memory", 2)
     assert [(p.source, p.target) for p in report.pairs] == [(0, 1), (1, 0)]
     for pair in report.pairs:
         assert 1e-6 < pair.latency < 1.0

@@ -44,7 +44,7 @@ class RunFolder:
         """
         errors: list[OSError] = []
         for place in self.places:
-            unfinished = place / f"{name}.tmp"
+            unfinished = place / f"{name}.{os.getpid()}.tmp"  # replicas may write the same text
             try:
                 unfinished.write_text(text)
                 os.replace(unfinished, place / name)

@@ -51,11 +51,15 @@ class Handles(NamedTuple):
 
 
 def machine() -> str | None:
-    """Names the processes that may share memory: of one user on one machine; None if there is no such memory."""
+    """Names the processes that may share memory: of one user on one machine; None if there is no such memory.
+
+    Other network namespaces are other machines to their users.
+    """
     if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
         return None
     with suppress(OSError):
-        return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+        return f"{socket.gethostname()} {spaces} {os.getuid()}"
     return None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,12 @@ def test_folders_are_private_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert not os.path.exists(path)
     assert len(made) == 2
     assert len(make_folders("missing")) == len(make_folders(None)) == 1
+
+
+def test_several_processes_may_write_the_same_text(tmp_path: Path) -> None:
+    """As replicas that meet a new shape of batch."""
+    code = "from pathlib import Path; from fxpipe.runtime.wires.run_folder import RunFolder\n"
+    code += f"for _ in range(2000): RunFolder(Path({str(tmp_path)!r})).write('shape', 'x' * 9999)"
+    writers = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["shape"]
