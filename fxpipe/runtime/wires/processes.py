@@ -70,7 +70,7 @@ class ProcessWires:
     """
 
     shares = True
-    """Whether it may."""
+    """Whether processes of one machine may share memory."""
 
     def __init__(
         self,
