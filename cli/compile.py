@@ -22,7 +22,7 @@ from fxpipe.cli.file_options import (
 )
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.model_build import build_model
-from fxpipe.cli.option_fields import Place, option_fields
+from fxpipe.cli.option_fields import AbsolutePath, option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, print_table, stdout_console, warn, working
 from fxpipe.cli.program_after_pass import print_after
 from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
@@ -54,7 +54,7 @@ MOST_SHOWN = 4
 
 
 @click.command("compile", cls=WithArguments)
-@click.argument("model", type=Place(dir_okay=False))
+@click.argument("model", type=AbsolutePath(dir_okay=False))
 @group(
     "Workers and cuts",
     option_fields(CompileOptions, "workers", "virtual", "cuts", "forward_at", "backward_at"),
@@ -72,7 +72,7 @@ MOST_SHOWN = 4
     option_fields(CompileOptions, "schedule", "synchronous", "policy", "microbatches"),
     click.option(
         "--like",
-        type=Place(file_okay=False),
+        type=AbsolutePath(file_okay=False),
         metavar="BUILD",
         help="Take options that are not given (schedule, policy, microbatches, …) from this build.",
     ),
@@ -103,7 +103,7 @@ MOST_SHOWN = 4
 )
 @group(
     "Output",
-    click.option("-o", "--out", type=Place(), default="build", show_default=True, help="Folder for the build."),
+    click.option("-o", "--out", type=AbsolutePath(), default="build", show_default=True, help="Folder for the build."),
     click.option("--verify", is_flag=True, help="Compare one step of the stages with eager PyTorch."),
     click.option("-v", "--verbose", is_flag=True, help="Print what every pass changed."),
     click.option(

@@ -13,7 +13,7 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import option
 from fxpipe.planner import quantity
 from fxpipe.planner.device import BUILT_IN, CPU, INFINITE, DeviceSpec, read_device_spec
-from fxpipe.planner.links import NCCL_NODE, SHARED_MEMORY, Links
+from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CostOptions:
         return CostOptions(**{field.name: asked.pop(field.name) for field in fields(CostOptions)})
 
     def applied(
-        self, options: CompileOptions, default_links: Links = SHARED_MEMORY, meta: bool = False
+        self, options: CompileOptions, default_links: Links = GLOO_LOOPBACK, meta: bool = False
     ) -> CompileOptions:
         """The options of a compile with these read: its cost, device, links, speeds and memory.
 

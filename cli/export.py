@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.command import Command, group
-from fxpipe.cli.option_fields import Place
+from fxpipe.cli.option_fields import AbsolutePath
 from fxpipe.cli.output import echo, emit_json, print_table, warn, working
 
 from fxpipe.planner.quantity import size
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command("export", cls=Command)
-@click.argument("build", type=Place())
+@click.argument("build", type=AbsolutePath())
 @group(
     "What to export",
     click.option(
@@ -28,17 +28,19 @@ if TYPE_CHECKING:
     ),
     click.option(
         "--trained",
-        type=Place(),
+        type=AbsolutePath(),
         metavar="FILE",
         help="Export these weights: the model.safetensors that a run left.",
     ),
     click.option("--untrained", is_flag=True, help="Export the initial weights (with --inference)."),
-    click.option("--model", type=Place(dir_okay=False), help="The model file, if it has moved since the compile."),
+    click.option(
+        "--model", type=AbsolutePath(dir_okay=False), help="The model file, if it has moved since the compile."
+    ),
     first="inference trained untrained model",
 )
 @group(
     "Output",
-    click.option("-o", "--out", type=Place(), default="onnx", show_default=True, help="Folder for the models."),
+    click.option("-o", "--out", type=AbsolutePath(), default="onnx", show_default=True, help="Folder for the models."),
     click.option(
         "--weights",
         type=click.Choice(["inputs", "initializers", "external"]),

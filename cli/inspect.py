@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.command import Command
-from fxpipe.cli.option_fields import Place, option_fields
+from fxpipe.cli.option_fields import AbsolutePath, option_fields
 from fxpipe.cli.output import echo, echo_file, emit_json, note, stdout_console, warn, working
 
 from fxpipe.errors import BuildError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
 @click.option("--edges", is_flag=True, help="Show every edge, however many there are.")
 @click.option("--run", type=click.Path(), metavar="DIR", help="Also show what a run of the build wrote to its --out.")
-@click.option("--html", type=Place(dir_okay=False), metavar="FILE", help="Write everything to one HTML page.")
+@click.option("--html", type=AbsolutePath(dir_okay=False), metavar="FILE", help="Write everything to one HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all facts, or what was asked for.")
 def inspect_command(
     build: str,

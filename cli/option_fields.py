@@ -58,7 +58,7 @@ def click_type(flag: Flag) -> Any:
     if flag.choices:
         return click.Choice(flag.choices)
     if flag.path is not None:
-        return Place(dir_okay=flag.path != "file", file_okay=flag.path != "folder")
+        return AbsolutePath(dir_okay=flag.path != "file", file_okay=flag.path != "folder")
     if flag.kind is int and flag.minimum is not None:
         return click.IntRange(min=int(flag.minimum), max=flag.maximum)
     if flag.kind is float:
@@ -67,7 +67,7 @@ def click_type(flag: Flag) -> Any:
     return flag.kind
 
 
-class Place(click.Path):
+class AbsolutePath(click.Path):
     """A path, made absolute: user code may change the working directory later."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:

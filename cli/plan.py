@@ -11,7 +11,7 @@ from fxpipe.cli.command import group
 from fxpipe.cli.cost_options import CostOptions, typed_quantity
 from fxpipe.cli.file_options import compile_options_of
 from fxpipe.cli.model_arguments import WithArguments
-from fxpipe.cli.option_fields import Place, option_fields
+from fxpipe.cli.option_fields import AbsolutePath, option_fields
 from fxpipe.cli.output import emit_json, note, working
 from fxpipe.cli.partition_tables import PlannedCuts
 from fxpipe.cli.planned import of_model, of_profile, plan_replicas, planned
@@ -48,7 +48,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 
 
 @click.command("plan", cls=WithArguments)
-@click.argument("target", type=Place(dir_okay=False))
+@click.argument("target", type=AbsolutePath(dir_okay=False))
 @group(
     "Workers and cuts",
     option_fields(CompileOptions, "workers", "virtual"),
@@ -88,7 +88,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     ),
     click.option(
         "--save-schedule",
-        type=Place(dir_okay=False),
+        type=AbsolutePath(dir_okay=False),
         metavar="FILE.csv",
         help="Write the schedule (of several, the best) to a file that you can edit and give as --schedule.",
     ),

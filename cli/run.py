@@ -15,7 +15,7 @@ import click
 from fxpipe.cli.command import group
 from fxpipe.cli.file_options import options_of, read_options, say_given, take, values
 from fxpipe.cli.model_arguments import WithArguments
-from fxpipe.cli.option_fields import Place, option_fields
+from fxpipe.cli.option_fields import AbsolutePath, option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, stdout_console, warn, working
 from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 from fxpipe.cli.signals import end_at_once
@@ -37,7 +37,7 @@ class _Flags(RunOptions):
 
 
 @click.command("run", cls=WithArguments)
-@click.argument("build", type=Place())
+@click.argument("build", type=AbsolutePath())
 @group("Length", option_fields(_Flags, "steps", "epochs", "steps_per_epoch"), first="steps epochs")
 @group(
     "Evaluation",

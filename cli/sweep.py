@@ -22,7 +22,7 @@ from typing import Any
 import click
 from fxpipe.cli.compare import print_runs
 from fxpipe.cli.model_arguments import WithArguments
-from fxpipe.cli.option_fields import Place
+from fxpipe.cli.option_fields import AbsolutePath
 from fxpipe.cli.output import note, show_error, warn
 from fxpipe.cli.run import run_command
 
@@ -70,7 +70,7 @@ class _Swept:
 
 
 @click.command("sweep", cls=WithArguments, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.argument("build", type=Place())
+@click.argument("build", type=AbsolutePath())
 @click.option("--policy", metavar="NAME,…", help="Policies to try.")
 @click.option("--schedule", metavar="NAME,…", help="Schedules to try.")
 @click.option("--set", "settings", type=pair, multiple=True, metavar="NAME=VALUE,…", help="Values of a setting to try.")
@@ -85,7 +85,9 @@ class _Swept:
 @click.option(
     "--processes", is_flag=True, help="Train each run in several processes, one for each stage, instead of one."
 )
-@click.option("-o", "--out", type=Place(file_okay=False), default="sweep", show_default=True, help="Where runs go.")
+@click.option(
+    "-o", "--out", type=AbsolutePath(file_okay=False), default="sweep", show_default=True, help="Where runs go."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def sweep_command(

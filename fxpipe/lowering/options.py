@@ -16,7 +16,7 @@ from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
-from fxpipe.planner.links import NCCL_NODE, SHARED_MEMORY, Links
+from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Recomputation
 from fxpipe.policy import default_for
@@ -662,7 +662,7 @@ class CompileOptions:
         policy.check(schedule)
         if self.shard is not None:
             check_shares(policy)
-        links = self.links or (NCCL_NODE if device == "cuda" else SHARED_MEMORY)
+        links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
         speeds, memory = tuple(self.speeds), tuple(self.memory)
         return Setting(
             *(schedule.name, str(policy), schedule.microbatches, links, speeds, memory),

@@ -17,7 +17,7 @@ from fxpipe.errors import ProfileError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import flags
 from fxpipe.planner.device import BUILT_IN
-from fxpipe.planner.links import NCCL_NODE, SHARED_MEMORY, Links
+from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 
 INFINITE = float("inf")
 LINKS = Links(1e9, 1e-4, 1e-9)
@@ -67,7 +67,7 @@ def test_every_option_is_read() -> None:
     found = parsed(
         "--cost", "analytic", "--bandwidth", "10Gbit", "--latency", "1ms", "--speed", "1,0.5", "--memory", "8GB,1GiB"
     )
-    assert found == chosen("analytic", None, Links(1.25e9, 1e-3, SHARED_MEMORY.copy), (1.0, 0.5), (8e9, 2.0**30))
+    assert found == chosen("analytic", None, Links(1.25e9, 1e-3, GLOO_LOOPBACK.copy), (1.0, 0.5), (8e9, 2.0**30))
 
 
 def test_a_device_is_computed_for() -> None:

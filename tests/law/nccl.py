@@ -150,7 +150,7 @@ def _at_once() -> None:
 
     def launched(way: str) -> Callable[..., Any]:
         def launch(self: Any, data: Tensor) -> Kernel:
-            group, place = self._direction._group, self._direction._place
+            group, place = self._communicator._group, self._communicator._place
             return getattr(group, way)([data], place, self._tag)
 
         return launch
@@ -161,7 +161,7 @@ def _at_once() -> None:
 
 def _any_order() -> None:
     """Receives of a communicator are launched as their lines come to them."""
-    direction = processes.Direction
+    direction = processes.Communicator
     receive = direction.receive
 
     def in_any_order(self: Any, data: Tensor, number: int) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from fxpipe.errors import ProfileError
 from fxpipe.planner.device import BUILT_IN, CPU, LAUNCH, Device, DeviceSpec, links_toml, read_device_spec
-from fxpipe.planner.links import SHARED_MEMORY, Links, matrix
+from fxpipe.planner.links import GLOO_LOOPBACK, Links, matrix
 
 INFINITE = float("inf")
 FULL = """\
@@ -118,7 +118,7 @@ def test_names_of_no_device_and_of_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "links",
-    [SHARED_MEMORY, Links(), Links(matrix([[INFINITE, 1 / 3], [2e9, INFINITE]]), matrix([[0, 1e-5 / 3], [1, 0]]), 0.1)],
+    [GLOO_LOOPBACK, Links(), Links(matrix([[INFINITE, 1 / 3], [2e9, INFINITE]]), matrix([[0, 1e-5 / 3], [1, 0]]), 0.1)],
 )
 def test_links_are_written_as_they_are_read(tmp_path: Path, links: Links) -> None:
     text = links_toml(links, "measured\nsomewhere")

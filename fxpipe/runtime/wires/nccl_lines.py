@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 
-class Direction:
+class Communicator:
     """One end of the communicator that all messages from one process to another share.
 
     Args:
@@ -76,8 +76,8 @@ class Meeting:
         begin: waits for the other end, and begins.
     """
 
-    def __init__(self, direction: Direction, begin: Callable[[], Any]) -> None:
-        self._direction, self._begin = direction, begin
+    def __init__(self, communicator: Communicator, begin: Callable[[], Any]) -> None:
+        self._communicator, self._begin = communicator, begin
         self._work: Future[Any] = Future()
 
     def meet(self) -> None:
@@ -85,7 +85,7 @@ class Meeting:
         try:
             self._work.set_result(self._begin())
         except Exception as error:
-            self._direction.fail(error)
+            self._communicator.fail(error)
             self._work.set_exception(error)
 
     def wait(self) -> None:
@@ -108,8 +108,8 @@ class NcclLine:
         tag: of the notes, which nothing else has.
     """
 
-    def __init__(self, direction: Direction, notes: Any, process: int, tag: int, device: torch.device) -> None:
-        self._direction = direction
+    def __init__(self, communicator: Communicator, notes: Any, process: int, tag: int, device: torch.device) -> None:
+        self._communicator = communicator
         self._notes, self._process, self._tag = notes, process, tag
         self._device = device
         self._meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
@@ -118,28 +118,28 @@ class NcclLine:
 
     def send(self, data: Tensor) -> Meeting:
         """Send bytes; they must not change before the meeting is over."""
-        made, hear, say, direction = self._mark(), self._note("recv"), self._note("send"), self._direction
+        made, hear, say, communicator = self._mark(), self._note("recv"), self._note("send"), self._communicator
 
         def begin() -> Any:
             hear(0)
             made()
-            return direction.send(data, say)
+            return communicator.send(data, say)
 
         return self._put(begin)
 
     def receive(self, data: Tensor) -> Meeting:
         """Receive into memory that only this message uses."""
-        free, hear, say, direction = self._mark(), self._note("recv"), self._note("send"), self._direction
+        free, hear, say, communicator = self._mark(), self._note("recv"), self._note("send"), self._communicator
 
         def begin() -> Any:
             free()
             say(0)
-            return direction.receive(data, hear(0))
+            return communicator.receive(data, hear(0))
 
         return self._put(begin)
 
     def _put(self, begin: Callable[[], Any]) -> Meeting:
-        meeting = Meeting(self._direction, begin)
+        meeting = Meeting(self._communicator, begin)
         self._meetings.put(meeting)
         return meeting
 

@@ -24,7 +24,7 @@ from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.group import group_among, peers
-from fxpipe.runtime.wires.nccl_lines import Direction, NcclLine
+from fxpipe.runtime.wires.nccl_lines import Communicator, NcclLine
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
 from fxpipe.runtime.wires.shared_memory import NONE, connected
@@ -191,6 +191,6 @@ class ProcessWires:
             begin = group.send if self.rank == sender else group.recv
             begin([probe], both.index(other), 0).wait()  # connects the two now, not in the first step
             notes = dist.group.WORLD
-        direction = Direction(group, both.index(other))
+        communicator = Communicator(group, both.index(other))
         for channel in channels:
-            self._lines[channel, other] = NcclLine(direction, notes, other, self._tags[channel], self.device)
+            self._lines[channel, other] = NcclLine(communicator, notes, other, self._tags[channel], self.device)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.wires.nccl_lines import Direction, Meeting, NcclLine
+from fxpipe.runtime.wires.nccl_lines import Communicator, Meeting, NcclLine
 
 CPU = torch.device("cpu")
 LOCK = threading.Lock()
@@ -61,7 +61,7 @@ class Ends:
         notes: Any = defaultdict(list)
         groups = [Group(own, letters, self.log) for own in range(2)]
         told = [Group(own, notes, []) for own in range(2)]
-        directions = [Direction(groups[own], 1 - own) for own in range(2)]
+        directions = [Communicator(groups[own], 1 - own) for own in range(2)]
         self.lines = [
             [NcclLine(directions[own], told[own], 1 - own, tag, CPU) for own in range(2)] for tag in range(lines)
         ]
@@ -118,10 +118,10 @@ def test_lines_begin_their_messages_in_the_order_of_the_sender() -> None:
 def test_no_message_of_a_direction_waits_for_one_that_failed() -> None:
     ends = Ends(lines=2)
     meeting = ends.lines[1][1].receive(torch.zeros(2, dtype=torch.uint8))
-    ends.lines[0][1]._direction._begun = -1  # another message is to begin first
+    ends.lines[0][1]._communicator._begun = -1  # another message is to begin first
     ends.lines[1][0].send(torch.zeros(2, dtype=torch.uint8))
     settled(ends)
-    ends.lines[0][1]._direction.fail(RuntimeError("gloo"))
+    ends.lines[0][1]._communicator.fail(RuntimeError("gloo"))
     with pytest.raises(RuntimeError, match="gloo"):
         meeting.wait()
 
