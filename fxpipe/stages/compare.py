@@ -23,9 +23,9 @@ EXACT = 1e-4
 HUGE = 1e3
 """Elements this many times larger than usual, like the −1e9 of a mask, are compared separately."""
 
-SLACK = 10
-"""If both errors are only rounding, an engine's may be this many times larger than eager's: of a few numbers, which one
-order of summation happened to round well, another rounded 3.2 times as far."""
+SLACK, SLACK_OF_ENGINES = 3, 10
+"""If both errors are only rounding, that of a captured step, or of an engine, may be this many times larger than
+eager's: of a few numbers, which one order of summation happened to round well, an engine rounded 3.2 times as far."""
 
 NAN = "is NaN in the stage's own code, so nothing can be compared"
 
@@ -101,7 +101,7 @@ def rounding_alone(
     names: Sequence[str],
     exact: Callable[[], Sequence[Tensor]],
 ) -> bool:
-    """Whether a wrong output is as near to the exact result as the expected value is, up to `SLACK`.
+    """Whether a wrong output is as near to the exact result as the expected value is, up to `SLACK_OF_ENGINES`.
 
     If all terms of a sum cancel, as in the gradient of a bias before a batch norm, eager's value is only rounding:
     another order of summation gives another value, and both are right. False if this cannot be decided.
@@ -117,7 +117,7 @@ def rounding_alone(
         return False
     values = (found[difference.output], expected[difference.output].value)
     off, allowed = ((value.to(torch.float64) - truth).norm().item() for value in values)
-    return off <= SLACK * allowed
+    return off <= SLACK_OF_ENGINES * allowed
 
 
 def _difference(name: str, found: Tensor | None, expected: Tensor, floor: float, nan_equals_nan: bool) -> Difference:

@@ -39,7 +39,7 @@ BIG = [100.0, 100.0]
     ("found", "refused"),
     [
         (step(a=[0.001], b=BIG), []),  # as far from the true value, on its other side
-        (step(a=[0.011], b=BIG), ["a"]),  # eleven times as far
+        (step(a=[0.004], b=BIG), ["a"]),  # four times as far
         (step(a=[-0.001], b=[100.0, 101.0]), ["b"]),
         (step(a=[0.001], b=[100.0, 101.0]), ["b"]),  # what is rounding hides nothing else
         (step(2.0, a=[0.001], b=BIG), [THE_LOSS]),

@@ -74,8 +74,8 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
         build_of([2, 1], "1f1b", microbatches=5)
     with pytest.raises(CutError, match="for workers with equal numbers of replicas, not 2,1"):
         build_of([2, 1], "1f1b", shard="optimizer")
-    for schedule in ("zb-h1", "auto"):
-        with pytest.raises(ScheduleError, match=r"(same number of|equally many) replicas"):
+    for schedule, needed in (("zb-h1", "the same number of replicas"), ("auto", "equally many replicas")):
+        with pytest.raises(ScheduleError, match=needed):
             build_of([2, 1], schedule)
     with pytest.raises(PolicyError, match="follows a microbatch through one pipeline"):
         build_of([2, 1], "async", policy="vertical")

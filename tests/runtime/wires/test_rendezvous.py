@@ -28,7 +28,7 @@ class Done:
 
 
 class Group:
-    """One of two processes of a group; what both begin stands in one log. Messages arrive in the order of sending."""
+    """One of two processes of a group; what both begin is in one log. Messages arrive in the order of sending."""
 
     def __init__(self, own: int, letters: dict[Any, list[Future[Tensor]]], log: list[tuple[str, int]]) -> None:
         self.own, self.letters, self.log = own, letters, log
