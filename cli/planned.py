@@ -67,9 +67,9 @@ def of_profile(path: str, weight_fraction: float) -> Source:
 
 def of_model(task: Task, made: ModelOptions, options: CompileOptions) -> Source:
     """A model file: its batch is cut into microbatches, and the step is captured and costed on one of them."""
-    from fxpipe.costs.yardstick import Yardstick
     from fxpipe.lowering.choose_schedule import counts_of, for_count
     from fxpipe.lowering.model_profile import profile_model
+    from fxpipe.lowering.step_costs import SharedCosts
     from fxpipe.runtime.process.device import reuse_freed_memory
     from fxpipe.task.batch import Batch
 
@@ -81,13 +81,13 @@ def of_model(task: Task, made: ModelOptions, options: CompileOptions) -> Source:
     for warning in told:
         warn(warning)
 
-    yardstick = Yardstick()
+    shared = SharedCosts()
 
     def read(microbatches: int | None, three_way: bool, say: Say) -> PlanInput:
         counted = replace(asked, microbatches=microbatches)
         if asked.schedule == AUTO and microbatches is not None:
             counted = for_count(asked, microbatches)
-        found = profile_model(model, task.loss, whole, counted, three_way=three_way, say=say, yardstick=yardstick).input
+        found = profile_model(model, task.loss, whole, counted, three_way=three_way, say=say, shared=shared).input
         for warning in found.warnings:
             if warning not in told:
                 told[warning] = None

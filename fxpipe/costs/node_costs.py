@@ -8,13 +8,17 @@ from pathlib import Path
 import torch
 
 from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, doubt, fingerprint, read
-from fxpipe.costs.node_times import measure
+from fxpipe.costs.node_times import Yardstick, measure
 from fxpipe.errors import BuildError
 from fxpipe.ir.program import Program
 
 
 def node_costs(
-    program: Program, threads: int | None = None, known: Path | None = None, repeats: int | None = None
+    program: Program,
+    threads: int | None = None,
+    known: Path | None = None,
+    repeats: int | None = None,
+    yardstick: Yardstick | None = None,
 ) -> MeasuredCosts:
     """An earlier compile's costs if they are for this program and not in doubt, else new ones.
 
@@ -24,13 +28,14 @@ def node_costs(
         threads: CPU threads while measuring: as many as one worker will have.
         known: where an earlier compile may have saved its costs.
         repeats: runs after the warm-up; None adapts them to the step's length.
+        yardstick: makes new costs comparable with its own; what an earlier compile saved is not, and then not used.
 
     Raises:
         CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
     """
     mark = fingerprint(program, device_name(program.device), threads or torch.get_num_threads())
     warnings: tuple[str, ...] = ()
-    if known is not None:
+    if known is not None and yardstick is None:
         try:
             found = read(known, mark)
             complete = found is not None and found.seconds.keys() == {n.name for n in program}
@@ -38,7 +43,7 @@ def node_costs(
                 return found
         except BuildError as error:
             warnings = (f"{error.what} ({error.where}); they are measured again",)
-    seconds, ratios, spread = measure(program, threads, repeats)
+    seconds, ratios, spread = measure(program, threads, repeats, yardstick)
     return MeasuredCosts(mark, seconds, ratios, spread, (*warnings, *_doubts(ratios)))
 
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -51,7 +50,22 @@ AGREE = 0.02
 Times = tuple[dict[str, float], dict[str, float], float]
 
 
-def measure(program: Program, threads: int | None = None, repeats: int | None = None) -> Times:
+@dataclass(frozen=True)
+class Yardstick:
+    """A program, and by phase the seconds that it took when it was measured."""
+
+    program: Program
+    seconds: Mapping[str, float]
+
+    @staticmethod
+    def of(program: Program, seconds: Mapping[str, float]) -> Yardstick:
+        """Of a program whose nodes took these seconds, by name."""
+        return Yardstick(program, {p: sum(seconds[n.name] for n in program if info(n).phase == p) for p in PHASES})
+
+
+def measure(
+    program: Program, threads: int | None = None, repeats: int | None = None, yardstick: Yardstick | None = None
+) -> Times:
     """Each node's seconds, by phase the ratio they were scaled by (the whole's time over their sum), and their spread.
 
     The spread is the share of the step's time that two halves of the rounds put on different sides of some cut: how far
@@ -60,27 +74,35 @@ def measure(program: Program, threads: int | None = None, repeats: int | None = 
     Plain runs and runs with ticks alternate, so that a machine that is slower for a while is slower for both. On CUDA
     the ticks are events of the stream. The random state stays unchanged.
 
+    A shared machine is faster at one moment than at the next, by far more than the difference between two numbers of
+    microbatches. So a yardstick also runs in every round, and what it takes now, against what it took then, scales the
+    times.
+
     Args:
         threads: CPU threads while measuring; None means as many as there are.
         repeats: runs of each kind after the warm-up, without a second measurement; None means as `ROUNDS` says.
+        yardstick: the times are what they would have been when this program was measured; None: as they are now.
 
     Raises:
         CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
     """
     plain = [_Code(program, phase, ticks=False) for phase in PHASES]
     ticking = [_Code(program, phase, ticks=True) for phase in PHASES]
-    feed = {**program.values, **program.example}
+    beside = [] if yardstick is None else [_Code(yardstick.program, phase, ticks=False) for phase in PHASES]
     with _threads(threads), torch.random.fork_rng(_cuda_devices(program)), torch.no_grad():
-        _run(ticking, feed)  # first, since it can name the node that fails
-        _run(plain, feed)
-        found = _timed(plain, ticking, feed, ROUNDS if repeats is None else Rounds.exactly(repeats))
+        _run(ticking)  # first, since it can name the node that fails
+        for codes in (plain, *([beside] if beside else [])):
+            _run(codes)
+        found = _timed(plain, ticking, beside, ROUNDS if repeats is None else Rounds.exactly(repeats))
         if repeats is None and any(t.disagrees > AGREE for t in found) and sum(t.taken for t in found) < SHORT:
             most = 2 if found[1].disagrees > AGREE else 1  # a backward runs after its forward
-            again = _timed(plain[:most], ticking[:most], feed, AGAIN)
+            again = _timed(plain[:most], ticking[:most], beside[:most], AGAIN)
             found[:most] = [
                 new if old.disagrees > max(AGREE, new.disagrees) else old
                 for old, new in zip(found, again, strict=False)
             ]
+    if yardstick is not None:
+        found = [times.when(yardstick.seconds[phase]) for phase, times in zip(PHASES, found, strict=True)]
     names = [[n.name for n in code.nodes] for code in ticking]
     seconds = {n: t for own, times in zip(names, found, strict=True) for n, t in zip(own, times.seconds, strict=True)}
     ratios: dict[str, float] = {phase: times.ratio for phase, times in zip(PHASES, found, strict=True)}
@@ -97,63 +119,57 @@ class _PhaseTimes:
         ratio: the whole's time over the sum of its nodes'.
         spread: the share of the phase that two halves of the rounds put on different sides of some node.
         taken: by all of its measured runs.
+        beside: the yardstick's fastest run meanwhile; 0 if it has no such phase, or there is no yardstick.
     """
 
     seconds: list[float]
     ratio: float
     spread: float
     taken: float
+    beside: float
 
     @property
     def disagrees(self) -> float:
         """How far its times contradict each other: two halves, or the parts and the whole."""
         return max(self.spread, doubt(self.ratio))
 
+    def when(self, taken: float) -> _PhaseTimes:
+        """The times as they were when the yardstick took that many seconds."""
+        factor = taken / self.beside if taken and self.beside else 1.0
+        return replace(self, seconds=[factor * seconds for seconds in self.seconds])
 
-def _timed(
-    plain: list[_Code], ticking: list[_Code], feed: Mapping[str, torch.Tensor], rounds: Rounds
-) -> list[_PhaseTimes]:
-    """The phases of this code, each run unchanged and with ticks in every round."""
+
+def _timed(plain: list[_Code], ticking: list[_Code], beside: list[_Code], rounds: Rounds) -> list[_PhaseTimes]:
+    """The phases of this code, each run unchanged and with ticks in every round, and so is the yardstick's code."""
     wholes: list[list[float]] = []
+    others: list[list[float]] = []
     nodes: list[list[list[float]]] = []
     with saying(lambda: f"timing {sum(len(code.nodes) for code in plain)} operators, run {len(nodes) + 1}"):
         for _ in rounds.run():
-            wholes.append([sum(times) for times in _run(plain, feed)])
-            nodes.append(_run(ticking, feed))
-    return [_phase_times([run[i] for run in wholes], [run[i] for run in nodes]) for i in range(len(plain))]
+            wholes.append([sum(times) for times in _run(plain)])
+            others += [[sum(times) for times in _run(beside)]] if beside else []
+            nodes.append(_run(ticking))
+    return [
+        _phase_times([run[i] for run in wholes], [run[i] for run in nodes], [run[i] for run in others])
+        for i in range(len(plain))
+    ]
 
 
-def _phase_times(wholes: Sequence[float], nodes: Sequence[Sequence[float]]) -> _PhaseTimes:
+def _phase_times(
+    wholes: Sequence[float], nodes: Sequence[Sequence[float]], beside: Sequence[float] = ()
+) -> _PhaseTimes:
     medians = _medians(nodes)
     total = sum(medians)
     ratio = min(wholes) / total if total else 1.0
     halves = [list(accumulate(_medians(nodes[k::2]))) for k in (0, 1)] if total and len(nodes) > 1 else []
     spread = max((abs(a / halves[0][-1] - b / halves[1][-1]) for a, b in zip(*halves, strict=True)), default=0.0)
-    return _PhaseTimes([m * ratio for m in medians], ratio, spread, sum(wholes) + sum(map(sum, nodes)))
+    return _PhaseTimes(
+        [m * ratio for m in medians], ratio, spread, sum(wholes) + sum(map(sum, nodes)), min(beside, default=0.0)
+    )
 
 
 def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(row) for row in zip(*runs, strict=True)]
-
-
-def fastest_in_turn(programs: Sequence[Program], threads: int | None = None) -> list[dict[str, float]]:
-    """For each program, by phase, the fastest plain run; they are run one after the other, in rounds.
-
-    Args:
-        threads: as for `measure`.
-
-    Raises:
-        CaptureError: as `measure`.
-    """
-    codes = [[_Code(program, phase, ticks=False) for phase in PHASES] for program in programs]
-    feeds = [{**program.values, **program.example} for program in programs]
-    fastest: list[dict[str, float]] = [{phase: inf for phase in PHASES} for _ in programs]
-    with _threads(threads), torch.random.fork_rng(_cuda_devices(programs[0])), torch.no_grad():
-        for measured in replace(ROUNDS, warm=1).run():
-            for code, feed, own in zip(codes, feeds, fastest, strict=True):
-                times = [sum(ticks) for ticks in _run(code, feed)]
-                own.update({p: min(own[p], t) for p, t in zip(PHASES, times, strict=True)} if measured else {})
-    return fastest
 
 
 class _Code:
@@ -164,6 +180,7 @@ class _Code:
 
     def __init__(self, program: Program, phase: Phase, ticks: bool) -> None:
         self.phase = phase
+        self.feed = {**program.values, **program.example}
         self.nodes = [n for n in program if info(n).phase == phase]
         self.tick = _event_tick if program.device == "cuda" else _tick
         mine = set(self.nodes)
@@ -176,13 +193,13 @@ class _Code:
         self.results = [n.name for n in results]
         self.function = self._compiled(list(results), list(used), ticks)
 
-    def __call__(self, feed: Mapping[str, torch.Tensor], kept: dict[str, Any]) -> list[float]:
+    def __call__(self, kept: dict[str, Any]) -> list[float]:
         """Run once: takes its inputs from `kept`, leaves its results there; returns the seconds between the ticks."""
         if not self.nodes:
             return []
         ticks: list[Any] = []
         taken = [kept.pop(name) for name in reversed(self.taken)]
-        arguments = [feed[name] for name in self.arguments]
+        arguments = [self.feed[name] for name in self.arguments]
         self.tick(ticks)
         try:
             results = self.function(ticks, taken, *arguments)
@@ -238,10 +255,10 @@ class _Code:
         )
 
 
-def _run(codes: list[_Code], feed: Mapping[str, torch.Tensor]) -> list[list[float]]:
+def _run(codes: list[_Code]) -> list[list[float]]:
     """Forward, then backward: the seconds between the ticks of each."""
     kept: dict[str, Any] = {}
-    return [code(feed, kept) for code in codes]
+    return [code(kept) for code in codes]
 
 
 def _tick(ticks: list[float]) -> None:

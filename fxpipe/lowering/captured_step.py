@@ -10,7 +10,7 @@ from torch import nn
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.ir.program import Program
 from fxpipe.lowering.first_of_each import first_of_each, fits
-from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
+from fxpipe.lowering.minibatch_loss import WholeStep, capture_microbatch, checked_loss
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.shapes import CapturedShape, capture_shape, constants_of, further_shapes, refuse_changing
 from fxpipe.passes.whole_loss import WholeLoss
@@ -214,15 +214,20 @@ def _captured(
     return replace(step, shapes=tuple(shapes))
 
 
-def uncompared_step(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> CapturedStep:
+def uncompared_step(
+    model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions, whole: WholeStep | None = None
+) -> CapturedStep:
     """The step of one shape, with the number of microbatches of the options, before `compared`.
+
+    Args:
+        whole: as for `capture_microbatch`.
 
     Raises:
         FxpipeError: as `capture_microbatch`.
     """
     options.check()
     _check_shares(batch, options)
-    return CapturedStep(capture_microbatch(model, loss, batch, options), options.whole_loss(), (), options)
+    return CapturedStep(capture_microbatch(model, loss, batch, options, whole), options.whole_loss(), (), options)
 
 
 def compared(step: CapturedStep, model: nn.Module, loss: Loss, batch: Batch) -> CapturedStep:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
-from fxpipe.costs.yardstick import Yardstick
 from fxpipe.errors import BatchError, FxpipeError, ScheduleError
 from fxpipe.lowering.captured_step import CapturedStep, captured_step, compared, uncompared_step
 from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
 from fxpipe.lowering.choose_cuts import choose_cuts
+from fxpipe.lowering.minibatch_loss import WholeStep
 from fxpipe.lowering.model_profile import StepProfile, profile_model
 from fxpipe.lowering.options import AUTO, CompileOptions
-from fxpipe.lowering.step_costs import StepCosts
+from fxpipe.lowering.step_costs import SharedCosts, StepCosts
 from fxpipe.plan.cost_records import ScheduleForecast
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition
@@ -95,11 +96,11 @@ def choose_schedule(
             hint="name the schedule: 1f1b, gpipe or async",
         )
     found: dict[int, StepProfile] = {}
-    yardstick = Yardstick()
+    shared, capture = SharedCosts(), partial(uncompared_step, whole=WholeStep())
 
     def read(count: int, say: Say) -> PlanInput:
         asked = for_count(options, count)
-        found[count] = profile_model(model, loss, batch, asked, capture=uncompared_step, say=say, yardstick=yardstick)
+        found[count] = profile_model(model, loss, batch, asked, capture=capture, say=say, shared=shared)
         return found[count].input
 
     def fixed(count: int) -> Cuts | None:

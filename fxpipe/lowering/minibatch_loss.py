@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,22 +43,33 @@ GROWN = 1e-2
 """The same through batch norms, which amplify the last bits of values that are nearly equal."""
 
 
-def capture_microbatch(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> Program:
+@dataclass
+class WholeStep:
+    """The step on the whole batch, or why there is none: captured once for all numbers of microbatches."""
+
+    found: Program | str | None = None
+
+
+def capture_microbatch(
+    model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions, whole: WholeStep | None = None
+) -> Program:
     """Capture the step on the first microbatch; leaves are cut where the graph says that samples are.
 
     Args:
         batch: one whole minibatch.
         options: how many microbatches, and where leaves are cut, if given.
+        whole: of the same batch, captured with another number of microbatches, or empty.
 
     Raises:
         BatchError: the batch cannot be cut.
         CaptureError: as `capture`.
     """
+    whole = whole or WholeStep()
     if options.count == 1:
         program = capture(model, loss, batch, autocast=options.autocast)
+        whole.found = program
         return replace(program, warnings=tuple(w for w in program.warnings if not w.startswith(OF_HOOKS)))
     ways = _ways(batch) if options.microbatch_dims is None else [options.cut(batch).dims]
-    whole: Program | str | None = None
     first: Program | None = None
     best: Program | None = None
     failed: FxpipeError | None = None
@@ -68,9 +79,9 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Batch, options: Comp
                 continue
             program = _captured(model, loss, batch, options, dims)
             first = first or program
-            if whole is None or options.outer is not None:
-                whole = _captured_whole(model, loss, _whole_batch(replace(batch, cut=dims), options), options)
-            program = next_to(program, whole)
+            if whole.found is None or options.outer is not None:
+                whole.found = _captured_whole(model, loss, _whole_batch(replace(batch, cut=dims), options), options)
+            program = next_to(program, whole.found)
             if _is_proved(program, dims):
                 return program
             best = best or program

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from fxpipe.costs.yardstick import Yardstick
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.captured_step import CapturedStep, captured_step
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.lowering.step_costs import StepCosts, step_costs
+from fxpipe.lowering.step_costs import SharedCosts, StepCosts, step_costs
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.planner.profile import PlanInput, Profile
@@ -65,7 +64,7 @@ def profile_model(
     three_way: bool = True,
     capture: Callable[[nn.Module, Loss, Batch, CompileOptions], CapturedStep] = captured_step,
     say: Callable[[str], None] = lambda text: None,
-    yardstick: Yardstick | None = None,
+    shared: SharedCosts | None = None,
 ) -> StepProfile:
     """Capture the step and cost it; nothing is cut or written.
 
@@ -75,7 +74,7 @@ def profile_model(
         capture: `captured_step`, or `uncompared_step`.
         three_way: whether `apart` is needed; else it is `whole`.
         say: is called with what is being done.
-        yardstick: makes the costs comparable with those of other numbers of microbatches, if there are others.
+        shared: what is known from other numbers of microbatches, as for `step_costs`.
 
     Raises:
         FxpipeError: the step cannot be captured, or fails.
@@ -88,13 +87,13 @@ def profile_model(
     program = run_passes(captured, front_passes(False, *asked))
     split_up = run_passes(captured, front_passes(True, *asked)) if three_way else program
     say("costing the step")
-    yardstick = yardstick or Yardstick()
-    costs = again = step_costs(program, options, yardstick)
+    shared = shared or SharedCosts()
+    costs = again = step_costs(program, options, shared)
     levels = options.recomputes
     planned = without_metrics(run_passes(program, [costs.of_nodes]))
     whole = apart = costs.profile(planned, levels)
     if len(list(split_up)) != len(list(program)):
         say("costing the step with split backward operators")
-        again = step_costs(split_up, options, yardstick)
+        again = step_costs(split_up, options, shared)
         apart = again.profile(without_metrics(run_passes(split_up, [again.of_nodes])), levels)
     return StepProfile(step, planned, whole, apart, costs, again)

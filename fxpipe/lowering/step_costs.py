@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fxpipe.costs.node_costs import node_costs
 from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, doubt
+from fxpipe.costs.node_times import Yardstick
 from fxpipe.costs.optimizer import optimizer_costs
-from fxpipe.costs.yardstick import Yardstick
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.passes.analysis.profile import profile_of
@@ -55,28 +55,42 @@ class StepCosts:
         return (*(self.nodes.warnings if self.nodes else ()), *([self.optimizer.doubt] if self.optimizer.doubt else ()))
 
 
-def step_costs(program: Program, options: CompileOptions, yardstick: Yardstick | None = None) -> StepCosts:
+@dataclass
+class SharedCosts:
+    """What the costs of one training with different numbers of microbatches share; None until it is known.
+
+    Attributes:
+        yardstick: makes what is measured at another moment comparable.
+        optimizer: the costs of the optimizer.
+    """
+
+    yardstick: Yardstick | None = None
+    optimizer: OptimizerCosts | None = None
+
+
+def step_costs(program: Program, options: CompileOptions, shared: SharedCosts | None = None) -> StepCosts:
     """The costs of a program whose units are numbered, measured on its own device or left to be computed.
 
     Args:
-        yardstick: makes what is measured comparable with the costs of other programs of the same training.
+        shared: what is known from other numbers of microbatches; what becomes known is added.
 
     Raises:
         CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
     """
+    shared = shared or SharedCosts()
     measured = options.cost == "measured" or (options.cost is None and not has_no_values(program))
-    nodes = node_costs(program, options.threads, options.known_costs) if measured else None
-    yardstick = yardstick or Yardstick()
-    if nodes is not None:
-        nodes = yardstick.scaled(program, nodes, options.threads)
+    nodes = None
+    if measured:
+        nodes = node_costs(program, options.threads, options.known_costs, yardstick=shared.yardstick)
+        shared.yardstick = shared.yardstick or Yardstick.of(program, nodes.seconds)
     device = options.device or CPU
-    if yardstick.optimizer is None:
+    if shared.optimizer is None:
         make = options.optimizer or default_optimizer
         with worker_threads(options.threads, 1):
             found = optimizer_costs(trained(program), make, timed=measured, bandwidth=device.bandwidth)
         # a run's optimizer may have no momentum
-        yardstick.optimizer = found if options.optimizer else replace(found, momentum=False)
-    return StepCosts(nodes, device, yardstick.optimizer)
+        shared.optimizer = found if options.optimizer else replace(found, momentum=False)
+    return StepCosts(nodes, device, shared.optimizer)
 
 
 def trained(program: Program) -> list[tuple[str, Tensor]]:

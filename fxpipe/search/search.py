@@ -26,7 +26,7 @@ SIMULATIONS = 150
 STARTS = 3
 """From how many plans they are improved."""
 
-NEAR = 1.4
+NEAR = 1.2
 """How many times the fastest one's time a schedule with a flush may take to be improved: moving cuts gains less."""
 
 ALIKE = 0.1
@@ -97,11 +97,14 @@ def search(
         _raise(failed, question, say)
     flushing = [trial for trial in trials if trial.schedule.synchronous and trial.candidate.mode != PINNED]
     fastest = min((trial.pace for trial in flushing), default=0.0)
-    for (schedule, microbatches), own in _by_pair(flushing).items():
+    by_pace = sorted(_by_pair(flushing).items(), key=lambda pair: min(trial.pace for trial in pair[1]))
+    for (schedule, microbatches), own in by_pace:
         near = min(trial.pace for trial in own) <= NEAR * fastest
         if near and min(trial.least for trial in own) < fastest:
             say(f"{schedule}, {counted(microbatches)}: moving cuts")
-            trials += _improved(own, question)
+            found = _improved(own, question)
+            trials += found
+            fastest = min([fastest, *(trial.pace for trial in found)])
     within = simplest(trials)
     best = _beyond_noise(within, trials)
     compared = () if best is within else (within.partition,)

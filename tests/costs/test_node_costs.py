@@ -158,7 +158,7 @@ class Planted:
         monkeypatch.setattr(clock, "ROUNDS", Rounds.exactly(len(first)))
         monkeypatch.setattr(clock, "AGAIN", Rounds.exactly(max(len(again), 1)))
 
-    def run(self, codes: list[Any], feed: Any) -> list[list[float]]:
+    def run(self, codes: list[Any]) -> list[list[float]]:
         place, ticks = divmod(len(self.ran), 2)
         if place == 0:
             ticks = not ticks  # the first of all has ticks
