@@ -88,15 +88,15 @@ def measure(
     """
     plain = [_Code(program, phase, ticks=False) for phase in PHASES]
     ticking = [_Code(program, phase, ticks=True) for phase in PHASES]
-    beside = [] if yardstick is None else [_Code(yardstick.program, phase, ticks=False) for phase in PHASES]
+    meanwhile = [] if yardstick is None else [_Code(yardstick.program, phase, ticks=False) for phase in PHASES]
     with _threads(threads), torch.random.fork_rng(_cuda_devices(program)), torch.no_grad():
         _run(ticking)  # first, since it can name the node that fails
-        for codes in (plain, *([beside] if beside else [])):
+        for codes in (plain, *([meanwhile] if meanwhile else [])):
             _run(codes)
-        found = _timed(plain, ticking, beside, ROUNDS if repeats is None else Rounds.exactly(repeats))
+        found = _timed(plain, ticking, meanwhile, ROUNDS if repeats is None else Rounds.exactly(repeats))
         if repeats is None and any(t.disagrees > AGREE for t in found) and sum(t.taken for t in found) < SHORT:
             most = 2 if found[1].disagrees > AGREE else 1  # a backward runs after its forward
-            again = _timed(plain[:most], ticking[:most], beside[:most], AGAIN)
+            again = _timed(plain[:most], ticking[:most], meanwhile[:most], AGAIN)
             found[:most] = [
                 new if old.disagrees > max(AGREE, new.disagrees) else old
                 for old, new in zip(found, again, strict=False)
@@ -119,14 +119,14 @@ class _PhaseTimes:
         ratio: the whole's time over the sum of its nodes'.
         spread: the share of the phase that two halves of the rounds put on different sides of some node.
         taken: by all of its measured runs.
-        beside: the yardstick's fastest run meanwhile; 0 if it has no such phase, or there is no yardstick.
+        meanwhile: the yardstick's fastest run in the same rounds; 0 if it has no such phase, or there is no yardstick.
     """
 
     seconds: list[float]
     ratio: float
     spread: float
     taken: float
-    beside: float
+    meanwhile: float
 
     @property
     def disagrees(self) -> float:
@@ -135,11 +135,11 @@ class _PhaseTimes:
 
     def when(self, taken: float) -> _PhaseTimes:
         """The times as they were when the yardstick took that many seconds."""
-        factor = taken / self.beside if taken and self.beside else 1.0
+        factor = taken / self.meanwhile if taken and self.meanwhile else 1.0
         return replace(self, seconds=[factor * seconds for seconds in self.seconds])
 
 
-def _timed(plain: list[_Code], ticking: list[_Code], beside: list[_Code], rounds: Rounds) -> list[_PhaseTimes]:
+def _timed(plain: list[_Code], ticking: list[_Code], meanwhile: list[_Code], rounds: Rounds) -> list[_PhaseTimes]:
     """The phases of this code, each run unchanged and with ticks in every round, and so is the yardstick's code."""
     wholes: list[list[float]] = []
     others: list[list[float]] = []
@@ -147,7 +147,7 @@ def _timed(plain: list[_Code], ticking: list[_Code], beside: list[_Code], rounds
     with saying(lambda: f"timing {sum(len(code.nodes) for code in plain)} operators, run {len(nodes) + 1}"):
         for _ in rounds.run():
             wholes.append([sum(times) for times in _run(plain)])
-            others += [[sum(times) for times in _run(beside)]] if beside else []
+            others += [[sum(times) for times in _run(meanwhile)]] if meanwhile else []
             nodes.append(_run(ticking))
     return [
         _phase_times([run[i] for run in wholes], [run[i] for run in nodes], [run[i] for run in others])
@@ -156,7 +156,7 @@ def _timed(plain: list[_Code], ticking: list[_Code], beside: list[_Code], rounds
 
 
 def _phase_times(
-    wholes: Sequence[float], nodes: Sequence[Sequence[float]], beside: Sequence[float] = ()
+    wholes: Sequence[float], nodes: Sequence[Sequence[float]], meanwhile: Sequence[float] = ()
 ) -> _PhaseTimes:
     medians = _medians(nodes)
     total = sum(medians)
@@ -164,7 +164,7 @@ def _phase_times(
     halves = [list(accumulate(_medians(nodes[k::2]))) for k in (0, 1)] if total and len(nodes) > 1 else []
     spread = max((abs(a / halves[0][-1] - b / halves[1][-1]) for a, b in zip(*halves, strict=True)), default=0.0)
     return _PhaseTimes(
-        [m * ratio for m in medians], ratio, spread, sum(wholes) + sum(map(sum, nodes)), min(beside, default=0.0)
+        [m * ratio for m in medians], ratio, spread, sum(wholes) + sum(map(sum, nodes)), min(meanwhile, default=0.0)
     )
 
 
