@@ -65,7 +65,7 @@ class _Flags(RunOptions):
 )
 @group(
     "Output",
-    option_fields(_Flags, "out", "model_file", "trace", "log", "log_staleness", "peak"),
+    option_fields(_Flags, "out", "model_file", "trace", "profile", "nvtx", "log", "log_staleness", "peak"),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     config,
     print_config,
@@ -319,6 +319,9 @@ def _print(summary: dict[str, Any]) -> None:
         echo(f"restart  after step {restart['step']}: {restart['cause']}")
     if summary["trace"] is not None:
         echo(f"trace    {summary['trace']}")
+    for name in dict.fromkeys(row.get("profile") for row in (*summary["workers"], *summary["replicas"])):
+        if name is not None:
+            echo(f"profile  {Path(summary['out']) / name}")
     echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
     echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")
     if best := summary.get("best"):

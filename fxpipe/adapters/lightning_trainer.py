@@ -24,7 +24,7 @@ NOT_FOLLOWED = {
     "strategy": "fxpipe compile -n N --dp R says how many processes train",
     "num_nodes": "start `fxpipe run` under torchrun on each node",
     "logger": "OUT/metrics.jsonl has each step; fxpipe run --tensorboard DIR",
-    "profiler": "fxpipe run --trace FILE",
+    "profiler": "fxpipe run --profile N, or --trace FILE",
     "max_time": "end the run by a callback of the model file, on_step",
     "min_epochs": "--patience counts from the first evaluation",
     "min_steps": "--patience counts from the first evaluation",

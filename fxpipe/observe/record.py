@@ -26,6 +26,9 @@ FINAL_WEIGHTS = "model.safetensors"
 AVERAGED_WEIGHTS = "ema.safetensors"
 BEST_WEIGHTS = "best.safetensors"
 BEST_NOTE = "best.json"
+PROFILE = "profile_{}.json"
+"""Of each process."""
+
 LOOK = 5.0
 """Seconds between two times that loggers get what the workers are doing."""
 
@@ -253,16 +256,17 @@ class Record:
     def take_place(self, written: set[str]) -> None:
         """The trained weights are written: this run's metrics take the place of an earlier run's.
 
-        Weights of that run that this one did not write anew are removed: the folder never holds two runs' files as if
-        they were one's.
+        Weights and profiles of that run that this one did not write anew are removed: the folder never holds two runs'
+        files as if they were one's.
 
         Args:
-            written: the names of this run's weights.
+            written: the names of this run's weights and profiles.
         """
         if self.out is None or self._file is None:
             return
         self._file.take_place()
-        for old in {FINAL_WEIGHTS, AVERAGED_WEIGHTS, BEST_WEIGHTS, BEST_NOTE} - written:
+        profiles = {path.name for path in self.out.glob(PROFILE.format("*"))}
+        for old in ({FINAL_WEIGHTS, AVERAGED_WEIGHTS, BEST_WEIGHTS, BEST_NOTE} | profiles) - written:
             with suppress(OSError):
                 (self.out / old).unlink()
 

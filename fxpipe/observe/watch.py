@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fxpipe.observe.pulse import MOVES, STEP, Status, no_numbers
+from fxpipe.observe.ranges import Ranges
 from fxpipe.observe.trace import KINDS, OF_TRAINING, Kind
 from fxpipe.schedule.action import Action
 
@@ -42,6 +43,18 @@ class Cause(NamedTuple):
     worker: int
 
 
+def span_name(kind: Kind, cause: Cause | None, minibatch: int, microbatch: int) -> str:
+    """A span's name for people: `F3.1`, `send x to worker 1`, `update 3`."""
+    if cause is not None and cause.what == "sum":
+        return f"wait for the sum of {cause.name}"
+    if cause is not None:
+        joint = {"send": "send {} to worker {}", "receive": "receive {} from worker {}"}
+        return joint.get(kind, "wait for {} from worker {}").format(cause.name, cause.worker)
+    if kind == "F" or kind == "B" or kind == "W":
+        return str(Action(kind, minibatch, microbatch))
+    return f"update {minibatch}" if kind == "update" else kind
+
+
 class _OpenSpan(NamedTuple):
     """The beginning of a span; None marks its end. Its own time counts in a `place` of its kind and its whole."""
 
@@ -62,6 +75,7 @@ class Watch:
             worker then waits, until its first backward is over, counts as evaluation.
         pulse: the numbers that others read (see `fxpipe.observe.pulse`): the step, and every span that ends.
         sends: of a message that should have been received by now, what it is and its receiver; else None.
+        ranges: where a profiler shows the spans, if one does.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -71,6 +85,7 @@ class Watch:
         self._open: list[_OpenSpan] = []  # as the code has it; `_stack` is what the device has reached
         self.pulse: MutableSequence[int] = no_numbers()
         self.sends: Cause | None = None
+        self.ranges: Ranges | None = None
         self.refills = False
         self._spans: Spans | None = None
         self.begin()
@@ -115,6 +130,8 @@ class Watch:
         whole = number if kind in _WHOLES or not opened else opened[-1].place // _SIZE
         mark = _OpenSpan(number, whole * _SIZE + number, cause, self._minibatch, self._microbatch)
         opened.append(mark)
+        if self.ranges is not None:
+            self.ranges.push(span_name(kind, cause, self._minibatch, self._microbatch))
         if self._clock is None:
             self._apply(perf_counter_ns(), mark)
         else:
@@ -123,6 +140,8 @@ class Watch:
     def close(self) -> None:
         """End the innermost open span."""
         self._open.pop()
+        if self.ranges is not None:
+            self.ranges.pop()
         self.pulse[MOVES] += 1
         if self._clock is None:
             self._apply(perf_counter_ns(), None)

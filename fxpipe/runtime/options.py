@@ -193,6 +193,9 @@ class RunOptions(PipelineOptions):
         min_delta: the metric has improved if it is better by more than this.
         log: also log the run's numbers to `tensorboard`, `wandb`, `mlflow` or a logger that the model file registers
             (`fxpipe.observe.logger`), each optionally with `=` and a folder, project or experiment.
+        profile: each process profiles its operators in this many steps (see `fxpipe.runtime.process.profiled`); None in
+            none.
+        nvtx: show the spans of workers as NVTX ranges, for Nsight Systems.
         peak: peak FLOP/s of the device of one process, for `mfu`; None takes it from the table of devices
             (`fxpipe.planner.device`), if the device is there.
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
@@ -252,6 +255,13 @@ class RunOptions(PipelineOptions):
         help="Log to tensorboard[=DIR], wandb[=PROJECT], mlflow[=EXPERIMENT], or a logger of the model file; can be "
         "repeated.",
     )
+    profile: int | None = option(
+        None,
+        minimum=1,
+        metavar="N",
+        help="Profile the operators of N steps with torch.profiler, a file for each process: OUT/profile_0.json, …",
+    )
+    nvtx: bool = option(False, help="Name the actions of workers in Nsight Systems (CUDA builds).")
     peak: float | None = option(
         None,
         kind=rate,

@@ -49,6 +49,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         check_current(plan, options.build, options.model_file, options.settings, options.arguments)
     if read_throttle(options.throttle, plan.processes) is not None and plan.mesh.replicated:
         raise RunError("--throttle slows messages down, but not the sums over replicas", hint="leave out --throttle")
+    check_profiler(options, plan)
     checkpoint = None
     if options.weights is not None:
         from fxpipe.checkpoint.starting_weights import Checkpoint
@@ -60,6 +61,26 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
             check_trace(options.trace)
         check_loggers(options.log, options.out)
     return plan, checkpoint
+
+
+def check_profiler(options: RunOptions, plan: Plan) -> None:
+    """Refuse what cannot be profiled, or where nothing could be written.
+
+    Raises:
+        RunError: says which option.
+    """
+    if options.profile is not None and options.out is None:
+        raise RunError("profile writes into the folder of the run, and this one has none", hint="give out")
+    if options.nvtx and plan.device != "cuda":
+        raise RunError(
+            f"--nvtx names what runs on a GPU, and the build is for {plan.device}",
+            hint="--profile N also profiles a CPU; or compile with --device cuda",
+        )
+    if options.nvtx and options.profile is not None:
+        raise RunError(
+            "--profile and --nvtx are for two profilers, of which a GPU serves one at a time",
+            hint="--profile N for torch's, --nvtx for Nsight Systems",
+        )
 
 
 def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
@@ -202,6 +223,8 @@ NOT_OWN = {
     **dict.fromkeys(
         ("patience", "patience_metric", "min_delta"), "end the loop when evaluations have stopped improving"
     ),
+    "profile": "call torch.profiler",
+    "nvtx": "call torch.cuda.nvtx",
     "log": "write what step() and evaluate() return",
     "progress": "print what step() returns",
     "keep_going": "the loop is yours: look at the losses",

@@ -15,15 +15,14 @@ import torch.distributed as dist
 import fxpipe
 from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.messages import warn
-from fxpipe.observe.trace import KINDS, Kind
+from fxpipe.observe.trace import KINDS
 from fxpipe.observe.trace.writer import TraceWriter
-from fxpipe.observe.watch import Cause, Spans
+from fxpipe.observe.watch import Spans, span_name
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.exchange import ClockOffset, aligned, read_offset
 from fxpipe.runtime.wires.group import alone, peers
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.schedule.action import Action
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, traces: I
                 worker,
                 [KINDS[kind] for kind in spans.kinds],
                 [
-                    _name(KINDS[kind], causes[cause], minibatch, microbatch)
+                    span_name(KINDS[kind], causes[cause], minibatch, microbatch)
                     for kind, cause, minibatch, microbatch in zip(
                         spans.kinds, spans.causes, spans.minibatches, spans.microbatches, strict=True
                     )
@@ -105,17 +104,6 @@ def _collected(plan: Plan, here: Mapping[tuple[int, int], WorkerTrace]) -> Itera
 
 def _since(origin: int, times: Iterable[int], trace: WorkerTrace) -> list[int]:
     return [max(aligned(time, trace.before, trace.after) - origin, 0) for time in times]
-
-
-def _name(kind: Kind, cause: Cause | None, minibatch: int, microbatch: int) -> str:
-    if cause is not None and cause.what == "sum":
-        return f"wait for the sum of {cause.name}"
-    if cause is not None:
-        joint = {"send": "send {} to worker {}", "receive": "receive {} from worker {}"}
-        return joint.get(kind, "wait for {} from worker {}").format(cause.name, cause.worker)
-    if kind == "F" or kind == "B" or kind == "W":
-        return str(Action(kind, minibatch, microbatch))
-    return f"update {minibatch}" if kind == "update" else kind
 
 
 def compare_clocks(path: str | None, rank: int, ranks: int) -> ClockOffset:

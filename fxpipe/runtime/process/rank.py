@@ -30,6 +30,7 @@ from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import Agreed
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
+from fxpipe.runtime.process.profiled import profiled
 from fxpipe.runtime.process.resume import check_length, opened, recipe_of, restore, run_before
 from fxpipe.runtime.process.rows import (
     WalkedRow,
@@ -187,11 +188,13 @@ class TrainingRun(Observer):
         self.evaluations.begin(record)
         self.ends(self.consequences.end)
         try:
-            with self.stop.listening() if self.checkpoints is not None else nullcontext():
+            steps = range(self.step, self.total)
+            shown = profiled(options, plan.workers, steps, self.world, self.watches, self.observers)
+            with self.stop.listening() if self.checkpoints is not None else nullcontext(), shown as profile:
                 traces = self._train()
             peak = {} if self.world.alone else peak_row(self.world.device)
             self.pulse.phase = "writing results"
-            rows = self._rows(peak)
+            rows = self._rows(peak | profile)
             if record is not None and not options.keep_going:
                 check_weights(self.total, rows)
             files = None
@@ -204,7 +207,7 @@ class TrainingRun(Observer):
                 if averages is not None:
                     files.write(AVERAGED_WEIGHTS, averages)
                 files.check()
-                take_place(options, record, averages is not None)
+                take_place(options, record, averages is not None, rows)
             summary = None
             if record is not None:
                 summary = summarize_run(
@@ -232,10 +235,10 @@ class TrainingRun(Observer):
                 record.close()
         return summary
 
-    def _rows(self, peak: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each worker did, and the peak memory of its process."""
+    def _rows(self, more: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each worker did, and what is known of its process."""
         plan = self.plan
-        own = [worker_row(e, plan.rank_of(e.worker), e.replica, self.neighbours) | peak for e in self.executors]
+        own = [worker_row(e, plan.rank_of(e.worker), e.replica, self.neighbours) | more for e in self.executors]
         found = gathered(own, self.process, plan.processes)
         return sorted((row for rows in found for row in rows), key=lambda row: (row["replica"], row["worker"]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,9 @@ def worker_row(executor: Executor, rank: int, replica: int = 0, processes: int =
     waited for and from which worker, `fill` how much of that came before the first backward that no flush followed.
     `staleness` is there if it was logged (see `StalenessLog.summary`), `peak_bytes` if the worker had a process to
     itself on CUDA (`peak_row`), `sent` if it has replicas: the bytes that its process sent to them, by what was
-    exchanged. `host` says what shares the cores of its host: the run's `processes` there, the `threads` of this one,
-    the `cores`, and for how many `cpu_seconds` the worker's thread ran on one during training; null on CUDA.
+    exchanged; `profile` is the file of its process, with `--profile`. `host` says what shares the cores of its
+    host: the run's `processes` there, the `threads` of this one, the `cores`, and for how many `cpu_seconds` the
+    worker's thread ran on one during training; null on CUDA.
     """
     watch, log = executor.watch, executor.store.staleness
     forward = watch.seconds(*_OWN, within="F")
@@ -105,16 +106,19 @@ def peak_row(device: torch.device) -> dict[str, int]:
     return {"peak_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
 
 
-def take_place(options: RunOptions, record: Record | None, averages: bool) -> None:
+def take_place(options: RunOptions, record: Record | None, averages: bool, rows: Sequence[Mapping[str, Any]]) -> None:
     """The weights of a run are written: replace an earlier run's logs by this run's.
 
     Args:
         record: in worker 0's process.
         averages: averages of the weights are written, too.
+        rows: of all workers, which name their profiles.
     """
     if record is not None:
         best = {BEST_WEIGHTS, BEST_NOTE} if options.save_best is not None or options.resume is not None else set[str]()
-        record.take_place({FINAL_WEIGHTS} | best | ({AVERAGED_WEIGHTS} if averages else set()))
+        averaged = {AVERAGED_WEIGHTS} if averages else set[str]()
+        profiles = {str(row["profile"]) for row in rows if "profile" in row}
+        record.take_place({FINAL_WEIGHTS} | best | averaged | profiles)
 
 
 def settings_of(options: RunOptions, plan: Plan, recipe: Recipe) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from fxpipe.errors import RunError
+from fxpipe.observe.ranges import Ranges
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.random_state import set_torch_state, torch_state
@@ -120,10 +121,12 @@ class Turns:
 
     Attributes:
         draws: rows may draw random numbers, so each has its own state of the generator.
+        ranges: of a profiler, if it shows the rows' spans: a row that is held leaves its own.
     """
 
     def __init__(self) -> None:
         self.draws = False
+        self.ranges: Ranges | None = None
         self._rows: list[greenlet] = []
         self._waiting: dict[greenlet, _Held] = {}
         self._grad = True  # outside of the rows
@@ -194,8 +197,11 @@ class Turns:
         if row.parent is None:
             raise stuck(what)
         grad, state = torch.is_grad_enabled(), torch_state() if self.draws else None
+        names = [] if self.ranges is None else self.ranges.leave()
         self._waiting[row] = _Held(ready, what, idle)
         row.parent.switch()
+        if self.ranges is not None:
+            self.ranges.enter(names)
         if grad != torch.is_grad_enabled():
             torch.set_grad_enabled(grad)
         if state is not None:
