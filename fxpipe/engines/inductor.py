@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxpipe.engines.engine import Engine
+from fxpipe.engines.layouts import copied, fits, for_layouts
 from fxpipe.errors import BackendError, first_line
-from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
@@ -87,7 +87,7 @@ class InductorEngine(Engine):
     def _compile(
         self, part: PurePart, layouts: Sequence[Layout], results: Sequence[Layout], cache: Path | None, file: str
     ) -> Callable[..., Any]:
-        graph = _for_layouts(part, layouts, results)
+        graph = for_layouts(part, self.name, layouts, results)
         mode = FakeTensorMode()
         with mode:
             examples: list[Any] = [layout.empty(part.device) for layout in layouts]
@@ -125,21 +125,16 @@ class _Compiled:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         given = [
-            x if x.stride() == stride and not x.is_conj() and not x.is_neg() else _copied(x, layout)
+            x if fits(x, stride) else copied(x, layout)
             for x, (layout, stride) in zip(inputs, self._inputs, strict=True)
         ]
         results = self._function(*given)
         if self._shared is None:  # the same at every call
             self._shared = _sharing(given, results)
         return [
-            x if x.stride() == stride and i not in self._shared else _copied(x, layout)
+            x if x.stride() == stride and i not in self._shared else copied(x, layout)
             for i, (x, stride, layout) in enumerate(zip(results, self._strides, self._outputs, strict=True))
         ]
-
-
-def _copied(x: Tensor, layout: Layout) -> Tensor:
-    """A copy of `x` in its layout."""
-    return layout.empty(x.device).copy_(x)
 
 
 def _sharing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> frozenset[int]:
@@ -153,28 +148,6 @@ def _sharing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> frozenset[i
         elif at:
             seen.add(at)
     return frozenset(shared)
-
-
-def _for_layouts(part: PurePart, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> fx.GraphModule:
-    """The graph for inputs and outputs without gaps; the strides differ from the traced ones if these have gaps."""
-    graph = copy_graph(part.graph.graph)
-    for node in graph.nodes:
-        node.meta.clear()  # the strides it was traced with
-        node.type = None  # code with an annotation that is text cannot be saved
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default  # inductor predicts strides that differ from eager's
-    if any(i.tensor.stride != tuple(layout.stride) for i, layout in zip(part.inputs, inputs, strict=True)):
-        for node in graph.nodes:
-            if node.target is aten.as_strided.default:
-                raise BackendError(f"inductor cannot run {part.name}: as_strided, and inputs that are views")
-    end = graph.output_node()
-    results = list(end.args[0])  # type: ignore[arg-type]
-    with graph.inserting_before(end):
-        for i, (output, layout) in enumerate(zip(part.outputs, outputs, strict=True)):
-            if output.tensor.stride != tuple(layout.stride):
-                results[i] = graph.call_function(aten.clone.default, (results[i],))
-    end.args = (tuple(results),)
-    return fx.GraphModule(part.graph, graph)
 
 
 def _load(device: str, cache: Path, file: str) -> Callable[..., Any] | None:
