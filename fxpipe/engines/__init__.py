@@ -1,4 +1,4 @@
-"""Engines that run the parts of stages: eager PyTorch (the emitted code itself), onnxruntime, inductor.
+"""Engines that run the parts of stages: eager PyTorch (the emitted code itself), onnxruntime, inductor, CUDA graphs.
 
 Imports no torch, so that the command line can list them at once.
 """
@@ -12,7 +12,10 @@ from fxpipe.errors import BackendError, near
 if TYPE_CHECKING:
     from fxpipe.engines.engine import Engine
 
-ENGINES = ("eager", "onnxruntime", "inductor")
+MEASURED = ("eager", "onnxruntime", "inductor")
+"""The engines among which `auto` chooses. After a CUDA graph that fails, a process cannot go on to the next engine."""
+
+ENGINES = (*MEASURED, "cudagraph")
 BACKENDS = ("auto", *ENGINES)
 
 
@@ -30,4 +33,8 @@ def make(name: str) -> Engine:
         from fxpipe.engines.inductor import InductorEngine
 
         return InductorEngine()
+    if name == "cudagraph":
+        from fxpipe.engines.cudagraph import CudaGraphEngine
+
+        return CudaGraphEngine()
     raise BackendError(f"no engine {name!r}{near(name, ENGINES)}", hint=f"give one of {', '.join(ENGINES)}")

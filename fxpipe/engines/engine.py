@@ -28,10 +28,12 @@ class Engine(ABC):
 
     Attributes:
         stable: whether `sort` and `topk` keep the order of equal elements, which PyTorch does not promise.
+        keeps: whether `build` writes files, for the next run.
     """
 
     name: ClassVar[str]
     stable: ClassVar[bool] = False
+    keeps: ClassVar[bool] = True
 
     @abstractmethod
     def missing(self, device: str) -> str | None:
@@ -84,7 +86,7 @@ class EnginePart(PureFunction):
         self.engine, self._stable = engine.name, engine.stable
         self.kept = kept_as(part, engine)
         trimmed = trim(part)
-        path = cache and cache / self.kept
+        path = cache / self.kept if cache and engine.keeps else None
         inner = _built(trimmed.inner, engine, path, say)
 
         def compute(inputs: Sequence[Tensor]) -> Sequence[Tensor]:

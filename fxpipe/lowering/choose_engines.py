@@ -19,7 +19,7 @@ import torch
 from fxpipe import engines as backends
 from fxpipe.codecs import without_codecs
 from fxpipe.costs.timer import Rounds, clock_of, seconds_of
-from fxpipe.engines import ENGINES
+from fxpipe.engines import MEASURED
 from fxpipe.engines.attach import ON_ENGINES, check_outputs
 from fxpipe.engines.engine import EnginePart
 from fxpipe.engines.kept_files import names_of
@@ -71,7 +71,7 @@ def choose_engines(
         BackendError: the engine asked for is not available, cannot run a part, or computes something else.
     """
     plan = build.plan
-    names = [n for n in (ENGINES[1:] if backend == "auto" else (backend,)) if n != "eager"]
+    names = [n for n in (MEASURED[1:] if backend == "auto" else (backend,)) if n != "eager"]
     times: list[EngineTime] = []
     names_kept: dict[tuple[int, Phase, str], str] = {}
     with (

@@ -51,7 +51,7 @@ WHERE = {"workers": 2, "cost": "analytic", "forward_at": ["head"], "backward_at"
 @pytest.fixture
 def only_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     needs("onnxruntime")
-    monkeypatch.setattr(choose, "ENGINES", ("eager", "onnxruntime"))
+    monkeypatch.setattr(choose, "MEASURED", ("eager", "onnxruntime"))
     monkeypatch.setattr(choose, "BUDGET", 0.0)
 
 

@@ -237,14 +237,16 @@ def test_a_span_is_what_the_device_does() -> None:
     assert all(a <= b for a, b in zip(watch.spans.begins, watch.spans.ends, strict=True))
 
 
-@pytest.mark.parametrize("engine", ["onnxruntime", "inductor"])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 4), ("async", 1)])
+@pytest.mark.parametrize("engine", ["onnxruntime", "inductor", "cudagraph"])
 @pytest.mark.parametrize("name", ["gpt-dropout", "conv"])
-def test_engines_train_as_eager(name: str, engine: str) -> None:
-    """Sessions of the CUDA provider on torch's stream, and Triton kernels."""
+def test_engines_train_as_eager(name: str, engine: str, schedule: str, microbatches: int) -> None:
+    """Sessions of the CUDA provider on torch's stream, Triton kernels, graphs that overwrite their own results."""
     needs(engine, "cuda")
     model, batch = on_cuda(name)
     case = CASES[name]
-    build = fxpipe.compile(model, case.loss, batch, workers=2, cost="analytic", **cuts(case, 2, 1))
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "cost": "analytic"}
+    build = fxpipe.compile(model, case.loss, batch, workers=2, **options, **cuts(case, 2, 1))
     batches = [pytree.tree_map(lambda v: v.cuda(), b) for b in case.batches(10)]
     eager = build.local(backend="eager").run(batches)
     found = build.local(backend=engine).run(batches)

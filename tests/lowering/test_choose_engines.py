@@ -85,7 +85,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Build]:
     def run(*engines: str, eager: float = 0.02, backend: str = "auto", known: Path | None = None) -> Build:
         nonlocal delay
         delay = eager
-        monkeypatch.setattr(choose, "ENGINES", ("eager", *engines))
+        monkeypatch.setattr(choose, "MEASURED", ("eager", *engines))
         return choose_engines(build, leaves, backend=backend, threads=1, budget=0.0, known=known)
 
     monkeypatch.setattr(choose, "load_stages", slow_stages)
