@@ -39,8 +39,9 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
     The self-test compiles a small model for two workers, compares its stages with eager PyTorch, and trains a few
     steps with prediction. Exit code 1 if it fails.
 
-    With --links, processes exchange messages as workers do: over NCCL if every process has a CUDA device,
-    else over gloo. Under torchrun these are the processes that it started, on one machine or on several.
+    With --links, processes exchange messages as workers do: over NCCL if every process has a CUDA device of its own,
+    through shared memory on one machine without CUDA, else over gloo; it says which, and why. Under torchrun these are
+    the processes that it started, on one machine or on several.
 
     \b
     fxpipe doctor
@@ -109,11 +110,13 @@ def _links_row(report: LinkReport) -> dict[str, Any]:
         "copy": report.links.copy,
         "sizes": list(SIZES),
         "pairs": [dataclasses.asdict(pair) for pair in report.pairs],
+        "transports": [dataclasses.asdict(carrier) for carrier in report.carriers],
     }
 
 
 def _print_links(report: LinkReport) -> None:
     from fxpipe.measure.links import SIZES
+    from fxpipe.runtime.wires.carriers import carriers_text
 
     rows = [
         [
@@ -127,6 +130,8 @@ def _print_links(report: LinkReport) -> None:
     print_table([report.transport, "latency", *map(size, SIZES), "processor"], rows)
     if report.coverage is not None:
         echo(f"measured {report.coverage}")
+    for line in carriers_text(report.carriers):
+        echo(line)
     links = report.links
     if not isinstance(links.bandwidth, tuple) and not isinstance(links.latency, tuple):
         echo(

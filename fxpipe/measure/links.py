@@ -35,7 +35,9 @@ from fxpipe.runtime.process.device import common_backend, own_device, reuse_free
 from fxpipe.runtime.process.ends import end_process, first_cause, leave_error
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.wires.addresses import Way
+from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.doors import prepare_meeting
+from fxpipe.runtime.wires.exchange import gathered
 from fxpipe.runtime.wires.group import close_group, leave_after, open_group, peers, place_of_process
 from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.typed_json import read
@@ -90,12 +92,14 @@ class LinkReport:
 
     Attributes:
         alike: whether all pairs are equivalent, as on one machine.
+        carriers: what carries messages in each direction, measured or not.
     """
 
     transport: Transport
     workers: int
     pairs: tuple[PairTimes, ...]
     alike: bool = True
+    carriers: tuple[Carrier, ...] = ()
 
     @property
     def coverage(self) -> str | None:
@@ -213,9 +217,9 @@ def measure_group(
     rank, workers = place
     reuse_freed_memory()
     torch.set_num_threads(1)
-    device = own_device("cuda" if torch.cuda.is_available() else "cpu")
     open_group(rank, workers, PATIENCE, None if exchange is None else str(exchange))
     try:
+        device = own_device("cuda" if all(gathered(torch.cuda.is_available(), rank, workers)) else "cpu")
         backend = common_backend(device, rank, workers)
         pairs = pairs_of_group(workers)
         wires = ProcessWires(rank, backend, [("link", *pair) for pair in permutations(range(workers), 2)], device)
@@ -229,7 +233,7 @@ def measure_group(
         raise
     close_group()
     transport = cast("Transport", "gloo-cuda" if wires.staged else wires.name)
-    return LinkReport(transport, workers, tuple(rows), alike=exchange is not None)
+    return LinkReport(transport, workers, tuple(rows), exchange is not None, tuple(wires.carriers))
 
 
 def pairs_of_group(workers: int) -> list[tuple[int, int]]:

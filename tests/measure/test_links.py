@@ -17,6 +17,8 @@ from fxpipe.errors import RunError
 from fxpipe.measure import links as link_test
 from fxpipe.measure.links import SIZES, LinkReport, PairTimes, measure_links, pairs_of_group
 from fxpipe.planner.device import read_device_spec
+from fxpipe.runtime.wires.carriers import Carrier, carriers_text
+from fxpipe.runtime.wires.shared_memory import SWITCH
 
 CHILD = "fxpipe.measure.links"
 
@@ -41,6 +43,7 @@ def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         report = measure_links(2, total=1 << 20, say=said.append)
     assert (report.transport, report.workers) == ("shared memory", 2)
     assert [(p.source, p.target) for p in report.pairs] == [(0, 1), (1, 0)]
+    assert carriers_text(report.carriers) == ["all pairs: shared memory: same machine, same user"]
     for pair in report.pairs:
         assert 1e-6 < pair.latency < 1.0
         assert len(pair.bandwidth) == len(SIZES)
@@ -48,6 +51,14 @@ def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1e-12 < pair.copy < 1e-6
     assert set(said) <= {"measured 1 of 2 pairs", "measured 2 of 2 pairs"}
     assert mine(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    result = fxpipe("doctor", "--links")
+    assert "all pairs: gloo: FXPIPE_SHARED_MEMORY=0\n" in result.out
 
 
 @pytest.mark.slow
@@ -149,11 +160,14 @@ def test_the_command_reports_and_writes(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_command_says_all_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_test, "measure_links", lambda workers, say: LinkReport("nccl", workers, PAIRS))
+    nccl = Carrier(0, 1, "nccl", "each process has a CUDA device of its own")
+    report = LinkReport("nccl", 3, PAIRS, carriers=(nccl,))
+    monkeypatch.setattr(link_test, "measure_links", lambda workers, say: report)
     said = fxpipe("doctor", "--links", "-n", 3, "--json").json
     assert (said["transport"], said["workers"]) == ("nccl", 3)
     assert said["bandwidth"][0][0] is None
     assert said["pairs"][0]["source"] == 0
+    assert said["transports"] == [{"source": 0, "target": 1, "transport": "nccl", "why": nccl.why}]
 
 
 def test_the_command_refuses_before_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

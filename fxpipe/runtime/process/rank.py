@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import NotFiniteError, PeerLost
+from fxpipe.messages import say
 from fxpipe.observe.live import Board
 from fxpipe.observe.logger import LoggedRun, open_loggers
 from fxpipe.observe.progress import Progress
@@ -57,6 +58,7 @@ from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.what_trains import WhatTrains
 from fxpipe.runtime.process.world import NotFiniteAnswers, World
 from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.carriers import carriers_text
 from fxpipe.runtime.wires.exchange import barrier, gathered
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
@@ -183,6 +185,8 @@ class TrainingRun(Observer):
                 steps_per_epoch=self.epoch,
                 work_of=work_by_shape(lambda: self.shapes.plan, first.shape_of, devices),
             )
+            if self.progress is not None and self.world.carriers:
+                say(f"messages: {'; '.join(carriers_text(self.world.carriers, most=8))}")
             say_first(self.resumed, plan, self.recipe, first, options.out, self.total, self.epoch)
         record = self.record
         self.evaluations.begin(record)

@@ -19,6 +19,7 @@ from fxpipe.runtime.options import PipelineOptions, RunOptions
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.ends import process_name
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
+from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.exchange import AgreedStop, Exchange, FolderExchange, StoreExchange, read_offset
 from fxpipe.runtime.wires.group import peers
@@ -37,6 +38,7 @@ class World(ABC):
     Attributes:
         here: this process's number, counting one process for each rank and replica; all numbers, if it is alone.
         name: how messages travel: 'gloo', 'shared memory', both, 'nccl', or 'local'.
+        carriers: what carries them, for each direction between processes.
         device: of the workers here.
         turns: of the rows here.
         line: the order of the processes, along which they send each other notes.
@@ -46,6 +48,7 @@ class World(ABC):
 
     here: Sequence[int]
     name: str
+    carriers: Sequence[Carrier] = ()
     device: torch.device
     turns: Turns
     line: ProcessLine
@@ -131,7 +134,7 @@ class AmongProcesses(World):
         if (group := replica_group(plan, process, self.name)) is not None:
             count, name = plan.replicas_of(plan.hosted(rank)[0]), process_name(process, plan.mesh)
             self._others = ReplicaProcess(group, replica, count, self.device, self._wires.staged, name)
-        self.name = self._wires.name
+        self.name, self.carriers = self._wires.name, self._wires.carriers
 
     def wires(self, process: int) -> Wires:
         return self._wires

@@ -23,6 +23,7 @@ from torch import Tensor
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
+from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.group import group_among, peers
 from fxpipe.runtime.wires.nccl_lines import Communicator, NcclLine
 from fxpipe.runtime.wires.one_process import Loopback, Turns
@@ -67,6 +68,7 @@ class ProcessWires:
 
     Attributes:
         name: how messages travel: 'gloo', 'shared memory', both, or 'nccl'.
+        carriers: what carries them in each direction of the plan.
     """
 
     shares = True
@@ -92,11 +94,13 @@ class ProcessWires:
         self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by channel and the process at the other end
         self._outboxes: dict[int, Outbox] = {}
         self._shared = NONE
+        directions = list(self._by_direction(channels))
         if backend == "nccl":
             self._connect(channels)
         elif self.shares and device.type == "cpu":
-            self._shared = connected(rank, list(self._by_direction(channels)))
+            self._shared = connected(rank, directions)
         self.name = backend if backend == "nccl" else self._shared.kinds
+        self.carriers = [self._carrier(*way) for way in directions]
 
     def isend(self, value: Tensor, way: Way) -> Posted | None:
         rank, tag = self._process_of(way.worker, way.replica), self._tag_of(way)
@@ -150,6 +154,17 @@ class ProcessWires:
                 return dist.irecv(flat, source, tag=tag)
             data = flat.view(torch.uint8)
             return Pieces([dist.irecv(data[place], source, tag=tag) for place in pieces(len(data))])
+
+    def _carrier(self, source: int, target: int) -> Carrier:
+        if self.backend == "nccl":
+            return Carrier(source, target, "nccl", "each process has a CUDA device of its own")
+        if self.staged:
+            why = "not every process has a CUDA device of its own" if dist.is_nccl_available() else "torch has no NCCL"
+            return Carrier(source, target, "gloo through CPU memory", why)
+        if not self.shares:
+            return Carrier(source, target, "gloo", "--throttle")
+        why = self._shared.without[source, target]
+        return Carrier(source, target, "gloo" if why else "shared memory", why or "same machine, same user")
 
     def _tag_of(self, way: Way) -> int:
         if way.tag is None:

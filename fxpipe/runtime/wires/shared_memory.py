@@ -50,17 +50,38 @@ class Handles(NamedTuple):
     dropped: int
 
 
-def machine() -> str | None:
-    """Names the processes that may share memory: of one user on one machine; None if there is no such memory.
+class Place(NamedTuple):
+    """Where a process is: those of one user on one machine may share memory.
 
-    Other network namespaces are other machines to their users.
+    Attributes:
+        off: why it shares none; '' if it may.
+        spaces: of process ids, and of networks: other ones are other machines to their users.
     """
-    if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
-        return None
-    with suppress(OSError):
-        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
-        return f"{socket.gethostname()} {spaces} {os.getuid()}"
-    return None
+
+    off: str
+    host: str
+    spaces: tuple[int, ...]
+    user: int
+
+    @staticmethod
+    def here() -> Place:
+        """That of this process."""
+        spaces: tuple[int, ...] = ()
+        with suppress(OSError):
+            spaces = tuple([os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")])
+        off = "" if spaces and hasattr(os, "memfd_create") else "only Linux has such memory"
+        off = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else off
+        return Place(off, socket.gethostname(), spaces, os.getuid())
+
+    def separates(self, other: Place) -> str:
+        """Why this process and another one share no memory; '' if they may."""
+        if off := self.off or other.off:
+            return off
+        if self.host != other.host:
+            return "different hosts"
+        if self.spaces != other.spaces:
+            return "different containers"
+        return "" if self.user == other.user else "different users"
 
 
 class Sender:
@@ -215,12 +236,17 @@ class Ends(NamedTuple):
     """The ends of a process's directions, by the other process.
 
     Attributes:
-        kinds: how messages travel in the whole run: 'gloo', 'shared memory', or both.
+        without: why not, for each direction of the whole run; '' where memory is shared.
     """
 
     senders: dict[int, Sender]
     receivers: dict[int, Receiver]
-    kinds: str
+    without: dict[tuple[int, int], str]
+
+    @property
+    def kinds(self) -> str:
+        """How messages travel in the whole run: 'gloo', 'shared memory', or both."""
+        return " and ".join(sorted({"gloo" if why else "shared memory" for why in self.without.values()})) or "gloo"
 
     def close(self) -> None:
         """No more messages."""
@@ -230,7 +256,7 @@ class Ends(NamedTuple):
             receiver.close()
 
 
-NONE = Ends({}, {}, "gloo")
+NONE = Ends({}, {}, {})
 
 
 def connected(rank: int, directions: Sequence[tuple[int, int]]) -> Ends:
@@ -241,8 +267,9 @@ def connected(rank: int, directions: Sequence[tuple[int, int]]) -> Ends:
     """
     with peers(rank):
         ranks = dist.get_world_size()
-    places = gathered(machine(), rank, ranks)
-    shared = [(one, other) for one, other in directions if None is not places[one] == places[other]]
+    places = gathered(Place.here(), rank, ranks)
+    without = {(one, other): places[one].separates(places[other]) for one, other in directions}
+    shared = [way for way, why in without.items() if not why]
     senders = {other: Sender(rank) for one, other in shared if one == rank}
     given = gathered({other: sender.handles for other, sender in senders.items()}, rank, ranks)
     receivers: dict[int, Receiver] = {}
@@ -257,5 +284,5 @@ def connected(rank: int, directions: Sequence[tuple[int, int]]) -> Ends:
         sender.met()
         if (rank, other) in failed:
             senders.pop(other).close()
-    kinds = {"gloo" if way in failed or way not in shared else "shared memory" for way in directions}
-    return Ends(senders, receivers, " and ".join(sorted(kinds)) or "gloo")
+    without |= dict.fromkeys(failed, "the system does not let one process open the other's memory")
+    return Ends(senders, receivers, without)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import PeerLost
-from fxpipe.runtime.wires import shared_memory
 from fxpipe.runtime.wires.shared_memory import Arriving, Receiver, Sender
 
 TYPES = (torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64)
@@ -85,9 +84,3 @@ def test_descriptors_are_closed() -> None:
     sender.close()
     receiver.close()
     assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shared_memory.machine() is not None
-    monkeypatch.setenv(shared_memory.SWITCH, "0")
-    assert shared_memory.machine() is None

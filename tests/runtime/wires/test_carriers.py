@@ -1,0 +1,92 @@
+"""Each pair of processes is said with its transport, and with the reason that is true."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.start import run_local
+from fxpipe.runtime.wires import shared_memory
+from fxpipe.runtime.wires.carriers import Carrier, carriers_text
+from fxpipe.runtime.wires.shared_memory import Ends, Place
+
+HERE = Place("", "one", (1, 2), 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (HERE, ""),
+        (HERE._replace(off="FXPIPE_SHARED_MEMORY=0"), "FXPIPE_SHARED_MEMORY=0"),
+        (HERE._replace(host="two"), "different hosts"),
+        (HERE._replace(spaces=(1, 3)), "different containers"),
+        (HERE._replace(user=1000), "different users"),
+    ],
+)
+def test_what_separates_two_processes(other: Place, why: str) -> None:
+    assert HERE.separates(other) == other.separates(HERE) == why
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Place.here().off == ""
+    monkeypatch.setenv(shared_memory.SWITCH, "0")
+    assert Place.here().off == "FXPIPE_SHARED_MEMORY=0"
+
+
+def test_a_system_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.memfd_create")
+    assert Place.here().separates(HERE) == "only Linux has such memory"
+
+
+@pytest.mark.parametrize(
+    ("without", "kinds"),
+    [
+        ({}, "gloo"),
+        ({(0, 1): ""}, "shared memory"),
+        ({(0, 1): "", (1, 0): "different hosts"}, "gloo and shared memory"),
+    ],
+)
+def test_the_kinds_of_a_run(without: dict[tuple[int, int], str], kinds: str) -> None:
+    assert Ends({}, {}, without).kinds == kinds
+
+
+def test_pairs_that_are_alike_are_one_line() -> None:
+    ways = [Carrier(*way, "shared memory", "same machine, same user") for way in permutations(range(3), 2)]
+    assert carriers_text(ways) == ["all pairs: shared memory: same machine, same user"]
+    assert carriers_text([]) == []
+
+
+def test_others_are_grouped() -> None:
+    hosts = (0, 0, 1, 1)
+    ways = [
+        Carrier(one, other, "shared memory", "same machine, same user")
+        if hosts[one] == hosts[other]
+        else Carrier(one, other, "gloo", "different hosts")
+        for one, other in permutations(range(4), 2)
+    ]
+    assert carriers_text(ways) == [
+        "0 ↔ 1, 2 ↔ 3: shared memory: same machine, same user",
+        "0 ↔ 2, 0 ↔ 3, 1 ↔ 2, 1 ↔ 3: gloo: different hosts",
+    ]
+    assert carriers_text(ways, most=1)[1] == "0 ↔ 2 and 3 more: gloo: different hosts"
+    ways = [Carrier(1, 0, "gloo", "refused"), Carrier(0, 1, "shared memory", "same")]
+    assert carriers_text(ways) == ["1 → 0: gloo: refused", "0 → 1: shared memory: same"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_run_says_it_first(toy: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = str(toy().save(tmp_path / "build"))
+    for more, transport in (
+        ({}, "shared memory: same machine, same user"),
+        ({"throttle": "1Gbit"}, "gloo: --throttle"),
+    ):
+        launch(RunOptions(folder, steps=2, progress=True, **more), 2)
+        assert f"messages: all pairs: {transport}\n" in capfd.readouterr().err
+    run_local(RunOptions(folder, steps=2, progress=True))
+    assert "messages" not in capfd.readouterr().err
