@@ -62,14 +62,21 @@ def set_random_state(state: RandomState) -> None:
 
 
 @contextmanager
-def torch_seeded(seed: int) -> Iterator[None]:
-    """Inside, torch's generators begin with a seed; afterwards they continue as if nothing had been drawn."""
+def torch_state_kept() -> Iterator[None]:
+    """Afterwards torch's generators are as they were before."""
     before = torch_state()
-    seed_torch(seed, "cpu" if before.cuda is None else "cuda")
     try:
         yield
     finally:
         set_torch_state(before)
+
+
+@contextmanager
+def torch_seeded(seed: int) -> Iterator[None]:
+    """Inside, torch's generators begin with a seed; afterwards they continue as if nothing had been drawn."""
+    with torch_state_kept():
+        seed_torch(seed)
+        yield
 
 
 @contextmanager
@@ -96,10 +103,14 @@ def seed_of(*place: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_torch(seed: int, device_type: str = "cpu") -> None:
-    """Seed torch's generator, and the generator of the current device of this type, in microseconds."""
+def seed_torch(seed: int, device_type: str | None = None) -> None:
+    """Seed torch's generator, and the generator of the current device of this type, in microseconds.
+
+    Args:
+        device_type: None for CUDA if it is in use.
+    """
     torch.default_generator.manual_seed(seed)
-    if device_type == "cuda":
+    if device_type == "cuda" or (device_type is None and torch.cuda.is_initialized()):
         torch.cuda.manual_seed(seed)
 
 

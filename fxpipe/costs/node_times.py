@@ -31,6 +31,7 @@ from fxpipe.ir.printer import call_text, heading
 from fxpipe.ir.program import Program, info
 from fxpipe.messages import saying
 from fxpipe.plan.spec import Phase
+from fxpipe.random_state import torch_state_kept
 from fxpipe.threads import threads as worker_threads
 from fxpipe.torch_private import OpOverload
 
@@ -89,7 +90,7 @@ def measure(
     plain = [_Code(program, phase, ticks=False) for phase in PHASES]
     ticking = [_Code(program, phase, ticks=True) for phase in PHASES]
     meanwhile = [] if yardstick is None else [_Code(yardstick.program, phase, ticks=False) for phase in PHASES]
-    with _threads(threads), torch.random.fork_rng(_cuda_devices(program)), torch.no_grad():
+    with _threads(threads), torch_state_kept(), torch.no_grad():
         _run(ticking)  # first, since it can name the node that fails
         for codes in (plain, *([meanwhile] if meanwhile else [])):
             _run(codes)
@@ -269,10 +270,6 @@ def _event_tick(ticks: list[Any]) -> None:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     ticks.append(event)
-
-
-def _cuda_devices(program: Program) -> list[int]:
-    return [torch.cuda.current_device()] if program.device == "cuda" else []
 
 
 def _threads(wanted: int | None) -> AbstractContextManager[None]:

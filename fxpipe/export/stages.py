@@ -27,6 +27,7 @@ from fxpipe.onnx.convert import convert
 from fxpipe.onnx.model_file import WeightsForm, check_size, named
 from fxpipe.plan.lock import replacing_alone
 from fxpipe.plan.spec import FUNCTIONS, Phase
+from fxpipe.random_state import torch_state_kept
 from fxpipe.stages.compare import Difference, Expected, compare, rounding_alone, tolerance
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
@@ -90,8 +91,7 @@ def export(
         check_size(PIPELINE, sum(build.tensors[row.name].nbytes for row in plan.tensors), weights)
     leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)[0]
     values = dict(zip([leaf.name for leaf in plan.batch], leaves, strict=True))
-    cuda = [torch.cuda.current_device()] if plan.device == "cuda" else []
-    with replacing_alone(Path(folder)) as fresh, torch.random.fork_rng(cuda), torch.no_grad(), without_codecs():
+    with replacing_alone(Path(folder)) as fresh, torch_state_kept(), torch.no_grad(), without_codecs():
         job = _Export(build, values, fresh, weights, opset, seed, say)
         for stage in job.stages:
             if stage.edited:

@@ -27,6 +27,7 @@ from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan.build_folder import ENGINES as ENGINES_FOLDER
 from fxpipe.plan.cost_records import EdgeTiming, EngineTime
 from fxpipe.plan.spec import Phase, Plan
+from fxpipe.random_state import torch_state_kept
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
 from fxpipe.stages.part_call import Function, PartCall
@@ -77,7 +78,7 @@ def choose_engines(
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_engines_") as temporary,
         worker_threads(threads, plan.processes),
-        torch.random.fork_rng([torch.cuda.current_device()] if plan.device == "cuda" else []),
+        torch_state_kept(),
         torch.no_grad(),
         without_codecs(),  # an engine does not run them, and they turn a rounding error into a whole quantization step
     ):

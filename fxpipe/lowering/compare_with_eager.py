@@ -25,7 +25,7 @@ from fxpipe.lowering.own_rounding import THE_LOSS, Exact, in_float64, without_ro
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
-from fxpipe.random_state import alike, torch_state
+from fxpipe.random_state import alike, seed_torch, torch_state, torch_state_kept
 from fxpipe.runtime.worker.gradients import summed_in
 from fxpipe.stages.compare import FLOOR_OF_SUMS
 from fxpipe.stages.loaded import explained, load_stages
@@ -262,9 +262,9 @@ def run_eagerly(
     parts = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, parts)  # the step may change it
     total, again = torch.zeros(()), False
     named: list[dict[str, float]] = []
-    with torch.random.fork_rng(), preserved(model, loss), _values_kept((*held.values, *known.values())):
+    with torch_state_kept(), preserved(model, loss), _values_kept((*held.values, *known.values())):
         for j, part in enumerate(parts):
-            torch.manual_seed(seed + j)
+            seed_torch(seed + j)
             with _eager(loss, "loss(model, batch)"), context():
                 value, metrics = loss_and_metrics(loss(model, part))
             named.append({name: float(torch.as_tensor(v).detach()) for name, v in metrics.items()})
@@ -368,10 +368,10 @@ def emitted_step(
     parts = Minibatches(plan, build.files, build.tensors, loss_weight)(batch, 0)
     if precise:
         parts = [tuple(wide(v) if isinstance(v, torch.Tensor) else v for v in part) for part in parts]
-    with torch.random.fork_rng(), torch.no_grad(), crossing, all_float64() if precise else contextlib.nullcontext():
+    with torch_state_kept(), torch.no_grad(), crossing, all_float64() if precise else contextlib.nullcontext():
         for j, part in enumerate(parts):
             leaves = dict(zip([leaf.name for leaf in plan.batch], part, strict=True))
-            torch.manual_seed(seed + j)
+            seed_torch(seed + j)
             for call, returned in run_microbatch(plan, function, state, leaves, packed=not precise):
                 if returned.loss is not None:
                     made.add_loss(returned.loss)

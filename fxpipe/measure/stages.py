@@ -23,6 +23,7 @@ from fxpipe.plan.packing import Layout, Pack
 from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.random_state import torch_state_kept
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.collective import LoneCollective
 from fxpipe.runtime.wires.transport import Note, Transport
@@ -79,11 +80,10 @@ def measure_stages(
     device = torch.device(plan.device)
     recipe = choose(plan)
     leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)
-    cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_build_") as temporary,
         worker_threads(threads, plan.processes),
-        torch.random.fork_rng(cuda),
+        torch_state_kept(),
         torch.no_grad(),
     ):
         folder = build.folder

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fxpipe.optimizer.state_outside import state_outside
+from fxpipe.random_state import torch_state_kept
 from fxpipe.torch_private import STEPPED
 from fxpipe.tracing.holders import Advancing
 
@@ -89,7 +90,7 @@ def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list
         return found
     try:
         scout = copy.deepcopy(scheduler, {id(optimizer): shell})
-        with torch.random.fork_rng(devices=[]), state.preserved():
+        with torch_state_kept(), state.preserved():
             for _ in range(count):
                 found.append(float(shell.param_groups[0]["lr"]))
                 scout.step()

@@ -196,3 +196,12 @@ def test_where_eager_itself_fails_it_is_eager_that_is_named() -> None:
     with pytest.raises(CaptureError, match=r"in loss\(model, batch\): RuntimeError: .*mat1 and mat2") as caught:
         compare_with_eager(build, model, outside, batch)
     assert "y = self.layer(x)" in str(caught.value.where)
+
+
+def test_a_step_on_the_cpu_leaves_cuda_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.random.fork_rng makes a context on each of them, and warns if there are several."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: pytest.fail("this makes a context"))
+    case = CASES["function"]
+    build = fxpipe.compile(case.make(), case.loss, case.batches(1)[0], workers=2, cost="analytic")
+    assert compare_with_eager(build, case.make(), case.loss, case.batches(1)[0]).largest < 1e-5

@@ -29,6 +29,7 @@ from fxpipe.export.inference.eval_graph import export_graph, in_a_line
 from fxpipe.export.inference.placement import check_plan, place_calls
 from fxpipe.export.inference.stages import InferenceStage, Writer
 from fxpipe.plan.spec import Plan
+from fxpipe.random_state import torch_state_kept
 from fxpipe.task.hooks import Loss
 from fxpipe.tracing.held_tensors import HeldTensors
 
@@ -85,7 +86,7 @@ def export_inference(
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
         raise ExportError("the model is not on the CPU", hint="export before moving it: model.cpu()")
     modes = {module: module.training for module in model.modules()}
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch_state_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own; the user has seen the model's when it was made
         try:
             held = HeldTensors(model)
