@@ -150,12 +150,13 @@ def test_the_error_names_the_first_step() -> None:
         NotFinite(0, ["a"], ["a"], 8),
         NotFinite(2, [], [], None),
     ]
-    error = not_finite(8, float("inf"), 2, found)
+    error = not_finite(8, float("inf"), 2, found, 3)
     assert (
         error.what == "the loss of step 9 is inf, on worker 2: at step 7 these gradients were not finite: b (worker 1)"
     )
-    many = not_finite(8, float("inf"), 2, [NotFinite(1, [f"w{i}" for i in range(9)], [], None)])
-    assert many.what.endswith("not finite before: w0, w1, w2, w3, w4 and 4 more (worker 1)")
+    many = not_finite(8, float("inf"), 1, [NotFinite(1, [f"w{i}" for i in range(9)], [], None), found[2]], 3)
+    assert "not finite before: w0, w1, w2, w3, w4 and 4 more (worker 1)" in many.what
+    assert many.what.endswith("; as far as is known, without worker 0, which did not answer")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int32])

@@ -316,7 +316,7 @@ class TrainingRun(Observer):
 
     def _not_finite(self, stop: NotFiniteAnswers, minibatch: int, loss: float, worker: int) -> NotFiniteError:
         found = [NotFinite(**row) for rows in stop.ask() for row in rows]
-        return not_finite(minibatch, loss, worker, found)
+        return not_finite(minibatch, loss, worker, found, self.plan.workers)
 
     def saves(self, step: int) -> None:
         """A checkpoint is about to be complete: sync what was logged so far, too."""

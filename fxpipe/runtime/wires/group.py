@@ -222,12 +222,17 @@ def peers(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if not means_lost(error):
             raise
         raise peer_lost(rank, str(error).splitlines()[0]) from error
     finally:
         if _group is not None:
             dist.group.WORLD = outside
+
+
+def means_lost(error: RuntimeError) -> bool:
+    """Whether an error of torch means that another process is gone; others, such as out of memory, do not."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def peer_lost(rank: int, why: str) -> PeerLost:

@@ -27,7 +27,7 @@ from fxpipe.errors import PeerLost
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
-from fxpipe.runtime.wires.group import group_among, peers
+from fxpipe.runtime.wires.group import group_among, means_lost, peers
 
 _SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
 """Dtypes for which gloo's sum of two has the same bits as torch's."""
@@ -214,6 +214,8 @@ class ReplicaProcess:
         try:
             yield
         except RuntimeError as error:
+            if not means_lost(error):
+                raise
             raise PeerLost(
                 f"{self._name} lost a connection to another replica: {str(error).splitlines()[0]}",
                 hint="another worker stopped first: its own error says why",

@@ -98,15 +98,16 @@ def check_weights(steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def not_finite(minibatch: int, loss: float, worker: int, found: Sequence[NotFinite]) -> NotFiniteError:
+def not_finite(minibatch: int, loss: float, worker: int, found: Sequence[NotFinite], workers: int) -> NotFiniteError:
     """The error of a loss that is not finite.
 
     Args:
         worker: the loss worker.
         found: what workers found; without those that did not answer in time.
+        workers: how many there are.
     """
     return NotFiniteError(
-        f"the loss of step {minibatch + 1} is {loss}, on worker {worker}: {_cause(found)}",
+        f"the loss of step {minibatch + 1} is {loss}, on worker {worker}: {_cause(found)}{_unknown(found, workers)}",
         hint="lower the learning rate, clip gradients (--clip-norm), or look at that batch; " + _KEEP_GOING,
         page="not-finite",
     )
@@ -121,6 +122,11 @@ def _cause(found: Sequence[NotFinite]) -> str:
     if any(row.weights for row in found):
         return f"the gradients of these weights were not finite before: {_named({r.worker: r.weights for r in found})}"
     return "all weights and gradients were finite before: the cause is this batch or its forward"
+
+
+def _unknown(found: Sequence[NotFinite], workers: int) -> str:
+    silent = [str(k) for k in sorted(set(range(workers)) - {row.worker for row in found})]
+    return f"; as far as is known, without worker {listed(silent)}, which did not answer" if silent else ""
 
 
 def _named(names: Mapping[int, Sequence[str]]) -> str:

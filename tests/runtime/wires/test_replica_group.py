@@ -77,8 +77,10 @@ def test_processes_have_the_sum_of_one(tmp_path: Path, replicas: int) -> None:
 class Broken:
     """A process group whose other end is gone, or what it has begun."""
 
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1\nmore")
+
     def recv(self, *given: object) -> None:
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:1\nmore")
+        raise self.error
 
     def allreduce(self, *given: object) -> Broken:
         return self
@@ -92,7 +94,20 @@ def test_a_lost_replica_is_told_where_its_sum_is_taken(replicas: int) -> None:
     process = ReplicaProcess(Broken(), 1, replicas, torch.device("cpu"), False, "worker 3, replica 1")
     end = process.of_worker(3)
     end.start_sum(("bucket", 0), torch.ones(4))
-    with pytest.raises(PeerLost, match="worker 3, replica 1 lost a connection to another replica: Connection closed"):
+    with pytest.raises(
+        PeerLost, match=r"worker 3, replica 1 lost a connection to another replica: .*Connection closed"
+    ):
+        end.take(("bucket", 0))
+    process.end()
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_out_of_memory_is_no_lost_replica(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "error", torch.OutOfMemoryError("CUDA out of memory"))
+    process = ReplicaProcess(Broken(), 1, replicas, torch.device("cpu"), False, "worker 3, replica 1")
+    end = process.of_worker(3)
+    end.start_sum(("bucket", 0), torch.ones(4))
+    with pytest.raises(torch.OutOfMemoryError):
         end.take(("bucket", 0))
     process.end()
 
