@@ -175,8 +175,8 @@ class Session:
         if self._device.type == "cuda":
             settings = {
                 "device_id": index,
-                "user_compute_stream": str(torch.cuda.current_stream().cuda_stream),  # of the whole run
-                "use_tf32": int(torch.backends.cuda.matmul.allow_tf32),  # onnxruntime's default is to use it
+                # onnxruntime's default is to use it.
+                "use_tf32": int(torch.backends.cuda.matmul.fp32_precision == "tf32"),
                 "cudnn_conv_algo_search": "HEURISTIC",  # a choice by timing could differ between runs
             }
         try:
@@ -197,6 +197,8 @@ class Session:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         made, _held = self.bind(inputs)  # bound memory must live until the session has run
+        if self._device.type == "cuda":  # the session has its own stream: it takes torch's default stream, 0, for none
+            torch.cuda.current_stream().synchronize()
         self._session.run_with_iobinding(self._binding, self._run_options)
         return made
 
