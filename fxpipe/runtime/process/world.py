@@ -112,9 +112,10 @@ class AmongProcesses(World):
     def __init__(self, plan: Plan, options: RunOptions, process: int, pulse: Pulse, pulses: Pulses) -> None:
         self.here, self.turns = (process,), Turns()
         self.device = own_device(plan.device)
-        self.pulse, self._pulses, self._plan, self._process, self._options = pulse, pulses, plan, process, options
+        self.pulse, self._pulses, self._plan, self._process = pulse, pulses, plan, process
         self.line = ProcessLine.of(plan, plan.seat(process)[0])
-        self.name = common_backend(self.device, process, plan.processes)
+        self._links = read_throttle(options.throttle, plan.processes)
+        self.name = common_backend(self.device, process, plan.processes) if self._links is None else "gloo"
         with peers(process):
             exchange = options.exchange
             self.exchange = StoreExchange() if exchange is None else FolderExchange(Path(exchange))
@@ -123,13 +124,12 @@ class AmongProcesses(World):
     def open(self, addresses: Addresses) -> None:
         plan, process = self._plan, self._process
         place = process, self.name, addresses.channels, self.device, plan.mesh, self.turns
-        links = read_throttle(self._options.throttle, plan.processes)
-        if links is None:
+        if self._links is None:
             self._wires = ProcessWires(*place)
         else:
             with peers(process):
                 ahead = read_offset(process, plan.processes).offset / 1e9
-            self._wires = ThrottledWires(links, ahead, *place)
+            self._wires = ThrottledWires(self._links, ahead, *place)
         rank, replica = plan.seat(process)
         if (group := replica_group(plan, process, self.name)) is not None:
             count, name = plan.replicas_of(plan.hosted(rank)[0]), process_name(process, plan.mesh)

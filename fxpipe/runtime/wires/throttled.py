@@ -116,7 +116,9 @@ class _SlowReceive:
 
 
 class ThrottledWires(ProcessWires):
-    """Wires whose messages take as long as over the given links, if these are slower.
+    """Wires over gloo whose messages take as long as over the given links, if these are slower.
+
+    Over NCCL, a message is begun before the device has made it, so its clock would run too early.
 
     Args:
         links: between processes.
@@ -142,8 +144,7 @@ class ThrottledWires(ProcessWires):
             if to not in self._directions:
                 links = self._links
                 self._directions[to] = SlowDirection(links.bandwidth_of(self.rank, to), links.latency_of(self.rank, to))
-            # Over NCCL messages keep the order of sending.
-            self._directions[to].put(message.say, flat.nbytes, turn if self._waits(turn) else URGENT, now)
+            self._directions[to].put(message.say, flat.nbytes, turn, now)
             if self._directions[to].then is not None and to not in self._carried:
                 self._carried.add(to)
                 Thread(target=self._carry, args=(to,), name="fxpipe-throttle", daemon=True).start()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cached import lowered
 
-from fxpipe.runtime.process import device
+from fxpipe.observe.pulse import Pulse, PulseFile
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process import device, world
+from fxpipe.runtime.process.world import AmongProcesses
 
 HERE = ("host", "GPU-0")
 
@@ -44,3 +49,12 @@ def test_gloo_on_cpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(device, "gathered", lambda own, rank, ranks: [None] * ranks)
     assert device.common_backend(torch.device("cpu"), 0, 3) == "gloo"
     assert capsys.readouterr().err == ""
+
+
+def test_throttled_messages_go_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL begins messages that the device has not made yet: their time would count from too early."""
+    plan = lowered("function", workers=2).plan
+    monkeypatch.setattr(world, "common_backend", lambda *_: "nccl")
+    for throttle, name in ((None, "nccl"), ("4Mbit,20ms", "gloo")):
+        options = RunOptions("build", throttle=throttle, exchange=str(tmp_path))
+        assert AmongProcesses(plan, options, 0, Pulse(), PulseFile(tmp_path / "pulses", 2)).name == name
