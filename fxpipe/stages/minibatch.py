@@ -208,7 +208,7 @@ def weights_of(hook: LossWeight, parts: Sequence[Batch], minibatch: int, device:
             f"loss_weight(batch) gave {', '.join(f'{w:g}' for w in found)} in step {minibatch + 1}",
             hint="return weights of 0 or more, not all 0",
         )
-    return [torch.tensor(w / mean, dtype=torch.float32, device=device) for w in found]
+    return [torch.full((), w / mean, dtype=torch.float32, device=device) for w in found]
 
 
 def evenly(batch: Any) -> float:

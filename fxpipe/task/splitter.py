@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.device_copies import ToDevice
 from fxpipe.errors import BatchError
 from fxpipe.plan.spec import LeafSpec, Plan, TensorSpec
 from fxpipe.task.batch import Batch, constant_of, dump, is_number, said, unusual
@@ -34,6 +35,7 @@ class Splitter:
         self._known: pytree.TreeSpec | None = None
         self.microbatches = microbatches
         self.device = device
+        self._to_device = ToDevice(device)
 
     def cut(self, batch: Batch, minibatch: int) -> list[Batch]:
         """The microbatches: views of the batch's memory.
@@ -117,7 +119,7 @@ class Splitter:
                 hint="train_data() must return tensors with values",
             )
         made = torch.empty_strided(leaf.tensor.shape, leaf.tensor.stride, dtype=value.dtype, device=self.device)
-        return made.copy_(value.detach())
+        return made.copy_(self._to_device(value.detach()))
 
     def _is_constant(self, leaf: LeafSpec, value: Any) -> bool:
         """Whether a leaf of the minibatch equals the one that every microbatch was captured with."""

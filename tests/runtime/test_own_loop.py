@@ -18,6 +18,7 @@ from small_models import CASES
 from torch.utils._pytree import tree_map
 
 import fxpipe
+from fxpipe.device_copies import ToCpu
 from fxpipe.errors import CheckpointError, FxpipeError, RunError
 
 THREE = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
@@ -304,3 +305,16 @@ def test_a_call_is_one_note_to_the_next_and_a_loss_one_to_each(toy: Any, tmp_pat
     assert code == 0, written
     for rank, told in enumerate([{"call": 5}, {"call": 5}, {"loss for all": 8}]):  # four steps and a flush
         assert f"worker {rank}: {told}\n" in written
+
+
+def test_a_step_waits_for_no_loss_that_is_not_read(
+    toy: Any, many: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA to read one is to wait for the device; the scalar that a step returns stays there."""
+    reads: list[torch.Tensor] = []
+    monkeypatch.setattr(ToCpu, "read", lambda self: reads.append(self._value) or self._value)
+    with fxpipe.load(toy().save(tmp_path / "build")).local(optimizer=optimizer, lr_scheduler=halving) as pipeline:
+        losses = [pipeline.step(batch) for batch in many[:3]]
+        assert not reads
+        assert pipeline.metrics == {}
+        assert [float(found) for found in reads] == [float(losses[-1])]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxpipe.device_copies import ToCpu
 from fxpipe.errors import BatchError, RunError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
@@ -180,10 +181,13 @@ class StepLoss:
 
     If you read the loss in every step, each worker waits for the last one, and a schedule without a flush gains
     nothing: read it every few steps, or read the loss of some steps ago.
+
+    Attributes:
+        find: returns the loss followed by its metrics, waiting for them.
     """
 
     def __init__(self, find: Callable[[], Tensor], names: Sequence[str]) -> None:
-        self._find = find
+        self.find = find
         self._names = names
         self._found: tuple[float, dict[str, float]] | None = None
 
@@ -198,13 +202,8 @@ class StepLoss:
     @property
     def _numbers(self) -> tuple[float, dict[str, float]]:
         if self._found is None:
-            self.set(self._find())
-            assert self._found is not None
+            self._found = named_numbers(self.find(), self._names)
         return self._found
-
-    def set(self, numbers: Tensor) -> None:
-        """Set the loss and its metrics, in this order."""
-        self._found = named_numbers(numbers, self._names)
 
     def item(self) -> float:
         """The number."""
@@ -253,10 +252,10 @@ class Losses(Observer):
         if minibatch not in self._coming:
             return
         self.newest = value.reshape(-1)[0]
-        numbers = value.detach().reshape(-1).to("cpu", torch.float64)
+        numbers = ToCpu(value.detach().reshape(-1).to(torch.float64))
         for other in self._others:
-            self._loss_transport.send_note(other, (LOSS, minibatch), numbers)
-        self._coming.pop(minibatch).set(numbers)
+            self._loss_transport.send_note(other, (LOSS, minibatch), numbers.read())
+        self._coming.pop(minibatch).find = numbers.read
 
     def settle(self) -> None:
         """The pipeline is empty: receive the losses that were not read."""

@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
-
+from fxpipe.device_copies import ToCpu
 from fxpipe.observe.record import RecordedStep
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.wired import WiredTransport
@@ -60,14 +59,14 @@ def train(
     first, several = executors[0], len(executors) > 1
     remote_loss = plan.loss_worker != 0
     leaves: list[tuple[Any, ...]] = []
-    losses: dict[int, Tensor] = {}
+    losses: dict[int, ToCpu] = {}
     reached = ended = -1
     unreported: int | None = None
     version = first.store.version
 
     def report_of(minibatch: int) -> None:
         updater = first.store.updater
-        found = transports[0].recv_loss(minibatch) if remote_loss else losses.pop(minibatch)
+        found = transports[0].recv_loss(minibatch) if remote_loss else losses.pop(minibatch).read()
         if report is not None:
             value, metrics = named_numbers(found, plan.metrics)
             report(RecordedStep(minibatch, value, updater.lr, updater.norm, metrics, first.scaled_step()))
@@ -80,7 +79,7 @@ def train(
         if worker:
             of_worker[worker][1].send_loss(loss.value)
         else:
-            losses[loss.minibatch] = loss.value
+            losses[loss.minibatch] = ToCpu(loss.value)
 
     def expect(event: Event) -> None:
         worker, action = event
