@@ -17,6 +17,7 @@ from fxpipe.engines.engine import EnginePart
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.messages import say
 from fxpipe.plan.spec import PartSpec, Phase, Plan
+from fxpipe.precision import cudnn_takes_tf32
 from fxpipe.random_state import random_state, set_random_state
 from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.compare import TOLERANCE, Expected, compare, rounding_alone, tolerance
@@ -161,7 +162,7 @@ def check_outputs(
     made = {name: value for name, value in zip(names, found, strict=True) if name in right}
     differences = compare(made, right, nan_equals_nan=True)
     limit = tolerance(part.part.dtypes())
-    if part.part.device == "cuda" and torch.backends.cudnn.allow_tf32:  # each engine decides where to use it
+    if part.part.device == "cuda" and cudnn_takes_tf32():  # each engine decides where to use it
         limit = max(limit, TOLERANCE["float16"])  # TF32 has the same mantissa
     wrong = [d for d in differences if not d.error <= limit]
     if wrong:

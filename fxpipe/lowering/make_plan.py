@@ -12,6 +12,7 @@ from fxpipe.ir.program import Program
 from fxpipe.plan.build_folder import WEIGHTS
 from fxpipe.plan.spec import LOSS_WEIGHT, BufferSpec, ParameterSpec, Phase, Plan, StageSpec
 from fxpipe.planner.setting import Setting
+from fxpipe.precision import precision_flags
 from fxpipe.schedule import lines_of
 from fxpipe.task.batch import tensor_spec
 from fxpipe.task.meta import are_on_meta
@@ -52,6 +53,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         policy=str(setting.policy),
         autocast=program.autocast,
         device=program.device,
+        precision=precision_flags(program.device),
         batch=tuple(b.leaf for b in program.batch),
         batch_spec=program.batch_spec,
         units=program.units,

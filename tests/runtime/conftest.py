@@ -7,9 +7,10 @@ Layer l is h_l = tanh(h_{l-1} @ W_l.T), the loss the mean squared error. Its for
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -272,6 +273,20 @@ class Toy:
 def toy() -> type[Toy]:
     """Makes builds by hand: `toy(forward=(0, 1), …).save(folder)`."""
     return Toy
+
+
+@pytest.fixture
+def set_flag() -> Iterator[Callable[[Any, str, str], None]]:
+    """Sets a flag of torch for the test; monkeypatch deletes those that are no plain attributes."""
+    before = []
+
+    def put(holder: Any, name: str, value: str) -> None:
+        before.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, value)
+
+    yield put
+    for holder, name, value in reversed(before):
+        setattr(holder, name, value)
 
 
 @pytest.fixture

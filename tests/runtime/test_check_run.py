@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from model_files import write_model
 
 from fxpipe.errors import BuildError
 from fxpipe.files import Snapshot
+from fxpipe.precision import precision_flags
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read
 from fxpipe.runtime.process.start import run_local
@@ -79,3 +81,26 @@ def test_every_change_of_a_file_is_seen(tmp_path: Path, damage: str) -> None:
     with pytest.raises(BuildError, match=r"plan\.json changed while"):
         check_unchanged(files)
     assert Snapshot.of([file]).changed() == []
+
+
+def test_a_run_with_another_precision_than_the_compile_says_so(folder: Path, set_flag: Callable[..., None]) -> None:
+    run = ("run", folder / "build", "--local", "--steps", 1, "--out", folder / "out")
+    assert "precision" not in fxpipe(*run).err
+    set_flag(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
+    said = "compiled with torch's defaults, and this run has torch.backends.mkldnn.matmul.fp32_precision = bf16"
+    assert said in fxpipe(*run).err
+
+
+def test_the_flags_of_each_device(monkeypatch: pytest.MonkeyPatch, set_flag: Callable[..., None]) -> None:
+    assert precision_flags("cpu") == precision_flags("cuda") == {}
+    set_flag(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    set_flag(torch.backends.cudnn.conv, "fp32_precision", "ieee")  # by operator: older names fail now
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert precision_flags("cuda") == {
+        "backends.cuda.matmul.fp32_precision": "tf32",
+        "backends.cudnn.conv.fp32_precision": "ieee",
+        "backends.cudnn.benchmark": "True",
+    }
+    assert precision_flags("cpu") == {}
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert precision_flags("cpu") == {"are_deterministic_algorithms_enabled": "True"}

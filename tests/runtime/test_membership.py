@@ -10,17 +10,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from commands import QUICK, fxpipe
 from model_files import write_model
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
+from fxpipe.errors import TaskError
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.membership import differences, facts_of
+from fxpipe.runtime.process import membership
+from fxpipe.runtime.process.membership import agree, differences, facts_of
 from fxpipe.threads import cores
 
 WORKER = """
@@ -189,7 +193,7 @@ def test_what_differs_is_said_by_all(folder: Path, tmp_path: Path) -> None:
         assert not (tmp_path / f"out{number}").exists(), name
 
 
-def test_every_option_that_decides_the_numbers_is_compared(folder: Path) -> None:
+def test_every_option_that_decides_the_numbers_is_compared(folder: Path, set_flag: Callable[..., None]) -> None:
     """A field that someone adds is compared without being named anywhere."""
     options = RunOptions(str(folder / "0" / "build"), steps=1)
     plan = read_plan(options.build)
@@ -205,5 +209,27 @@ def test_every_option_that_decides_the_numbers_is_compared(folder: Path) -> None
         f"plan.json: microbatches is 3, on worker 0 it is {plan.microbatches}",
         "option clip_norm is 1.0, on worker 0 it is None",
     ]
+    set_flag(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
+    assert differences(facts_of(plan, options), facts) == [
+        "precision is torch.backends.mkldnn.matmul.fp32_precision = bf16, on worker 0 it is torch's defaults"
+    ]
+    facts = facts_of(plan, options)
     moved = dataclasses.replace(options, out="elsewhere")
     assert differences(facts_of(plan, moved), facts_of(plan, dataclasses.replace(options, out="here"))) == []
+
+
+def test_a_process_takes_its_device_before_it_imports_the_model_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else CUDA code at the top of the file makes a context on device 0 in every process."""
+    done: list[object] = []
+    monkeypatch.setattr(membership, "own_device", done.append)
+
+    def load(*given: object, **more: object) -> None:
+        done.append("imported")
+        raise TaskError("enough")
+
+    monkeypatch.setattr(membership, "task_of_run", load)
+    with ExitStack() as held, pytest.raises(TaskError, match="enough"):
+        agree(RunOptions(str(folder / "0" / "build"), steps=1), None, 0, 2, held)
+    assert done == ["cpu", "imported"]

@@ -15,6 +15,7 @@ from fxpipe.plan.current import changes, check_current
 from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.throttle import read_throttle
+from fxpipe.precision import precision_flags, precision_text
 from fxpipe.runtime.options import RunOptions
 from fxpipe.task.callbacks import ON_EVAL, ON_STEP
 from fxpipe.task.paced_scheduler import EPOCH
@@ -97,6 +98,11 @@ def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
     from fxpipe.task.model_file import task_of_build
 
     task = task_of_build(plan, options.build, options.model_file, options.settings, options.arguments)
+    if says and (now := precision_flags(plan.device)) != plan.precision:
+        warn(
+            f"the build was compiled with {precision_text(plan.precision)}, and this run has {precision_text(now)}: "
+            "its numbers may differ. Set them in the model file, for both"
+        )
     changed = changes(plan, options.build, options.model_file).unread
     if changed and says:
         say(f"{listed(changed)} changed since the compile, but nothing that capture read: the build stays as it is")

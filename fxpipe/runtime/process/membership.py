@@ -34,8 +34,10 @@ from fxpipe.messages import warn
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, Signs, StorePulses
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Mesh, Plan
+from fxpipe.precision import precision_flags, precision_text
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, files_read, task_of_run, writing
+from fxpipe.runtime.process.device import own_device
 from fxpipe.runtime.process.ends import end_process, process_name, without_error
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.resume import NEWEST, resumed_options
@@ -233,6 +235,7 @@ def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: E
         plan, checkpoint = check_run(options, from_file=task is None, writes=rank == 0)
         if world != plan.processes:
             raise _other_number(plan, world, options.build)
+        own_device(plan.device)  # before the model file is imported, which may use it
         task = task or task_of_run(plan, options, says=rank == 0)
         facts = facts_of(plan, options) | {"callbacks": ", ".join(task.callbacks.names) or "none"}
         # Each worker compares what it reads with the manifest.
@@ -274,6 +277,7 @@ def _other_number(plan: Plan, world: int, build: str) -> RunError:
 def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
     """What decides the numbers of a run, by name: versions, the plan, the code as it is now, the options."""
     found = {"fxpipe": fxpipe.__version__, "torch": torch.__version__}
+    found["precision"] = precision_text(precision_flags(plan.device))
     for name, value in dataclasses.asdict(plan).items():
         found[f"plan.json: {name}"] = _shown(value)
     for code in plan.code:
