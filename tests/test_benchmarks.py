@@ -27,6 +27,7 @@ REPORTS = {
     "replica_plans": (r"\| 24 \| 8 \|", "made-up, 4 GPUs", r"paper's 3-1: .*, found", "fxpipe three-way"),
     "replicas": ("torch DDP, gradients as views", "fxpipe --dp 2 ", "bytes of gradients leave each", VERDICT),
     "schedules": ("fxpipe zb-h1 ", r"fxpipe auto \(", "a worker; in half of that:", VERDICT),
+    "shared_memory": (r"\| 2 \| all at once \| [\d,]+, [\d,]+, ", VERDICT),
     "trace": ("large: ", "small: ", "a recorded span: "),
 }
 """What each report holds."""
