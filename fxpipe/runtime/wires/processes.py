@@ -158,13 +158,14 @@ class ProcessWires:
     def _carrier(self, source: int, target: int) -> Carrier:
         if self.backend == "nccl":
             return Carrier(source, target, "nccl", "each process has a CUDA device of its own")
+        gloo = "gloo through CPU memory" if self.staged else "gloo"
+        if not self.shares:
+            return Carrier(source, target, gloo, "--throttle")
         if self.staged:
             why = "not every process has a CUDA device of its own" if dist.is_nccl_available() else "torch has no NCCL"
-            return Carrier(source, target, "gloo through CPU memory", why)
-        if not self.shares:
-            return Carrier(source, target, "gloo", "--throttle")
+            return Carrier(source, target, gloo, why)
         why = self._shared.without[source, target]
-        return Carrier(source, target, "gloo" if why else "shared memory", why or "same machine, same user")
+        return Carrier(source, target, gloo if why else "shared memory", why or "same machine, same user")
 
     def _tag_of(self, way: Way) -> int:
         if way.tag is None:

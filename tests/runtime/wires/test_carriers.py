@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires import shared_memory
 from fxpipe.runtime.wires.carriers import Carrier, carriers_text
+from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.runtime.wires.shared_memory import Ends, Place
+from fxpipe.runtime.wires.throttled import ThrottledWires
 
 HERE = Place("", "one", (1, 2), 0)
 
@@ -53,6 +58,15 @@ def test_a_system_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_kinds_of_a_run(without: dict[tuple[int, int], str], kinds: str) -> None:
     assert Ends({}, {}, without).kinds == kinds
+
+
+def test_processes_with_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = 0, "gloo", [("weights", 0, 1)], torch.device("cuda", 0)
+    for there, why in ((True, "not every process has a CUDA device of its own"), (False, "torch has no NCCL")):
+        monkeypatch.setattr(dist, "is_nccl_available", lambda there=there: there)
+        assert ProcessWires(*place).carriers == [Carrier(0, 1, "gloo through CPU memory", why)]
+    slow = ThrottledWires(Links(1e9), 0.0, *place)
+    assert slow.carriers == [Carrier(0, 1, "gloo through CPU memory", "--throttle")]
 
 
 def test_pairs_that_are_alike_are_one_line() -> None:
