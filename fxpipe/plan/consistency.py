@@ -37,7 +37,7 @@ _DTYPES = frozenset(
 )
 
 
-_DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|privateuseone)(:\d{1,3})?")
 
 
 def check(plan: Plan) -> None:

@@ -42,10 +42,11 @@ class Case:
         processes: a worker in each, as torchrun starts them, with messages through shared memory, over gloo, or by
             NCCL's rules.
         own: trained call by call, by a loop of the user's own.
+        device: of model and batches; 'pretended' is in a process that has it (see `pretended_device`).
     """
 
     model: str = axis("chain", "gpt", "dropout", "conv", "lstm", "function", "dict", "texts",
-                      slow=("gpt-dropout",))  # fmt: skip
+                      slow=("gpt-dropout", "attention-dropout"))  # fmt: skip
     workers: int = axis(2, 3, 4, 1)
     cuts: str = axis("same", "later", "earlier", "random", "planned", "three-way")
     schedule: str = axis("1f1b", "gpipe", "async", "async-late", "zb-h1", "zb-h1*2", "interleaved", "zb-v", "csv",
@@ -68,6 +69,7 @@ class Case:
     stop: int = axis(0, 2, 4)
     processes: str = axis("", "shared", "gloo", "nccl")
     own: bool = axis(False, True)
+    device: str = axis("cpu", slow=("pretended",))
 
     @property
     def flushes(self) -> bool:

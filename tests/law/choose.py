@@ -79,10 +79,11 @@ def exists(case: Case) -> bool:
     copies = case.cuts not in PINNED or case.model == "lstm"  # of weights, or none
     planned = case.unequal and case.schedule == "async" and copies
     own = case.own and not possible(case)
+    elsewhere = case.device != "cpu" and (case.engine != "eager" or case.processes == "shared")
     impossible = (
         own or case.workers % several or padded or smaller or unequal or eager_fails or too_many or case.total > 4
     )
-    return not (impossible or masks or uneven or many or double or kernel or planned)
+    return not (impossible or masks or uneven or many or double or kernel or planned or elsewhere)
 
 
 def pairs_of(case: Case) -> set[Pair]:
@@ -157,11 +158,11 @@ def _without_needless(chosen: set[Case], kept: set[Case]) -> list[Case]:
     return sorted(chosen, key=str)
 
 
-def random_cases(count: int, seed: str) -> list[Case]:
-    """Legal cases of the slow values too."""
+def random_cases(count: int, seed: str, device: str = "cpu") -> list[Case]:
+    """Legal cases of the slow values too, on a device."""
     draw, found = random.Random(seed), []
     while len(found) < count:
-        case = drawn(draw, SLOW, {})
+        case = drawn(draw, SLOW, {"device": device})
         if case is not None and is_legal(case):
             found.append(case)
     return found

@@ -198,9 +198,9 @@ def _apart(case: Case) -> Outcome:
 
 def _left(case: Case, run: Trained, losses: list[float]) -> Outcome:
     averages = dict(run.averaged.module.named_parameters()) if run.averaged is not None else {}
-    found = {name: value.detach() for name, value in run.model.state_dict().items()}
+    found = {name: value.detach().cpu() for name, value in run.model.state_dict().items()}
     metrics = {} if case.evaluation == "none" else evaluated(case, run.model)
-    return Outcome(losses, found, {n: v.detach() for n, v in averages.items()}, [], metrics, run.metrics)
+    return Outcome(losses, found, {n: v.detach().cpu() for n, v in averages.items()}, [], metrics, run.metrics)
 
 
 def evaluated(case: Case, model: nn.Module) -> dict[str, float]:
@@ -222,4 +222,8 @@ def _samples(batch: Any) -> int:
 
 def _cast(case: Case) -> Any:
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return torch.autocast("cpu", kinds[case.precision]) if case.precision in kinds else contextlib.nullcontext()
+    return (
+        torch.autocast(Task(case).device.type, kinds[case.precision])
+        if case.precision in kinds
+        else contextlib.nullcontext()
+    )

@@ -59,8 +59,11 @@ def _by_hand(case: Case) -> bool:
     )
 
 
-def faults(case: Case, folder: Path) -> list[str]:
+def faults(case: Case, folder: Path, planted: str = "") -> list[str]:
     """In words, where a case is not what its references are; empty if the law holds.
+
+    Args:
+        planted: a fault of `nccl`, which a process of the run has.
 
     Raises:
         FxpipeError: the case is refused.
@@ -75,16 +78,16 @@ def faults(case: Case, folder: Path) -> list[str]:
         if case.stop:
             runs[1] = replace(runs[1], resume=str(runs[1].resume).replace("/stopped/", "/stopped-again/"))
         if case.own:
-            again = run_own(runs, case.total if case.processes else 0, folder, case.processes)
+            again = run_own(runs, case.total if case.processes else 0, folder, case.processes, planted)
         elif case.processes:
-            again = run_in_processes(runs, case.total, folder, case.processes)
+            again = run_in_processes(runs, case.total, folder, case.processes, planted)
         else:
             again = [run_here(options) for options in runs][-1]
         found += [f"bits: {text}" for text in again.same_bits(whole)]
     if "eager" in kinds:
         found += [f"eager: {text}" for text in _differences(case, whole, eager.trained(case))]
     if "papers" in kinds:
-        found += [f"papers: {text}" for text in _differences(case, whole, _papers(case))]
+        found += [f"papers: {text}" for text in _differences(case, whole, _papers(replace(case, device="cpu")))]
     return found
 
 

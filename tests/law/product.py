@@ -74,7 +74,7 @@ def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
     def captured(model: Any, step: Any, batch: Any, **more: Any) -> Any:
         leaves = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in pytree.tree_leaves(batch)]
         task: Task = step.__self__
-        key = (task.case.model, task.weighed, task.case.precision, step.__name__, str(leaves), str(more))
+        key = (task.case.model, task.weighed, task.case.precision, task.device, step.__name__, str(leaves), str(more))
         if key not in known:
             known[key] = capture(model, step, batch, **more)
         return known[key]
@@ -209,7 +209,7 @@ def _cuts(case: Case) -> dict[str, Any]:
     if case.cuts == "three-way":
         return {"cuts": "three-way", "links": FAST}
     if case.cuts == "random":
-        program = units_of(case.model, case.precision, case.parts, case.batch, case.batches)
+        program = units_of(case.model, case.precision, case.parts, case.batch, case.batches, case.device)
         return {"cuts": legal_cuts(program, case.workers, f"{case.model}/{case.workers}"), "split_backward": True}
     paths, (forward, backward) = MODELS[case.model].paths, places(case)
     return {"forward_at": tuple(paths[a] for a in forward), "backward_at": tuple(paths[a] for a in backward)}
@@ -224,9 +224,9 @@ def places(case: Case) -> tuple[list[int], list[int]]:
 
 
 @functools.cache
-def units_of(model: str, precision: str, parts: int, size: int, batches: str) -> Program:
+def units_of(model: str, precision: str, parts: int, size: int, batches: str, device: str) -> Program:
     """The step on one microbatch, with the units that cuts are numbers of."""
-    task = Task(Case(model=model, precision=precision, batches=batches))
+    task = Task(Case(model=model, precision=precision, batches=batches, device=device))
     made = task.model()
     batch, autocast = split(task.train_data()[0], parts)[0], precision if precision in ("bf16", "fp16") else None
     return with_units(fxpipe.capture(made, task.loss, batch, autocast=autocast), parts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import padded_texts
+import pretended_device
 import small_models
 import torch
 from case import Case
@@ -82,7 +83,7 @@ class Dropped(nn.Module):
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        noise = one_draw("randn", lambda: torch.randn(6, dtype=x.dtype)) if self.training else 0
+        noise = one_draw("randn", lambda: torch.randn(6, dtype=x.dtype, device=x.device)) if self.training else 0
         x = F.dropout(self.first(x) + noise, 0.1, self.training)
         for i, block in enumerate(self.blocks):
             x = x + (checkpoint(self._scaled, block, x, use_reentrant=False) if i == 1 else block(x))
@@ -90,7 +91,9 @@ class Dropped(nn.Module):
 
     def _scaled(self, block: nn.Module, x: Tensor) -> Tensor:
         """With stochastic depth."""
-        return block(x) * (one_draw("rand", lambda: torch.rand(())) < 0.7) if self.training else block(x)
+        return (
+            block(x) * (one_draw("rand", lambda: torch.rand((), device=x.device)) < 0.7) if self.training else block(x)
+        )
 
 
 class Functions(nn.Module):
@@ -107,6 +110,19 @@ class Functions(nn.Module):
         for i, block in enumerate(self.blocks):
             x = torch.tanh(x + checkpoint(block, x, use_reentrant=i % 2 == 1))
         return self.head(x)
+
+
+class Attention(nn.Module):
+    """One kernel of torch; on CUDA it leaves its seed in the CPU's memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        dropout = 0.1 if self.training else 0.0
+        return x + F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).squeeze(1)
 
 
 class Recurrent(nn.Module):
@@ -126,6 +142,11 @@ class Recurrent(nn.Module):
         for layer in self.layers:
             x = x + layer(x)[0]
         return self.head(x[-1])
+
+
+def _attending() -> nn.Module:
+    blocks = [Attention(6) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(17, 6), *blocks, nn.Flatten(), nn.Linear(18, 5))
 
 
 def forget(model: Recurrent) -> None:
@@ -174,6 +195,7 @@ MODELS = {
         small_models.Case("gpt", lambda: small_models.GPT(depth=1), *STEP, GPT),
         small_models.Case("dropout", Dropped, CLASSIFY, VECTORS, FUNCTIONS),
         small_models.Case("gpt-dropout", lambda: small_models.GPT(depth=1, dropout=0.2), *STEP, GPT),
+        small_models.Case("attention-dropout", _attending, CLASSIFY, _words, tuple("01235")),
         small_models.Case("conv", Skips, CLASSIFY, IMAGES, ("stem", "down", "middle", "up", "head")),
         small_models.Case("lstm", Recurrent, CLASSIFY, _words, ("embed", "layers.0", "head")),
         small_models.Case("function", Functions, counted, VECTORS, FUNCTIONS),
@@ -232,8 +254,14 @@ class Task:
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        made = self.of.model()
+        with self.device:
+            made = self.of.model()
         return made.to(getattr(torch, self.case.precision)) if self._weights else made
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model and the batches."""
+        return torch.device(pretended_device.NAME if self.case.device == "pretended" else "cpu")
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = opaque if self.weighed else self.of.loss
@@ -287,11 +315,18 @@ class Task:
         return made
 
     def _with_plain(self, batches: list[Any]) -> list[Any]:
+        batches = pytree.tree_map_only(Tensor, lambda value: value.to(self.device), batches)
         if self.case.batches == "tensors":
             return batches
         names = (["a.png"], [], ["b.png", "c.png"])
         return [
-            {"given": batch, "names": names[i % 3], "rise": min(2, 0.3 * i), "step": i % 2, "seen": torch.arange(i)}
+            {
+                "given": batch,
+                "names": names[i % 3],
+                "rise": min(2, 0.3 * i),
+                "step": i % 2,
+                "seen": torch.arange(i, device=self.device),
+            }
             for i, batch in enumerate(batches)
         ]
 
@@ -309,7 +344,9 @@ class Task:
         return self.case.precision in ("float64", "bfloat16")
 
     def hooks(self) -> dict[str, Any]:
-        """What a model file of this case defines."""
+        """What a model file of this case defines; from now on, this process has its device."""
+        if self.case.device == "pretended":
+            pretended_device.set_up()
         found: dict[str, Any] = {name: getattr(self, name) for name in ("model", "loss", "train_data", "optimizer")}
         if self.case.rate in RATES:
             found["lr_scheduler"] = RATES[self.case.rate]

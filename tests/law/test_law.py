@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pretended_device
 import pytest
 from case import AXES, SLOW, Case, of_text
 from choose import drawn, is_legal, pairs_of, possible_pairs, quick, random_cases
 from judge import faults
 from refused import RULES, Rule, refusals
+from try_case import tried
 
 from fxpipe.errors import FxpipeError
 
-RANDOM = 300
+RANDOM, ELSEWHERE = 300, 20
 
 
 def _holds(case: Case, folder: Path) -> None:
@@ -34,6 +36,15 @@ def test_the_law_at_random(case: Case, tmp_path: Path) -> None:
     _holds(case, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.skipif(bool(pretended_device.LACKS), reason=pretended_device.LACKS)
+@pytest.mark.parametrize("case", random_cases(ELSEWHERE, "device", "pretended"), ids=str)
+def test_the_law_on_another_device(case: Case) -> None:
+    code, text = tried(case)
+    assert code == 0, text
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_what_is_not_legal_is_refused_by_name(rule: Rule, tmp_path: Path) -> None:
     case = _forbidden(rule)
@@ -47,7 +58,7 @@ def _forbidden(rule: Rule) -> Case:
     draw = random.Random(rule.name)
     while True:
         policy = draw.choice(["default", draw.choice(AXES["policy"])])
-        case = drawn(draw, SLOW, {"policy": policy, "shapes": "one", "stop": 2, "engine": "eager"})
+        case = drawn(draw, SLOW, {"policy": policy, "shapes": "one", "stop": 2, "engine": "eager", "device": "cpu"})
         if case is not None and refusals(case) == [rule]:
             return case
 

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import pretended_device
 import pytest
-from case import of_text
-from nccl import OTHER, STUCK
-from product import compiled, run_in_processes, runs_of
+from nccl import ELSEWHERE, OTHER, STUCK
+from try_case import tried
 
-CASE = of_text("model=gpt cuts=later schedule=async microbatches=4 processes=nccl")
+GPT = "model=gpt cuts=later schedule=async microbatches=4 processes=nccl"
+SEEDS = "model=attention-dropout cuts=later processes=nccl device=pretended"
+needs_device = pytest.mark.skipif(bool(pretended_device.LACKS), reason=pretended_device.LACKS)
 
 
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("fault", "found"),
-    [("at once", STUCK), ("any order", OTHER)],
+    ("case", "fault", "found"),
+    [
+        (GPT, "at once", STUCK),
+        (GPT, "any order", OTHER),
+        pytest.param(SEEDS, "from the CPU", ELSEWHERE, marks=needs_device),
+    ],
 )
-def test_a_broken_rule_is_found(tmp_path: Path, fault: str, found: str) -> None:
-    compiled(CASE, tmp_path)
-    with pytest.raises(AssertionError, match=found):
-        run_in_processes(runs_of(CASE, tmp_path), CASE.total, tmp_path, "nccl", fault)
+def test_a_broken_rule_is_found(case: str, fault: str, found: str) -> None:
+    code, text = tried(case, fault)
+    assert code != 0
+    assert found in text
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@needs_device
+def test_seeds_of_attention_cross() -> None:
+    """torch leaves them in the CPU's memory: they travel on the device."""
+    code, text = tried(SEEDS)
+    assert code == 0, text
