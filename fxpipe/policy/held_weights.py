@@ -102,7 +102,7 @@ class _WeightsOfRow:
             if reading.owner == owner and self.demand.newest(part, self.worker, owner, 0) >= version
         )
         pack = self._messages.pack(owner, self.worker, version, ahead, self._filling)
-        self._hold(2 * max(0, posted - LOOKAHEAD), 2 * last + 1, pack.bytes)
+        self._hold(max(0, 2 * (posted - LOOKAHEAD) - 1), 2 * last + 1, pack.bytes)
         if pack.differences:  # decoded weights have their own memory
             first = min(begin for begin, _ in reads.values())
             self._hold(2 * first, 2 * last + 1, sum(map(self._bytes.__getitem__, reads)))
