@@ -12,6 +12,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,9 @@ _CONFIG = {
 }
 # Inductor's decompositions that do not compute the same as the kernels they replace: see fxpipe/tracing/kernels.py.
 _NOT_DECOMPOSED = (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
+ABANDONED = 3600.0
+"""Seconds after which a folder without a change is of a process that was killed."""
+
 _LOGGERS = (INDUCTOR, DYNAMO, FUNCTORCH)
 
 
@@ -181,8 +185,9 @@ def _temporary(cache: Path | None) -> Path:
     if cache is not None:
         with contextlib.suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
-            for old in cache.parent.glob(f".{cache.name}.*"):  # of a process that was killed
-                shutil.rmtree(old, ignore_errors=True)
+            for old in cache.parent.glob(f".{cache.name}.*"):
+                if time.time() - old.stat().st_mtime > ABANDONED:  # else another replica is compiling the same part
+                    shutil.rmtree(old, ignore_errors=True)
             return Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent)).absolute()
     return Path(tempfile.mkdtemp(prefix="fxpipe-inductor-"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.build.build import Build
 from fxpipe.engines.engine import EnginePart
-from fxpipe.engines.inductor import InductorEngine
+from fxpipe.engines.inductor import InductorEngine, _temporary
 from fxpipe.errors import BackendError
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.loaded import load_stages
@@ -172,6 +173,15 @@ def test_bad_cache_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[0], loaded[0])
     assert [p.name for p in tmp_path.iterdir()] == ["part"]
+
+
+def test_what_another_process_is_compiling_stays(tmp_path: Path) -> None:
+    fresh, old = tmp_path / ".part.fresh", tmp_path / ".part.old"
+    for folder in (fresh, old):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    own = _temporary(tmp_path / "part")
+    assert sorted(tmp_path.iterdir()) == sorted([fresh, own])
 
 
 def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
