@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fxpipe.engines.kept_files import is_intact, record, remove
+from fxpipe.engines.pieces import pieces
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.stages.derived_outputs import trim
 from fxpipe.stages.part_call import Function
@@ -84,15 +85,26 @@ class EnginePart(PureFunction):
             BackendError: the engine cannot run the part.
         """
         self.engine, self._stable = engine.name, engine.stable
-        self.kept = kept_as(part, engine)
-        trimmed = trim(part)
-        path = cache / self.kept if cache and engine.keeps else None
-        inner = _built(trimmed.inner, engine, path, say)
+        self.kept: list[str] = []
+        self._pieces = []
+        whole = pieces(part)
+        for number, piece in enumerate(whole):
+            trimmed, kept = trim(piece.part), kept_as(piece.part, engine)
+            inner = _built(trimmed.inner, engine, cache / kept if cache and engine.keeps else None, say)
+            later = frozenset(i for each in whole[number + 1 :] for i in each.takes)
+            self._pieces.append((piece, trimmed, inner, later))
+            self.kept.append(kept)
+        super().__init__(part, self._computed)
 
-        def compute(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-            return trimmed.finish(inputs, inner([inputs[i] for i in trimmed.takes]))
-
-        super().__init__(part, compute)
+    def _computed(self, values: list[Any]) -> Iterator[Iterable[tuple[int, Tensor]]]:
+        """The outputs of one piece after the other; a value is let go after the last piece that takes it."""
+        for piece, trimmed, inner, later in self._pieces:
+            given = [values[i] for i in piece.takes]
+            made = trimmed.finish(given, inner([given[i] for i in trimmed.takes]))
+            values += made[len(piece.gives) :]
+            values[:] = [value if i in later else None for i, value in enumerate(values)]
+            del given
+            yield zip(piece.gives, made, strict=False)
 
     def judge(self, function: Function) -> Function:
         """Adapt the emitted function, or the part in float64, for a comparison with the engine's results."""

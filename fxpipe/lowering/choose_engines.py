@@ -74,7 +74,7 @@ def choose_engines(
     plan = build.plan
     names = [n for n in (MEASURED[1:] if backend == "auto" else (backend,)) if n != "eager"]
     times: list[EngineTime] = []
-    names_kept: dict[tuple[int, Phase, str], str] = {}
+    names_kept: dict[tuple[int, Phase, str], list[str]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_engines_") as temporary,
         worker_threads(threads, plan.processes),
@@ -119,7 +119,9 @@ def choose_engines(
         costs=dataclasses.replace(
             build.costs, timings=tuple(_as_whole(plan, build.costs.timings)), engines=tuple(times)
         ),
-        engine_files=_chosen(files, {names_kept.get((t.worker, t.phase, t.engine)) for t in times if t.chosen}),
+        engine_files=_chosen(
+            files, {n for t in times if t.chosen for n in names_kept.get((t.worker, t.phase, t.engine), ())}
+        ),
     )
 
 
@@ -155,9 +157,9 @@ def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]
         yield dataclasses.replace(timing, made=made, needed=needed)
 
 
-def _chosen(files: Mapping[str, bytes], names: set[str | None]) -> dict[str, bytes]:
+def _chosen(files: Mapping[str, bytes], names: set[str]) -> dict[str, bytes]:
     """The files of the chosen engines: each has its own file or folder, and its digest."""
-    wanted = {entry for name in names if name is not None for entry in names_of(name)}
+    wanted = {entry for name in names for entry in names_of(name)}
     return {path: content for path, content in files.items() if path.partition("/")[0] in wanted}
 
 
@@ -176,7 +178,7 @@ class _EngineTrial:
     strict: bool
     budget: float
 
-    def times(self, there: Mapping[str, str | None]) -> tuple[list[EngineTime], dict[str, str]]:
+    def times(self, there: Mapping[str, str | None]) -> tuple[list[EngineTime], dict[str, list[str]]]:
         """A row for eager and one for each engine, and the names of the engines' kept files."""
         part = self.part
         rows, ready = {}, {}

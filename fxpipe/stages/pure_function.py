@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,18 +19,21 @@ from fxpipe.torch_private import TorchDispatchMode, pytree
 Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Computes a part's outputs from its inputs, both in the part's order."""
 
+Steps = Callable[[list[Any]], Iterable[Iterable[tuple[int, Tensor]]]]
+"""Computes a part's outputs from its inputs in one or more steps: in each some outputs, with their places."""
+
 
 class PureFunction:
     """Called like the emitted function: `(weights, buffers, batch or saved or deferred, comm)`.
 
-    It receives everything before it computes, and sends and adds up everything afterwards.
+    It receives everything before it computes, and sends and adds up what a step has made after that step.
     """
 
-    def __init__(self, part: PurePart, compute: Compute) -> None:
+    def __init__(self, part: PurePart, steps: Steps) -> None:
         self.part = part
-        self._compute = compute
+        self._steps = steps
         self._receives = [row.name for row in part.inputs if row.kind == "received"]
-        self._sends = [row.name for row in part.outputs if row.kind == "sent"]
+        self._sends = [(i, row.name) for i, row in enumerate(part.outputs) if row.kind == "sent"]
         self._loss = sum(row.kind == "loss" for row in part.outputs)
         self._updates = sum(row.kind == "update" for row in part.outputs)
 
@@ -39,13 +43,18 @@ class PureFunction:
         inputs = [*weights, *buffers, *third, *received, *drawn]
         if self.part.phase != "F":
             third.clear()
-        outputs = tuple(self._compute(inputs))
-        del inputs, received, drawn
+        del received, drawn
+        made: dict[int, Tensor] = {}
+        sends, handed = deque(self._sends), deque(self.part.handed)
+        for some in self._steps(inputs):
+            made.update(some)
+            while sends and sends[0][0] in made:
+                place, name = sends.popleft()
+                send(self.part, name, made[place], comm)
+            while handed and all(i is None or i in made for i in handed[0].outputs):
+                handed.popleft().to(comm, made)
+        outputs = tuple(made[i] for i in range(len(made)))
         count = len(outputs) - len(self._sends)
-        for name, value in zip(self._sends, outputs[count:], strict=True):
-            send(self.part, name, value, comm)
-        for bucket in self.part.handed:
-            bucket.to(comm, outputs)
         if self.part.phase != "F":
             return list(outputs[:count])
         saved = self._loss + self._updates
@@ -81,10 +90,10 @@ def in_float64(part: PurePart) -> PureFunction:
         if node.op == "get_attr":
             setattr(module, node.target, wide(getattr(module, node.target)))
 
-    def compute(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def compute(inputs: list[Any]) -> Iterator[Iterable[tuple[int, Tensor]]]:
         with all_float64():
             results: tuple[Tensor, ...] = module(*map(wide, inputs))
-        return results
+        yield enumerate(results)
 
     return PureFunction(part, compute)
 

@@ -67,7 +67,7 @@ class HandedOver:
     call: Literal["all_reduce", "reduce_scatter"]
     outputs: tuple[int | None, ...]
 
-    def to(self, comm: Any, outputs: Sequence[Any]) -> None:
+    def to(self, comm: Any, outputs: Mapping[int, Any]) -> None:
         """Give the gradients, out of all outputs of the part, to `comm`."""
         getattr(comm, self.call)(self.bucket, [None if i is None else outputs[i] for i in self.outputs])
 

@@ -17,6 +17,7 @@ from small_models import CASES
 from torch import Tensor
 
 from fxpipe.build.build import Build
+from fxpipe.engines import pieces
 from fxpipe.engines.attach import CheckedPart
 from fxpipe.engines.engine import Engine, EnginePart
 from fxpipe.errors import BackendError, BuildError, RunError
@@ -96,6 +97,48 @@ def test_an_engine_hands_over_what_the_code_does(made: str, sharded: bool) -> No
                 assert given is gradients[parameter]
                 assert expected is not None
                 torch.testing.assert_close(given, expected, check_dtype=made != "float64", rtol=1e-4, atol=1e-6)
+
+
+class Noting(Interpreter):
+    """Notes each call of what it has built."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def build(self, part: PurePart, cache: Path | None) -> Compute:
+        def compute(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            self.calls.append("piece")
+            return part(inputs)
+
+        return compute
+
+
+@pytest.mark.parametrize(("least", "count"), [(1024, 4), (1 << 30, 1)])
+def test_sums_begin_between_the_pieces_of_an_engine(least: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece has about as many bytes; few bytes are worth no piece. Together they make what the whole makes."""
+    monkeypatch.setattr(pieces, "LEAST_BYTES", least)
+    build = built()
+    for worker, stage in enumerate(load_stages(build.plan, build.files)):
+        _, part = trace_stage(build.plan, worker, stage)
+        engine, call = Noting(), recorded()[worker, "B"]
+        function = EnginePart(part, engine)
+        comm = ReadyComm(call.received)
+        noted = engine.calls
+        monkeypatch.setattr(comm, "all_reduce", lambda name, gradients, to=noted: to.append(name))
+        with torch.no_grad():
+            returned = function(call.weights, call.buffers, list(call.third), comm)
+            expected = call.run(stage.functions["B"])
+        assert all(map(torch.equal, returned, expected.gradients))
+        assert all(torch.equal(comm.sent[name], value) for name, value in expected.sent.items())
+        buckets = build.plan.stages[worker].buckets
+        assert [name for name in noted if name != "piece"] == [bucket.name for bucket in buckets]
+        size, sizes = {bucket.name: bucket.bytes for bucket in buckets}, [0]
+        for name in noted[1:]:
+            sizes[-1] += size.get(name, 0)
+            sizes += [0] if name == "piece" else []
+        largest = max(size.values())
+        assert len(sizes) == count
+        assert all(abs(each - sum(sizes) / count) <= largest for each in sizes)
 
 
 def edited(old: str, new: str) -> str:
