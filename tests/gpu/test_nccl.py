@@ -1,4 +1,4 @@
-"""Runs over NCCL, of two processes on one device: NCCL_HOSTID has NCCL take them for two hosts, which it lets share."""
+"""Runs over NCCL, of processes that share a device: NCCL_HOSTID has NCCL take them for several hosts, which may."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from fxpipe import codecs
 from fxpipe.plan.spec import TensorSpec
 
-LENGTH, HEADS, WIDTH, BATCH = 16, 2, {width}, {batch}
+LENGTH, HEADS, WIDTH, BATCH = 16, 2, 32, 8
 
 
 class Block(nn.Module):
@@ -61,7 +61,7 @@ class Halves(codecs.Codec):  # of a type that NCCL does not know
     name = "halves"
 
     def refusal(self, tensor):
-        return "" if tensor.dtype == "float32" else f"float32, and this is {{tensor.dtype}}"
+        return "" if tensor.dtype == "float32" else f"float32, and this is {tensor.dtype}"
 
     def packed(self, tensor):
         return TensorSpec((tensor.bytes // 4,), (1,), "int16")
@@ -95,23 +95,54 @@ def eval_data():
 
 
 def metrics(model, batch):
-    return {{"nats": loss(model, batch)}}
+    return {"nats": loss(model, batch)}
 
 
 def on_step(step, loss, run):
     torch.cuda.synchronize()  # waits for all that the device is to do, receives among it
 """
+LATE = """
+
+from fxpipe.runtime.process import training_loop
+from fxpipe.runtime.wires.nccl_lines import Communicator
+
+
+def late(call):
+    def run(*given, **more):
+        torch.cuda._sleep(5_000_000)  # some milliseconds of the current stream
+        return call(*given, **more)
+
+    return run
+
+
+training_loop.Executor.execute = late(training_loop.Executor.execute)
+Communicator.send, Communicator.receive = late(Communicator.send), late(Communicator.receive)
+"""
+SMALLER = """
+
+def train_data():
+    for step in range(20):
+        yield torch.randint(50, (BATCH // 2 if step % 4 == 3 else BATCH, LENGTH), device="cuda")
+"""
 APART = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.1")
 MICROBATCHES = ("--schedule", "1f1b", "--microbatches", 4)
+FOUR = ("--fp-cut", "blocks.1", "--fp-cut", "blocks.2", "--fp-cut", "blocks.3")
+FOUR += ("--bp-cut", "blocks.0", "--bp-cut", "blocks.2", "--bp-cut", "blocks.3")
 
 
-def over_nccl(folder: Path, *run: object) -> dict[str, object]:
-    """The summary of a run of two processes."""
+def over_nccl(folder: Path, ranks: int, *run: object) -> dict[str, object]:
+    """The summary of a run of so many processes."""
     port = free_port()
-    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    place = {
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+    }
     wires = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
     started = []
-    for rank in range(2):
+    for rank in range(ranks):
         own = {**place, **wires, "RANK": rank, "NCCL_HOSTID": f"host{rank}"}
         environment = {name: str(value) for name, value in own.items()}
         started.append(start_module("fxpipe", "run", folder / "build", *run, "--json", **environment))
@@ -120,32 +151,47 @@ def over_nccl(folder: Path, *run: object) -> dict[str, object]:
     finally:
         for process in started:
             process.kill()
-    assert [result.code for result in results] == [0, 0], results
+    assert [result.code for result in results] == [0] * ranks, results
     summary: dict[str, object] = json.loads(results[0].out)
     assert summary["transport"] == "nccl"
     return summary
 
 
 @pytest.mark.parametrize(
-    ("options", "wide"),
+    ("ranks", "options", "run", "more"),
     [
-        pytest.param((*MICROBATCHES, *APART), False, id="1f1b"),
-        pytest.param(("--schedule", "async", *APART), False, id="async"),
-        pytest.param((*MICROBATCHES, *APART, "--autocast", "bf16"), False, id="bf16"),
-        pytest.param((*MICROBATCHES, *APART, "--codec", "activation=halves"), False, id="codec"),
-        pytest.param(("-n", 1, "--dp", 2, *MICROBATCHES), False, id="replicas"),
-        pytest.param((*MICROBATCHES, *APART), True, id="wide"),
+        pytest.param(2, (*MICROBATCHES, *APART), (), "", id="1f1b"),
+        pytest.param(2, ("--schedule", "async", *APART), ("--clip-norm", 1), "", id="async"),
+        pytest.param(2, (*MICROBATCHES, *APART, "--autocast", "bf16"), (), "", id="bf16"),
+        pytest.param(2, (*MICROBATCHES, *APART, "--autocast", "fp16"), ("--loss-scale-interval", 2), "", id="fp16"),
+        pytest.param(2, (*MICROBATCHES, *APART, "--codec", "activation=halves"), (), "", id="codec"),
+        pytest.param(2, (*MICROBATCHES, *APART), (), "WIDTH = BATCH = 1024\n", id="wide"),
+        pytest.param(2, (*MICROBATCHES, *APART), (), LATE, id="late"),
+        pytest.param(2, ("--schedule", "async", *APART), (), LATE, id="late-async"),
+        pytest.param(2, (*MICROBATCHES, *APART), ("--offload",), "WIDTH = BATCH = 256\n", id="offload"),
+        pytest.param(2, ("--schedule", "zb-h1", "--microbatches", 4, *APART), (), "", id="zb-h1"),
+        pytest.param(2, (*MICROBATCHES, *APART, "--meta"), (), "", id="meta"),
+        pytest.param(2, (*MICROBATCHES, *APART, "--scan", 1), ("--new-shapes", 1), SMALLER, id="new-shape"),
+        pytest.param(2, ("-n", 2, *FOUR, "--schedule", "interleaved", "--microbatches", 4), (), "", id="interleaved"),
+        pytest.param(4, ("-n", 4, *FOUR, "--schedule", "async"), (), "", id="async-4"),
+        pytest.param(2, ("-n", 1, "--dp", 2, *MICROBATCHES), (), "", id="replicas"),
+        pytest.param(4, ("-n", 2, "--dp", 2, *MICROBATCHES), (), "", id="replicas-4"),
     ],
 )
-def test_trains_the_bits_of_one_process(tmp_path: Path, options: tuple[object, ...], wide: bool) -> None:
-    """Wide: messages of 16 MB, which a send cannot put into NCCL's own memory, so it waits for the receiver."""
-    width, batch = (1024, 1024) if wide else (32, 8)
-    (tmp_path / "model.py").write_text(MODEL.format(width=width, batch=batch))
+def test_trains_as_one_process(
+    tmp_path: Path, ranks: int, options: tuple[object, ...], run: tuple[object, ...], more: str
+) -> None:
+    """Wide: messages of 16 MB, which a send cannot put into NCCL's own memory, so it waits for the receiver.
+
+    Late: a message is to leave long before the device has made it, and to be read long before it has come.
+    """
+    (tmp_path / "model.py").write_text(MODEL + more)
     compiled = ("--device", "cuda", "--cost", "analytic", *options, "-o", tmp_path / "build")
-    assert fxpipe("compile", tmp_path / "model.py", *compiled).code == 0
-    run = ("--steps", 6, "--eval-every", 2)
+    result = fxpipe("compile", tmp_path / "model.py", *compiled)
+    assert result.code == 0, result.err
+    run = ("--steps", 6, "--eval-every", 2, *run)
     local = fxpipe("run", tmp_path / "build", *run, "--local", "--out", tmp_path / "local", "--json")
     assert local.code == 0, local.err
-    expected, found = json.loads(local.out), over_nccl(tmp_path, *run, "--out", tmp_path / "real")
+    expected, found = json.loads(local.out), over_nccl(tmp_path, ranks, *run, "--out", tmp_path / "real")
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)  # atomics in embedding's backward
     assert len(found["evaluations"]) == len(expected["evaluations"]) == 3  # type: ignore[arg-type]
