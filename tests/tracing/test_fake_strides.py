@@ -35,6 +35,16 @@ BACKWARD = {
     aten._softmax_backward_data.default: (-1, torch.float32),
     aten._log_softmax_backward_data.default: (-1, torch.float32),
 }
+ON = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
 THREE = {
     aten.mse_loss_backward.default: (1,),
 }
@@ -56,36 +66,39 @@ def laid_out() -> list[Callable[[], Tensor]]:
     ]
 
 
+@ON
 @pytest.mark.parametrize("operator", [*BACKWARD, *THREE], ids=str)
-def test_strides_are_foretold_as_the_kernel_gives_them(operator: Any) -> None:
+def test_strides_are_foretold_as_the_kernel_gives_them(operator: Any, device: str) -> None:
     mode = KernelStrides()
     ways = (laid_out(), laid_out())
     if operator in THREE:
         ways = ([*laid_out(), lambda: torch.rand(())], laid_out(), laid_out()[:2])
     for make in itertools.product(*ways):
-        given = arguments(operator, tuple(m() for m in make))
+        with torch.device(device):
+            given = arguments(operator, tuple(m() for m in make))
         computed = operator(*given)
         with mode:
             predicted = operator(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
         assert predicted.stride() == computed.stride(), [m().stride() for m in make]
 
 
-WEIGHT = torch.rand(3)
 OTHERS: dict[Any, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     aten.native_dropout_backward.default: lambda a, b: (a, b > 0.5, 2.0),
     aten.roll.default: lambda a, b: (a, [1], [1]),
     aten.native_batch_norm_backward.default: lambda a, b: (
-        *(b, a, WEIGHT, WEIGHT, WEIGHT, WEIGHT, WEIGHT),
+        *(b, a, *torch.rand(5, 3)),
         *(True, 1e-5, [True, True, True]),
     ),
 }
 
 
+@ON
 @pytest.mark.parametrize("operator", OTHERS, ids=str)
-def test_other_strides_are_foretold_as_the_kernel_gives_them(operator: Any) -> None:
+def test_other_strides_are_foretold_as_the_kernel_gives_them(operator: Any, device: str) -> None:
     mode = KernelStrides()
     for a, b in itertools.product(laid_out(), repeat=2):
-        given = OTHERS[operator](a(), b())
+        with torch.device(device):
+            given = OTHERS[operator](a(), b())
         computed = pytree.tree_leaves(operator(*given))
         with mode:
             predicted = pytree.tree_leaves(operator(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)))
