@@ -20,6 +20,7 @@ REPORTS = {
     "checkpoints": (r"\*\*Training\*\*", r"\| 10 MB \| DCP", r"after step 10,000", VERDICT),
     "codecs": (r"\| int8 \| 0\.2578", r"\| 1024 \| lowrank:4", VERDICT),
     "efficiency": ("efficiency ", "worker 1", "executor "),
+    "gpu": (r"\| GPT block \| 1 \| emitted stages \| \d", r"\| LSTM \| 1 \| eager PyTorch \| \d", r"\| 3 \("),
     "links": (r"\| snn \| 300Mbit", r"\| torch 1F1B", r"\| DDP, PowerSGD", VERDICT),
     "peers": (r"\| torch ZBV \|", r"\| one process, 2 threads \| \d+ \|", "took zb|took 1f1b", "is slower than: "),
     "planner": ("made-up", "efficiency: ideal time over the slowest worker's"),
