@@ -280,8 +280,28 @@ def _from_the_cpu() -> None:
     _Wiring._on_device = lambda self, node, home: node  # type: ignore[method-assign]
 
 
+def _other_place() -> None:
+    """Two of four processes launch exchanges of replicas where the results are taken, not where they are given."""
+    begin = ReplicaProcess.begin
+    late = os.environ.get("RANK") in ("1", "2")
+
+    def later(self: ReplicaProcess, worker: int, key: Any, run: Any, flat: Tensor, taken: bool = True) -> None:
+        if not (late and taken):
+            begin(self, worker, key, run, flat, taken)
+            return
+
+        def take() -> Tensor:
+            begin(self, worker, key, run, flat)
+            return self.result(worker, key)
+
+        self._begun[worker, key] = take
+
+    ReplicaProcess.begin = later  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "at once": _at_once,
     "any order": _any_order,
     "from the CPU": _from_the_cpu,
+    "other place": _other_place,
 }

@@ -9,6 +9,7 @@ from try_case import tried
 
 GPT = "model=gpt cuts=later schedule=async microbatches=4 processes=nccl"
 SEEDS = "model=attention-dropout cuts=later processes=nccl device=pretended"
+REPLICAS = "cuts=later schedule=async microbatches=4 replicas=two policy=latest processes=nccl"
 needs_device = pytest.mark.skipif(bool(pretended_device.LACKS), reason=pretended_device.LACKS)
 
 
@@ -19,6 +20,7 @@ needs_device = pytest.mark.skipif(bool(pretended_device.LACKS), reason=pretended
     [
         (GPT, "at once", STUCK),
         (GPT, "any order", OTHER),
+        (REPLICAS, "other place", STUCK),
         pytest.param(SEEDS, "from the CPU", ELSEWHERE, marks=needs_device),
     ],
 )
