@@ -82,7 +82,7 @@ MOST_SHOWN = 4
 @group(
     "Model and data",
     option_fields(ModelOptions, "device"),
-    option_fields(CompileOptions, "autocast"),
+    option_fields(CompileOptions, "autocast", "params"),
     option_fields(ModelOptions, "settings", "seed", "meta"),
     option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss", "constant_batch", "pad_to", "scan"),
     option_fields(CompileOptions, "accept_optimizer_per_worker"),

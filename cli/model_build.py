@@ -140,6 +140,7 @@ def _command(name: str, made: ModelOptions, options: CompileOptions) -> str:
     parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []
     parts += [f"--recompute {options.recompute}"] if options.recompute != "auto" else []
     parts += [f"--autocast {options.autocast}"] if options.autocast else []
+    parts += [f"--params {options.params}"] if options.params else []
     parts += [f"--constant-batch {shlex.quote(name)}" for name in options.constant_batch]
     parts += [] if options.pad_to is None else [f"--pad-to {options.pad_to}"]
     parts += [f"--scan {options.scan}"] if options.scan != SCANNED else []

@@ -96,7 +96,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 )
 @group(
     "Model and data",
-    option_fields(CompileOptions, "autocast"),
+    option_fields(CompileOptions, "autocast", "params"),
     option_fields(ModelOptions, "settings"),
     option_fields(CompileOptions, "pad_to"),
     option_fields(ModelOptions, meta="Give parameters no values, for a model larger than memory."),
@@ -173,7 +173,8 @@ def plan_command(
     last), the time of a minibatch, and the times of plain data parallelism and of a plain pipeline with as many
     processes. --replicas 2,1,1 and --dp 4 choose cuts for given replicas. With --machine, each machine has one link for
     all its processes. --microbatches is the number in the whole minibatch; with --dp, in one replica of the pipeline,
-    as for `compile`. --autocast, --pad-to, --set, --meta, --cost, --device-spec and --threads are for model files only.
+    as for `compile`. --autocast, --params, --pad-to, --set, --meta, --cost, --device-spec and --threads are for model
+    files only.
 
     An option that is not on the command line is taken from the table [compile] in fxpipe.toml, in the model file's
     folder; else from the model file's compile_options.
@@ -278,7 +279,9 @@ def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:
             "--cost and --device-spec are for models; a profile has its own times: compile with them, and plan that "
             "build's profile.json"
         )
-    if options.autocast or options.threads:
-        raise click.UsageError("--autocast and --threads are for models; a profile has its own times: leave them out")
+    if options.autocast or options.params or options.threads:
+        raise click.UsageError(
+            "--autocast, --params and --threads are for models; a profile has its own times: leave them out"
+        )
     if options.pad_to is not None:
         raise click.UsageError("--pad-to is for models; a profile has no batches")

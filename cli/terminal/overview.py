@@ -55,6 +55,7 @@ def print_header(facts: Facts, console: Console) -> None:
     on = f" on {build['ranks']} process{'es' if build['ranks'] > 1 else ''}" if build["ranks"] < count else ""
     what = [*names, f"{count} worker{'s' if count > 1 else ''}{on}", build["device"]]
     what += [build["autocast"]] if build["autocast"] else []
+    what += [f"{build['params']} parameters"] if build["params"] else []
     what += [f"codec {build['codec']}"] if build["codec"] != "none" else []
     _line(console, what)
     efficiency = "" if build["efficiency"] is None else f", {build['efficiency']:.3f} of ideal"

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 INSTALL = "pip install onnx onnxscript onnxruntime (or onnxruntime-gpu)"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-NARROW = "compile a model in float32 without --autocast, or use another engine"
+NARROW = "compile a model in float32 without --autocast and --params, or use another engine"
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnx", "onnxscript")
 
 

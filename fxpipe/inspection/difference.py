@@ -22,8 +22,8 @@ NOTICEABLE = 0.02
 """Times that differ by a smaller fraction count as equal."""
 
 _SETTINGS = (
-    "model", "workers", "replicas", "outer", "schedule", "policy", "microbatches", "samples", "autocast", "codec",
-    "device", "cuts", "costs", "loss_worker", "torch", "speeds", "links", "optimizer_bytes",
+    "model", "workers", "replicas", "outer", "schedule", "policy", "microbatches", "samples", "autocast", "params",
+    "codec", "device", "cuts", "costs", "loss_worker", "torch", "speeds", "links", "optimizer_bytes",
 )  # fmt: skip
 TIMES = ("forward_ms", "backward_ms", "update_ms")
 BYTES = ("memory_bytes", "bytes_in", "bytes_out")

@@ -130,6 +130,7 @@ def build_facts(subject: Subject) -> Facts:
         "schedule": plan.schedule,
         "policy": plan.policy,
         "autocast": plan.autocast,
+        "params": plan.params,
         "codec": plan.codec,
         "device": plan.device,
         "torch": plan.torch,

@@ -145,6 +145,7 @@ class Program:
         values: the model's own tensors by placeholder name: parameters, buffers, constants.
         example: the example batch's tensors by placeholder name.
         batch_spec: the serialised pytree of a batch.
+        params: 'bf16' if the step computes with bfloat16 casts of the parameters that it trains.
         units: NUMBERED: the module path each unit starts in.
         cuts: PLACED: the units that each worker computes.
         again: PLACED: what each worker's backward computes again; empty if nothing.
@@ -177,6 +178,7 @@ class Program:
     batch_spec: str
     device: str
     autocast: str | None = None
+    params: str | None = None
     units: tuple[str, ...] = ()
     cuts: Cuts | None = None
     again: tuple[Again, ...] = ()

@@ -34,6 +34,7 @@ from fxpipe.stages.minibatch import TRIED_SCALE, Minibatches, weights_of
 from fxpipe.stages.part_call import Function
 from fxpipe.stages.pure_function import all_float64, wide
 from fxpipe.task.batch import Batch
+from fxpipe.task.bf16_parameters import narrow
 from fxpipe.task.hooks import Loss
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.metrics import loss_and_metrics
@@ -121,7 +122,8 @@ def _without_rounding(
 
     def exact() -> Exact | None:
         with SteadyRandomness() if whole or steady else contextlib.nullcontext():
-            true = in_float64(lambda m, b: eager_step(build.plan, m, loss, b, seed, whole=whole), model, batch)
+            plan = build.plan
+            true = in_float64(lambda m, b: eager_step(plan, m, loss, b, seed, whole=whole), model, batch, plan.params)
             if true is None:
                 return None
             try:
@@ -227,6 +229,7 @@ def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int =
             parameters=[(p.names, p.trained) for p in plan.parameters],
             buffers=[b.name for b in plan.buffers],
             context=lambda: autocasting(plan.device, plan.autocast),
+            params=plan.params,
             divisor=1 if whole else plan.loss_divisor,
             scale=TRIED_SCALE if plan.scales_loss else None,
             seed=seed,
@@ -242,6 +245,7 @@ def run_eagerly(
     buffers: Sequence[str],
     context: Callable[[], contextlib.AbstractContextManager[Any]],
     divisor: int,
+    params: str | None = None,
     scale: float | None = None,
     seed: int = 0,
 ) -> Step:
@@ -254,6 +258,7 @@ def run_eagerly(
         parameters: the names of each parameter, and whether it is trained.
         context: what the loss is computed in.
         divisor: what the sums are divided by.
+        params: 'bf16' lets the model compute in bfloat16.
         scale: what the summed losses are multiplied by before backward, and their gradients divided by afterwards.
         seed: of torch's generators at the first batch; each next batch has the next number.
     """
@@ -263,12 +268,14 @@ def run_eagerly(
     total, again = torch.zeros(()), False
     named: list[dict[str, float]] = []
     with torch_state_kept(), preserved(model, loss), _values_kept((*held.values, *known.values())):
+        if params is not None:
+            narrow(model)
         for j, part in enumerate(parts):
             seed_torch(seed + j)
-            with _eager(loss, "loss(model, batch)"), context():
+            with _eager(loss, "loss(model, batch)", params), context():
                 value, metrics = loss_and_metrics(loss(model, part))
             named.append({name: float(torch.as_tensor(v).detach()) for name, v in metrics.items()})
-            with _eager(loss, "backward()"), _buffers_kept(held, buffers):
+            with _eager(loss, "backward()", params), _buffers_kept(held, buffers):
                 before = torch_state()
                 # Its own gradient, as hooks in a pipeline see it; it is divided below.
                 (value if scale is None else value * (scale / divisor)).backward()
@@ -286,8 +293,15 @@ def run_eagerly(
     return Step(total, gradients, values, tuple(named), again)
 
 
+_TRAINS = "make the step train without fxpipe first: loss(model, batch).backward() must run repeatedly"
+_CASTS = (
+    "--params bf16 computes as after model.to(torch.bfloat16): cast floating-point tensors of the batch to the type of "
+    "the weights, x.to(layer.weight.dtype)"
+)
+
+
 @contextlib.contextmanager
-def _eager(loss: Loss, call: str) -> Iterator[None]:
+def _eager(loss: Loss, call: str, params: str | None) -> Iterator[None]:
     """Errors in here are eager PyTorch's own: the step that was captured does not train without fxpipe.
 
     Raises:
@@ -299,7 +313,7 @@ def _eager(loss: Loss, call: str) -> Iterator[None]:
         raise CaptureError(
             f"eager PyTorch itself fails on this step, in {call}: {type(error).__name__}: {error}",
             where=user_lines.user_traceback(error) or user_lines.definition(loss),
-            hint="make the step train without fxpipe first: loss(model, batch).backward() must run repeatedly",
+            hint=_TRAINS if params is None else _CASTS,
         ) from error
 
 
@@ -325,13 +339,15 @@ def _values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, tensors have no gradients yet; afterwards they have their former values, gradients and flags."""
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
-    before = [(t.detach(), t.detach().clone()) for t in tensors]
+    before = [(t, t.detach(), t.detach().clone()) for t in tensors]
     for tensor, *_ in leaves:
         tensor.grad = None
     try:
         yield
     finally:
-        for memory, value in before:
+        for tensor, memory, value in before:
+            if tensor.dtype != memory.dtype:
+                tensor.data = memory
             if not torch.equal(memory, value):
                 memory.copy_(value)
         for tensor, trained, gradient in leaves:

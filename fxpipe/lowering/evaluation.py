@@ -63,6 +63,7 @@ def capture_evaluations(
     loss_weight: LossWeight | None = None,
     constant_batch: Sequence[str] = (),
     padding: Sequence[PadSpec] = (),
+    params: str | None = None,
 ) -> Evaluations:
     """Capture `metrics(model, batch)` for every shape of batch; where that fails, the reason.
 
@@ -74,6 +75,7 @@ def capture_evaluations(
         loss_weight: the hook that will weigh the batches: tried on one batch of each shape.
         constant_batch: tensors of a batch that are constants of its capture: other values count as another shape.
         padding: how runs will pad the batches; metrics are compared on batches that it changes.
+        params: as in `capture`.
 
     Raises:
         TaskError: the hook fails on a batch.
@@ -93,12 +95,12 @@ def capture_evaluations(
             weight_of(loss_weight, example.given)
     numbers = _as_numbers(metrics, of_all)
     told = (batch.on(device) for batch in first_of_each(given, padding, values=0))
-    doubts = evaluation_doubts(model, numbers, told, padding) if padding else ()
+    doubts = evaluation_doubts(model, numbers, told, padding, params) if padding else ()
     captured: list[CapturedEvaluation] = []
     try:
         for batch in (example.on(device) for example in examples):
             if not any(fits(one.program, batch) for one in captured):
-                captured.append(capture_evaluation(model, metrics, batch, gathers=of_all is not None))
+                captured.append(capture_evaluation(model, metrics, batch, gathers=of_all is not None, params=params))
                 check_number(captured, *_TOO_MANY)
     except (CaptureError, BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error), doubts=doubts)

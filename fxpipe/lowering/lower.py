@@ -102,6 +102,7 @@ def compile(
             loss_weight=options.loss_weight,
             constant_batch=options.constant_batch,
             padding=padding,
+            params=options.params,
         )
     build = lower(
         step.program,

@@ -52,6 +52,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         schedule=setting.schedule,
         policy=str(setting.policy),
         autocast=program.autocast,
+        params=program.params,
         device=program.device,
         precision=precision_flags(program.device),
         batch=tuple(b.leaf for b in program.batch),

@@ -66,7 +66,7 @@ def capture_microbatch(
     """
     whole = whole or WholeStep()
     if options.count == 1:
-        program = capture(model, loss, batch, autocast=options.autocast)
+        program = capture(model, loss, batch, autocast=options.autocast, params=options.params)
         whole.found = program
         return replace(program, warnings=tuple(w for w in program.warnings if not w.startswith(OF_HOOKS)))
     ways = _ways(batch) if options.microbatch_dims is None else [options.cut(batch).dims]
@@ -110,7 +110,9 @@ def _whole_batch(batch: Batch, options: CompileOptions) -> Batch:
 def _captured_whole(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> Program | str:
     """The step on the whole batch, or why there is none."""
     try:
-        return capture(model, loss, replace(batch, cut=None), autocast=options.autocast, state_notes=False)
+        return capture(
+            model, loss, replace(batch, cut=None), autocast=options.autocast, params=options.params, state_notes=False
+        )
     except FxpipeError as error:
         return f"the step on the whole batch is refused: {error.what}"
 
@@ -120,7 +122,7 @@ def _captured(model: nn.Module, loss: Loss, batch: Batch, options: CompileOption
     batch.check_sizes()
     parts = batch.split(options.count)
     _check_constants(parts)
-    return capture(model, loss, parts[0], autocast=options.autocast)
+    return capture(model, loss, parts[0], autocast=options.autocast, params=options.params)
 
 
 def _check_constants(parts: Sequence[Batch]) -> None:
@@ -199,7 +201,7 @@ def checked_loss(
 
     def exact() -> Exact | None:
         with SteadyRandomness():
-            true = in_float64(lambda m, b: _whole(program, m, loss, b, options.count), model, batch)
+            true = in_float64(lambda m, b: _whole(program, m, loss, b, options.count), model, batch, program.params)
             return None if true is None else Exact(true)
 
     if program.autocast is None:
@@ -259,6 +261,7 @@ def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatc
             parameters=[(p.names, p.trained) for p in program.parameters],
             buffers=(),
             context=lambda: autocasting(program.device, program.autocast),
+            params=program.params,
             divisor=1,
             scale=_scale(program),
         )

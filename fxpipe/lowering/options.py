@@ -81,6 +81,7 @@ def options_like(plan: Plan) -> dict[str, Any]:
         "replicas": plan.replicas if plan.crossing else (),
         "microbatches": plan.own_microbatches,
         "autocast": plan.autocast,
+        "params": plan.params,
         "codec": plan.codec,
         "accept_microbatch_loss": bool(plan.differs_from_whole),
     }
@@ -156,6 +157,9 @@ class CompileOptions:
             the workers wait for, or one for each kind: 'activation=int4,gradient=int8,weights=int8'.
         autocast: 'bf16' or 'fp16' captures the step under torch.autocast; no effect on a program that is already
             captured. With 'fp16' a run scales the loss, and the schedule has a flush.
+        params: 'bf16' computes as `model.to(torch.bfloat16)` would, but for batch and instance norms, which keep
+            float32. What is trained, sums of its gradients and the optimizer are in float32. No effect on a program
+            that is already captured.
         threads: CPU threads while measuring.
         backend: the engine of all stages' parts, or 'auto' to take for each the fastest that agrees with eager.
         cost: 'measured' on this machine or 'analytic' from shapes; measured where None, if the parameters have values.
@@ -315,6 +319,9 @@ class CompileOptions:
     )
     autocast: str | None = option(
         None, choices=("bf16", "fp16"), help="Run the step under torch.autocast; with fp16, runs scale the loss."
+    )
+    params: str | None = option(
+        None, choices=("bf16",), help="Compute in bfloat16; workers keep and update float32 parameters."
     )
     threads: int | None = option(
         None,
@@ -579,7 +586,7 @@ class CompileOptions:
             CutError: a word that is not one of an option's choices; cuts that are both chosen and given.
             ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
         """
-        for name in ("cuts", "recompute", "cost", "shard", "outer"):
+        for name in ("cuts", "recompute", "cost", "shard", "outer", "params"):
             given, flag = getattr(self, name), flags(CompileOptions)[name]
             known = flag.choices
             if given not in (flag.default, *known) and not (name == "cuts" and isinstance(given, Cuts)):
@@ -593,6 +600,11 @@ class CompileOptions:
         if self.synchronous and not self.kind.synchronous:
             raise not_synchronous(self.schedule)
         check_loss_scaling(self.kind, self.autocast)
+        if self.params and self.autocast:
+            raise CutError(
+                f"--params {self.params} and --autocast {self.autocast}: each says in which type the step computes",
+                hint="leave out one of them",
+            )
         _ = self.outer_spec
         self._check_shard()
         self.setting()

@@ -20,6 +20,7 @@ from fxpipe.lowering.agreement import Agreement, Step, compare
 from fxpipe.stages.compare import SLACK
 from fxpipe.stages.pure_function import NARROW, all_float64, wide
 from fxpipe.task.batch import Batch
+from fxpipe.task.bf16_parameters import narrow
 
 THE_LOSS = "the loss"
 
@@ -67,7 +68,7 @@ def without_rounding(
         return replace(agreement, cause=_NO_FLOAT64)
     true, proved = made.eager, False
     if made.found is not None:
-        precise = compare(made.found, true, floor)
+        precise = replace(compare(made.found, true, floor), buffers={})  # eager changes them once for the whole batch
         proved = precise.largest <= limit
         if not proved:
             where, error = precise.worst
@@ -114,16 +115,22 @@ def rounding_text(agreement: Agreement) -> str:
     )
 
 
-def in_float64(step: Callable[[nn.Module, Any], Step], model: nn.Module, batch: Any) -> Step | None:
+def in_float64(
+    step: Callable[[nn.Module, Any], Step], model: nn.Module, batch: Any, params: str | None = None
+) -> Step | None:
     """A step of eager PyTorch on a copy of the model and the batch in float64; None if there is none.
 
     Args:
         step: of a model and a batch, which may fail: a model may name float32, or use an operator without float64.
+        params: 'bf16' takes the values of what is not trained as a run has them, in bfloat16.
     """
     if all(t.dtype not in NARROW for t in model.parameters()):
         return None
     try:
-        made = copy.deepcopy(model).double()
+        made = copy.deepcopy(model)
+        if params is not None:
+            narrow(made, trained=False)
+        made = made.double()
         precise = Batch.of(batch).each(wide)
         with all_float64():
             return step(made, precise.given)

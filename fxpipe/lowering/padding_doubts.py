@@ -69,6 +69,7 @@ def _of_step(
             parameters=parameters,
             buffers=(),
             context=lambda: autocasting(device, options.autocast),
+            params=options.params,
             divisor=1,
         )
 
@@ -90,7 +91,7 @@ def _of_step(
         drawn = ", ".join(sorted(steady.unknown))
         yield f"whether padding changes the loss was not compared: {drawn} cannot draw the same numbers for both"
         return
-    agreement, limit = compare(made, own, FLOOR_OF_SUMS), _limit(model.parameters(), options.autocast)
+    agreement, limit = compare(made, own, FLOOR_OF_SUMS), _limit(model.parameters(), options.autocast or options.params)
     name, error_of_gradient = agreement.worst_gradient
     if not agreement.loss <= limit:
         yield (
@@ -122,7 +123,11 @@ def _needs_more(error: CaptureError, batch: Batch, after: Batch, padding: Sequen
 
 
 def evaluation_doubts(
-    model: nn.Module, metrics: Metrics, batches: Iterable[Batch], padding: Sequence[PadSpec]
+    model: nn.Module,
+    metrics: Metrics,
+    batches: Iterable[Batch],
+    padding: Sequence[PadSpec],
+    params: str | None = None,
 ) -> tuple[str, ...]:
     """Warnings: metrics of an evaluation that padding changes; the model is in eval mode.
 
@@ -139,7 +144,12 @@ def evaluation_doubts(
     def evaluated(batch: Batch) -> Step:
         with eval_mode(model), torch.enable_grad():
             return run_eagerly(
-                model, measured, [batch.given], parameters=(), buffers=(), context=torch.enable_grad, divisor=1
+                *(model, measured, [batch.given]),
+                parameters=(),
+                buffers=(),
+                context=torch.enable_grad,
+                params=params,
+                divisor=1,
             )
 
     doubts: list[str] = []
@@ -156,7 +166,7 @@ def evaluation_doubts(
         if steady.unknown:
             doubts.append(f"whether padding changes metrics was not compared {place}: they draw random numbers")
             continue
-        doubts += _metrics("evaluation metric", own, made, _limit(model.parameters(), None), place)
+        doubts += _metrics("evaluation metric", own, made, _limit(model.parameters(), params), place)
     return _told(doubts)
 
 
@@ -174,8 +184,8 @@ def _weights(own: float, made: float, place: str) -> Iterator[str]:
         yield (f"padding changes loss_weight(batch) {place}: {own:g} unpadded, {made:g} padded: do not count padding")
 
 
-def _limit(parameters: Iterable[Tensor], autocast: str | None) -> float:
-    narrow = autocast is not None or any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
+def _limit(parameters: Iterable[Tensor], computed: str | None) -> float:
+    narrow = computed is not None or any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
     return ROUGH if narrow else EXACT
 
 

@@ -66,7 +66,7 @@ class CheckedSession:
     def _cannot(self, error: Exception) -> ExportError:
         hint = None
         if "NOT_IMPLEMENTED" in str(error) or "bfloat16" in str(error):
-            hint = "its CPU has few operators in 16 bits: compile without --autocast, and with a model in float32"
+            hint = "its CPU has few operators in 16 bits: compile a float32 model without --autocast and --params"
         return ExportError(f"onnxruntime {ort.__version__} cannot run {self.path.name}: {first_line(error)}", hint=hint)
 
 

@@ -488,6 +488,7 @@ class Plan:
             Microbatch i of a minibatch belongs to replica i mod r of a worker that has r.
         run_options: the options of `fxpipe run` that the model file gives, for runs whose command line does not.
         precision: the flags of torch unlike its defaults when it was compiled (`fxpipe.precision`).
+        params: 'bf16' if stages compute with bfloat16 casts of float32 parameters.
         outer: how independent replicas, each on its own share of a minibatch, combine their weights; None if they add
             up their gradients. The fields about losses are then for a replica's share, which is its whole batch.
     """
@@ -532,6 +533,7 @@ class Plan:
     replicas: tuple[int, ...] = ()
     outer: OuterSpec | None = None
     run_options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    params: str | None = None
     captured: CapturedSpec = CapturedSpec()
     precision: dict[str, str] = field(default_factory=dict)
 

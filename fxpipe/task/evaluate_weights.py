@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.plan.spec import Plan
 from fxpipe.task.batch import Batch
+from fxpipe.task.bf16_parameters import narrow
 from fxpipe.task.loss_weights import LossWeights, weighted_means
 from fxpipe.task.model_file import Task, hook_raised
 
@@ -31,6 +32,8 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
         return {}
     model = task.model()
     model.load_state_dict(load_file(weights))
+    if plan.params is not None:
+        narrow(model)
     model.eval()
     with torch.no_grad():
         task.reset_model(model)

@@ -61,6 +61,7 @@ def capture(
     batch: Any,
     *,
     autocast: str | None = None,
+    params: str | None = None,
     constant_batch: Sequence[str] = (),
     state_notes: bool = True,
 ) -> Program:
@@ -72,6 +73,7 @@ def capture(
         loss: returns a scalar tensor, or that and a dictionary of metrics: scalar tensors and numbers.
         batch: a pytree of tensors and plain constants; its shapes are the build's shapes.
         autocast: 'bf16' or 'fp16' to run the step under torch.autocast; nothing scales the loss yet.
+        params: 'bf16' to compute as `model.to(torch.bfloat16)` would, with casts of float32 parameters.
         constant_batch: names (`batch['grid']`) or keys of the tensors in the batch whose values the step may read, as
             numbers, shapes and branches. Every later batch must have the same values.
         state_notes: whether to find out if Python state that the step changes matters to its later calls.
@@ -85,25 +87,33 @@ def capture(
     given = Batch.of(batch, constant_batch)
     given.check_constants()
     program, places = of_what_is_read(
-        given, lambda b, reads: _captured(model, loss, _Example.of(b, reads), autocast, state_notes)
+        given, lambda b, reads: _captured(model, loss, _Example.of(b, reads), autocast, params, state_notes)
     )
     return replace(program, batch=tuple(replace(b, where=places.get(b.leaf.name)) for b in program.batch))
 
 
-def _captured(model: nn.Module, loss: Loss, example: _Example, autocast: str | None, state_notes: bool) -> Program:
-    tensors = HeldTensors(model, functions=(loss,))
+def _captured(
+    model: nn.Module, loss: Loss, example: _Example, autocast: str | None, params: str | None, state_notes: bool
+) -> Program:
+    tensors = HeldTensors(model, functions=(loss,), params=params)
     if not tensors.trained:
         raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
     dense(tensors)
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     traced = _trace(model, loss, example, tensors, device, autocast)
     if updated := frozen_updates(traced, tensors):  # a momentum encoder, a teacher that follows
-        tensors = HeldTensors(model, updated, (loss,))
+        tensors = HeldTensors(model, updated, (loss,), params)
         traced = _trace(model, loss, example, tensors, device, autocast)
     tree = dump(example.batch.tree)
     program = Reader(traced, tensors, example.leaves, example.inputs).program(tree, device, autocast)
     nodes = 0 if tensors.changes else len(program.graph.nodes)
     notes = _state_notes(model, loss, example, tensors, device, autocast, nodes) if state_notes else []
+    rounded = {tensors.names[row][0] for row in tensors.rounded}
+    if buffers := [b.names[0] for b in program.buffers if b.names[0] in rounded]:
+        notes.append(
+            f"--params bf16 rounds {listed(buffers, 4)}, also what the step makes of them, as model.to(torch.bfloat16) "
+            "does; a model that has bfloat16 parameters already keeps the types of its buffers"
+        )
     return replace(program, warnings=(*program.warnings, *notes))
 
 
@@ -124,13 +134,16 @@ class CapturedEvaluation:
 
 
 @rarely_collected()
-def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any, *, gathers: bool = False) -> CapturedEvaluation:
+def capture_evaluation(
+    model: nn.Module, metrics: Metrics, batch: Any, *, gathers: bool = False, params: str | None = None
+) -> CapturedEvaluation:
     """The graph of `metrics(model, batch)` in eval mode, without gradients, at level CAPTURED.
 
     Args:
         model: any module; it is put in eval mode, and afterwards every submodule back into its own mode.
         metrics: returns a dictionary of numbers and tensors of one element.
         gathers: it may return tensors with dimensions, too, which runs gather.
+        params: as in `capture`.
         batch: a pytree of tensors and plain constants, or a `Batch`, which also says which are constants.
 
     Raises:
@@ -138,13 +151,15 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any, *, gather
         BatchError: the batch is not a pytree of tensors.
     """
     found, _ = of_what_is_read(
-        Batch.of(batch), lambda b, reads: _evaluation(model, metrics, _Example.of(b, reads), gathers)
+        Batch.of(batch), lambda b, reads: _evaluation(model, metrics, _Example.of(b, reads), gathers, params)
     )
     return found
 
 
-def _evaluation(model: nn.Module, metrics: Metrics, example: _Example, gathers: bool) -> CapturedEvaluation:
-    tensors = HeldTensors(model, functions=(metrics,))
+def _evaluation(
+    model: nn.Module, metrics: Metrics, example: _Example, gathers: bool, params: str | None
+) -> CapturedEvaluation:
+    tensors = HeldTensors(model, functions=(metrics,), params=params)
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     count = len(tensors.values)
     place = user_lines.definition(metrics)
@@ -159,7 +174,7 @@ def _evaluation(model: nn.Module, metrics: Metrics, example: _Example, gathers: 
             with origin.recording(model, watch, args, tensors.stand_ins, known, example.reads):
                 values = evaluated(metrics(model, given), place, gathers)
             new = tensors.rebound()
-        fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
+        fits = {row for row, v in new.items() if _same_type(v, tensors.inputs[row])}
         lost[:] = [row for row in new if row not in fits]
         replaced[:] = [row for row in new if row in fits]
         found.clear()
@@ -169,7 +184,7 @@ def _evaluation(model: nn.Module, metrics: Metrics, example: _Example, gathers: 
         return [v.detach().clone() for v in (*(new[row] for row in replaced), *made)]
 
     with eval_mode(model), tensors.python.preserved():
-        graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.values), *example.inputs], watch)
+        graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.inputs), *example.inputs], watch)
     computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
     notes += [f"it changes {change}: the change is not kept" for change in noteworthy(tensors.changes)]
     traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed, evaluates=True)
@@ -269,7 +284,7 @@ def _trace(
         """The loss, the new values of tensors that the step has replaced, and the metrics."""
         held, (batch, known) = args[:count], example.with_tensors(args[count:])
         with tensors.replaced(held):
-            tensors.hook(held)
+            tensors.hook()
             with (
                 autocasting(device, autocast),
                 origin.recording(model, watch, args, tensors.stand_ins, known, example.reads),
@@ -281,7 +296,7 @@ def _trace(
             own_gradients(value, watch, tensors)
             functions[:] = autograd_graph.functions(value)
             new = tensors.rebound()
-        fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
+        fits = {row for row, v in new.items() if _same_type(v, tensors.inputs[row])}
         lost[:] = [row for row in new if row not in fits]
         replaced[:] = [row for row in new if row in fits]
         if any(value is a for a in args):
@@ -336,7 +351,7 @@ def _state_notes(
             stack.enter_context(context)
         stack.enter_context(tensors.python.preserved())
         stack.enter_context(tensors.replaced(held))
-        tensors.hook(held)
+        tensors.hook()
         stack.enter_context(fake)
         with contextlib.suppress(Unknown):
             last = noteworthy(still_changing(run, watch, tensors.python, nodes))

@@ -20,7 +20,15 @@ import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError
-from fxpipe.torch_private import BUFFERS, PARAMETERS, accumulated_hooks, backward_hooks, backward_pre_hooks
+from fxpipe.task.bf16_parameters import COMPUTED, KEPT, check_parameters, narrowed
+from fxpipe.torch_private import (
+    BUFFERS,
+    PARAMETERS,
+    accumulated_hooks,
+    backward_hooks,
+    backward_pre_hooks,
+    version_of,
+)
 from fxpipe.tracing.holders import is_container
 from fxpipe.tracing.model_state import Change, PythonState
 
@@ -49,17 +57,24 @@ class HeldTensors:
         registered: how many are parameters or buffers; plain attributes follow.
         changes: how the last call inside `replaced` changed the Python state that the step reaches.
         stand_ins: inside `replaced`, the tensor to use instead, by the id of each tensor that the model holds.
+        cast: the rows that are kept in float32, and computed with in bfloat16.
+        rounded: the rows that are kept in bfloat16, though the model has them in another type.
 
     Args:
         state: names of parameters that are the step's state and not trained: they count as buffers.
         functions: the step's; the Python state that they reach is the step's, too.
+        params: 'bf16' computes in bfloat16, and keeps what is trained in float32; see `bf16_parameters`.
 
     Raises:
         CaptureError: a lazy or scripted module, parameters that overlap, or some parameters without values.
     """
 
     def __init__(
-        self, model: nn.Module, state: Collection[str] = (), functions: Sequence[Callable[..., Any]] = ()
+        self,
+        model: nn.Module,
+        state: Collection[str] = (),
+        functions: Sequence[Callable[..., Any]] = (),
+        params: str | None = None,
     ) -> None:
         self.model = model
         self._functions = functions
@@ -85,15 +100,34 @@ class HeldTensors:
         self._refuse_overlaps()
         persistent = set(model.state_dict(keep_vars=True))
         self.persistent = [any(n in persistent for n in names) for names in self.names]
+        self.params = params
+        self.cast: set[int] = set()
+        self.rounded: set[int] = set()
+        if params is not None:
+            self._set_types()
 
     @property
     def trained(self) -> bool:
         return any(v.requires_grad for v in self.values[: self.parameters])
 
-    @property
+    @functools.cached_property
     def inputs(self) -> list[torch.Tensor]:
-        """The tensors that the step is traced on: only parameters may require gradients."""
-        return [v if i < self.parameters else v.detach() for i, v in enumerate(self.values)]
+        """The tensors that the step is traced on, as a run keeps them: only parameters may require gradients."""
+        return [self._input(row, v if row < self.parameters else v.detach()) for row, v in enumerate(self.values)]
+
+    def _input(self, row: int, value: torch.Tensor) -> torch.Tensor:
+        if row in self.rounded:
+            return value.detach().to(COMPUTED)
+        if row in self.cast and value.dtype != KEPT:
+            return nn.Parameter(value.detach().to(KEPT))
+        return value
+
+    def _set_types(self) -> None:
+        check_parameters(self.model)
+        narrow = {self._row_of[id(tensor)][1] for tensor in narrowed(self.model)}
+        trained = {row for row, v in enumerate(self.values[: self.parameters]) if v.requires_grad}
+        self.cast = {row for row in trained if row in narrow or self.values[row].dtype == COMPUTED}
+        self.rounded = narrow - trained
 
     @property
     def hooked(self) -> list[str]:
@@ -113,9 +147,11 @@ class HeldTensors:
     def replaced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """Inside, the model has `given` in place of its rows; afterwards its state from before, but for generators.
 
+        It computes with casts of the rows in `cast`.
         Other holders of the model's tensors (an object, a closure) keep them: `stand_ins` says what to use instead.
         """
-        self.stand_ins = {key: self._stand_in(tensor, given[row]) for key, (tensor, row) in self._row_of.items()}
+        self._given = [v.to(COMPUTED) if row in self.cast else v for row, v in enumerate(given)]
+        self.stand_ins = {key: self._stand_in(tensor, self._given[row]) for key, (tensor, row) in self._row_of.items()}
         attributes = {key: self._attributes(tensor) for key, (tensor, _) in self._row_of.items()}
         filled: set[int] = set()
         try:
@@ -148,8 +184,8 @@ class HeldTensors:
                 value[key] = self._filled(member, filled)
         return value
 
-    def hook(self, given: Sequence[torch.Tensor]) -> None:
-        """Give the stand-ins the gradient hooks of their parameters.
+    def hook(self) -> None:
+        """Inside `replaced`: give the stand-ins the gradient hooks of their parameters.
 
         Raises:
             CaptureError: a hook that runs after accumulation, which a graph cannot express.
@@ -161,14 +197,17 @@ class HeldTensors:
                     hint="remove it; to change gradients use register_hook, to change weights the optimizer",
                 )
             for call in (backward_hooks(parameter) or {}).values():
-                given[i].register_hook(call)
+                self._given[i].register_hook(call)
 
     def rebound(self) -> dict[int, Any]:
         """Inside `replaced`: by row, what the step has put in place of a buffer or a plain attribute.
 
         Raises:
-            CaptureError: it replaced a parameter, or one of several names of a buffer.
+            CaptureError: it replaced a parameter, or one of several names of a buffer; or it changed a cast.
         """
+        for row in self.cast:
+            if version_of(self._given[row]):
+                raise changed_in_place(self.names[row][0], None)
         found: dict[int, Any] = {}
         kept: set[int] = set()
         for place in self._places:
@@ -311,6 +350,16 @@ class HeldTensors:
                     "the same memory",
                     hint="tie them as one nn.Parameter, or give each separate memory",
                 )
+
+
+def changed_in_place(name: str, where: str | None) -> CaptureError:
+    """The error for a step that changes a parameter."""
+    return CaptureError(
+        f"the step changes parameter {name} in place",
+        where=where,
+        hint="only the optimizer may change what it trains (nn.Embedding does so with max_norm): use a "
+        "changed copy, such as scale.clamp(max=4.6) for scale.clamp_(max=4.6)",
+    )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -30,10 +30,11 @@ from fxpipe.ir.program import (
 from fxpipe.plan.spec import Phase
 from fxpipe.torch_private import operator_name, pytree, rename, with_effects
 from fxpipe.tracing import origin, user_lines
-from fxpipe.tracing.held_tensors import HeldTensors
+from fxpipe.tracing.held_tensors import HeldTensors, changed_in_place
 from fxpipe.tracing.refusals import within_backward
 
 NO_GRADIENT = "gets no gradient"
+_CAST = torch.ops.aten._to_copy.default
 _EFFECTS = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")  # outputs that order side effects
 
 
@@ -72,14 +73,17 @@ class Reader:
         self.warnings: list[str] = list(traced.warnings)
         self.tangents: list[fx.Node] = []
         self.tokens: set[fx.Node] = set()
+        self.casts: dict[fx.Node, dict[Any, fx.Node]] = {}  # by a parameter's cast, its copies by module and region
 
     def program(self, batch_spec: str, device: str, autocast: str | None) -> Program:
         nodes = list(self.traced.graph_module.graph.nodes)
         slots = self._placeholders(nodes)
         forward = {n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"}
         origins = self._forward_origins(nodes, forward)
+        cast = {slots[row] for row in self.tensors.cast}
+        self.casts = {n: {} for n in nodes if n in forward and n.target is _CAST and n.args[0] in cast and _is_ours(n)}
         for node in nodes:
-            if self._is_effect(node):
+            if node in self.casts or self._is_effect(node):
                 continue
             if node.op == "call_function":
                 self._call(node, "F" if node in forward else "B", origins)
@@ -90,6 +94,7 @@ class Reader:
         count = len(self.tensors.values)
         while self.tangents:
             self._tangent(self.tangents.pop())
+        self._cast_others(origins)
         caches = self._caches(slots)
         outputs = self._outputs(nodes[-1], slots)
         parameters, buffers = [], []
@@ -134,6 +139,7 @@ class Reader:
             batch_spec=batch_spec,
             device=device,
             autocast=autocast,
+            params=self.tensors.params,
             warnings=tuple(self.warnings),
             own_backward=self.traced.own_backward,
         )
@@ -164,7 +170,7 @@ class Reader:
             made.meta["val"] = node.meta["val"]
             self.mapped[node] = made
             if i < len(self.tensors.values):
-                self.values[made.name] = self.tensors.values[i].detach()
+                self.values[made.name] = self.tensors.inputs[i].detach()
             else:
                 self.example[made.name] = self.inputs[i - len(self.tensors.values)]
         self.tangents = tangents
@@ -217,13 +223,17 @@ class Reader:
 
     def _call(self, node: fx.Node, phase: Phase, origins: dict[int, origin.Origin]) -> None:
         known = origin.Origin()
-        if phase == "B":
+        if phase == "B" and self.tangents:  # the first of them
+            self._cast_others(origins)
             while self.tangents:
                 self._tangent(self.tangents.pop())
         if phase == "F":
             known = origin.of(node.meta)
         elif not node.meta.get("is_gradient_acc") and node.meta.get("seq_nr") in origins:
             known = origins[node.meta["seq_nr"]]
+        for cast in node.all_input_nodes if phase == "F" else ():
+            if cast in self.casts:
+                self._cast(cast, known, origins)
         made = self.graph.node_copy(node, lambda n: self.mapped[n])
         self._rename(made, phase, known.module)
         _strip_device_index(made)
@@ -239,6 +249,22 @@ class Reader:
         if node.meta.get("is_gradient_acc"):
             made.meta["accumulates"] = True
         self.mapped[node] = made
+
+    def _cast(self, cast: fx.Node, reader: origin.Origin, origins: dict[int, origin.Origin]) -> None:
+        """Cast a parameter once for each module that computes with it: each may be on another worker."""
+        made, key = self.casts[cast], (reader.module, reader.region)
+        if key not in made:
+            cast.meta["custom"] = {origin.KEY: reader}
+            self._call(cast, "F", origins)
+            if not made:
+                origins[cast.meta.get("seq_nr", -1)] = reader
+            made[key] = self.mapped[cast]
+        self.mapped[cast] = made[key]
+
+    def _cast_others(self, origins: dict[int, origin.Origin]) -> None:
+        """Cast those that no forward node reads, but backward or an output does."""
+        for cast in [c for c, made in self.casts.items() if not made and c.users]:
+            self._cast(cast, origin.Origin(), origins)
 
     def _rename(self, node: fx.Node, phase: Phase, module: str) -> None:
         target = node.target
@@ -343,12 +369,7 @@ class Reader:
                     self.warnings.append("the step changes its batch in place; the change stays inside the step")
                     continue
                 if index < self.tensors.parameters:
-                    raise CaptureError(
-                        f"the step changes parameter {self.tensors.names[index][0]} in place",
-                        where=_line(made),
-                        hint="only the optimizer may change what it trains (nn.Embedding does so with max_norm): use a "
-                        "changed copy, such as scale.clamp(max=4.6) for scale.clamp_(max=4.6)",
-                    )
+                    raise changed_in_place(self.tensors.names[index][0], _line(made))
                 outputs.append(Output("buffer", self.mapped[slots[index]].name))
                 if not self.traced.evaluates and info(self.mapped[made]).region is not None:
                     self.warnings.append(
@@ -370,6 +391,11 @@ def frozen_updates(traced: Traced, tensors: HeldTensors) -> set[str]:
     changed = [desc.mutated_input.idx for desc in changes]
     rows = [row for row in changed if row < tensors.parameters and not tensors.values[row].requires_grad]
     return {name for row in rows for name in tensors.names[row]}
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether a call was made before the user's step began."""
+    return origin.of(node.meta) == origin.Origin()
 
 
 def _line(node: fx.Node) -> str | None:

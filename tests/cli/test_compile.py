@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cached import lowered
 from commands import QUICK, files, fxpipe, fxpipe_process, unchanged
 from fxpipe.cli.model_build import doubts_of
 from model_files import PARAMETERS, write_model
+from safetensors.torch import load_file
 
 from fxpipe.lowering import compare_with_eager as agreement
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.cost_records import EngineTime, StageTime, WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.task.model_file import load_task
 
 BUILD = {
     "plan.json",
@@ -226,6 +229,41 @@ def test_verify_in_bf16(model: Path) -> None:
     result = fxpipe("compile", "model.py", *QUICK, *DISTINCT, "--autocast", "bf16", "--verify")
     assert result.code == 0, result.err
     assert "torch.bfloat16" in (model.parent / "build" / "stage_0.py").read_text()
+
+
+IN_ONE_PROCESS = """
+
+def eval_data():
+    torch.manual_seed(1)
+    return train_data()[:1]
+
+
+def metrics(model, batch):
+    return {"loss": loss(model, batch).item()}
+"""
+
+
+def test_bf16_parameters(model: Path) -> None:
+    """Named by inspect, taken over by --like, kept in float32, and evaluated in bfloat16."""
+    write_model(model.parent, ("self.first(x)", "self.first(x.to(self.first.weight.dtype))"))
+    model.write_text(model.read_text() + IN_ONE_PROCESS)
+    result = fxpipe("compile", "model.py", *QUICK, *DISTINCT, "--params", "bf16", "--schedule", "1f1b", "--verify")
+    assert result.code == 0, result.err
+    assert fxpipe("inspect", "build", "--json").json["build"]["params"] == "bf16"
+    assert "bf16 parameters" in fxpipe("inspect", "build").out
+    again = fxpipe("compile", "model.py", *QUICK, *DISTINCT, "--like", "build", "-o", "again")
+    assert again.code == 0, again.err
+    assert read_plan(model.parent / "again").params == "bf16"
+    found = fxpipe("run", "build", "--local", "--steps", "3", "--json").json["evaluation"]["loss"]
+    task = load_task(model)
+    trained = task.model()
+    weights = load_file("out/model.safetensors")
+    assert {weights[name].dtype for name in PARAMETERS} == {torch.float32}
+    trained.load_state_dict(weights)
+    trained.to(torch.bfloat16).norm.float()
+    (batch,) = task.eval_data()
+    with torch.no_grad():
+        assert found == float(task.loss(trained.eval(), batch))
 
 
 @pytest.mark.parametrize("error", [1e-3, math.inf])

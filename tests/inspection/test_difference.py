@@ -46,7 +46,7 @@ def made() -> dict[str, Any]:
     build = {
         "folder": "build", "model": "gpt.py", "digest": "d", "workers": 2, "replicas": [], "outer": None,
         "microbatches": 1, "schedule": "async",
-        "policy": "spectrain", "autocast": None, "codec": "none",
+        "policy": "spectrain", "autocast": None, "params": None, "codec": "none",
         "device": "cpu", "torch": "2.13.0", "samples": 8, "loss_worker": 1,
         "cuts": "same", "costs": "computed", "edited": [], "stale": [], "settings": {}, "arguments": [],
         "speeds": [], "links": {"bandwidth": "3e9", "latency": "5e-05", "copy": 0.0}, "optimizer_bytes": 1.0,
@@ -89,6 +89,7 @@ def test_times_are_noise_below_two_percent_and_never_a_difference(made: dict[str
     [
         ("schedule", "1f1b"),
         ("autocast", "bf16"),
+        ("params", "bf16"),
         ("codec", "int8"),
         ("microbatches", 4),
         ("cuts", "pinned"),

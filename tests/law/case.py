@@ -34,7 +34,8 @@ class Case:
         replicas: 'two' of each worker, '2,1' (more of the first worker), '1,2' (more of the last one), 'shard' (two
             that share out the optimizer), 'outer' (two that train apart), 'delayed' (with an outer step one later).
         rate: 'set' is constant, and a setting of the model file that the run gives (`--set`).
-        precision: 'bf16' and 'fp16' under autocast, others of weights and batches.
+        precision: 'bf16' and 'fp16' under autocast; 'params' with `params="bf16"`, and 'params16' of a model that is in
+            bfloat16; others of weights and batches.
         shapes: 'last' (an epoch's last batch is smaller), 'new' (its stages are made during the run), 'padded'.
         batches: 'plain' ones hold numbers that the loss is multiplied with, others in each batch, and what no step
             reads: names, more or fewer of them, and a tensor of any length.
@@ -61,7 +62,7 @@ class Case:
     average: bool = axis(False, True)
     codec: str = axis("none", "bf16", "int8", "gradient=topk:0.2", "gradient=lowrank:2")
     recompute: str = axis("none", "full")
-    precision: str = axis("float64", "bf16", slow=("fp16", "float32", "bfloat16"))
+    precision: str = axis("float64", "bf16", slow=("fp16", "float32", "bfloat16", "params", "params16"))
     engine: str = axis("eager", slow=("onnxruntime", "inductor"))
     evaluation: str = axis("none", "end", "often")
     shapes: str = axis("one", "last", "new", "padded")
@@ -70,6 +71,11 @@ class Case:
     processes: str = axis("", "shared", "gloo", "nccl")
     own: bool = axis(False, True)
     device: str = axis("cpu", slow=("pretended",))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the step computes with bfloat16 casts of float32 parameters."""
+        return self.precision in ("params", "params16")
 
     @property
     def flushes(self) -> bool:

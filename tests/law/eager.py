@@ -27,7 +27,8 @@ class Trained:
     """A model in training, with all that belongs to it."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
-        self.case, self.task, self.model = case, Task(case), model
+        self.case, self.task, self.model = case, Task(case), model.float() if case.mixed else model
+        self.computes = _narrow(case, model) if case.mixed else model
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in named]
         self.optimizers = as_list(self.task.optimizer(named))
@@ -47,6 +48,8 @@ class Trained:
         losses, metrics = [], []
         if self.case.model == "lstm" and number % self.epoch == 0:
             forget(self.model)
+        if self.case.mixed:
+            self.computes.load_state_dict(self.model.state_dict())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         counts = [float(tokens(part)) if self.case.model == "texts" else 1.0 for part in parts]
@@ -54,9 +57,11 @@ class Trained:
             share = count / sum(counts)
             with self._drawing(number, microbatch):  # backward computes checkpoints again
                 with _cast(self.case):
-                    found = self.task.loss(self.model, part)
+                    found = self.task.loss(self.computes, part)
                 loss, own = found if isinstance(found, tuple) else (found, {})
                 (self.scale * share * loss).backward()
+            if self.case.mixed:
+                self._add_up()
             losses.append(share * float(loss.detach()))
             metrics.append({name: float(value) for name, value in own.items()})
         self.metrics += [metrics[0]] if metrics[0] else []
@@ -96,11 +101,20 @@ class Trained:
                 stack.enter_context(mock.patch.object(task, "one_draw", one_draw))
             cut = self.task.draws and self.case.workers > 1
             for worker, place in enumerate(places(self.case)[0] if cut else (), 1):
-                module = self.model.get_submodule(MODELS[self.case.model].paths[place])
+                module = self.computes.get_submodule(MODELS[self.case.model].paths[place])
                 hook = module.register_forward_pre_hook(lambda *_, worker=worker: begin(worker))
                 stack.callback(hook.remove)
             begin(0)
             yield
+
+    def _add_up(self) -> None:
+        """Add the gradients of a part to those of the parameters, and take the buffers that it has changed."""
+        for narrow, kept in zip(self.computes.parameters(), self.model.parameters(), strict=True):
+            if narrow.grad is not None:
+                kept.grad = narrow.grad.float() if kept.grad is None else kept.grad + narrow.grad.float()
+                narrow.grad = None
+        for name, buffer in self.computes.named_buffers():
+            self.model.get_buffer(name).copy_(buffer)
 
     def average(self) -> None:
         """Take the weights after an update into their average."""
@@ -125,8 +139,9 @@ def _parts(case: Case, batch: Any) -> list[Any]:
 
 
 def _in_parts(case: Case) -> bool:
-    """Whether parts are other than the whole batch: each has statistics, a state or draws, or may overflow alone."""
-    return case.model in ("conv", "lstm") or Task(case).draws or case.precision == "fp16"
+    """Whether parts are other than the whole batch: each has statistics, a state or draws, or rounds or overflows."""
+    rounds = case.precision == "fp16" or (case.mixed and case.model != "function")
+    return case.model in ("conv", "lstm") or Task(case).draws or rounds
 
 
 def _split(batch: Any, count: int) -> list[Any]:
@@ -205,7 +220,7 @@ def _left(case: Case, run: Trained, losses: list[float]) -> Outcome:
 
 def evaluated(case: Case, model: nn.Module) -> dict[str, float]:
     """The mean over samples of each metric, or over what `loss_weight` counts, without autocast."""
-    task, model = Task(case), copy.deepcopy(model).eval()
+    task, model = Task(case), (_narrow(case, model) if case.mixed else copy.deepcopy(model)).eval()
     if case.model == "lstm":
         forget(model)
     with torch.no_grad():
@@ -218,6 +233,15 @@ def evaluated(case: Case, model: nn.Module) -> dict[str, float]:
 
 def _samples(batch: Any) -> int:
     return max(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _narrow(case: Case, model: nn.Module) -> nn.Module:
+    """A copy in bfloat16; batch norms stay in float32 where the model is in float32."""
+    made = copy.deepcopy(model).to(torch.bfloat16)
+    for module in made.modules():
+        if isinstance(module, nn.BatchNorm2d) and case.precision == "params":
+            module.float()
+    return made
 
 
 def _cast(case: Case) -> Any:

@@ -165,7 +165,7 @@ def compile_options(case: Case) -> CompileOptions:
         "codec": case.codec,
         "recompute": case.recompute,
         "backend": case.engine,
-        "autocast": case.precision if case.precision in ("bf16", "fp16") else None,
+        **_computes(case.precision),
         "scan": 2 if case.shapes == "new" else 8,
         "accept_optimizer_per_worker": True,
         "accept_microbatch_loss": case.model == "lstm",
@@ -228,8 +228,14 @@ def units_of(model: str, precision: str, parts: int, size: int, batches: str, de
     """The step on one microbatch, with the units that cuts are numbers of."""
     task = Task(Case(model=model, precision=precision, batches=batches, device=device))
     made = task.model()
-    batch, autocast = split(task.train_data()[0], parts)[0], precision if precision in ("bf16", "fp16") else None
-    return with_units(fxpipe.capture(made, task.loss, batch, autocast=autocast), parts)
+    batch = split(task.train_data()[0], parts)[0]
+    return with_units(fxpipe.capture(made, task.loss, batch, **_computes(precision)), parts)
+
+
+def _computes(precision: str) -> dict[str, Any]:
+    """The options of a compile that say in which type the step computes."""
+    autocast = precision if precision in ("bf16", "fp16") else None
+    return {"autocast": autocast, "params": "bf16" if Case(precision=precision).mixed else None}
 
 
 def run_options(case: Case, folder: Path, out: str, **more: Any) -> RunOptions:

@@ -256,7 +256,7 @@ class Task:
         torch.manual_seed(0)
         with self.device:
             made = self.of.model()
-        return made.to(getattr(torch, self.case.precision)) if self._weights else made
+        return made if self.case.precision == "params" else made.to(self._dtype)
 
     @property
     def device(self) -> torch.device:
@@ -331,17 +331,17 @@ class Task:
         ]
 
     def _typed(self, batch: Any) -> Any:
-        if not self._weights:
-            return batch
-        dtype = getattr(torch, self.case.precision)
         return pytree.tree_map(
-            lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, batch
+            lambda value: value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value,
+            batch,
         )
 
     @property
-    def _weights(self) -> bool:
-        """Whether the precision is that of weights and batches."""
-        return self.case.precision in ("float64", "bfloat16")
+    def _dtype(self) -> torch.dtype:
+        """Of weights and batches."""
+        if self.case.mixed:
+            return torch.bfloat16
+        return {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(self.case.precision, torch.float32)
 
     def hooks(self) -> dict[str, Any]:
         """What a model file of this case defines; from now on, this process has its device."""

@@ -20,9 +20,10 @@ def elsewhere(facts: Json) -> str:
 
 def settings(build: Json) -> list[tuple[str, str]]:
     """How the build was compiled."""
-    names = ["schedule", "policy", "cuts", "microbatches", "samples", "autocast", "codec", "device", "costs", "torch"]
+    names = ["schedule", "policy", "cuts", "microbatches", "samples", "autocast", "params", "codec", "device"]
+    names += ["costs", "torch"]
     labels = {"samples": "samples a minibatch"}
-    unset = {"autocast": None, "codec": "none"}
+    unset = {"autocast": None, "params": None, "codec": "none"}
     own = [(f"setting {name}", text(row["value"])) for name, row in build["settings"].items()]
     shown = [(labels.get(name, name), text(build[name])) for name in names if build[name] != unset.get(name, "")]
     return shown + own + ([("arguments", " ".join(build["arguments"]))] if build["arguments"] else [])
