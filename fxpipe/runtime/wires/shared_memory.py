@@ -50,7 +50,7 @@ class Handles(NamedTuple):
     dropped: int
 
 
-class Place(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where a process is: those of one user on one machine may share memory.
 
     Attributes:
@@ -64,16 +64,16 @@ class Place(NamedTuple):
     user: int
 
     @staticmethod
-    def here() -> Place:
+    def here() -> Whereabouts:
         """That of this process."""
         spaces: tuple[int, ...] = ()
         with suppress(OSError):
             spaces = tuple([os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")])
         off = "" if spaces and hasattr(os, "memfd_create") else "only Linux has such memory"
         off = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else off
-        return Place(off, socket.gethostname(), spaces, os.getuid())
+        return Whereabouts(off, socket.gethostname(), spaces, os.getuid())
 
-    def separates(self, other: Place) -> str:
+    def separates(self, other: Whereabouts) -> str:
         """Why this process and another one share no memory; '' if they may."""
         if off := self.off or other.off:
             return off
@@ -267,7 +267,7 @@ def connected(rank: int, directions: Sequence[tuple[int, int]]) -> Ends:
     """
     with peers(rank):
         ranks = dist.get_world_size()
-    places = gathered(Place.here(), rank, ranks)
+    places = gathered(Whereabouts.here(), rank, ranks)
     without = {(one, other): places[one].separates(places[other]) for one, other in directions}
     shared = [way for way, why in without.items() if not why]
     senders = {other: Sender(rank) for one, other in shared if one == rank}

@@ -17,10 +17,10 @@ from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires import shared_memory
 from fxpipe.runtime.wires.carriers import Carrier, carriers_text
 from fxpipe.runtime.wires.processes import ProcessWires
-from fxpipe.runtime.wires.shared_memory import Ends, Place
+from fxpipe.runtime.wires.shared_memory import Ends, Whereabouts
 from fxpipe.runtime.wires.throttled import ThrottledWires
 
-HERE = Place("", "one", (1, 2), 0)
+HERE = Whereabouts("", "one", (1, 2), 0)
 
 
 @pytest.mark.parametrize(
@@ -33,19 +33,19 @@ HERE = Place("", "one", (1, 2), 0)
         (HERE._replace(user=1000), "different users"),
     ],
 )
-def test_what_separates_two_processes(other: Place, why: str) -> None:
+def test_what_separates_two_processes(other: Whereabouts, why: str) -> None:
     assert HERE.separates(other) == other.separates(HERE) == why
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Place.here().off == ""
+    assert Whereabouts.here().off == ""
     monkeypatch.setenv(shared_memory.SWITCH, "0")
-    assert Place.here().off == "FXPIPE_SHARED_MEMORY=0"
+    assert Whereabouts.here().off == "FXPIPE_SHARED_MEMORY=0"
 
 
 def test_a_system_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.memfd_create")
-    assert Place.here().separates(HERE) == "only Linux has such memory"
+    assert Whereabouts.here().separates(HERE) == "only Linux has such memory"
 
 
 @pytest.mark.parametrize(
