@@ -15,7 +15,6 @@ from fxpipe.plan.current import changes, check_current
 from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.throttle import read_throttle
-from fxpipe.precision import precision_flags, precision_text
 from fxpipe.runtime.options import RunOptions
 from fxpipe.task.callbacks import ON_EVAL, ON_STEP
 from fxpipe.task.paced_scheduler import EPOCH
@@ -95,6 +94,7 @@ def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
         BuildError: it gives another value than the one that the build was compiled with.
     """
     from fxpipe.optimizer.per_worker import check_per_worker
+    from fxpipe.precision import precision_flags, precision_text
     from fxpipe.task.model_file import task_of_build
 
     task = task_of_build(plan, options.build, options.model_file, options.settings, options.arguments)
