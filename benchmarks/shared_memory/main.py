@@ -1,4 +1,4 @@
-"""Messages between processes of one machine: shared memory against gloo. See README.md beside this file.
+"""Messages between processes of one machine: shared memory against gloo. See README.md in this folder.
 
 Both are opened in the same processes and used in turn. What counts is the median over the rounds of the ratio of their
 times of an exchange.

@@ -92,8 +92,9 @@ def measure(
     meanwhile = [] if yardstick is None else [_Code(yardstick.program, phase, ticks=False) for phase in PHASES]
     with _threads(threads), torch_state_kept(), torch.no_grad():
         _run(ticking)  # first, since it can name the node that fails
-        for codes in (plain, *([meanwhile] if meanwhile else [])):
-            _run(codes)
+        _run(plain)
+        if meanwhile:
+            _run(meanwhile)
         found = _timed(plain, ticking, meanwhile, ROUNDS if repeats is None else Rounds.exactly(repeats))
         if repeats is None and any(t.disagrees > AGREE for t in found) and sum(t.taken for t in found) < SHORT:
             most = 2 if found[1].disagrees > AGREE else 1  # a backward runs after its forward
@@ -148,7 +149,8 @@ def _timed(plain: list[_Code], ticking: list[_Code], meanwhile: list[_Code], rou
     with saying(lambda: f"timing {sum(len(code.nodes) for code in plain)} operators, run {len(nodes) + 1}"):
         for _ in rounds.run():
             wholes.append([sum(times) for times in _run(plain)])
-            others += [[sum(times) for times in _run(meanwhile)]] if meanwhile else []
+            if meanwhile:
+                others.append([sum(times) for times in _run(meanwhile)])
             nodes.append(_run(ticking))
     return [
         _phase_times([run[i] for run in wholes], [run[i] for run in nodes], [run[i] for run in others])
