@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,9 +16,10 @@ from fxpipe.errors import PolicyError, TaskError
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.small_copies import hold_still, shrunk, users
 from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes, StepMemory
-from fxpipe.policy.optimizers.error_feedback import ErrorFeedback, has_momentum
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, rule_of
+from fxpipe.policy.optimizers.update_repair import UpdateRepair, has_momentum
+from fxpipe.policy.repair import REPAIRS
 from fxpipe.task.hooks import MakeOptimizer
 from fxpipe.task.one_optimizer import OptimizerRefused
 
@@ -64,9 +66,10 @@ def _computed(state: float, momentum: bool, bandwidth: float) -> OptimizerCosts:
     """The costs that follow from the bytes that are read and written.
 
     A prediction reads weight and state and writes the result. To remember an update, the weight is copied and
-    subtracted from the new one; a prediction adds that. Error feedback copies, subtracts twice and adds.
+    subtracted from the new one; a prediction adds that. Repairs know how much they read and write.
     """
-    policy = PolicyTimes((2.0 + state) / bandwidth, 10.0 / bandwidth, 11.0 / bandwidth if momentum else 0.0)
+    repairs = tuple((repair.name, repair.passes / bandwidth) for repair in REPAIRS.values() if momentum)
+    policy = PolicyTimes((2.0 + state) / bandwidth, 10.0 / bandwidth, repairs)
     return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, momentum, policy)
 
 
@@ -140,43 +143,36 @@ def _timed(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, PolicyTi
 
 def _policy_times(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clock: Clock) -> PolicyTimes:
     """The seconds per byte of these parameters; 0 for work that is impossible with this optimizer: a run refuses it."""
-    size = sum(p.nbytes for p in parameters)
-    found = []
-    for work in _policy_work(made, parameters):
+    size, every = sum(p.nbytes for p in parameters), range(len(parameters))
+
+    def seconds(work: Callable[[], None]) -> float:
         try:
             with users():
-                found.append(quartile(_rounds(work, clock)) / size)
+                return quartile(_rounds(work, clock)) / size
         except TaskError:
-            found.append(0.0)
-    return PolicyTimes(*found)
-
-
-def _rounds(call: Callable[[], None], clock: Clock) -> list[float]:
-    """The seconds of every measured call."""
-    return [seconds for measured in POLICY_ROUNDS.run() if (seconds := seconds_of(call, clock)) and measured]
-
-
-def _policy_work(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """The policies' work in addition to a step, in the order of `PolicyTimes`."""
-    every = range(len(parameters))
+            return 0.0
 
     def predict(predictor: Predictor) -> None:
         predictor.before_step()
         predictor.observe()
         predictor.give_back(predictor.predict(1), every)
 
-    for weight_form in (False, True):
-        yield functools.partial(predict, Predictor(made, parameters, weight_form=weight_form))
-    try:
-        feedback = ErrorFeedback(made, dict.fromkeys(parameters, 1))
-    except PolicyError:  # no run has it without momentum
-        return
+    def repair(work: UpdateRepair) -> None:
+        work.before_step()
+        work.after_step()
 
-    def feed_back() -> None:
-        feedback.before_step()
-        feedback.after_step()
+    predictors = (Predictor(made, parameters, weight_form=weight_form) for weight_form in (False, True))
+    prediction, repetition = (seconds(functools.partial(predict, predictor)) for predictor in predictors)
+    repairs = {}
+    for each in REPAIRS.values():
+        with contextlib.suppress(PolicyError):  # no run has it with this optimizer
+            repairs[each.name] = seconds(functools.partial(repair, each.kind(made, dict.fromkeys(parameters, 1))))
+    return PolicyTimes(prediction, repetition, tuple(repairs.items()))
 
-    yield feed_back
+
+def _rounds(call: Callable[[], None], clock: Clock) -> list[float]:
+    """The seconds of every measured call."""
+    return [seconds for measured in POLICY_ROUNDS.run() if (seconds := seconds_of(call, clock)) and measured]
 
 
 def _sample(parameters: Named, numels: Iterable[float]) -> list[tuple[str, nn.Parameter]]:

@@ -17,22 +17,22 @@ class Staleness:
     Attributes:
         updates: how many updates a forward misses at most, on any worker and in any microbatch.
         predicted: whether some forwards see predictions, which start from these weights.
-        feedback: how updates correct for late gradients: 'error feedback', or ''.
+        repaired: how updates correct for late gradients: 'error feedback', or ''.
     """
 
     updates: int
     predicted: bool
-    feedback: str
+    repaired: str
 
     def __str__(self) -> str:
         if not self.updates:
             return "no weights are stale"
         how = ["predicted"] if self.predicted else []
-        how += [f"with {self.feedback}"] if self.feedback else []
+        how += [f"with {self.repaired}"] if self.repaired else []
         return f"weights are at most {plural(self.updates, 'update')} old{''.join(f', {each}' for each in how)}"
 
 
 def staleness_of(policy: Policy, versions: Versions) -> Staleness:
     """The staleness under a policy and the versions of a schedule, in steady state."""
     updates = max(delay(policy, versions, worker) for worker in range(versions.schedule.workers))
-    return Staleness(updates, policy.predicts, "error feedback" if policy.ef else "")
+    return Staleness(updates, policy.predicts, " and ".join(repair.what for repair in policy.repairs))

@@ -121,12 +121,12 @@ class PolicyTimes:
     Attributes:
         prediction: one prediction by the optimizer's own rule, and remembering what it needs of an update.
         repetition: one prediction that repeats the last update (`weight_form`), and remembering that update.
-        feedback: error feedback of one update.
+        repairs: of one update, for each repair its name and the seconds; one that the optimizer refuses is missing.
     """
 
     prediction: float = 0.0
     repetition: float = 0.0
-    feedback: float = 0.0
+    repairs: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)

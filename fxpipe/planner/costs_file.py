@@ -25,7 +25,7 @@ from fxpipe.planner.profile import check_amounts
 from fxpipe.planner.setting import MOMENTUM
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True)

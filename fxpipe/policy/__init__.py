@@ -14,6 +14,7 @@ from fxpipe.policy.latest import Latest
 from fxpipe.policy.lwp import LinearWeightPrediction
 from fxpipe.policy.picture import sees
 from fxpipe.policy.pipeoptim import PipeOptim
+from fxpipe.policy.repair import REPAIRS
 from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.policy.stash import Stash
 from fxpipe.policy.vertical import Vertical
@@ -35,8 +36,8 @@ def register(kind: _Kind) -> _Kind:
     If it is in a model file, every worker of a run knows it, because every worker imports that file.
 
     Raises:
-        PolicyError: it has no name, a name that fxpipe's own policies have, or an option that is not a switch; or one
-            of its methods takes other arguments than that of `Policy`.
+        PolicyError: it has no name, a name that fxpipe's own policies have, or an option that is not a switch or has
+            the name of a repair; or one of its methods takes other arguments than that of `Policy`.
     """
     name = getattr(kind, "name", "")
     if not name or "+" in name:
@@ -44,7 +45,10 @@ def register(kind: _Kind) -> _Kind:
     if name in POLICIES and POLICIES[name].__module__.startswith(f"{__name__}."):
         raise PolicyError(f"there is already a policy '{name}'", hint=f"give {kind.__name__} another name")
     for field in fields(kind):
-        if not isinstance(field.default, bool):
+        if field.name in REPAIRS:
+            what = f"option '{field.name}' of policy '{name}' has the name of a repair, which every policy has"
+            raise PolicyError(what, hint="give it another name")
+        if field.name != "repairs" and not isinstance(field.default, bool):
             raise PolicyError(
                 f"option '{field.name}' of policy '{name}' is not a switch", hint="its default must be True or False"
             )
@@ -84,7 +88,8 @@ def make(text: str) -> Policy:
                 f"policy '{name}' has no option '{option}'{near(option, known)}",
                 hint=hint + (f"; {option} goes with: {', '.join(others)}" if others else ""),
             )
-    return POLICIES[name](**dict.fromkeys(options, True))
+    repairs = tuple(repair for repair in REPAIRS.values() if repair.name in options)
+    return POLICIES[name](repairs=repairs, **dict.fromkeys((o for o in options if o not in REPAIRS), True))
 
 
 def default_for(schedule: Schedule, momentum: bool = False) -> str:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fxpipe.errors import PolicyError
 from fxpipe.plan.spec import Phase
+from fxpipe.policy.repair import REPAIRS, Repair
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions
@@ -21,11 +22,11 @@ class Policy(ABC):
     policy decides which version it reads (`lag`) and how far ahead the weights are predicted from it (`ahead`). The
     same functions serve a worker's own weights and weight copies.
 
-    The fields of a policy are its options, all of them switches: `pipeoptim+keep` is `PipeOptim(keep=True)`. Your own
-    policy is a class in a file, decorated with `@register` (`examples/own_policy.py`).
+    The other fields of a policy are its options, all of them switches: `pipeoptim+keep` is `PipeOptim(keep=True)`. Your
+    own policy is a class in a file, decorated with `@register` (`examples/own_policy.py`).
 
     Attributes:
-        ef: error feedback of the update (`fxpipe.policy.optimizers.error_feedback`), whatever weights are read.
+        repairs: of the updates, in the order of `fxpipe.policy.repair`: `lwp+ef` has error feedback.
     """
 
     name: ClassVar[str]
@@ -39,7 +40,7 @@ class Policy(ABC):
     one_pipeline: ClassVar[bool] = False
     """Whether an action's weights depend on what its microbatch saw on other workers."""
 
-    ef: bool = False
+    repairs: tuple[Repair, ...] = ()
 
     def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
         """How many updates late an action on `reader` reads `owner`'s weights: by default the least possible.
@@ -73,12 +74,13 @@ class Policy(ABC):
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
-        """The switches of this policy, by name."""
-        return tuple(field.name for field in fields(cls))
+        """What may follow this policy after a plus: the repairs and its own switches."""
+        return (*REPAIRS, *(field.name for field in fields(cls) if field.name != "repairs"))
 
     def __str__(self) -> str:
         """The policy as on the command line: `pipeoptim+keep`; `policy.make` reads it."""
-        return "+".join([self.name, *(option for option in self.options() if getattr(self, option))])
+        chosen = [repair.name for repair in self.repairs]
+        return "+".join([self.name, *chosen, *(o for o in self.options() if o not in REPAIRS and getattr(self, o))])
 
 
 def lag_of(

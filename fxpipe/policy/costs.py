@@ -16,16 +16,17 @@ from fxpipe.schedule.versions import Versions, own_versions
 def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
     """For each worker, the largest number of copies of its own weights at once, in addition to the live ones.
 
-    It counts kept versions, predictions, the last update that the weight form remembers, and the steps that error
-    feedback keeps, but not the optimizer's own state. It follows the schedule action by action.
+    It counts kept versions, predictions, the last update that the weight form remembers, and what repairs keep, but not
+    the optimizer's own state. It follows the schedule action by action.
     """
     remembered = 1.0 if policy.weight_form else 0.0
     if schedule.synchronous:
         return (0.0,) * schedule.workers
     return tuple(
-        remembered + _held(policy, versions, worker) + _fed_back(policy, versions, worker)
+        remembered + _held(policy, versions, worker) + kept
         for worker in range(schedule.workers)
         for versions in [own_versions(schedule.of_worker(worker), worker)]
+        for kept in [sum(repair.copies(delay(policy, versions, worker)) for repair in policy.repairs)]
     )
 
 
@@ -33,14 +34,6 @@ def delay(policy: Policy, versions: Versions, worker: int) -> int:
     """How many updates of its own weights a worker's forwards miss at most, in steady state."""
     microbatches = range(versions.schedule.microbatches)
     return max(policy.lag(versions, "F", microbatch, worker, worker) for microbatch in microbatches)
-
-
-def _fed_back(policy: Policy, versions: Versions, worker: int) -> int:
-    """The copies of error feedback: steps that it will take back, and the weights before the present step."""
-    if not policy.ef:
-        return 0
-    late = delay(policy, versions, worker)
-    return late + 1 if late else 0
 
 
 def _held(policy: Policy, versions: Versions, worker: int) -> int:
@@ -68,13 +61,18 @@ def _held(policy: Policy, versions: Versions, worker: int) -> int:
 
 
 def seconds_per_owned_byte(policy: Policy, schedule: Schedule, times: PolicyTimes) -> tuple[float, ...]:
-    """For each worker, seconds per owned byte and minibatch: of its predictions and its error feedback."""
+    """For each worker, seconds per owned byte and minibatch: of its predictions and its repairs."""
     if schedule.synchronous:
         return (0.0,) * schedule.workers
     prediction = times.repetition if policy.weight_form else times.prediction
     return tuple(
         predictions(policy, own, worker) * prediction
-        + (times.feedback if policy.ef and delay(policy, own_versions(own, worker), worker) else 0.0)
+        + sum(
+            seconds
+            for repair in policy.repairs
+            for name, seconds in times.repairs
+            if name == repair.name and repair.works(delay(policy, own_versions(own, worker), worker))
+        )
         for worker in range(schedule.workers)
         for own in [schedule.of_worker(worker)]
     )

@@ -1,8 +1,8 @@
 """The bytes of weights that a worker holds in addition to the live ones, action by action, as the runtime does.
 
 It counts copies of other workers' weights, from the posted receive until the last action that reads them; own versions
-that later actions read; predictions, whose memory is reused and never freed; and what prediction and error feedback
-remember of past steps.
+that later actions read; predictions, whose memory is reused and never freed; and what predictions and repairs remember
+of past steps.
 """
 
 from __future__ import annotations
@@ -137,13 +137,13 @@ class _WeightsOfRow:
             self._predict(name, 2 * place + 1, 2 * place + 2)
 
     def _remembered(self) -> int:
-        """The last update for the weight form, past steps for error feedback, and the bases of encoded copies."""
+        """The last update for the weight form, what repairs keep, and the bases of encoded copies."""
         trained = [p for p in self.demand.plan.owned(self.worker) if p.trained]
         policy, workers = self.demand.policy, range(self.demand.plan.workers)
         held = sum(p.tensor.bytes for p in trained) if policy.weight_form else 0
-        if policy.ef:
+        for repair in policy.repairs:
             delays = self.demand.delays(self.worker)
-            held += sum((delays[n] + 1) * self._bytes[n] for n in delays if delays[n])
+            held += sum(repair.copies(late) * self._bytes[name] for name, late in delays.items())
         steady = 4 * self.demand.plan.workers
         for other in workers:
             for owner, reader in {(self.worker, other), (other, self.worker)}:

@@ -87,7 +87,7 @@ def check_shares(policy: Policy) -> None:
     """
     if policy.predicts:
         what = "predicts weights, for which every replica needs the velocity of every parameter"
-    elif policy.ef:
+    elif not all(repair.shares for repair in policy.repairs):
         what = "corrects the steps of late gradients, for which every replica needs the steps of every parameter"
     else:
         return

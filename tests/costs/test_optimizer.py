@@ -183,7 +183,7 @@ def test_costs_are_timed_or_computed() -> None:
     found = optimizer_costs(SMALL, momentum, timed=False, bandwidth=10.0)
     assert (found.state_bytes, found.seconds_per_byte) == (pytest.approx(1.0), pytest.approx(0.5))
     assert found.momentum
-    assert found.policy == PolicyTimes(pytest.approx(0.3), pytest.approx(1.0), pytest.approx(1.1))
+    assert found.policy == PolicyTimes(pytest.approx(0.3), pytest.approx(1.0), (("ef", pytest.approx(1.1)),))
     found = optimizer_costs(SMALL, lambda named: Sleepy([p for _, p in named], lr=0.1), timed=True, bandwidth=10.0)
     size = sum(t.nbytes for _, t in SMALL)
     assert (found.state_bytes, found.doubt) == (0.0, None)
@@ -196,14 +196,14 @@ def test_only_an_optimizer_with_momentum_has_error_feedback(timed: bool) -> None
         found = optimizer_costs(SMALL, make, timed=timed, bandwidth=1e9).policy
         assert 0 < found.prediction < 1e-6
         assert 0 < found.repetition < 1e-6
-        assert (found.feedback > 0) == has
+        assert (dict(found.repairs).get("ef", 0.0) > 0) == has
 
 
 def test_what_policies_cost_for_each_byte_does_not_depend_on_the_size() -> None:
     """Timed on samples of one size: eight times the parameters take the same for each byte, give or take noise."""
     layers = [(f"{i}.weight", torch.zeros(512, 512)) for i in range(16)]
     one, eight = (optimizer_costs(named, adam, timed=True, bandwidth=1.0).policy for named in (layers, 8 * layers))
-    assert 0.2 < one.feedback / eight.feedback < 5
+    assert 0.2 < dict(one.repairs)["ef"] / dict(eight.repairs)["ef"] < 5
 
 
 @pytest.mark.parametrize("timed", [False, True])

@@ -56,7 +56,7 @@ def test_predictions_are_those_of_a_run(
 
 
 def test_seconds_are_of_what_a_worker_does() -> None:
-    times = PolicyTimes(prediction=1.0, repetition=10.0, feedback=100.0)
+    times = PolicyTimes(prediction=1.0, repetition=10.0, repairs=(("ef", 100.0),))
     two = make_schedule("async", 2, 1)
     assert seconds_per_owned_byte(make_policy("spectrain"), two, times) == (1.0, 0.0)
     assert seconds_per_owned_byte(make_policy("spectrain+ef"), two, times) == (101.0, 0.0)

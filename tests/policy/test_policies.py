@@ -12,6 +12,7 @@ import pytest
 
 from fxpipe.errors import PolicyError
 from fxpipe.policy import POLICIES, Policy, copies, default_for, make, register, sees
+from fxpipe.policy.repair import REPAIRS
 from fxpipe.schedule import Async, GPipe, OneFOneB, Schedule
 
 
@@ -238,3 +239,15 @@ def test_the_default(schedule: Schedule, name: str, with_momentum: str) -> None:
 )
 def test_copies_are_what_the_docstrings_say(text: str, microbatches: int, wanted: tuple[int, ...]) -> None:
     assert copies(make(text), Async(4, microbatches)) == wanted
+
+
+def test_a_switch_with_the_name_of_a_repair_is_refused() -> None:
+    namespace = {"name": "own", "ef": True, "__annotations__": {"ef": bool}}
+    with pytest.raises(PolicyError, match="option 'ef' of policy 'own' has the name of a repair"):
+        register(dataclass(frozen=True)(type("Own", (Policy,), namespace)))
+    assert "own" not in POLICIES
+
+
+def test_every_repair_has_the_class_that_it_names() -> None:
+    for repair in REPAIRS.values():
+        assert repair.kind.name == repair.name

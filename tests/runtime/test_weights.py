@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.policy import copies, make
+from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.versions import ReadVersions
@@ -56,8 +57,8 @@ def held(store: WeightStore) -> int:
         if predictor is not None:
             found |= {id(tensor) for tensor in predictor._spare[id(live)]}
             found |= {id(predictor._update[id(live)])} if id(live) in predictor._update else set()
-        feedback = store.updater.feedback
-        for late in () if feedback is None else feedback._late:
+        feedbacks = (repair for repair in store.updater.repairs if isinstance(repair, ErrorFeedback))
+        for late in (late for feedback in feedbacks for late in feedback._late):
             spare = [] if late.spare is None else [late.spare]
             found |= {id(kept[i]) for i, w in enumerate(late.weights) if w is live for kept in (*late.steps, *spare)}
         most = max(most, len(found))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fxpipe.errors import PolicyError
-from fxpipe.task.several_optimizers import stepped_by
+from fxpipe.policy.optimizers.update_repair import UpdateRepair
 from fxpipe.torch_private import foreach_add_, foreach_copy_, foreach_sub_
 
 
@@ -32,7 +31,7 @@ class _Late:
     spare: list[Tensor] | None = None
 
 
-class ErrorFeedback:
+class ErrorFeedback(UpdateRepair):
     """Turns any optimizer's update into the one with error feedback, for gradients that arrive τ updates late.
 
     u_t is the optimizer's whole step, including rate and weight decay: W before `optimizer.step()` minus W after it.
@@ -48,15 +47,15 @@ class ErrorFeedback:
     From: Zmushko et al. 2026 (ICML), arXiv 2606.30634, for τ = 1; the formula for longer delays is our own.
 
     Args:
-        optimizer: the options of every group must show that it has momentum; without it, the feedback harms.
         delays: τ of each parameter; 0 if it is missing. Parameters in no group are never moved.
-
-    Raises:
-        PolicyError: a group has no momentum, or its options do not say.
     """
 
+    name: ClassVar[str] = "ef"
+    without: ClassVar[str] = "error feedback harms"
+    entry: ClassVar[str] = "last_steps"
+
     def __init__(self, optimizer: torch.optim.Optimizer, delays: Mapping[Tensor, int]) -> None:
-        _refuse(optimizer)
+        super().__init__(optimizer, delays)
         assert all(delay >= 0 for delay in delays.values()), "a gradient cannot be early"
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         late: dict[tuple[int, int], _Late] = {}
@@ -120,33 +119,3 @@ class ErrorFeedback:
             if id(weight) in known:
                 for step in steps:
                     weight.add_(step)
-
-
-def momentum_of(group: Mapping[str, Any]) -> float | None:
-    """The momentum of a group, under any of its usual names; None if its options do not say."""
-    betas = group.get("betas")
-    first = betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("beta1")
-    value = group.get("momentum", first)
-    return float(value) if isinstance(value, (int, float, Tensor)) else None
-
-
-def has_momentum(group: Mapping[str, Any]) -> bool:
-    """Whether a group's options say that its steps have momentum."""
-    return (momentum_of(group) or 0.0) > 0
-
-
-def _refuse(optimizer: torch.optim.Optimizer) -> None:
-    for number, group in enumerate(optimizer.param_groups):
-        kind = stepped_by(optimizer, group).__name__
-        where = f" in parameter group {number}" if len(optimizer.param_groups) > 1 else ""
-        if momentum_of(group) is None:
-            raise PolicyError(
-                f"error feedback harms without momentum, and no option of {kind}{where} says that it has momentum",
-                hint="use SGD, RMSprop or Muon with momentum, Adam, AdamW or NAdam, or leave out +ef; your own "
-                "optimizer can say it with `momentum` or `betas` in its defaults",
-            )
-        if not has_momentum(group):
-            raise PolicyError(
-                f"error feedback harms without momentum, and {kind}{where} has none",
-                hint=f"give {kind} momentum > 0, or leave out +ef",
-            )

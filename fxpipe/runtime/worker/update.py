@@ -20,9 +20,9 @@ from fxpipe.checkpoint.unsaved import UnsavedState
 from fxpipe.errors import RunError, TaskError, listed, near
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.policy.base import Policy
-from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.rules import rate_of
+from fxpipe.policy.optimizers.update_repair import UpdateRepair
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.between_replicas import check_optimizers_alike
@@ -38,12 +38,12 @@ from fxpipe.task.what_trains import freezes_or_thaws
 
 
 class Updater:
-    """The optimizer of one worker's trained parameters, with its scheduler, clipping, prediction and error feedback.
+    """The optimizer of one worker's trained parameters, with its scheduler, clipping, prediction and repairs.
 
     Args:
         trained: the parameters by name; none on a worker that trains nothing.
         gradients: sums the backwards' gradients for the next update.
-        delays: how many updates late each parameter's gradients are, for error feedback.
+        delays: how many updates late each parameter's gradients are, for repairs.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any, and its `lr_scheduler` with
             that optimizer. The scheduler makes a step after every update, epoch or evaluation.
         notes: exchange numbers of clipping and loss scaling with other workers.
@@ -97,7 +97,7 @@ class Updater:
         self._used: float | None = None
         self.unsaved: UnsavedState | None = None
         self.predictor: Predictor | None = None
-        self.feedback: ErrorFeedback | None = None
+        self.repairs: list[UpdateRepair] = []
         self._seed = seed
         self._set: list[tuple[int, list[float]]] = []  # updates, and the learning rates set for them
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
@@ -117,8 +117,7 @@ class Updater:
         self.unsaved = UnsavedState(self.optimizer, self.scheduler, callbacks)
         if policy.predicts:
             self.predictor = Predictor(self.optimizer, self.parameters, weight_form=policy.weight_form)
-        if policy.ef:
-            self.feedback = ErrorFeedback(self.optimizer, delays)
+        self.repairs = [repair.kind(self.optimizer, delays) for repair in policy.repairs]
 
     def compare_replicas(self, collective: Collective | None, device: torch.device) -> None:
         """Check that all replicas of the worker have the same optimizer: they make the same update.
@@ -252,8 +251,9 @@ class Updater:
                 found["metric_due"] = self._metric_due
         if self.predictor is not None:
             found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
-        if self.feedback is not None:
-            found["last_steps"] = {name[id(p)]: (delay, steps) for p, delay, steps in self.feedback.state()}
+        for repair in self.repairs:
+            if repair.entry:
+                found[repair.entry] = {name[id(p)]: tuple(kept) for p, *kept in repair.state()}
         if self._set:
             found["set_rates"] = list(self._set)
         return found
@@ -289,8 +289,8 @@ class Updater:
             self.predictor.load([(own[n], *row) for n, row in by_name("last_updates").items() if n in own])
             every = range(len(self.parameters))
             self.predictor.give_back(self.predictor.predict(1, every), every)  # fails here if the state does not fit
-        if self.feedback is not None:
-            self.feedback.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own])
+        for repair in self.repairs:
+            repair.load([(own[n], *row) for n, row in by_name(repair.entry).items() if n in own])
 
     def _of_as_many_groups(self, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of a worker whose optimizer had as many groups as this one.
@@ -339,15 +339,15 @@ class Updater:
 
     def _step_optimizer(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
         try:
-            if self.feedback is not None:
-                self.feedback.before_step()
+            for repair in self.repairs:
+                repair.before_step()
             if self.predictor is not None:
                 self.predictor.before_step()
             if self._may_draw(optimizer):
                 self._reseed(*self._place, "update", minibatch)
             optimizer.step()
-            if self.feedback is not None:
-                self.feedback.after_step()
+            for repair in self.repairs:
+                repair.after_step()
             if self.predictor is not None:
                 self.predictor.observe()
         except Exception as error:
