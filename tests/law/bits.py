@@ -20,6 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "sup
 
 def digests(text: str) -> dict[str, str]:
     """Of a case's emitted files, losses and metrics, trained weights and averages; or of the error that refuses it."""
+    import torch
     from case import of_text
     from product import compiled, run_here, runs_of
 
@@ -34,7 +35,7 @@ def digests(text: str) -> dict[str, str]:
             return {"refused": error.what}
         code = [path.read_text() for path in sorted((Path(folder) / "build").glob("*.py"))]
     weights = [
-        (name, hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest())
+        (name, hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
         for tensors in (left.weights, left.averages)
         for name, value in sorted(tensors.items())
     ]
