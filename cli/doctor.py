@@ -39,8 +39,8 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
     The self-test compiles a small model for two workers, compares its stages with eager PyTorch, and trains a few
     steps with prediction. Exit code 1 if it fails.
 
-    With --links, processes exchange messages as workers do: over NCCL if every process has a CUDA device of its own,
-    through shared memory on one machine without CUDA, else over gloo; it says which, and why. Under torchrun these are
+    With --links, processes exchange messages as workers do: through memory that they share on one machine, else over
+    NCCL if every process has a CUDA device of its own, else over gloo; it says which, and why. Under torchrun these are
     the processes that it started, on one machine or on several.
 
     \b

@@ -42,7 +42,10 @@ from fxpipe.runtime.wires.group import close_group, leave_after, open_group, pee
 from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.typed_json import read
 
-Transport = Literal["gloo", "gloo and shared memory", "gloo-cuda", "nccl", "shared memory"]
+Transport = Literal[
+    "gloo", "gloo and shared memory", "gloo and peer memory", "gloo-cuda", "nccl", "nccl and peer memory",
+    "shared memory", "peer memory",
+]  # fmt: skip
 
 SMALL = 4 << 10
 """Bytes of a round trip's messages."""
@@ -102,6 +105,11 @@ class LinkReport:
     carriers: tuple[Carrier, ...] = ()
 
     @property
+    def by_device(self) -> bool:
+        """Whether devices copy the messages, and the host has no part in that."""
+        return "nccl" in self.transport or self.transport == "peer memory"
+
+    @property
     def coverage(self) -> str | None:
         """How many pairs were measured, in words; None if all were."""
         total = self.workers * (self.workers - 1)
@@ -115,10 +123,10 @@ class LinkReport:
 
         In the matrix, pairs that were not measured get the median.
         """
-        copy = 0.0 if self.transport == "nccl" else statistics.median(p.copy for p in self.pairs)
+        copy = 0.0 if self.by_device else statistics.median(p.copy for p in self.pairs)
         rate = statistics.median(_overall(p) for p in self.pairs)
         latency = statistics.median(p.latency for p in self.pairs)
-        if self.workers == 2 or (self.alike and self.transport != "nccl"):
+        if self.workers == 2 or (self.alike and not self.by_device):
             return Links(rate, latency, copy)
         ranks = range(self.workers)
         rates = [[rate if i != j else float("inf") for j in ranks] for i in ranks]
@@ -199,8 +207,8 @@ def measure_group(
 ) -> LinkReport:
     """Latency, bandwidth and processor time between the processes of the group that the environment describes.
 
-    Every process calls it, and gets the same result. They communicate as workers of a run would: over NCCL if each has
-    its own CUDA device, else through shared memory or over gloo.
+    Every process calls it, and gets the same result. They communicate as workers of a run would: through memory that
+    they share, else over NCCL if each has its own CUDA device, else over gloo.
 
     Args:
         total: bytes that each pair sends for each size.
@@ -232,7 +240,7 @@ def measure_group(
         leave_after(error)
         raise
     close_group()
-    transport = cast("Transport", "gloo-cuda" if wires.staged else wires.name)
+    transport = cast("Transport", "gloo-cuda" if wires.staged and wires.name == "gloo" else wires.name)
     return LinkReport(transport, workers, tuple(rows), exchange is not None, tuple(wires.carriers))
 
 

@@ -103,6 +103,18 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def shared_memory(size: int, device: torch.device) -> tuple[Tensor, Any]:
+    """Bytes of a CUDA device, and what opens them in another process as long as they are here."""
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    return memory, memory.untyped_storage()._share_cuda_()
+
+
+def opened_memory(opens: Any, device: torch.device) -> Tensor:
+    """Bytes that another process has shared, as `device` reaches them; they may be another device's."""
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *opens[1:])
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
 def operator_name(target: object, otherwise: str = "") -> str:
     """`add` of `aten.add.Tensor`; `otherwise` of what is no operator."""
     return str(getattr(target, "_opname", otherwise))

@@ -1,4 +1,4 @@
-"""What needs a CUDA device: stages on it, two workers that share one over gloo, NCCL where there are two."""
+"""What needs a CUDA device: stages on it, and two workers that share one."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_measured_costs_come_from_events() -> None:
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 2), ("async", 1)])
 def test_distributed_equals_local_on_cuda(tmp_path: Path, schedule: str, microbatches: int) -> None:
-    """Over NCCL with two devices, over gloo with one that both workers share."""
+    """Through peer memory."""
     (tmp_path / "model.py").write_text(MODEL)
     case = CASES["gpt"]
     model, batch = on_cuda("gpt")
@@ -160,8 +160,7 @@ def test_distributed_equals_local_on_cuda(tmp_path: Path, schedule: str, microba
 def test_the_peak_of_the_allocator_is_the_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of workers that fill a device: torch's allocator rounds each tensor up, which is much of small ones.
 
-    Over gloo, messages wait in the CPU's memory, where the forecast has them on the device: they are small here. It has
-    no workspace of cuBLAS, which takes 32 MiB of a Hopper. An H200 took 13% and 8% more than it says
+    The forecast has no workspace of cuBLAS, which takes 32 MiB of a Hopper. An H200 took 13% and 8% more than it says
     (docs/reference/gpu.md).
     """
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")

@@ -1,4 +1,7 @@
-"""Runs over NCCL, of processes that share a device: NCCL_HOSTID has NCCL take them for several hosts, which may."""
+"""Runs over NCCL and through peer memory, of processes that share a device.
+
+NCCL_HOSTID has NCCL take them for several hosts, which may.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import finish, free_port, fxpipe, start_module
+
+from fxpipe.runtime.wires.shared_memory import SWITCH
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,6 +110,7 @@ LATE = """
 
 from fxpipe.runtime.process import training_loop
 from fxpipe.runtime.wires.nccl_lines import Communicator
+from fxpipe.runtime.wires.peer_memory import PeerReceiver, PeerSender
 
 
 def late(call):
@@ -117,6 +123,7 @@ def late(call):
 
 training_loop.Executor.execute = late(training_loop.Executor.execute)
 Communicator.send, Communicator.receive = late(Communicator.send), late(Communicator.receive)
+PeerSender._fill, PeerReceiver._used = late(PeerSender._fill), late(PeerReceiver._used)
 """
 SMALLER = """
 
@@ -130,8 +137,8 @@ FOUR = ("--fp-cut", "blocks.1", "--fp-cut", "blocks.2", "--fp-cut", "blocks.3")
 FOUR += ("--bp-cut", "blocks.0", "--bp-cut", "blocks.2", "--bp-cut", "blocks.3")
 
 
-def over_nccl(folder: Path, ranks: int, *run: object) -> dict[str, object]:
-    """The summary of a run of so many processes."""
+def run_over(wires: str, folder: Path, ranks: int, *run: object) -> dict[str, object]:
+    """The summary of a run of so many processes, whose messages go over 'nccl' or through 'peer memory'."""
     port = free_port()
     place = {
         "WORLD_SIZE": ranks,
@@ -140,10 +147,11 @@ def over_nccl(folder: Path, ranks: int, *run: object) -> dict[str, object]:
         "LOCAL_RANK": 0,
         "LOCAL_WORLD_SIZE": 1,
     }
-    wires = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
+    place |= {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
+    place[SWITCH] = int(wires == "peer memory")
     started = []
     for rank in range(ranks):
-        own = {**place, **wires, "RANK": rank, "NCCL_HOSTID": f"host{rank}"}
+        own = {**place, "RANK": rank, "NCCL_HOSTID": f"host{rank}"}
         environment = {name: str(value) for name, value in own.items()}
         started.append(start_module("fxpipe", "run", folder / "build", *run, "--json", **environment))
     try:
@@ -153,10 +161,11 @@ def over_nccl(folder: Path, ranks: int, *run: object) -> dict[str, object]:
             process.kill()
     assert [result.code for result in results] == [0] * ranks, results
     summary: dict[str, object] = json.loads(results[0].out)
-    assert summary["transport"] == "nccl"
+    assert summary["transport"] == wires
     return summary
 
 
+@pytest.mark.parametrize("wires", ["nccl", "peer memory"])
 @pytest.mark.parametrize(
     ("ranks", "options", "run", "more"),
     [
@@ -179,7 +188,7 @@ def over_nccl(folder: Path, ranks: int, *run: object) -> dict[str, object]:
     ],
 )
 def test_trains_as_one_process(
-    tmp_path: Path, ranks: int, options: tuple[object, ...], run: tuple[object, ...], more: str
+    tmp_path: Path, wires: str, ranks: int, options: tuple[object, ...], run: tuple[object, ...], more: str
 ) -> None:
     """Wide: messages of 16 MB, which a send cannot put into NCCL's own memory, so it waits for the receiver.
 
@@ -192,6 +201,6 @@ def test_trains_as_one_process(
     run = ("--steps", 6, "--eval-every", 2, *run)
     local = fxpipe("run", tmp_path / "build", *run, "--local", "--out", tmp_path / "local", "--json")
     assert local.code == 0, local.err
-    expected, found = json.loads(local.out), over_nccl(tmp_path, ranks, *run, "--out", tmp_path / "real")
+    expected, found = json.loads(local.out), run_over(wires, tmp_path, ranks, *run, "--out", tmp_path / "real")
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)  # atomics in embedding's backward
     assert len(found["evaluations"]) == len(expected["evaluations"]) == 3  # type: ignore[arg-type]

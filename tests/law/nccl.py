@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pretended_streams
 import torch
 from torch import Tensor
 
@@ -173,10 +174,12 @@ def _broken(rule: str) -> None:
 
 
 def use(wires: str, fault: str = "") -> None:
-    """Have the messages of this process go over 'shared' memory, 'gloo' or 'nccl'; `fault` breaks NCCL's rules."""
-    os.environ[SWITCH] = str(int(wires == "shared"))
+    """Have this process's messages go through 'shared' or 'peer' memory, over 'gloo' or 'nccl', or break its rules."""
+    os.environ[SWITCH] = str(int(wires in ("shared", "peer")))
     if wires == "nccl":
         _take_place()
+    if wires == "peer":
+        pretended_streams.set_up()
     plant(fault)
 
 

@@ -283,7 +283,8 @@ def run_in_processes(
     """Train with a worker in each of as many processes as torchrun would start, one run after the other.
 
     Args:
-        wires: 'shared', 'gloo' or 'nccl', which keeps its rules (see `nccl.py`); after it a fault that breaks them.
+        wires: 'shared', 'peer', 'gloo' or 'nccl', which keeps its rules (see `nccl.py`); after it a fault that breaks
+            them.
         script: what each process runs; only runs leave an outcome.
     """
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]

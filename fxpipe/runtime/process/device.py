@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
-from fxpipe.messages import warn
 from fxpipe.planner.device import INFINITE, Device, at_peak
 from fxpipe.runtime.wires.exchange import gathered
 
@@ -41,11 +40,7 @@ def common_backend(device: torch.device, rank: int, ranks: int) -> str:
         host = os.environ.get("NCCL_HOSTID") or socket.gethostname()  # as NCCL itself identifies hosts
         own = host, str(torch.cuda.get_device_properties(device).uuid)
     answers = gathered(own, rank, ranks)
-    if None not in answers and len(set(answers)) == ranks:
-        return "nccl"
-    if own is not None and rank == 0:
-        warn("not every process has a CUDA device of its own: messages go through CPU memory, over gloo")
-    return "gloo"
+    return "nccl" if None not in answers and len(set(answers)) == ranks else "gloo"
 
 
 def devices_of(device: torch.device, peak: float | None, process: int, processes: int) -> list[Device | None]:

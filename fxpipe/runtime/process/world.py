@@ -37,7 +37,7 @@ class World(ABC):
 
     Attributes:
         here: this process's number, counting one process for each rank and replica; all numbers, if it is alone.
-        name: how messages travel: 'gloo', 'shared memory', both, 'nccl', or 'local'.
+        name: how messages travel: 'local', or as `ProcessWires.name`.
         carriers: what carries them, for each direction between processes.
         device: of the workers here.
         turns: of the rows here.

@@ -14,7 +14,7 @@ class Carrier:
 
     Attributes:
         source, target: the processes.
-        transport: 'shared memory', 'gloo', 'gloo through CPU memory' (of CUDA tensors), or 'nccl'.
+        transport: 'shared memory', 'gloo', or of CUDA tensors 'peer memory', 'nccl', 'gloo through CPU memory'.
         why: this one.
     """
 

@@ -1,6 +1,7 @@
 """Wires between processes: torch.distributed point to point, over gloo or NCCL.
 
-Processes of one machine that compute on CPUs share memory (`shared_memory`); all else goes through torch.distributed.
+Processes of one machine share memory (`shared_memory` of CPUs, `peer_memory` of CUDA devices); all else goes through
+torch.distributed.
 With gloo every edge has its own tag, and receives are posted ahead; messages that wait for their turn
 (`fxpipe.plan.urgency`) go through an outbox. Over NCCL, which has no tags, both ends agree before each message
 (`nccl_lines`); no message waits for its turn.
@@ -10,7 +11,7 @@ A process may have several workers: their messages to each other stay in the pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
 from math import gcd
@@ -28,7 +29,8 @@ from fxpipe.runtime.wires.group import group_among, peers
 from fxpipe.runtime.wires.nccl_lines import Communicator, NcclLine
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
-from fxpipe.runtime.wires.shared_memory import NONE, connected
+from fxpipe.runtime.wires.peer_memory import PeerReceiver, PeerSender
+from fxpipe.runtime.wires.shared_memory import NONE, Receiver, Sender, connected
 from fxpipe.runtime.wires.wired import Receive
 
 Work = Any
@@ -67,7 +69,7 @@ class ProcessWires:
         turns: of the rows in this process; None if there is one row.
 
     Attributes:
-        name: how messages travel: 'gloo', 'shared memory', both, or 'nccl'.
+        name: how messages travel: 'gloo', 'nccl', 'shared memory', 'peer memory', or 'gloo and shared memory'.
         carriers: what carries them in each direction of the plan.
     """
 
@@ -93,13 +95,15 @@ class ProcessWires:
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
         self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by channel and the process at the other end
         self._outboxes: dict[int, Outbox] = {}
-        self._shared = NONE
-        directions = list(self._by_direction(channels))
+        self._on_cpu, self._shared = device.type == "cpu", NONE
+        self._memory = "shared memory" if self._on_cpu else "peer memory"
+        directions = self._by_direction(channels)
+        if self.shares and device.type in ("cpu", "cuda"):
+            ends = (Sender, Receiver) if self._on_cpu else (PeerSender, PeerReceiver)
+            self._shared = connected(rank, list(directions), device, ends)
         if backend == "nccl":
-            self._connect(channels)
-        elif self.shares and device.type == "cpu":
-            self._shared = connected(rank, directions)
-        self.name = backend if backend == "nccl" else self._shared.kinds
+            self._connect({way: own for way, own in directions.items() if self._shared.without.get(way, "not tried")})
+        self.name = self._shared.kinds(self._memory, backend)
         self.carriers = [self._carrier(*way) for way in directions]
 
     def isend(self, value: Tensor, way: Way) -> Posted | None:
@@ -108,7 +112,7 @@ class ProcessWires:
             self._loopback.send(tag, value)
             return None
         flat = value.as_strided((value.numel(),), (1,))
-        if rank in self._shared.senders:
+        if rank in self._shared.senders and self._shares(way):
             self._shared.senders[rank].send(tag, flat)
             return None
         flat = flat.cpu() if self.staged else flat
@@ -118,7 +122,7 @@ class ProcessWires:
         rank, tag, channel = self._process_of(way.worker, way.replica), self._tag_of(way), way.channel
         if rank == self.rank:
             return self._loopback.expect(tag)
-        if rank in self._shared.receivers:
+        if rank in self._shared.receivers and self._shares(way):
             return self._shared.receivers[rank].expect(tag, count, dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
         target = self.device if self.staged and channel is not None else None
@@ -156,16 +160,17 @@ class ProcessWires:
             return Pieces([dist.irecv(data[place], source, tag=tag) for place in pieces(len(data))])
 
     def _carrier(self, source: int, target: int) -> Carrier:
-        if self.backend == "nccl":
-            return Carrier(source, target, "nccl", "each process has a CUDA device of its own")
-        gloo = "gloo through CPU memory" if self.staged else "gloo"
-        if not self.shares:
-            return Carrier(source, target, gloo, "--throttle")
-        if self.staged:
-            why = "not every process has a CUDA device of its own" if dist.is_nccl_available() else "torch has no NCCL"
-            return Carrier(source, target, gloo, why)
-        why = self._shared.without[source, target]
-        return Carrier(source, target, gloo if why else "shared memory", why or "same machine, same user")
+        why = self._shared.without.get((source, target), "--throttle")
+        if not why:
+            return Carrier(source, target, self._memory, "same machine, same user")
+        if not self.staged:
+            return Carrier(source, target, self.backend, why)
+        nccl = "not every process has a CUDA device of its own" if dist.is_nccl_available() else "torch has no NCCL"
+        return Carrier(source, target, "gloo through CPU memory", f"{why}; {nccl}")
+
+    def _shares(self, way: Way) -> bool:
+        """Whether a message may go through memory that processes share: it is on the device."""
+        return self._on_cpu or way.channel is not None
 
     def _tag_of(self, way: Way) -> int:
         if way.tag is None:
@@ -189,10 +194,10 @@ class ProcessWires:
                     found.setdefault((source[one], target[other]), []).append(channel)
         return found
 
-    def _connect(self, channels: list[Channel]) -> None:
+    def _connect(self, directions: Mapping[tuple[int, int], Sequence[Channel]]) -> None:
         """Set up a communicator for each direction between two processes, in one order, since each set-up waits for the
         other end; and in it a line for each channel."""
-        for (sender, receiver), own in self._by_direction(channels).items():
+        for (sender, receiver), own in directions.items():
             self._connect_two(sender, receiver, own)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

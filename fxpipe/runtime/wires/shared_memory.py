@@ -20,8 +20,8 @@ import socket
 import struct
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,16 @@ SWITCH = "FXPIPE_SHARED_MEMORY"
 _SENT = struct.Struct("=QQQ")  # written at once, since it is shorter than PIPE_BUF: so are reads of several
 _READ = 170 * _SENT.size
 _DROPPED = struct.Struct("=Q")
-_PAGE = mmap.ALLOCATIONGRANULARITY
+PAGE = mmap.ALLOCATIONGRANULARITY
+CPU = torch.device("cpu")
+
+_TRIAL, _TRIED = 0, 1024
+"""The line of the message that tries a direction, before those with numbers from 1 on; and its numbers."""
+
+
+def rounded(size: int) -> int:
+    """The bytes of a block for a message of this size."""
+    return -(-size // PAGE) * PAGE
 
 
 class Handles(NamedTuple):
@@ -89,17 +98,19 @@ class Sender:
 
     Args:
         rank: of this process.
+        device: that computes what is sent.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, device: torch.device = CPU) -> None:
+        self._rank, self._device = rank, device
         self._file = os.memfd_create("fxpipe")
         self._theirs, self._sent = os.pipe()
         self._dropped, self._they_drop = os.pipe()
         os.set_blocking(self._dropped, False)
-        self._size = 0
+        self._end = 0
         self._blocks: dict[int, mmap.mmap] = {}  # by offset
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets, by the size of the block
+        self._sizes: dict[int, int] = {}  # of the messages that they are for, by offset
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets, by size
 
     @property
     def handles(self) -> Handles:
@@ -114,10 +125,9 @@ class Sender:
     def send(self, line: int, flat: Tensor) -> None:
         """Send a dense vector; it may change at once."""
         size = flat.nbytes
-        offset = self._block(-(-size // _PAGE) * _PAGE) if size else 0
+        offset = self._block(rounded(size)) if size else 0
         if size:
-            block = torch.frombuffer(self._blocks[offset], dtype=flat.dtype, count=flat.numel())
-            block.copy_(flat)
+            self._fill(offset, flat)
         try:
             os.write(self._sent, _SENT.pack(line, offset, size))
         except OSError as error:
@@ -128,13 +138,23 @@ class Sender:
         with suppress(BlockingIOError):
             while ended := os.read(self._dropped, 512 * _DROPPED.size):
                 for (offset,) in _DROPPED.iter_unpack(ended):
-                    self._free[len(self._blocks[offset])].append(offset)
+                    self._free[self._sizes[offset]].append(offset)
         if self._free[size]:
             return self._free[size].pop()
-        offset, self._size = self._size, self._size + size
-        os.ftruncate(self._file, self._size)
+        offset = self._made(size)
+        self._sizes[offset] = size
+        return offset
+
+    def _made(self, size: int) -> int:
+        """Make a block; returns its offset."""
+        offset, self._end = self._end, self._end + size
+        os.ftruncate(self._file, self._end)
         self._blocks[offset] = mmap.mmap(self._file, size, offset=offset)
         return offset
+
+    def _fill(self, offset: int, flat: Tensor) -> None:
+        block = torch.frombuffer(self._blocks[offset], dtype=flat.dtype, count=flat.numel())
+        block.copy_(flat)
 
     def close(self) -> None:
         """No more messages."""
@@ -149,8 +169,8 @@ class Receiver:
         OSError: this process must not open what the sender has.
     """
 
-    def __init__(self, rank: int, given: Handles) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, given: Handles, device: torch.device = CPU) -> None:
+        self._rank, self._device = rank, device
         there = f"/proc/{given.process}/fd"
         self._file = os.open(f"{there}/{given.file}", os.O_RDWR | os.O_CLOEXEC)
         self._sent = os.open(f"{there}/{given.sent}", os.O_RDONLY | os.O_CLOEXEC)
@@ -186,12 +206,14 @@ class Receiver:
         """A message that has arrived."""
         offset, size = self._here.pop(message)
         assert size == count * dtype.itemsize, "the ends of a line have different messages"
-        if not size:
-            return torch.empty(0, dtype=dtype)
-        block = self._blocks.get(offset)
-        if block is None:
-            block = self._blocks[offset] = mmap.mmap(self._file, -(-size // _PAGE) * _PAGE, offset=offset)
-        memory = (ctypes.c_char * size).from_buffer(block)  # the tensor's storage keeps it
+        return self._used(offset, count, dtype) if size else torch.empty(0, dtype=dtype, device=self._device)
+
+    def _used(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        """The message in a block."""
+        size = count * dtype.itemsize
+        if offset not in self._blocks:
+            self._blocks[offset] = mmap.mmap(self._file, rounded(size), offset=offset)
+        memory = (ctypes.c_char * size).from_buffer(self._blocks[offset])  # the tensor's storage keeps it
         weakref.finalize(memory, self._drop, offset).atexit = False
         return torch.frombuffer(memory, dtype=dtype)
 
@@ -239,14 +261,13 @@ class Ends(NamedTuple):
         without: why not, for each direction of the whole run; '' where memory is shared.
     """
 
-    senders: dict[int, Sender]
-    receivers: dict[int, Receiver]
-    without: dict[tuple[int, int], str]
+    senders: Mapping[int, Sender]
+    receivers: Mapping[int, Receiver]
+    without: Mapping[tuple[int, int], str]
 
-    @property
-    def kinds(self) -> str:
-        """How messages travel in the whole run: 'gloo', 'shared memory', or both."""
-        return " and ".join(sorted({"gloo" if why else "shared memory" for why in self.without.values()})) or "gloo"
+    def kinds(self, shared: str, otherwise: str) -> str:
+        """How messages travel in the whole run: by names of shared memory and of what is used otherwise."""
+        return " and ".join(sorted({otherwise if why else shared for why in self.without.values()})) or otherwise
 
     def close(self) -> None:
         """No more messages."""
@@ -259,30 +280,56 @@ class Ends(NamedTuple):
 NONE = Ends({}, {}, {})
 
 
-def connected(rank: int, directions: Sequence[tuple[int, int]]) -> Ends:
-    """Connect the processes that can share memory; called by all processes of a run.
+def connected(
+    rank: int,
+    directions: Sequence[tuple[int, int]],
+    device: torch.device = CPU,
+    ends: tuple[type[Sender], type[Receiver]] = (Sender, Receiver),
+) -> Ends:
+    """Connect the processes that can share memory, as a message in each direction tries; called by all of a run.
 
     Args:
         directions: the sender and the receiver of each, the same list in every process.
+        ends: the kinds of a sender and a receiver.
     """
     with peers(rank):
         ranks = dist.get_world_size()
     places = gathered(Whereabouts.here(), rank, ranks)
     without = {(one, other): places[one].separates(places[other]) for one, other in directions}
     shared = [way for way, why in without.items() if not why]
-    senders = {other: Sender(rank) for one, other in shared if one == rank}
+    senders, receivers = dict[int, Sender](), dict[int, Receiver]()
+    refused: dict[tuple[int, int], str] = {}
+    message = torch.arange(_TRIED, dtype=torch.int32, device=device)
+    for one, other in shared:
+        if one == rank:
+            senders[other] = ends[0](rank, device)
+            with _said(refused, (one, other)):
+                senders[other].send(_TRIAL, message)
     given = gathered({other: sender.handles for other, sender in senders.items()}, rank, ranks)
-    receivers: dict[int, Receiver] = {}
-    refused = []
-    for one in (one for one, other in shared if other == rank):
-        try:
-            receivers[one] = Receiver(rank, given[one][rank])
-        except OSError:
-            refused.append((one, rank))
-    failed = {direction for each in gathered(refused, rank, ranks) for direction in each}
+    sent = {way for each in gathered(list(refused), rank, ranks) for way in each}
+    for one, other in shared:
+        if other == rank and (one, other) not in sent:
+            with _said(refused, (one, other)):
+                receivers[one] = ends[1](rank, given[one][rank], device)
+                receivers[one].wait((_TRIAL, 1))
+                if not torch.equal(receivers[one].take((_TRIAL, 1), _TRIED, message.dtype), message):
+                    raise RuntimeError("what arrives is not what was sent")
+    failed = {way: why for each in gathered(refused, rank, ranks) for way, why in each.items()}
     for other, sender in [*senders.items()]:
         sender.met()
         if (rank, other) in failed:
             senders.pop(other).close()
-    without |= dict.fromkeys(failed, "the system does not let one process open the other's memory")
-    return Ends(senders, receivers, without)
+    for one in [one for one in receivers if (one, rank) in failed]:
+        receivers.pop(one).close()
+    return Ends(senders, receivers, without | failed)
+
+
+@contextmanager
+def _said(refused: dict[tuple[int, int], str], way: tuple[int, int]) -> Iterator[None]:
+    """Why a direction cannot be used goes into `refused`."""
+    try:
+        yield
+    except OSError:
+        refused[way] = "the system does not let one process open the other's memory"
+    except RuntimeError as error:
+        refused[way] = str(error).partition("\n")[0]

@@ -28,9 +28,7 @@ HERE = ("host", "GPU-0")
         pytest.param([("host", "GPU-1"), None], "gloo", id="one without a device"),
     ],
 )
-def test_by_the_devices_that_there_are(
-    others: list[Any], backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_the_devices_that_there_are(others: list[Any], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def gathered(own: Any, rank: int, ranks: int) -> list[Any]:
         assert own == HERE
         return [own, *others]
@@ -42,13 +40,11 @@ def test_by_the_devices_that_there_are(
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert device.common_backend(torch.device("cuda", 0), 0, 3) == backend
-    assert ("go through CPU memory" in capsys.readouterr().err) == (backend == "gloo")
 
 
-def test_gloo_on_cpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gloo_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "gathered", lambda own, rank, ranks: [None] * ranks)
     assert device.common_backend(torch.device("cpu"), 0, 3) == "gloo"
-    assert capsys.readouterr().err == ""
 
 
 def test_throttled_messages_go_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import run_local
-from fxpipe.runtime.wires import shared_memory
+from fxpipe.runtime.wires import processes, shared_memory
 from fxpipe.runtime.wires.carriers import Carrier, carriers_text
 from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.runtime.wires.shared_memory import Ends, Whereabouts
@@ -51,22 +51,30 @@ def test_a_system_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("without", "kinds"),
     [
-        ({}, "gloo"),
-        ({(0, 1): ""}, "shared memory"),
-        ({(0, 1): "", (1, 0): "different hosts"}, "gloo and shared memory"),
+        ({}, "nccl"),
+        ({(0, 1): ""}, "peer memory"),
+        ({(0, 1): "", (1, 0): "different hosts"}, "nccl and peer memory"),
     ],
 )
 def test_the_kinds_of_a_run(without: dict[tuple[int, int], str], kinds: str) -> None:
-    assert Ends({}, {}, without).kinds == kinds
+    assert Ends({}, {}, without).kinds("peer memory", "nccl") == kinds
 
 
 def test_processes_with_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = 0, "gloo", [("weights", 0, 1)], torch.device("cuda", 0)
-    for there, why in ((True, "not every process has a CUDA device of its own"), (False, "torch has no NCCL")):
+    place = [("weights", 0, 1)], torch.device("cuda", 0)
+    lone, none = "not every process has a CUDA device of its own", "torch has no NCCL"
+    monkeypatch.setattr(ProcessWires, "_connect", lambda self, directions: None)
+    for backend, there, apart, transport, why in (
+        ("nccl", True, "", "peer memory", "same machine, same user"),
+        ("nccl", True, "different hosts", "nccl", "different hosts"),
+        ("gloo", True, "different hosts", "gloo through CPU memory", f"different hosts; {lone}"),
+        ("gloo", False, "different hosts", "gloo through CPU memory", f"different hosts; {none}"),
+    ):
+        monkeypatch.setattr(processes, "connected", lambda *_, apart=apart: Ends({}, {}, {(0, 1): apart}))
         monkeypatch.setattr(dist, "is_nccl_available", lambda there=there: there)
-        assert ProcessWires(*place).carriers == [Carrier(0, 1, "gloo through CPU memory", why)]
-    slow = ThrottledWires(Links(1e9), 0.0, *place)
-    assert slow.carriers == [Carrier(0, 1, "gloo through CPU memory", "--throttle")]
+        assert ProcessWires(0, backend, *place).carriers == [Carrier(0, 1, transport, why)]
+    slow = ThrottledWires(Links(1e9), 0.0, 0, "gloo", *place)
+    assert slow.carriers == [Carrier(0, 1, "gloo through CPU memory", f"--throttle; {none}")]
 
 
 def test_pairs_that_are_alike_are_one_line() -> None:

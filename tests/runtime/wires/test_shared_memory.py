@@ -51,7 +51,7 @@ def test_messages_stay_whole_as_long_as_they_are_used() -> None:
             expected, found = used.pop(draw.randrange(10))
             assert torch.equal(found, expected)
         assert all(torch.equal(found, expected) for expected, found in used)
-    assert sender._size < 40 * 64 * 1024, "blocks are used again"
+    assert sender._end < 40 * 64 * 1024, "blocks are used again"
     receiver.close()
     assert all(torch.equal(found, expected) for expected, found in used)
     sender.close()

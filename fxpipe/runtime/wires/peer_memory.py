@@ -1,0 +1,101 @@
+"""Messages between CUDA devices of one machine: the receiver copies from the sender's memory, and no kernel waits.
+
+As in `shared_memory`, with blocks in the memory of the sender's device. Each has two events, *made* and *freed*:
+
+    sender      its stream waits for *freed*, copies a message into a free block, then *made*    ─ line, offset, bytes →
+    receiver    its stream waits for *made*, copies the message out, then *freed*                ← offset ─
+
+A process writes to a pipe once all this is in its stream, before the device has done it. So a device waits only for
+what was launched earlier, whatever else waits for the device; kernels of NCCL do not keep that (see `nccl_lines`). A
+block's page in the file says how to open its memory and *made*, and later *freed*, which the receiver makes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxpipe.runtime.wires.shared_memory import PAGE, Handles, Receiver, Sender
+from fxpipe.torch_private import opened_memory, shared_memory
+
+_FREED = PAGE // 2
+"""Where a block's page has *freed*."""
+
+
+@dataclass
+class _Block:
+    memory: Tensor
+    made: torch.cuda.Event
+    freed: torch.cuda.Event | None = None
+
+
+class PeerSender(Sender):
+    """One end of a direction.
+
+    Raises:
+        RuntimeError: at the first message: the device shares no memory.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__(rank, device)
+        self._there: dict[int, _Block] = {}  # by offset
+
+    def _made(self, size: int) -> int:
+        offset = super()._made(PAGE)
+        memory, opens = shared_memory(size, self._device)
+        made = torch.cuda.Event(interprocess=True)
+        text = pickle.dumps((opens, made.ipc_handle()))
+        assert len(text) <= _FREED, "a page is too short for what opens a block"
+        self._blocks[offset][: len(text)] = text
+        self._there[offset] = _Block(memory, made)
+        return offset
+
+    def _fill(self, offset: int, flat: Tensor) -> None:
+        block, page = self._there[offset], self._blocks[offset]
+        if block.freed is None and page[_FREED]:  # not before the receiver has dropped it once
+            block.freed = torch.cuda.Event.from_ipc_handle(self._device, pickle.loads(page[_FREED:]))
+        stream = torch.cuda.current_stream(self._device)
+        if block.freed is not None:
+            stream.wait_event(block.freed)
+        block.memory[: flat.nbytes].copy_(flat.view(torch.uint8))
+        block.made.record(stream)
+
+
+class PeerReceiver(Receiver):
+    """The other end.
+
+    Raises:
+        RuntimeError: at the first message: this device does not reach the memory of the other one.
+    """
+
+    def __init__(self, rank: int, given: Handles, device: torch.device) -> None:
+        super().__init__(rank, given, device)
+        self._there: dict[int, _Block] = {}
+        self._copies = torch.cuda.Stream(device)  # which nothing that is computed here delays
+
+    def _used(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        if offset not in self._there:
+            self._there[offset] = self._opened(offset)
+        block, computing = self._there[offset], torch.cuda.current_stream(self._device)
+        assert block.freed is not None
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(block.made)
+            found = torch.empty(count, dtype=dtype, device=self._device)
+            found.view(torch.uint8).copy_(block.memory[: found.nbytes])
+            block.freed.record(self._copies)
+        computing.wait_event(block.freed)
+        found.record_stream(computing)
+        self._drop(offset)
+        return found
+
+    def _opened(self, offset: int) -> _Block:
+        page = mmap.mmap(self._file, PAGE, offset=offset)
+        opens, handle = pickle.loads(page[:_FREED])
+        made, freed = torch.cuda.Event.from_ipc_handle(self._device, handle), torch.cuda.Event(interprocess=True)
+        text = pickle.dumps(freed.ipc_handle())
+        page[_FREED : _FREED + len(text)] = text
+        return _Block(opened_memory(opens, self._device), made, freed)
