@@ -10,6 +10,8 @@ checkpoint does not need this state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -37,19 +39,27 @@ class DifferencePack:
         specs: of all tensors, by name, in the order of the message.
         codec: writes the differences; None if there are none.
         differences: the names of tensors that are sent as differences.
+        casts: the types in which others are sent, by name, if these are not their own.
 
     Attributes:
         bytes: the exact size of the message.
         sizes: by name, the bytes of each tensor, without padding.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], codec: Codec | None, differences: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        codec: Codec | None,
+        differences: Sequence[str] = (),
+        casts: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         assert codec is not None or not differences
         self.names = tuple(specs)
         self.differences = frozenset(differences)
         self._codec = codec
         self._layouts = {name: Layout(specs[name], name) for name in differences}
-        sent = {name: self._sent(spec, name) for name, spec in specs.items()}
+        self._types = {name: getattr(torch, specs[name].dtype) for name in casts}
+        sent = {name: self._sent(spec, name, casts.get(name)) for name, spec in specs.items()}
         self._pack = Pack(list(sent.values()))
         self.sizes = {name: spec.bytes for name, spec in sent.items()}
         self.bytes = self._pack.bytes
@@ -77,8 +87,9 @@ class DifferencePack:
         return block, self.unpack(block, bases)
 
     def unpack(self, block: Tensor, bases: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Decode a block: views of it, and new tensors for differences."""
+        """Decode a block: views of it, and new tensors for differences and casts."""
         found = dict(zip(self.names, self._pack.unpack(block), strict=True))
+        found |= {name: found[name].to(dtype) for name, dtype in self._types.items()}
         for name in self.differences:
             found[name] = self._rebuilt(name, found[name], bases[name])
         return found
@@ -94,8 +105,11 @@ class DifferencePack:
         difference = self._codec.unpack(packed, layout.shape, layout.dtype)
         return torch.add(base, difference, out=layout.empty(base.device))
 
-    def _sent(self, spec: TensorSpec, name: str) -> TensorSpec:
-        return spec if self._codec is None or name not in self.differences else self._codec.packed(spec)
+    def _sent(self, spec: TensorSpec, name: str, cast: str | None) -> TensorSpec:
+        if name in self.differences:
+            assert self._codec is not None
+            return self._codec.packed(spec)
+        return spec if cast is None else replace(spec, dtype=cast)
 
 
 def _aligned(size: int) -> int:

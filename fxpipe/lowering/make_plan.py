@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 
 import fxpipe
-from fxpipe.ir.program import Program
+from fxpipe.ir.program import Program, value
 from fxpipe.plan.build_folder import WEIGHTS
 from fxpipe.plan.spec import LOSS_WEIGHT, BufferSpec, ParameterSpec, Phase, Plan, StageSpec
 from fxpipe.planner.setting import Setting
@@ -16,6 +17,8 @@ from fxpipe.precision import precision_flags
 from fxpipe.schedule import lines_of
 from fxpipe.task.batch import tensor_spec
 from fxpipe.task.meta import are_on_meta
+
+_CAST = torch.ops.aten._to_copy.default
 
 
 def make_plan(program: Program, setting: Setting) -> Plan:
@@ -85,13 +88,23 @@ def _parameters(program: Program, stages: Sequence[StageSpec]) -> tuple[Paramete
             for name in part.weights:
                 readers.setdefault(name, []).append((k, phase))
         owners.update(dict.fromkeys(stage.gradients, k))
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     rows = []
     for p in program.parameters:
         name = p.names[0]
         read = tuple(readers.get(name, ()))
         owner = owners.get(name, read[0][0] if read else 0)  # frozen: its first reader, or worker 0, keeps it
-        rows.append(ParameterSpec(p.names, tensor_spec(program.values[p.node]), owner, p.trained, read))
+        spec, cast = tensor_spec(program.values[p.node]), _cast(placeholders[p.node])
+        rows.append(ParameterSpec(p.names, spec, owner, p.trained, read, cast))
     return tuple(rows)
+
+
+def _cast(parameter: fx.Node) -> str | None:
+    """The type of fewer bits to which all users of a parameter cast it, as under autocast; None if there is none."""
+    types = {value(user).dtype if user.target is _CAST else None for user in parameter.users}
+    if len(types) != 1 or (found := types.pop()) is None or found.itemsize >= value(parameter).dtype.itemsize:
+        return None
+    return str(found).removeprefix("torch.")
 
 
 def _buffers(program: Program, stages: Sequence[StageSpec]) -> tuple[BufferSpec, ...]:

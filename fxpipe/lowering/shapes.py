@@ -303,6 +303,10 @@ def _check_alike(plan: Plan, made: Plan, number: int) -> None:
         if parameter.trained and owners.get(parameter.name) != parameter.owner:
             wrong.append(f"{parameter.name} gets its gradient on worker {parameter.owner}")
             names.append(parameter.name)
+    casts = _by_name((p.names, p.cast) for p in plan.parameters if p.cast)
+    for parameter in made.parameters:
+        if parameter.readers and parameter.cast != casts.get(parameter.name, parameter.cast):
+            wrong.append(f"{parameter.name} is read as {parameter.tensor.dtype}, not only as {casts[parameter.name]}")
     homes = _by_name((b.names, b.home) for b in plan.buffers)
     updated = {b.name for b in made.buffers if b.home is not None}
     for buffer in made.buffers:

@@ -89,7 +89,8 @@ class ParameterSpec:
     """A parameter: all its names (tied ones share a row), its owner and who reads it where.
 
     `owner` holds the master weight and the optimizer state. `readers` lists every (worker, phase) whose code takes it
-    as an argument, including the owner's own.
+    as an argument, including the owner's own. All that they compute from it, they compute from a cast of it to the type
+    `cast`, if there is one of fewer bits.
     """
 
     names: tuple[str, ...]
@@ -97,6 +98,7 @@ class ParameterSpec:
     owner: int
     trained: bool
     readers: tuple[tuple[int, Phase], ...]
+    cast: str | None = None
 
     @property
     def name(self) -> str:

@@ -98,8 +98,10 @@ class CopyMessages:
         names = self._in_stream(owner, reader, version, ahead, filling)
         key = names, self.differences(owner, reader, version, ahead, filling)
         if key not in self._packs:
-            specs: dict[str, TensorSpec] = {name: self.demand.parameters[name].tensor for name in names}
-            self._packs[key] = DifferencePack(specs, self.codec, key[1])
+            rows = [self.demand.parameters[name] for name in names]
+            specs: dict[str, TensorSpec] = {row.name: row.tensor for row in rows}
+            casts = {row.name: row.cast for row in rows if row.cast and row.name not in self._encoded}
+            self._packs[key] = DifferencePack(specs, self.codec, key[1], casts)
         return self._packs[key]
 
     def base_bytes(self, owner: int, reader: int, version: int, filling: Filling) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from pipelines import pipeline_of
 from torch import Tensor
 
+import fxpipe
 from fxpipe.codecs import CODECS, register
 from fxpipe.codecs.casts import Cast
 from fxpipe.policy.copy_messages import CopyMessages, Filling
@@ -117,3 +119,33 @@ def test_bases_do_not_grow_and_are_those_of_the_table(
         received = sum(size for (_, reader), size in kept.items() if reader == worker)
         assert sizes[-1][worker] == (sent, received)
     assert sum(sent for sent, _ in sizes[-1]) > 0
+
+
+@pytest.mark.parametrize("how", [{"autocast": "bf16"}, {"params": "bf16"}])
+def test_copies_that_readers_cast_at_once_are_sent_so(how: dict[str, str], tmp_path: Path) -> None:
+    """The same weights as from whole copies, with half of the bytes; a norm's weights stay whole under autocast."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)), torch.nn.LayerNorm(32))
+    batches = [torch.randn(4, 32) for _ in range(6)]
+
+    def loss(model: torch.nn.Module, x: Tensor) -> Tensor:
+        return model(x.to(torch.bfloat16)).float().square().mean()
+
+    options: dict[str, Any] = {"workers": 2, "schedule": "async", "policy": "spectrain", "cost": "analytic", **how}
+    build = fxpipe.compile(net, loss, batches[0], forward_at=["1"], backward_at=["3"], **options)
+    casts = {row.name: row.cast for row in build.plan.parameters}
+    assert casts["1.weight"] == "bfloat16"
+    assert (casts["4.weight"] is None) == ("autocast" in how)
+    whole = tuple(replace(row, cast=None) for row in build.plan.parameters)
+    found, sizes = [], []
+    for plan in (build.plan, replace(build.plan, parameters=whole)):
+        replace(build, plan=plan).save(folder := tmp_path / str(len(sizes)))
+        made = pipeline_of(folder, sgd)
+        for batch in batches:
+            made.step(batch)
+        made.flush()
+        found.append(made.state_dict())
+        messages = CopyMessages(made.recipe.demand)
+        sizes.append(messages.pack(0, 1, 5, 1, Filling()).bytes)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert 0 < sizes[0] < 0.6 * sizes[1]
