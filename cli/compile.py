@@ -146,7 +146,8 @@ def compile_command(
     are fastest in the simulator, and prints what the next three lose and why.
 
     --policy is for schedules whose forwards miss updates: 2bw, latest, lwp, pipeoptim, spectrain, stash, vertical,
-    xpipe, or one that the model file registers. Switches follow it, as in pipeoptim+keep or spectrain+ef.
+    xgrad (which others take, too), xpipe, or one that the model file registers. Switches follow it, as in
+    pipeoptim+keep or spectrain+ef.
 
     --codec auto sends int8 on the links that workers wait for, and only there. The build keeps the values of --set and
     what follows -- (the model file's own command line, for argparse). A run may change those that capture did not read.

@@ -101,9 +101,9 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     not read, such as a learning rate, need no new compile; nor do changes of optimizer, scheduler, data and callbacks.
 
     With schedule async, --policy chooses the weights of each action: 2bw, latest, lwp, pipeoptim, spectrain, stash,
-    vertical, xpipe, or one that the model file registers. Switches follow it, as in pipeoptim+keep. --clip-norm is
-    exact with other schedules. With async no worker waits for norms, so those of earlier workers are some minibatches
-    old.
+    vertical, xgrad, xpipe, or one that the model file registers. Switches follow it, as in pipeoptim+keep. --clip-norm
+    is exact with other schedules. With async no worker waits for norms, so those of earlier workers are some
+    minibatches old.
 
     An option that is not on the command line is taken from the table [run] in fxpipe.toml, in the model file's folder;
     else from the model file's run_options. With --resume, the checkpoint's options are kept.

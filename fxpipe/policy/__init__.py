@@ -18,13 +18,14 @@ from fxpipe.policy.repair import REPAIRS
 from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.policy.stash import Stash
 from fxpipe.policy.vertical import Vertical
+from fxpipe.policy.xgrad import XGrad
 from fxpipe.policy.xpipe import XPipe
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import most_missed
 
 POLICIES: dict[str, type[Policy]] = {
     kind.name: kind
-    for kind in (Latest, Stash, Vertical, DoubleBuffer, SpecTrain, PipeOptim, XPipe, LinearWeightPrediction)
+    for kind in (Latest, Stash, Vertical, DoubleBuffer, SpecTrain, PipeOptim, XPipe, XGrad, LinearWeightPrediction)
 }
 
 _Kind = TypeVar("_Kind", bound=type[Policy])

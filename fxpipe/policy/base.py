@@ -37,6 +37,8 @@ class Policy(ABC):
     """Whether some actions see predicted weights. May be a property."""
     weight_form: ClassVar[bool] = False
     """Whether predictions repeat the last update itself, with any optimizer (`fxpipe.policy.optimizers.predict`)."""
+    with_flush: ClassVar[bool] = False
+    """Whether it also makes sense with a flush, where no weights are stale."""
     one_pipeline: ClassVar[bool] = False
     """Whether an action's weights depend on what its microbatch saw on other workers."""
 
@@ -65,7 +67,7 @@ class Policy(ABC):
         Raises:
             PolicyError: says why.
         """
-        if schedule.synchronous:
+        if schedule.synchronous and (self.repairs or not self.with_flush):
             raise PolicyError(
                 f"policy '{self}' makes no sense with schedule '{schedule.name}', "
                 "which updates after a flush, so that weights are never stale",

@@ -20,7 +20,7 @@ def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
     the optimizer's own state. It follows the schedule action by action.
     """
     remembered = 1.0 if policy.weight_form else 0.0
-    if schedule.synchronous:
+    if schedule.synchronous and not policy.predicts:
         return (0.0,) * schedule.workers
     return tuple(
         remembered + _held(policy, versions, worker) + kept
@@ -62,7 +62,7 @@ def _held(policy: Policy, versions: Versions, worker: int) -> int:
 
 def seconds_per_owned_byte(policy: Policy, schedule: Schedule, times: PolicyTimes) -> tuple[float, ...]:
     """For each worker, seconds per owned byte and minibatch: of its predictions and its repairs."""
-    if schedule.synchronous:
+    if schedule.synchronous and not policy.predicts:
         return (0.0,) * schedule.workers
     prediction = times.repetition if policy.weight_form else times.prediction
     return tuple(

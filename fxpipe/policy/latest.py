@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fxpipe.policy.base import Policy
-from fxpipe.schedule.base import Schedule
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,4 @@ class Latest(Policy):
     """
 
     name: ClassVar[str] = "latest"
-
-    def check(self, schedule: Schedule) -> None:
-        """Accept every schedule, unless an option is for stale weights."""
-        if str(self) != self.name:
-            super().check(schedule)
+    with_flush: ClassVar[bool] = True

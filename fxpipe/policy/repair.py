@@ -51,5 +51,8 @@ class Repair:
 
 REPAIRS: dict[str, Repair] = {
     repair.name: repair
-    for repair in (Repair("ef", "error feedback", "error_feedback.ErrorFeedback", passes=11.0, each=1, once=1),)
+    for repair in (
+        Repair("ef", "error feedback", "error_feedback.ErrorFeedback", passes=11.0, each=1, once=1),
+        Repair("brake", "adaptive braking", "braking.Braking", passes=8.0, on_time=True, shares=True),
+    )
 }

@@ -183,7 +183,9 @@ def test_costs_are_timed_or_computed() -> None:
     found = optimizer_costs(SMALL, momentum, timed=False, bandwidth=10.0)
     assert (found.state_bytes, found.seconds_per_byte) == (pytest.approx(1.0), pytest.approx(0.5))
     assert found.momentum
-    assert found.policy == PolicyTimes(pytest.approx(0.3), pytest.approx(1.0), (("ef", pytest.approx(1.1)),))
+    assert found.policy == PolicyTimes(
+        pytest.approx(0.3), pytest.approx(1.0), (("ef", pytest.approx(1.1)), ("brake", pytest.approx(0.8)))
+    )
     found = optimizer_costs(SMALL, lambda named: Sleepy([p for _, p in named], lr=0.1), timed=True, bandwidth=10.0)
     size = sum(t.nbytes for _, t in SMALL)
     assert (found.state_bytes, found.doubt) == (0.0, None)

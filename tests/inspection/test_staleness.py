@@ -17,6 +17,7 @@ from fxpipe.schedule.versions import versions_of
         ("async", "latest+ef", 1, "weights are at most 3 updates old, with error feedback"),
         ("async", "spectrain", 2, "weights are at most 2 updates old, predicted"),
         ("async", "2bw+predict+ef", 4, "weights are at most 1 update old, predicted, with error feedback"),
+        ("async", "latest+ef+brake", 4, "weights are at most 1 update old, with error feedback and adaptive braking"),
         ("1f1b", "latest", 1, "no weights are stale"),
     ],
 )

@@ -55,7 +55,9 @@ class Case:
     microbatches: int = axis(2, 1, 4)
     replicas: str = axis("one", "two", "2,1", "shard", "outer", "delayed", slow=("1,2",))
     policy: str = axis("default", "latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim+keep", "xpipe",
-                       "latest+ef", slow=("xpipe", "2bw+predict", "pipeoptim", "lwp", "spectrain+ef"))  # fmt: skip
+                       "latest+ef", "latest+brake", "xgrad",
+                       slow=("xpipe", "2bw+predict", "pipeoptim", "lwp", "spectrain+ef", "spectrain+brake",
+                             "stash+ef+brake"))  # fmt: skip
     optimizer: str = axis("momentum", "nesterov", "sgd", "adamw", "own", "two")
     rate: str = axis("constant", "falling", "epoch", "set")
     clip: bool = axis(False, True)

@@ -37,6 +37,8 @@ class Trained:
         self.epoch = len(self.task.train_data())
         self.scale, self.good = SCALE if case.precision == "fp16" else 1.0, 0
         self.metrics: list[dict[str, float]] = []
+        self.moved: dict[Tensor, tuple[Tensor, float]] = {}
+        """The last update of each parameter and its rate."""
         self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) if case.average else None
 
     def step(self, parts: list[Any], number: int, numbers: range | None = None) -> float:
@@ -48,6 +50,9 @@ class Trained:
         losses, metrics = [], []
         if self.case.model == "lstm" and number % self.epoch == 0:
             forget(self.model)
+        true = [p.detach().clone() for p in self.parameters]
+        if self.case.policy == "xgrad":
+            self._put([self._ahead(optimizer, group, p) for optimizer, group, p in self._trained()])
         if self.case.mixed:
             self.computes.load_state_dict(self.model.state_dict())
         for optimizer in self.optimizers:
@@ -69,8 +74,12 @@ class Trained:
         finite = all(gradient.isfinite().all() for gradient in gradients)
         if self.case.clip:
             nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        self._put(true)
+        rates = [group["lr"] for _, group, _ in self._trained()]
         for optimizer in self.optimizers if finite else ():
             optimizer.step()
+        if finite:
+            self.moved = {p: (p.detach() - old, r) for p, old, r in zip(self.parameters, true, rates, strict=True)}
         if self.case.precision == "fp16":  # as torch.amp.GradScaler does
             self.good = self.good + 1 if finite else 0
             self.scale *= 0.5 if not finite else 2.0 if self.good % INTERVAL == 0 else 1.0
@@ -78,6 +87,29 @@ class Trained:
             for scheduler in self.schedulers:
                 scheduler.step()
         return sum(losses)
+
+    def _put(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data.copy_(value)
+
+    def _trained(self) -> list[tuple[Any, Any, Tensor]]:
+        """Each parameter with its optimizer and its group."""
+        of = {p: (o, group) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        return [(*of[p], p) for p in self.parameters]
+
+    def _ahead(self, optimizer: Any, group: Any, p: Tensor) -> Tensor:
+        """XGrad (Guan et al. 2023): the weights after the next update, as the optimizer would go on by itself."""
+        state, rate = optimizer.state.get(p, {}), group["lr"]
+        if p not in self.moved:
+            return p.detach().clone()
+        if state.get("momentum_buffer") is not None:
+            return p.detach() - rate * state["momentum_buffer"]
+        if "exp_avg" in state:
+            first, second = (1 - beta ** float(state["step"]) for beta in group["betas"])
+            scale = (state["exp_avg_sq"] / second).sqrt() + group["eps"]
+            return p.detach() - rate * (group["weight_decay"] * p.detach() + state["exp_avg"] / first / scale)
+        moved, last = self.moved[p]
+        return p.detach() + rate / last * moved
 
     @contextmanager
     def _drawing(self, minibatch: int, microbatch: int) -> Iterator[None]:

@@ -46,7 +46,14 @@ def references(case: Case) -> list[str]:
 
 def _by_hand(case: Case) -> bool:
     """Whether `papers` knows all that the case asks for."""
-    same_weights = case.policy in ("stash", "vertical", "2bw", "2bw+predict", "pipeoptim+keep")  # in F and in B
+    same_weights = case.policy in (
+        "stash",
+        "vertical",
+        "2bw",
+        "2bw+predict",
+        "pipeoptim+keep",
+        "xgrad",
+    )  # in F and in B
     return (
         case.model == "chain"
         and case.cuts in (("same",) if "+ef" in case.policy else PINNED)
@@ -121,7 +128,7 @@ def _differences(case: Case, found: Outcome, expected: Outcome) -> list[str]:
 def _to_the_bit(case: Case) -> bool:
     """Whether weights are those of eager PyTorch to the last bit: it rounds, adds up and steps in the same order."""
     alike = case.model not in ("function", "texts") and case.batches == "tensors"  # eager rounds other losses
-    simple = case.replicas == "one" and case.codec == "none" and not Task(case).draws
+    simple = case.policy != "xgrad" and case.replicas == "one" and case.codec == "none" and not Task(case).draws
     return case.mixed and alike and simple
 
 
@@ -137,7 +144,8 @@ def _papers(case: Case) -> Outcome:
         delay = -(-(case.workers - 1 - backward[place]) // case.microbatches) + late
         first = papers.Layer(state[f"layers.{place}.0.weight"], state[f"layers.{place}.0.bias"])
         rules = tuple(_rule(case, kind) for kind in ("weight", "bias"))
-        layers.append(papers.Trained([first], [rules], delay if "+ef" in case.policy else 0))  # type: ignore[list-item]
+        feedback = delay if "+ef" in case.policy else 0
+        layers.append(papers.Trained([first], [rules], feedback, "+brake" in case.policy))  # type: ignore[list-item]
     losses = papers.train(policy, layers, forward, backward, cycled(task.train_data(), STEPS))
     for place, layer in enumerate(layers):
         state[f"layers.{place}.0.weight"], state[f"layers.{place}.0.bias"] = layer.history[-1]

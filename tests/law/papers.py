@@ -35,6 +35,10 @@ class Layer(NamedTuple):
 class Rule(Protocol):
     rate: Rate
 
+    @property
+    def velocity(self) -> Tensor | None:
+        """The mean of gradients that it moves along; None before the first update, or without momentum."""
+
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
         """The weights after an update."""
 
@@ -51,6 +55,10 @@ class Momentum:
     nesterov: bool = False
     weight_decay: float = 0.0
     buffer: Tensor | None = None
+
+    @property
+    def velocity(self) -> Tensor | None:
+        return self.buffer
 
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
         g = g + self.weight_decay * w
@@ -72,6 +80,7 @@ class Plain:
     weight_decay: float = 0.0
     last: float = 0.0
     moved: Tensor | float = 0.0
+    velocity: None = None
 
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
         self.last, self.moved = rate, -rate * (g + self.weight_decay * w)
@@ -90,6 +99,10 @@ class AdamW:
     updates: int = 0
     m: Tensor | float = 0.0
     v: Tensor | float = 0.0
+
+    @property
+    def velocity(self) -> Tensor | None:
+        return self.m if isinstance(self.m, Tensor) else None
 
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
         w = w - rate * self.weight_decay * w
@@ -113,6 +126,7 @@ class Softsign:
     rate: Rate
     last: float = 0.0
     moved: Tensor | float = 0.0
+    velocity: None = None
 
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
         self.last, self.moved = rate, -rate * g / (0.1 + g.abs())
@@ -132,12 +146,14 @@ class Trained:
     Attributes:
         began: by version, the weights that its update was made from.
         feedback: updates of delay that error feedback makes up for (`latest+ef`); 0 for none.
+        brakes: scales gradients by adaptive braking (`latest+brake`).
         plain: by version, the weights with every step of the optimizer once.
     """
 
     history: list[Layer]
     rules: list[tuple[Rule, Rule]]
     feedback: int = 0
+    brakes: bool = False
     began: list[Layer] = field(default_factory=list)
     plain: list[Layer] = field(default_factory=list)
 
@@ -149,6 +165,8 @@ class Trained:
         """With error feedback, the weights are those of all steps, and of the last ones again."""
         number, rules = len(self.history) - 1, copy.deepcopy(self.rules[-1])
         began = self.history[-1]
+        if self.brakes:
+            gradients = Layer(*(braked(g, rule.velocity) for rule, g in zip(rules, gradients, strict=True)))
         parts = list(zip(rules, began, gradients, strict=True))
         made = Layer(*(rule.update(w, g, rule.rate(number)) for rule, w, g in parts))
         self.rules.append(rules)
@@ -175,6 +193,13 @@ class Trained:
         if not version or steps <= 0:
             return live
         return Layer(*(now + steps * (now - was) for was, now in zip(self.began[version], live, strict=True)))
+
+
+def braked(g: Tensor, velocity: Tensor | None) -> Tensor:
+    """A gradient scaled by 1 minus its cosine with the velocity."""
+    if velocity is None:
+        return g
+    return (1 - (g * velocity).sum() / (g * g).sum().sqrt() / (velocity * velocity).sum().sqrt()) * g
 
 
 @dataclass(frozen=True)
@@ -211,7 +236,7 @@ class Policy:
             if j == 0:
                 self.kept[key] = of.ahead(action.version, self._xpipe_target(action))
             return self.kept[key]
-        if self.name == "stash" or self.keep:
+        if self.name in ("stash", "xgrad") or self.keep:
             if action.phase == "F":
                 self.kept[place, m, j] = self._own(of, action)
             return self.kept[place, m, j]
@@ -230,6 +255,8 @@ class Policy:
             return of.ahead(version, m + (j + action.owner // 2) // self.microbatches)
         if self.name == "lwp":
             return of.line(version, m)
+        if self.name == "xgrad":
+            return of.ahead(version, m + 1)
         assert self.name in ("pipeoptim", "xpipe")
         return of.ahead(version, m)
 

@@ -28,7 +28,7 @@ def _follows_the_optimizer(case: Case) -> bool:
     """Whether the policy predicts weights or repairs steps."""
     if case.policy == "default":
         return not case.flushes and (case.workers > 1 or case.schedule == "async-late")
-    return case.policy.startswith(("spectrain", "pipeoptim", "xpipe", "lwp", "2bw+predict")) or "+ef" in case.policy
+    return case.policy.startswith(("spectrain", "pipeoptim", "x", "lwp", "2bw+predict")) or "+ef" in case.policy
 
 
 def _copies_without_a_flush(case: Case) -> bool:
@@ -46,7 +46,7 @@ RULES = [
     Rule(
         "a policy where nothing is stale",
         "makes no sense with schedule",
-        lambda case: case.flushes and case.policy not in ("default", "latest"),
+        lambda case: case.flushes and case.policy not in ("default", "latest", "xgrad"),
     ),
     Rule(
         "two buffers and too few microbatches",
@@ -54,9 +54,9 @@ RULES = [
         lambda case: case.policy.startswith("2bw") and _of_first(case) < case.workers - 1,
     ),
     Rule(
-        "error feedback without momentum",
+        "a repair without momentum",
         "momentum",
-        lambda case: case.policy.endswith("+ef") and case.optimizer not in WITH_MOMENTUM,
+        lambda case: case.policy.endswith(("+ef", "+brake")) and case.optimizer not in WITH_MOMENTUM,
     ),
     Rule(
         "shares of the optimizer's state, and a policy that follows the optimizer",

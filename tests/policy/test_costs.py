@@ -62,4 +62,6 @@ def test_seconds_are_of_what_a_worker_does() -> None:
     assert seconds_per_owned_byte(make_policy("spectrain+ef"), two, times) == (101.0, 0.0)
     assert seconds_per_owned_byte(make_policy("lwp"), two, times) == (10.0, 0.0)
     assert seconds_per_owned_byte(make_policy("latest+ef"), two, times) == (100.0, 0.0)
+    braked = PolicyTimes(repairs=(("ef", 100.0), ("brake", 3.0)))
+    assert seconds_per_owned_byte(make_policy("latest+ef+brake"), two, braked) == (103.0, 3.0)
     assert seconds_per_owned_byte(make_policy("latest"), make_schedule("1f1b", 2, 4), times) == (0.0, 0.0)

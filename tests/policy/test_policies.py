@@ -14,6 +14,7 @@ from fxpipe.errors import PolicyError
 from fxpipe.policy import POLICIES, Policy, copies, default_for, make, register, sees
 from fxpipe.policy.repair import REPAIRS
 from fxpipe.schedule import Async, GPipe, OneFOneB, Schedule
+from fxpipe.schedule import make as make_schedule
 
 
 def is_drawn(text: str, picture: str, workers: int = 3, microbatches: int = 1) -> None:
@@ -102,6 +103,30 @@ def test_pipeoptim_and_lwp(name: str) -> None:
     )
 
 
+def test_xgrad() -> None:
+    is_drawn(
+        "xgrad",
+        """
+        worker 0: F0@0+1 F1@0+2 F2@0+3 ..     ..     B0@0+1 F3@1+3 B1@0+2 ..     B2@0+3 ..     B3@1+3
+        worker 1: ..     F0@0+1 F1@0+2 ..     B0@0+1 F2@1+2 B1@0+2 F3@2+2 B2@1+2 ..     B3@2+2
+        worker 2: ..     ..     F0@0+1 B0@0+1 F1@1+1 B1@1+1 F2@2+1 B2@2+1 F3@3+1 B3@3+1
+        """,
+    )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
+def test_xgrad_with_a_flush_predicts_one_update(name: str) -> None:
+    schedule = make_schedule(name, 2, 2)
+    cells = {
+        cell.split("@")[1]
+        for row in sees(make("xgrad"), schedule, 2).splitlines()
+        for cell in row.split()
+        if "@" in cell
+    }
+    assert cells == {"0+1", "1+1"}
+    assert copies(make("xgrad"), schedule) == (1.0,) * schedule.workers
+
+
 def test_xpipe() -> None:
     is_drawn(
         "xpipe",
@@ -115,8 +140,8 @@ def test_xpipe() -> None:
 
 
 @pytest.mark.parametrize("schedule", [GPipe(2, 4), OneFOneB(2, 4)])
-@pytest.mark.parametrize("text", [*(name for name in POLICIES if name != "latest"), "latest+ef"])
-def test_only_latest_makes_sense_with_a_flush(text: str, schedule: Schedule) -> None:
+@pytest.mark.parametrize("text", [*(n for n in POLICIES if n not in ("latest", "xgrad")), "latest+ef", "xgrad+brake"])
+def test_what_makes_no_sense_with_a_flush(text: str, schedule: Schedule) -> None:
     make("latest").check(schedule)
     with pytest.raises(PolicyError, match="weights are never stale") as caught:
         make(text).check(schedule)
@@ -141,6 +166,7 @@ def test_2bw_needs_as_many_microbatches_as_two_versions_allow() -> None:
         "pipeoptim+ef+keep",
         "spectrain+ef",
         "2bw+ef+predict",
+        "lwp+ef+brake",
     ],
 )
 def test_a_policy_is_its_text(text: str) -> None:
@@ -157,7 +183,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 def test_an_unknown_option_says_whose_it_is() -> None:
     with pytest.raises(PolicyError, match="policy 'spectrain' has no option 'keep'") as caught:
         make("spectrain+keep")
-    assert caught.value.hint == "spectrain has: ef; keep goes with: pipeoptim"
+    assert caught.value.hint == "spectrain has: ef, brake; keep goes with: pipeoptim"
 
 
 @pytest.fixture
@@ -230,7 +256,9 @@ def test_the_default(schedule: Schedule, name: str, with_momentum: str) -> None:
         ("pipeoptim", 1, (1, 1, 1, 0)),
         ("pipeoptim+keep", 1, (4, 3, 2, 0)),
         ("lwp", 1, (2, 2, 2, 1)),
+        ("xgrad", 1, (4, 3, 2, 1)),
         ("latest+ef", 1, (4, 3, 2, 0)),
+        ("latest+ef+brake", 1, (4, 3, 2, 0)),
         ("spectrain+ef", 4, (3, 3, 3, 1)),
         ("2bw+ef", 4, (3, 3, 3, 3)),
         ("2bw+predict", 4, (2, 2, 2, 1)),

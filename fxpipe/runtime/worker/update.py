@@ -17,7 +17,7 @@ from fxpipe.checkpoint.optimizer_state import (
     scheduler_state,
 )
 from fxpipe.checkpoint.unsaved import UnsavedState
-from fxpipe.errors import RunError, TaskError, listed, near
+from fxpipe.errors import PolicyError, RunError, TaskError, listed, near
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.policy.base import Policy
 from fxpipe.policy.optimizers.predict import Predictor
@@ -350,6 +350,8 @@ class Updater:
                 repair.after_step()
             if self.predictor is not None:
                 self.predictor.observe()
+        except PolicyError:
+            raise
         except Exception as error:
             raise self._failed(error, minibatch, optimizer) from error
 
