@@ -12,7 +12,7 @@ from fxpipe.errors import PolicyError
 from fxpipe.policy.optimizers.update_repair import UpdateRepair
 
 STRENGTH = 1.0
-"""ρ."""
+"""ρ, the largest with which no gradient changes its sign."""
 
 VELOCITIES = ("momentum_buffer", "exp_avg")
 """Where optimizers keep v in a parameter's state: SGD, RMSprop and Muon; Adam, AdamW, NAdam and similar ones."""
