@@ -36,7 +36,7 @@ from fxpipe.simulator import Scenario, Simulation, StageTime, simulate
 
 HERE = Path(__file__).parent
 CONSOLE = Console()
-TIMELINES = {"gpipe": (4, 3), "1f1b": (4, 3), "async": (1, 20), "zb-h1": (4, 3), "zb-h2": (8, 2)}
+TIMELINES = {"gpipe": (4, 3), "1f1b": (4, 3), "async": (1, 20), "nf1b": (4, 5), "zb-h1": (4, 3), "zb-h2": (8, 2)}
 """By schedule: of how many microbatches and minibatches a run is drawn."""
 sys.path.insert(0, str(HERE.parent / "concepts"))
 

@@ -10,15 +10,16 @@ from fxpipe.plan.spec import Phase
 from fxpipe.policy.base import Policy
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.versions import Versions
+from fxpipe.schedule.versions import Versions, most_missed
 
 
 @dataclass(frozen=True)
 class DoubleBuffer(Policy):
     """A delay of one update on every worker, for any number of workers: W(m+1) = W(m) − η·∇f(W(m−1)).
 
-    Forward and backward of all microbatches of minibatch m see version m−1. That version is ready in time only if a
-    minibatch has at least N−1 microbatches. Here it has 2; `F1.1` is the forward of the second one of minibatch 1:
+    Forward and backward of all microbatches of minibatch m see version m−1. That version is ready in time only if no
+    forward misses more updates: with `async`, if a minibatch has at least N−1 microbatches. Here it has 2; `F1.1` is
+    the forward of the second one of minibatch 1:
 
         worker 0: F0@0   F0.1@0 F1@0   ..     ..     B0@0   F1.1@0 B0.1@0 ..     B1@0   ..     B1.1@0
         worker 1: ..     F0@0   F0.1@0 ..     B0@0   F1@0   B0.1@0 F1.1@0 B1@0   ..     B1.1@0
@@ -61,11 +62,12 @@ class DoubleBuffer(Policy):
     def check(self, schedule: Schedule) -> None:
         """Refuse schedules with a flush, and fewer microbatches than two buffers need."""
         super().check(schedule)
-        if schedule.microbatches < schedule.workers - 1:
+        missed = most_missed(schedule) - schedule.late
+        if missed > 1:
             raise PolicyError(
-                f"policy '{self}' needs {schedule.workers - 1} microbatches on {schedule.workers} workers, there "
-                f"{'is' if schedule.microbatches == 1 else 'are'} {schedule.microbatches}: "
-                "the version before the last would come too late for worker 0",
-                hint=f"compile with --microbatches {schedule.workers - 1} or more, "
+                f"policy '{self}' has two versions of the weights, but with schedule '{schedule.name}' on "
+                f"{schedule.workers} workers and microbatches={schedule.microbatches} a forward misses {missed} "
+                "updates: the version before the last would come too late for it",
+                hint=f"compile with more --microbatches (with async {schedule.workers - 1}), "
                 "or use policy vertical, which does the same with a longer delay",
             )

@@ -1,6 +1,6 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
-action → merge → base → gpipe, one_f_one_b, asynchronous, zero_bubble, and, with several workers on a rank,
+action → merge → base → gpipe, one_f_one_b, asynchronous, n_f_one_b, zero_bubble, and, with several workers on a rank,
 table → interleaved, v_shaped; then replicas, order (the laws, and a run without computing anything)
 → versions (the weights that every action sees) → check (the verdict and the picture for users).
 """
@@ -19,6 +19,7 @@ from fxpipe.schedule.check import check, grid
 from fxpipe.schedule.csv_rows import ENDING, NAME, EndlessRows, RowsOfText, endless, from_csv, read_csv, to_csv
 from fxpipe.schedule.gpipe import GPipe
 from fxpipe.schedule.interleaved import Interleaved
+from fxpipe.schedule.n_f_one_b import NForwardsOneBackward
 from fxpipe.schedule.one_f_one_b import OneFOneB
 from fxpipe.schedule.replicas import with_replicas
 from fxpipe.schedule.v_shaped import DualPipeV, VHalf, VMin, ZeroBubbleV
@@ -26,7 +27,7 @@ from fxpipe.schedule.versions import Versions
 from fxpipe.schedule.zero_bubble import ZeroBubbleH1, ZeroBubbleH2
 
 _KINDS: tuple[type[Schedule], ...] = (
-    *(GPipe, OneFOneB, Async, AsyncLate, ZeroBubbleH1, ZeroBubbleH2),
+    *(GPipe, OneFOneB, Async, AsyncLate, NForwardsOneBackward, ZeroBubbleH1, ZeroBubbleH2),
     *(Interleaved, ZeroBubbleV, VHalf, VMin, DualPipeV),
 )
 SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in _KINDS}
@@ -213,6 +214,7 @@ __all__ = [
     "DualPipeV",
     "GPipe",
     "Interleaved",
+    "NForwardsOneBackward",
     "OneFOneB",
     "Schedule",
     "VHalf",

@@ -55,7 +55,7 @@ def drawn(draw: random.Random, axes: Mapping[str, tuple[Any, ...]], fixed: Mappi
     for name, every in axes.items():
         if name not in values:
             values[name] = every[0] if draw.random() < PLAIN.get(name, 0) else draw.choice(every)
-    if "policy" not in fixed and values["schedule"] not in ("async", "async-late"):
+    if "policy" not in fixed and values["schedule"] not in WITHOUT_FLUSH:
         values["policy"] = "default"
     if "shapes" not in fixed and values["model"] == "texts" and draw.random() < 0.5:
         values["shapes"] = "padded"

@@ -1,9 +1,9 @@
 """What a case trains where there is no flush: the rules of the papers, computed by hand for a chain of tanh layers.
 
-Nothing of fxpipe is used. Workers take turns in the order of 1F1B without a flush. Which version of another worker's
-weights an action sees follows from what happened before it: every message says how many updates its sender knows of,
-and minibatch m never sees more than m of them (docs/concepts/versions.md). A policy says which weights it takes
-instead, each from the paper that its docstring in fxpipe/policy names.
+Nothing of fxpipe is used. Workers take turns in the order of 1F1B without a flush, or of nF1B. Which version of another
+worker's weights an action sees follows from what happened before it: every message says how many updates its sender
+knows of, and minibatch m never sees more than m of them (docs/concepts/versions.md). A policy says which weights it
+takes instead, each from the paper that its docstring in fxpipe/policy names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -275,14 +276,17 @@ def _nearest(x: Fraction) -> int:
 # ── The pipeline ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def order(k: int, workers: int, count: int) -> Iterator[tuple[str, int]]:
-    """1F1B without a flush: N−1−k forwards ahead, then one forward, one backward; flat microbatches."""
-    ahead = min(workers - 1 - k, count)
-    yield from (("F", i) for i in range(ahead))
-    for i in range(count):
-        if i + ahead < count:
-            yield "F", i + ahead
-        yield "B", i
+def order(k: int, workers: int, count: int, turn: int = 1) -> Iterator[tuple[str, int]]:
+    """1F1B without a flush: N−1−k forwards ahead, then one forward, one backward; flat microbatches.
+
+    Args:
+        turn: how many forwards, and then backwards, take turns: nF1B's, with two forwards ahead for each hop.
+    """
+    forwards = iter(range(count))
+    yield from (("F", i) for i in islice(forwards, min(2, turn) * (workers - 1 - k)))
+    for first in range(0, count, turn):
+        yield from (("F", i) for i in islice(forwards, turn))
+        yield from (("B", i) for i in range(first, first + turn))
 
 
 def train(
@@ -291,8 +295,12 @@ def train(
     forward: Sequence[int],
     backward: Sequence[int],
     batches: Sequence[tuple[Tensor, Tensor]],
+    turn: int = 1,
 ) -> list[float]:
     """Train a chain whose layer l is computed on worker forward[l] and owned, with its backward, by backward[l].
+
+    Args:
+        turn: as `order` has it.
 
     Returns:
         The loss of each minibatch; `layers` have all versions.
@@ -312,7 +320,7 @@ def train(
     sent: dict[tuple[str, int, Part], list[int]] = {}
     waiting: list[list[dict[int, Layer]]] = [[] for _ in range(n)]
     sums: list[dict[int, list[Layer]]] = [{} for _ in range(n)]
-    rows = [list(order(k, n, len(keys))) for k in range(n)]
+    rows = [list(order(k, n, len(keys), turn)) for k in range(n)]
 
     def weights(phase: str, key: Part, k: int, place: int) -> Layer:
         owner = backward[place]

@@ -42,6 +42,11 @@ def _of_first(case: Case) -> int:
     return case.microbatches // 2 if case.unequal else case.microbatches
 
 
+def _ahead(case: Case) -> int:
+    """How many forwards of later microbatches the first worker does before the first backward."""
+    return (case.workers - 1) * (min(2, case.microbatches) if case.schedule == "nf1b" else 1)
+
+
 RULES = [
     Rule(
         "a policy where nothing is stale",
@@ -51,7 +56,7 @@ RULES = [
     Rule(
         "two buffers and too few microbatches",
         "2bw",
-        lambda case: case.policy.startswith("2bw") and _of_first(case) < case.workers - 1,
+        lambda case: case.policy.startswith("2bw") and _of_first(case) < _ahead(case),
     ),
     Rule(
         "a repair without momentum",
@@ -84,9 +89,11 @@ RULES = [
         lambda case: case.precision == "fp16" and case.codec.startswith("gradient="),
     ),
     Rule(
-        "more replicas of one worker with weight gradients apart, several stages, late updates, or a single microbatch",
+        "more replicas of one worker with a schedule that cannot have them, or with a single microbatch",
         "replicas",
-        lambda case: case.unequal and (case.schedule in (*APART, *SEVERAL, "async-late") or case.microbatches == 1),
+        lambda case: (
+            case.unequal and (case.schedule in (*APART, *SEVERAL, "async-late", "nf1b") or case.microbatches == 1)
+        ),
     ),
     Rule(
         "more replicas of one worker, and copies of weights without a flush",

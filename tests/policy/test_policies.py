@@ -13,7 +13,7 @@ import pytest
 from fxpipe.errors import PolicyError
 from fxpipe.policy import POLICIES, Policy, copies, default_for, make, register, sees
 from fxpipe.policy.repair import REPAIRS
-from fxpipe.schedule import Async, GPipe, OneFOneB, Schedule
+from fxpipe.schedule import Async, GPipe, NForwardsOneBackward, OneFOneB, Schedule
 from fxpipe.schedule import make as make_schedule
 
 
@@ -151,9 +151,12 @@ def test_what_makes_no_sense_with_a_flush(text: str, schedule: Schedule) -> None
 def test_2bw_needs_as_many_microbatches_as_two_versions_allow() -> None:
     make("2bw").check(Async(4, 3))
     make("2bw").check(Async(1))
-    with pytest.raises(PolicyError, match="needs 3 microbatches on 4 workers, there are 2") as caught:
+    with pytest.raises(PolicyError, match="on 4 workers and microbatches=2 a forward misses 2 updates") as caught:
         make("2bw").check(Async(4, 2))
-    assert "--microbatches 3" in str(caught.value.hint)
+    assert "with async 3" in str(caught.value.hint)
+    make("2bw").check(NForwardsOneBackward(4, 6))
+    with pytest.raises(PolicyError, match="with schedule 'nf1b' on 4 workers and microbatches=5 a forward misses 2"):
+        make("2bw").check(NForwardsOneBackward(4, 5))
 
 
 @pytest.mark.parametrize(

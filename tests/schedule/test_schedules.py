@@ -20,6 +20,7 @@ from fxpipe.schedule import (
     Async,
     AsyncLate,
     GPipe,
+    NForwardsOneBackward,
     OneFOneB,
     Schedule,
     ZeroBubbleH1,
@@ -94,6 +95,23 @@ def test_async_late() -> None:
     )
 
 
+def test_nf1b() -> None:
+    is_drawn(
+        NForwardsOneBackward(workers=3, microbatches=2),
+        4,
+        """
+        worker 0: F0   F0.1 F1   F1.1 F2   F2.1 B0   B0.1 F3   F3.1 B1   B1.1 ..   ..   B2   B2.1 ..   ..   B3   B3.1
+        worker 1: ..   F0   F0.1 F1   F1.1 B0   B0.1 F2   F2.1 B1   B1.1 F3   F3.1 B2   B2.1 ..   ..   B3   B3.1
+        worker 2: ..   ..   F0   F0.1 B0   B0.1 F1   F1.1 B1   B1.1 F2   F2.1 B2   B2.1 F3   F3.1 B3   B3.1
+        """,
+    )
+
+
+def test_nf1b_with_one_microbatch_is_async() -> None:
+    for worker in range(4):
+        assert [*make("nf1b", 4).until(worker, 6)] == [*Async(4).until(worker, 6)]
+
+
 def test_zb_h1() -> None:
     is_drawn(
         ZeroBubbleH1(workers=3, microbatches=4),
@@ -129,9 +147,12 @@ def test_how_many_microbatches_are_in_flight(workers: int, microbatches: int) ->
     kept = tuple(min(microbatches, workers - k) for k in range(workers))
     assert check(OneFOneB(workers, microbatches), 2).in_flight == kept
     assert check(Async(workers), workers).in_flight == tuple(workers - k for k in range(workers))
+    nf1b, hop = NForwardsOneBackward(workers, microbatches), min(2, microbatches)
+    kept = tuple(microbatches + hop * (workers - 1 - k) for k in range(workers))
+    assert check(nf1b, nf1b.filling + 1).in_flight == held(nf1b) == kept
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "async"]), st.integers(1, 6), st.integers(1, 6))
+@given(st.sampled_from(["gpipe", "1f1b", "async", "nf1b"]), st.integers(1, 6), st.integers(1, 6))
 def test_without_w_a_worker_holds_what_is_in_flight(name: str, workers: int, microbatches: int) -> None:
     report = check(make(name, workers, microbatches), workers)
     assert report.held == report.in_flight

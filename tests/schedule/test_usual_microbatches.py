@@ -6,6 +6,7 @@ import pytest
 
 from fxpipe.schedule import Versions, kind_of, make
 from fxpipe.schedule.base import divisors
+from fxpipe.schedule.versions import most_missed
 
 
 @pytest.mark.parametrize(("workers", "samples", "expected"), [(3, 32, 4), (3, 6, 3), (3, 2, 2), (1, 7, 1), (4, 7, 7)])
@@ -38,6 +39,13 @@ def test_where_samples_allow_it_no_forward_misses_two_updates(workers: int) -> N
     count = kind_of("async").usual_microbatches(workers, 720720)  # every number up to 16 divides it
     lags = [Versions(make("async", workers, count)).lag("F", k, k, j) for k in range(workers) for j in range(count)]
     assert max(lags) == 1
+
+
+@pytest.mark.parametrize(("workers", "samples", "expected"), [(1, 8, 1), (2, 8, 2), (4, 24, 6), (4, 8, 8), (4, 4, 4)])
+def test_nf1b_wants_weights_one_update_old(workers: int, samples: int, expected: int) -> None:
+    assert kind_of("nf1b").usual_microbatches(workers, samples) == expected
+    lags = [most_missed(make("nf1b", workers, count)) for count in divisors(samples) if count >= expected]
+    assert max(lags) <= 1 or samples < 2 * (workers - 1)
 
 
 def test_divisors() -> None:

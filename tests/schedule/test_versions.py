@@ -24,7 +24,7 @@ def test_async_weight_copies_in_closed_form(workers: int) -> None:
         assert versions.lag("B", reader, owner) == max(0, reader - owner)
 
 
-@given(st.sampled_from(["async", "gpipe", "1f1b", "zb-h1", "zb-h2"]), st.integers(1, 9), st.integers(1, 9))
+@given(st.sampled_from(["async", "nf1b", "gpipe", "1f1b", "zb-h1", "zb-h2"]), st.integers(1, 9), st.integers(1, 9))
 def test_a_row_alone_tells_how_late_its_worker_is(name: str, workers: int, microbatches: int) -> None:
     schedule = make(name, workers, microbatches)
     versions = Versions(schedule)
@@ -59,6 +59,15 @@ def test_accumulation_without_a_flush_in_closed_form(workers: int, microbatches:
     versions = Versions(Async(workers, microbatches))
     for k, j in product(range(workers), range(microbatches)):
         assert versions.lag("F", k, k, j) == max(0, ceil((workers - 1 - k - j) / microbatches))
+        assert versions.lag("B", k, k, j) == 0
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_nf1b_in_closed_form(workers: int, microbatches: int) -> None:
+    """Worker k starts with M + 2(N−1−k) forwards; its backwards of a minibatch all come before its update."""
+    versions, hop = Versions(make("nf1b", workers, microbatches)), min(2, microbatches)
+    for k, j in product(range(workers), range(microbatches)):
+        assert versions.lag("F", k, k, j) == max(0, ceil((hop * (workers - 1 - k) - j) / microbatches))
         assert versions.lag("B", k, k, j) == 0
 
 

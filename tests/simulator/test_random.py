@@ -204,7 +204,7 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     name = draw(st.sampled_from([n for n, kind in SCHEDULES.items() if workers % kind.usual_virtual == 0]))
     microbatches = draw(st.integers(1, 3))
     places = [(), tuple(worker % 2 for worker in range(workers))]
-    several = workers > 1 and SCHEDULES[name].usual_virtual == 1 and not name.startswith("async")
+    several = workers > 1 and SCHEDULES[name].usual_virtual == 1 and SCHEDULES[name].synchronous
     schedule = make(name, workers, microbatches, draw(st.sampled_from(places)) if several else ())
     small = st.integers(0, 12).map(lambda v: v / 4)
     share = st.integers(0, 4).map(lambda v: v / 4)

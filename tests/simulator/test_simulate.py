@@ -237,6 +237,18 @@ def test_zero_bubble_in_closed_form(times: tuple[float, float, float], workers: 
     assert bubbles["zb-h2"] == pytest.approx(max(0, (workers - 1) * (forward + backward - 2 * weight)))
 
 
+@pytest.mark.parametrize(("workers", "microbatches"), [(2, 2), (4, 4), (4, 8), (8, 14), (8, 32)])
+@pytest.mark.parametrize(("forward", "backward"), [(2, 1), (1, 1), (1, 2), (2, 3)])
+def test_nf1b_waits_for_what_a_backward_takes_longer(
+    workers: int, microbatches: int, forward: float, backward: float
+) -> None:
+    """Not at all if it takes as long as a forward; else at most once in a minibatch for each hop of the pipeline."""
+    found = simulate(make("nf1b", workers, microbatches), of([StageTime(forward, backward)] * workers), 40)
+    waited = (found.finished[25] - found.finished[10]) / 15 - microbatches * (forward + backward)
+    assert 0 <= waited <= (workers - 1) * max(0, backward - forward)
+    assert backward <= forward or microbatches < 2 * workers or waited == (workers - 1) * (backward - forward)
+
+
 def test_a_bubble_of_a_third_and_none() -> None:
     workers, costs = 4, [StageTime(1, 1, weight=1)] * 4
     whole = simulate(make("1f1b", workers, 8), of([StageTime(1, 2)] * 4), 4)
