@@ -39,7 +39,6 @@ class BestWeights:
 
     Args:
         write: see `Write`.
-        plan: the digest of the build's plan.
         best: the step and the value of the best evaluation before an interruption; None if there was none.
         earlier: the output folder of the interrupted run, if it may be another one.
 
@@ -52,11 +51,10 @@ class BestWeights:
         out: str | Path,
         write: Write,
         goal: Goal,
-        plan: str,
         best: tuple[int, float] | None = None,
         earlier: Path | None = None,
     ) -> None:
-        self._out, self._write, self._goal, self._plan = Path(out), write, goal, plan
+        self._out, self._write, self._goal = Path(out), write, goal
         self._warned = False
         self.held: int | None = None
         elsewhere = earlier is not None and earlier.resolve() != self._out.resolve()
@@ -119,10 +117,7 @@ class BestWeights:
 
     def _note(self, best: tuple[int, float]) -> dict[str, Any]:
         step, value = best
-        return {"plan": self._plan, "metric": self._goal.metric, "greater": self._goal.greater} | {
-            "step": step,
-            "value": value,
-        }
+        return {"metric": self._goal.metric, "greater": self._goal.greater, "step": step, "value": value}
 
     def _write_note(self, best: tuple[int, float]) -> None:
         with replaced(self._file(_NOTES[self._target])) as file:

@@ -122,13 +122,11 @@ class Consequences:
         """Whether a worker of this process has a scheduler that needs evaluations."""
         return any(executor.store.updater.metric is not None for executor in self._executors)
 
-    def keep_weights(self, write: Write, plan: Plan) -> bool:
+    def keep_weights(self, write: Write) -> bool:
         """In worker 0's process, after `replay`: keep the best weights. Returns whether those so far are lost."""
         assert self.goal is not None
         assert self._options.out is not None
-        self.weights = BestWeights(
-            self._options.out, write, self.goal, plan.digest, self.best, run_before(self._options)
-        )
+        self.weights = BestWeights(self._options.out, write, self.goal, self.best, run_before(self._options))
         return self.best is not None and self.weights.held is None
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> bool:

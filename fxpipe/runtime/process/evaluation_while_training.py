@@ -85,7 +85,7 @@ class WorkerEvaluations:
             self._evaluated = self._step - 1
         if ends.goal is None or self._options.out is None:
             return
-        lost = record is not None and ends.keep_weights(self._write, evaluation.plan)
+        lost = record is not None and ends.keep_weights(self._write)
         if goes_on and of_worker_0(lost, self._rank):
             ends.forget_best()
 
