@@ -54,12 +54,13 @@ class _Flags(RunOptions):
 )
 @group(
     "Checkpoints",
-    option_fields(_Flags, "checkpoint_every", "keep", "resume", "max_restarts"),
+    option_fields(_Flags, "checkpoint_every", "keep", "resume", "max_restarts", "on_loss"),
     first="checkpoint_every resume",
 )
 @group(
     "Processes and memory",
     option_fields(_Flags, "local", "backend", "offload", "threads", "new_shapes", "throttle", "stall_timeout"),
+    option_fields(_Flags, "rebalance"),
     first="local",
     also="throttle",
 )
@@ -168,6 +169,7 @@ def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) 
         if lost := summary["not_finite"]["losses"]:
             first = next(i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss))
             warn(f"{lost} losses are not finite, first at step {first}")
+        options = replace(options, build=summary["build"]["folder"])  # a move may have changed it
         digest = summary["build"]["digest"]
         if "evaluation" not in summary and (evaluated := _evaluate(options, digest, FINAL_WEIGHTS)):
             from fxpipe.runtime.process.run_summary import add_evaluation, averages_evaluated, write_run
@@ -317,6 +319,8 @@ def _print(summary: dict[str, Any]) -> None:
         echo(f"average  {held_out(summary['averaged_evaluation'])}")
     for restart in summary["restarts"]:
         echo(f"restart  after step {restart['step']}: {restart['cause']}")
+    if summary["moves"]:
+        print_columns(tables.moves(summary["moves"]), stdout_console())
     if summary["trace"] is not None:
         echo(f"trace    {summary['trace']}")
     for name in dict.fromkeys(row.get("profile") for row in (*summary["workers"], *summary["replicas"])):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import mark, print_text
+from fxpipe.cli.output import mark, print_columns, print_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,6 +14,7 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
     """Throughput, bubble, efficiency, how busy the workers were, where time was lost, and which files are missing."""
     from rich.text import Text
 
+    from fxpipe.inspection.tables import moves
     from fxpipe.observe.progress import held_out
     from fxpipe.observe.rates import rates_text
 
@@ -41,6 +42,8 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
         console.print(Text.assemble("busy  ", Text("  ").join(shares)))
     for loss in run.get("time_losses") or []:
         print_text(console, f"- {loss['text']}")
+    if run.get("moves"):
+        print_columns(moves(run["moves"]), console)
     for problem in run["problems"]:
         print_text(console, problem, "yellow")
 

@@ -284,6 +284,15 @@ def paces(rows: Sequence[Json]) -> ShownTable:
     return ShownTable(columns, rows, "Minibatches of the workers")
 
 
+def moves(rows: Sequence[Json]) -> ShownTable:
+    """When units went to other workers during a run, and why."""
+    columns = (
+        Column("after step", "step", COUNT), Column("because", "because", NAME), Column("units", "before", TEXT),
+        Column("then", "after", TEXT), Column("saves", "gain", SHARE), Column("took", "seconds", CLOCK),
+    )  # fmt: skip
+    return ShownTable(columns, rows, "Units moved")
+
+
 def waits(rows: Sequence[Json]) -> ShownTable:
     """What the workers of a run waited for, the longest waits first."""
     found = [wait | {"worker": w["worker"]} for w in rows for wait in w.get("waits") or ()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -114,6 +115,7 @@ class Emitter:
             partitions=choice.partitions,
             links=setting.links,
             speeds=setting.speeds,
+            memory=setting.memory if all(map(math.isfinite, setting.memory)) else (),
             optimizer_bytes=costs.optimizer.state_bytes,
             step_memory=costs.optimizer.step,
             policy_times=costs.optimizer.policy,

@@ -56,6 +56,16 @@ class _LossJson(TypedDict, total=False):
     text: Required[str]
 
 
+class _MoveJson(TypedDict, total=False):
+    step: int
+    because: str
+    speeds: list[float]
+    before: str
+    after: str
+    gain: float | None
+    seconds: float | None
+
+
 class _Evaluation(TypedDict):
     step: int
     metrics: dict[str, float | None]
@@ -74,6 +84,7 @@ class _Run(TypedDict, total=False):
     forecast: dict[str, Any]
     workers: list[_WorkerJson]
     time_losses: list[_LossJson]
+    moves: list[_MoveJson]
     last_metrics: dict[str, float | None]
     evaluation: dict[str, float | None]
     evaluations: list[_Evaluation]

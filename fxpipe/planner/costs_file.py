@@ -38,6 +38,7 @@ class BuildCosts:
         timings: when, in its stages, each edge's value is made and needed; for the simulator.
         partitions: what the planner compared, the chosen one last; empty if the cuts were given.
         links, speeds: what the planner assumed, between ranks and of ranks; empty speeds mean all equal.
+        memory: of each rank, in bytes; empty without a limit.
         optimizer_bytes: bytes of optimizer state for each byte of trained weights.
         step_memory: the memory of the optimizer's step.
         policy_times: the times of policies' work on weights.
@@ -53,6 +54,7 @@ class BuildCosts:
     partitions: tuple[Partition, ...] = ()
     links: Links = field(default_factory=Links)
     speeds: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
     optimizer_bytes: float = MOMENTUM
     step_memory: StepMemory = field(default_factory=StepMemory)
     policy_times: PolicyTimes = field(default_factory=PolicyTimes)
@@ -96,7 +98,8 @@ def read_costs(folder: Path, plan: Plan) -> BuildCosts | None:
 
 def _check(costs: BuildCosts, plan: Plan) -> None:
     """Raise Malformed if costs do not match the plan's workers and units, or are not times or sizes."""
-    for name, wanted in (("workers", plan.workers), ("times", plan.workers), ("speeds", plan.ranks)):
+    of_ranks = (("speeds", plan.ranks), ("memory", plan.ranks))
+    for name, wanted in (("workers", plan.workers), ("times", plan.workers), *of_ranks):
         if (count := len(getattr(costs, name))) not in (0, wanted):
             raise Malformed(f"there are {count} values for {wanted} workers", f", $.{name}")
     try:

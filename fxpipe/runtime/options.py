@@ -36,6 +36,10 @@ def steps_or_epoch(given: int | str) -> int | str:
     raise FxpipeError(f"{given!r} is not a number of steps", hint="give a number above 0, or epoch")
 
 
+REPLAN = "replan"
+"""A value of `on_loss`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """How a build is trained, in one process or in several.
@@ -204,6 +208,9 @@ class RunOptions(PipelineOptions):
         stall_timeout: seconds without progress after which a run of several processes says which worker waits for
             which; after 10 times as many (30 times before training begins) the run ends. 0 does neither.
         max_restarts: how many times `launch` restarts all workers after one was lost (see `WorkerLost`).
+        rebalance: when workers have become slower, move units to others during the run (see
+            `fxpipe.runtime.process.moves`); without `checkpoint_every`, a checkpoint is made for each move.
+        on_loss: when a worker was lost and `max_restarts` are used up: `end` the run, or `replan` it for one fewer.
         settings: values of `fxpipe.setting` in the model file, each as `name=value`, instead of those of the compile.
         arguments: the model file's own command line; None means that of the compile.
         progress: show progress on stderr.
@@ -290,6 +297,14 @@ class RunOptions(PipelineOptions):
         minimum=0,
         metavar="N",
         help="Restart all workers, at most N times, when one dies without an error that explains it.",
+    )
+    rebalance: bool = option(
+        False, help="Move units to other workers during the run when workers have become slower (on one machine)."
+    )
+    on_loss: str = option(
+        "end",
+        choices=("end", REPLAN),
+        help="When a worker dies and no restart is left: end the run, or replan it for one worker fewer.",
     )
     settings: tuple[str, ...] = option(
         (),

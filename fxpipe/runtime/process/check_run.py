@@ -15,7 +15,7 @@ from fxpipe.plan.current import changes, check_current
 from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.throttle import read_throttle
-from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.options import REPLAN, RunOptions
 from fxpipe.task.callbacks import ON_EVAL, ON_STEP
 from fxpipe.task.paced_scheduler import EPOCH
 
@@ -221,6 +221,17 @@ def check_separate_replicas(plan: Plan, options: RunOptions, task: Task) -> None
             raise unlike(name, plan)
 
 
+def refuse_moves(options: RunOptions, why: str, hint: str) -> None:
+    """Refuse to move units where no launcher of fxpipe can start workers again.
+
+    Raises:
+        RunError: the options ask for it.
+    """
+    for asked, flag in ((options.rebalance, "--rebalance"), (options.on_loss == REPLAN, "--on-loss replan")):
+        if asked:
+            raise RunError(f"{flag} starts workers again, with other units: {why}", hint=f"{hint}; or leave it out")
+
+
 NOT_OWN = {
     "steps": "the loop is yours: end it after as many steps as you want",
     "epochs": "the loop is yours: go through the data as often as you want",
@@ -236,6 +247,8 @@ NOT_OWN = {
     "keep_going": "the loop is yours: look at the losses",
     "settings": "the values are your script's",
     "arguments": "parse sys.argv yourself",
+    "rebalance": "`fxpipe run BUILD --rebalance`, with the model file's hooks",
+    "on_loss": "`fxpipe run BUILD --on-loss replan`, with the model file's hooks",
     "max_restarts": "torchrun --max-restarts N, and pipeline.load(folder) at the start",
 }
 """The options of a run that a user's own loop replaces, and what to do instead."""

@@ -23,10 +23,11 @@ from fxpipe.observe.pulse import PULSES, PulseFile
 from fxpipe.observe.starting import PAUSE, starting_text
 from fxpipe.observe.trace.writer import partial
 from fxpipe.plan.spec import MESH, Mesh
-from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.options import REPLAN, RunOptions
 from fxpipe.runtime.process.ends import SIGNALS, Stopped, StopRequests, first_cause, is_explained, known_errors
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.last_saved import RUNNING_ON, finish_writing, name_checkpoint
+from fxpipe.runtime.process.moves import Moves
 from fxpipe.runtime.process.resume import newest_options, step_before
 from fxpipe.runtime.process.stall import StallWatch, waited_for_disk
 from fxpipe.runtime.wires.doors import prepare_meeting
@@ -191,7 +192,7 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
 
     When a worker was lost, all are started again, at most `options.max_restarts` times. The summary's `restarts` says
     why, where that worker was, how many steps had begun, and after which step the run went on: the step of the newest
-    checkpoint, or 0.
+    checkpoint, or 0. Its `moves` are `Moves.rows`.
 
     Args:
         mesh: the plan's; errors name processes by it.
@@ -203,14 +204,30 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
     """
     restarts: list[dict[str, Any]] = []
     requests = StopRequests()
-    with requests.listening():
+    moves = Moves(options) if options.rebalance or options.on_loss == REPLAN else None
+    with requests.listening(), ExitStack() as held:
+        if moves is not None:
+            held.callback(moves.end)
+            options = moves.options
         while True:
             furthest = FurthestStep()
             try:
-                summary = _attempt(options, ranks, mesh, requests, furthest)
+                summary = _attempt(options, ranks, mesh, requests, furthest, moves)
                 break
+            except Stopped:
+                if moves is None or not moves.asked or requests.asked:
+                    raise
+                options, mesh = moves.moved(), moves.plan.mesh
             except FxpipeError as error:
-                if not isinstance(error, RESTARTED) or len(restarts) == options.max_restarts or requests.asked:
+                again, used_up = (
+                    isinstance(error, RESTARTED) and not requests.asked,
+                    len(restarts) == options.max_restarts,
+                )
+                if again and used_up and moves is not None and options.on_loss == REPLAN:
+                    options = moves.without_one(error, furthest.step, requests)
+                    ranks, mesh = moves.plan.processes, moves.plan.mesh
+                    continue
+                if not again or used_up:
                     if furthest.step:
                         name_checkpoint(error, options, options.out)
                     raise
@@ -221,10 +238,11 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
                 )
                 count = f"restart {len(restarts)} of {options.max_restarts}"
                 warn(f"{error}\n  all workers start again ({count}), after step {begin} of {furthest.step} begun")
-    if restarts:
+    if restarts or (moves is not None and moves.rows):
         from fxpipe.runtime.process.run_summary import write_run  # it imports torch, which most launchers do not need
 
         summary["restarts"] = restarts
+        summary["moves"] = [] if moves is None else moves.rows
         write_run(summary)
     return summary
 
@@ -237,7 +255,7 @@ class FurthestStep:
 
 
 def _attempt(
-    options: RunOptions, ranks: int, mesh: Mesh, requests: StopRequests, furthest: FurthestStep
+    options: RunOptions, ranks: int, mesh: Mesh, requests: StopRequests, furthest: FurthestStep, moves: Moves | None
 ) -> dict[str, Any]:
     """Start the workers once and wait for their end; return the summary."""
     temporary = make_folders(options.out)
@@ -250,13 +268,15 @@ def _attempt(
 
         exchange = prepared(folders, ROOM + ROOM_OF_PAIR * ranks**2, prepare)
         texts = RunFolder(exchange)
+        if moves is not None:
+            moves.begin(texts, guardian)
         if options.progress:
             say(f"starting {ranks} process{'es' if ranks > 1 else ''}")
         started = WorkerProcesses(dataclasses.replace(options, exchange=str(exchange)), ranks, exchange, guardian)
         grace = GRACE if options.checkpoint_every is None else SAVING
         stall = StallWatch(options.stall_timeout, started.stopped, mesh=mesh)
         try:
-            _watch(started, requests, exchange, stall, grace, options, mesh)
+            _watch(started, requests, exchange, stall, grace, options, mesh, moves)
         except FxpipeError:
             finish_writing(options.out, RUNNING_ON)
             raise
@@ -283,6 +303,7 @@ def _watch(
     grace: float,
     options: RunOptions,
     mesh: Mesh,
+    moves: Moves | None,
 ) -> None:
     """Return when all workers have done their work.
 
@@ -313,6 +334,8 @@ def _watch(
             raise first_cause(exchange, early, signs, mesh)
         if len(ends) == len(signs):
             return
+        if moves is not None:
+            moves.look(signs)
         if options.progress and time.monotonic() - said >= PAUSE and signs[0].phase in ("starting", "importing"):
             said = time.monotonic()
             say(f"{starting_text(signs, mesh.noun)} ({said - begin:.0f} s)")

@@ -60,6 +60,7 @@ from fxpipe.runtime.process.world import NotFiniteAnswers, World
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.carriers import carriers_text
 from fxpipe.runtime.wires.exchange import barrier, gathered
+from fxpipe.runtime.wires.run_folder import ASKED, MOVE
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
@@ -328,8 +329,10 @@ class TrainingRun(Observer):
         self.stop.saved(step, saved)
         if self.world.alone:
             return
+        exchange = self.world.exchange
         if self.process == 0:
-            say_stopped(step, saved)
+            if exchange is None or exchange.get([ASKED]) != [MOVE]:  # else the launcher starts them again
+                say_stopped(step, saved)
             time.sleep(STOPPING)  # the others look for it
         self.stop.exit()
 

@@ -169,7 +169,8 @@ def summarize_run(
     `workers` has the rows of all workers' first replicas (see `worker_row`); `replicas` has those of the others, whose
     `busy` is a share of their own time.
 
-    `restarts` is a list of `{"cause", "where", "step"}` (see `fxpipe.runtime.process.launch`).
+    `restarts` is a list of `{"cause", "where", "step"}` (see `fxpipe.runtime.process.launch`), and `moves` of what
+    `fxpipe.runtime.process.moves` says.
 
     `busy` of a worker is a share of the time of the whole run, because a worker that ends first waits for the others.
     `bubble` is the share in which the ranks are not busy. `efficiency` is the throughput between the filling and the
@@ -216,6 +217,7 @@ def summarize_run(
         "workers": list(rows),
         "replicas": others,
         "restarts": [],
+        "moves": [],
         "trace": None,
         "out": None if record.out is None else str(record.out),
         "evaluations": [],

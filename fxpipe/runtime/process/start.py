@@ -15,7 +15,14 @@ from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import PipelineOptions, RunOptions
-from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, task_of_run, writing
+from fxpipe.runtime.process.check_run import (
+    check_run,
+    check_unchanged,
+    files_read,
+    refuse_moves,
+    task_of_run,
+    writing,
+)
 from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.membership import Agreed, membership
@@ -83,6 +90,7 @@ def run_local(options: RunOptions, task: Task | None = None, progress: Progress 
     Raises:
         FxpipeError: any mistake that the user can fix.
     """
+    refuse_moves(options, "here all of them are in one process", "leave out --local")
     with writing(options.out):
         options = resumed_options(options, options.out)
         files = files_read(options)

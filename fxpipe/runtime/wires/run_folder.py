@@ -21,6 +21,10 @@ SPARE = "spare"
 SUMMARY = "summary"
 """The name of the run's summary, as JSON."""
 
+ASKED, MOVE = "asked", "move"
+"""The name of a text that asks the run to stop after one more checkpoint, and its content if it is then started again
+under other cuts."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from fxpipe.checkpoint.shard import Past, Sent, Shard
 from fxpipe.messages import warn
 from fxpipe.runtime.wires.exchange import Exchange
+from fxpipe.runtime.wires.run_folder import ASKED
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.weights import WeightStore
@@ -303,7 +304,7 @@ class Agenda:
         before, then = self._entered
         pace = (now - then) / (minibatch - before) if minibatch > before else PERIOD
         self._entered = (minibatch, now)
-        stop = self._asked() or self._exchange.get([_ASKED]) is not None
+        stop = self._asked() or self._exchange.get([ASKED]) is not None
         save = stop or (self._seconds is not None and now - self._saved >= self._seconds)
         if save:
             self._saved = now
@@ -314,13 +315,10 @@ class Agenda:
 
     def _read(self, minibatch: int) -> _AgendaEntry:
         if self._asked():
-            self._exchange.set(_ASKED, "")
+            self._exchange.set(ASKED, "")
         while (found := self._exchange.get([_key(minibatch)])) is None:
             sleep(GLANCE)
         return _AgendaEntry(*json.loads(found[0]))
-
-
-_ASKED = "fxpipe/agenda/asked"
 
 
 def _key(minibatch: int) -> str:

@@ -1,0 +1,324 @@
+"""Units move to other workers during a run: when that pays, what follows from it, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moving import moving_build, signs
+from safetensors.torch import load_file
+from started_runs import StartedRun
+
+from fxpipe.build.build import load
+from fxpipe.errors import FxpipeError, RunError, WorkerLost
+from fxpipe.observe.pulse import Signs
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.planner.costs_file import read_costs
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process import measured_speeds, moves
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.membership import membership
+from fxpipe.runtime.process.moves import Moves
+from fxpipe.runtime.process.new_build import NewBuild, _as_before
+from fxpipe.runtime.process.start import run_local
+from fxpipe.runtime.wires.run_folder import ASKED, MOVE, RunFolder
+
+SLOW = pytest.mark.slow
+STEPS = 1200
+SPEEDS = (1.0, 0.25)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("moving")
+
+
+@pytest.fixture(scope="module")
+def build(folder: Path) -> Path:
+    return moving_build(folder, STEPS)
+
+
+def weights(out: Path) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in load_file(out / "model.safetensors").items()}
+
+
+class Compiled:
+    """A compile that has ended: in `folder` is a build."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.given_up = folder, False
+
+    def ended(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        self.given_up = True
+
+
+def with_cuts(build: Path, folder: Path, at: str) -> Path:
+    """The build of the same model cut before a module."""
+    path = moving_build(folder, STEPS, forward_at=(at,))
+    plan = load(path).plan
+    first = read_plan(build)
+    assert plan.captured.parts == first.captured.parts
+    return path
+
+
+made: list[Compiled] = []
+"""The last is what a compile makes."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
+    """The speeds for which a run has had cuts compiled."""
+    found: list[tuple[float, ...]] = []
+
+    def new_build(options: Any, plan: Any, costs: Any, workers: int, speeds: Any, guardian: Any) -> Compiled:
+        found.append(tuple(round(speed, 2) for speed in speeds))
+        return made[-1]
+
+    made.clear()
+    monkeypatch.setattr(moves, "NewBuild", new_build)
+    return found
+
+
+def watched(build: Path, tmp_path: Path, **options: Any) -> tuple[Moves, RunFolder]:
+    """The moves of a run that has begun to train."""
+    found = Moves(RunOptions(str(build), out=str(tmp_path / "out"), rebalance=True, **options))
+    texts = RunFolder(tmp_path)
+    found.begin(texts, None)  # type: ignore[arg-type]
+    return found, texts
+
+
+def trains(found: Moves, work: tuple[float, ...], speeds: tuple[float, ...], windows: int, begin: int = 0) -> None:
+    """The workers train for so many windows, at these speeds."""
+    samples = measured_speeds.SAMPLES + 2
+    for beat in range(begin * samples, (begin + windows) * samples + 1):
+        step = beat * measured_speeds.STEPS
+        busy = [step * each / speed for each, speed in zip(work, speeds, strict=True)]
+        of_ranks: list[Signs] = [signs(beat, step, each, 1.2 * max(busy)) for each in busy]
+        found.look(of_ranks)
+
+
+def promised(build: Path) -> tuple[float, ...]:
+    plan = read_plan(build)
+    costs = read_costs(build, plan)
+    assert costs is not None
+    return measured_speeds.promised(plan, costs)
+
+
+def test_a_slower_worker_gives_units_away(build: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
+    made.append(Compiled(with_cuts(build, tmp_path, "10")))
+    found, texts = watched(build, tmp_path)
+    trains(found, promised(build), (1.0, 1.0), 3)
+    assert asked == [], "all is as planned"
+    trains(found, promised(build), SPEEDS, 1, begin=3)
+    assert asked == [], "one window may be a hiccup"
+    trains(found, promised(build), SPEEDS, 2, begin=4)
+    assert asked == [SPEEDS]
+    assert found.asked
+    assert texts.read(ASKED) == MOVE
+    assert "other cuts are compiled" in capfd.readouterr().err
+
+
+def test_a_move_that_saves_too_little_is_not_made(build: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
+    made.append(Compiled(build))  # no other cuts are better
+    found, texts = watched(build, tmp_path)
+    trains(found, promised(build), SPEEDS, 9)
+    assert asked == [SPEEDS], "the same speeds are tried once"
+    assert made[0].given_up
+    assert not found.asked
+    assert texts.read(ASKED) is None
+    assert "other cuts would save 0% of a step's time, too little for a move" in capfd.readouterr().err
+    trains(found, promised(build), (1.0, 0.15), 3, begin=9)
+    assert asked == [SPEEDS, (1.0, 0.15)]
+
+
+def test_too_few_steps_are_left(build: Path, tmp_path: Path, asked: Any) -> None:
+    found, _ = watched(build, tmp_path, steps=90)
+    found._begun -= 1e6  # a start takes long
+    trains(found, promised(build), SPEEDS, 9)
+    assert asked == []
+
+
+def test_other_cuts_are_of_the_same_model(build: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
+    (tmp_path / "other").mkdir()
+    other = moving_build(tmp_path / "other", STEPS, forward_at=("10",))
+    plan = read_plan(other)
+    parts = dict.fromkeys(plan.captured.parts, "another")
+    plan = dataclasses.replace(plan, captured=dataclasses.replace(plan.captured, parts=parts))
+    (other / "plan.json").write_text(plan.to_json())
+    made.append(Compiled(other))
+    found, _ = watched(build, tmp_path)
+    trains(found, promised(build), SPEEDS, 3)
+    assert not found.asked
+    assert "has changed since the run's build was compiled" in capfd.readouterr().err
+
+
+def test_a_compile_is_that_of_the_build(build: Path) -> None:
+    plan = read_plan(build)
+    costs = read_costs(build, plan)
+    assert costs is not None
+    assert _as_before(plan, costs) == [
+        *("--accept-optimizer-per-worker", "--cost", "analytic"),
+        *("--microbatch-dims", "batch[0]=0,batch[1]=0"),
+    ]
+    stages = tuple(dataclasses.replace(stage, engines=("onnxruntime",) * 2) for stage in plan.stages)
+    captured = dataclasses.replace(plan.captured, given_arguments=("--width", "3"))
+    plan = dataclasses.replace(plan, stages=stages, placement=(0, 0), device="cuda", meta=True, captured=captured)
+    costs = dataclasses.replace(costs, memory=(2.0**30,), partitions=())
+    text = " ".join(_as_before(plan, costs))
+    for part in ("--virtual 2", "--memory 1073741824B", "--backend onnxruntime", "--device cuda --meta", "--cuts same"):
+        assert part in text, text
+    assert text.endswith(" -- --width 3")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rebalance": True, "out": None}, "has no output folder"),
+    ({"on_loss": "replan"}, "the run saves none"),
+]
+
+
+@pytest.mark.parametrize(("options", "what"), REFUSED)
+def test_what_is_needed(options: dict[str, Any], what: str, build: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=what):
+        launch(RunOptions(str(build), **{"out": str(tmp_path / "out"), **options}), 2)
+
+
+def test_builds_that_cannot_move(build: Path, tmp_path: Path) -> None:
+    plan, options = read_plan(build), RunOptions(str(build), out=str(tmp_path / "out"), rebalance=True)
+    for changed, what in (
+        (plan, r"it has no costs\.json"),
+        (dataclasses.replace(plan, replicas=(2, 2)), "does not move units of workers with replicas"),
+        (dataclasses.replace(plan, model_file=None), "made from Python objects"),
+        (dataclasses.replace(plan, workers=1), "needs other workers"),
+    ):
+        with pytest.raises(RunError, match=what):
+            moves._check(options, changed, None)
+
+
+def test_where_no_launcher_starts_workers(build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = RunOptions(str(build), out=str(tmp_path / "out"), rebalance=True)
+    with pytest.raises(RunError, match=r"--rebalance starts workers again, .* here all of them are in one process"):
+        run_local(options)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunError, match="started by torchrun"), membership(options):
+        pass
+
+
+@SLOW
+@pytest.mark.multiproc
+def test_units_move_without_a_change_of_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """What is trained is what the whole run trains under its first cuts, and what a resumed run trains under the new
+    ones: a flush follows every step."""
+    options = RunOptions(
+        str(moving_build(tmp_path, STEPS)), eval_every=150, save_best="loss", threads=1, rebalance=True
+    )
+    whole = run_local(dataclasses.replace(options, out=str(tmp_path / "whole"), rebalance=False))
+    (tmp_path / "slow").touch()
+    monkeypatch.setattr(measured_speeds.Window, "speeds", lambda *_: SPEEDS)
+    monkeypatch.setattr(measured_speeds, "SAMPLES", 1)
+    summary = launch(dataclasses.replace(options, out=str(tmp_path / "out")), 2)
+    (move,) = summary["moves"]
+    assert (move["before"], move["speeds"]) == (move["before"], list(SPEEDS))
+    assert move["after"] != move["before"]
+    assert move["gain"] > 0.1
+    assert move["seconds"] > 0
+    assert summary["build"]["folder"] == str(tmp_path / "out" / "rebalanced" / "1")
+    assert json.loads((tmp_path / "out/run.json").read_text())["moves"] == summary["moves"]
+    assert summary["losses"] == whole["losses"]
+    assert [row["metrics"] for row in summary["evaluations"]] == [row["metrics"] for row in whole["evaluations"]]
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert summary["best"] == whole["best"]
+    assert "stopped; saved" not in capfd.readouterr().err
+    saved = tmp_path / "out" / "checkpoints" / f"step-{move['step']}"
+    resumed = RunOptions(summary["build"]["folder"], threads=1, resume=str(saved), out=str(tmp_path / "by"))
+    run_local(resumed)
+    assert weights(tmp_path / "by") == weights(tmp_path / "out")
+
+
+@SLOW
+@pytest.mark.multiproc
+def test_a_run_that_is_killed_in_a_move_goes_on(tmp_path: Path) -> None:
+    options = RunOptions(str(moving_build(tmp_path, STEPS)), threads=1, rebalance=True)
+    whole = run_local(dataclasses.replace(options, out=str(tmp_path / "whole"), rebalance=False))
+    (tmp_path / "slow").touch()
+    options = dataclasses.replace(options, out=str(tmp_path / "out"))
+    code = f"""import sys
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process import measured_speeds
+from fxpipe.runtime.process.launch import launch
+measured_speeds.Window.speeds, measured_speeds.SAMPLES = lambda *_: {SPEEDS}, 1
+launch(RunOptions.from_json({options.to_json()!r}), 2)"""
+    run = StartedRun(["-c", code], tmp_path / "tmp")
+    run.until(lambda: list((tmp_path / "out" / "checkpoints").glob("step-*")), 120)
+    run.launcher.send_signal(signal.SIGKILL)
+    run.ends(10)
+    run.is_gone(10)
+    (tmp_path / "slow").unlink()
+    summary = launch(dataclasses.replace(options, rebalance=False, resume="newest"), 2)
+    assert summary["losses"] == whole["losses"]
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+@SLOW
+@pytest.mark.multiproc
+def test_the_others_take_the_units_of_a_lost_worker(tmp_path: Path, capfd: Any) -> None:
+    options = RunOptions(
+        str(moving_build(tmp_path, 20, workers=3)), threads=1, on_loss="replan", checkpoint_every=4, max_restarts=1
+    )
+    whole = run_local(dataclasses.replace(options, out=str(tmp_path / "whole"), on_loss="end"))
+    for step in (6, 11, 17):
+        (tmp_path / f"kill-{step}").touch()
+    summary = launch(dataclasses.replace(options, out=str(tmp_path / "out")), 3)
+    assert [restart["from"] for restart in summary["restarts"]] == [4]
+    assert [(move["step"], move["gain"], move["before"].count("+")) for move in summary["moves"]] == [
+        (8, None, 2),
+        (16, None, 1),
+    ]
+    assert len(summary["workers"]) == 1
+    assert sorted(os.listdir(tmp_path / "out" / "rebalanced")) == ["2"], "the build of two workers is not needed"
+    assert summary["losses"] == whole["losses"]
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert "2 workers take over, after step 8 of " in capfd.readouterr().err
+
+
+@SLOW
+@pytest.mark.multiproc
+def test_a_worker_that_is_lost_before_a_checkpoint(tmp_path: Path) -> None:
+    build = moving_build(tmp_path, 20)
+    (tmp_path / "kill-3").touch()
+    options = RunOptions(str(build), threads=1, on_loss="replan", checkpoint_every=10, out=str(tmp_path / "out"))
+    with pytest.raises(WorkerLost, match="worker 1 was killed") as caught:
+        launch(options, 2)
+    assert "none was complete: a smaller --checkpoint-every" in str(caught.value.hint)
+
+
+@SLOW
+@pytest.mark.multiproc
+def test_a_compile_that_fails_leaves_what_it_began_with(tmp_path: Path, build: Path) -> None:
+    options = RunOptions(str(build), out=str(tmp_path / "out"))
+    plan = read_plan(build)
+    costs = read_costs(build, plan)
+    assert costs is not None
+
+    class NoGuard:
+        def guard(self, process: int) -> None:
+            pass
+
+    compile = NewBuild(options, plan, costs, 99, (), NoGuard())  # type: ignore[arg-type]
+    while not compile.ended():
+        pass
+    with pytest.raises(FxpipeError, match="99 workers"):
+        compile.check()
+    compile.give_up()
+    assert list((tmp_path / "out" / "rebalanced").iterdir()) == []
