@@ -11,25 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from fxpipe.codecs.codec import Codec, EdgeState
-from fxpipe.plan.packing import ALIGNMENT, Layout, Pack
+from fxpipe.codecs.encoded_pack import EncodedPack
+from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import TensorSpec
 
 KIND = "weights"
 """The kind of edge, for codecs."""
-
-
-def gains(codec: Codec, tensor: TensorSpec) -> bool:
-    """Whether a codec encodes such a tensor, and saves bytes of the message."""
-    dtype: torch.dtype = getattr(torch, tensor.dtype)
-    if not dtype.is_floating_point or codec.refusal(tensor):
-        return False
-    return _aligned(codec.packed(tensor).bytes) < _aligned(tensor.bytes)
 
 
 class DifferencePack:
@@ -53,16 +47,12 @@ class DifferencePack:
         differences: Sequence[str] = (),
         casts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        assert codec is not None or not differences
-        self.names = tuple(specs)
         self.differences = frozenset(differences)
-        self._codec = codec
         self._layouts = {name: Layout(specs[name], name) for name in differences}
         self._types = {name: getattr(torch, specs[name].dtype) for name in casts}
-        sent = {name: self._sent(spec, name, casts.get(name)) for name, spec in specs.items()}
-        self._pack = Pack(list(sent.values()))
-        self.sizes = {name: spec.bytes for name, spec in sent.items()}
-        self.bytes = self._pack.bytes
+        sent = {**specs, **{name: replace(specs[name], dtype=dtype) for name, dtype in casts.items()}}
+        self._message = EncodedPack(sent, codec, differences, KIND)
+        self.sizes, self.bytes = self._message.sizes, self._message.bytes
 
     def pack(
         self, tensors: Mapping[str, Tensor], bases: Mapping[str, Tensor], place: tuple[object, ...]
@@ -77,40 +67,15 @@ class DifferencePack:
         Returns:
             The block, and by name tensors that must not be written to: views of the block, and new ones.
         """
-        values = []
-        for name in self.names:
-            value = tensors[name].detach()
-            if name in self.differences:
-                value = self._encoded(value - bases[name], (*place, name))
-            values.append(value)
-        block = self._pack.pack(values)
+        moved = {name: tensors[name].detach() - bases[name] for name in self.differences}
+        states = {name: EdgeState(place=partial(tuple, (*place, name))) for name in self.differences}
+        block = self._message.pack({**tensors, **moved}, states)
         return block, self.unpack(block, bases)
 
     def unpack(self, block: Tensor, bases: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Decode a block: views of it, and new tensors for differences and casts."""
-        found = dict(zip(self.names, self._pack.unpack(block), strict=True))
+        found = self._message.unpack(block)
         found |= {name: found[name].to(dtype) for name, dtype in self._types.items()}
-        for name in self.differences:
-            found[name] = self._rebuilt(name, found[name], bases[name])
+        for name, layout in self._layouts.items():
+            found[name] = torch.add(bases[name], found[name], out=layout.empty(block.device))
         return found
-
-    def _encoded(self, difference: Tensor, place: tuple[object, ...]) -> Tensor:
-        assert self._codec is not None
-        state = EdgeState(place=lambda: place) if self._codec.keeps_state(KIND) else None
-        return self._codec.pack(difference, state)
-
-    def _rebuilt(self, name: str, packed: Tensor, base: Tensor) -> Tensor:
-        assert self._codec is not None
-        layout = self._layouts[name]
-        difference = self._codec.unpack(packed, layout.shape, layout.dtype)
-        return torch.add(base, difference, out=layout.empty(base.device))
-
-    def _sent(self, spec: TensorSpec, name: str, cast: str | None) -> TensorSpec:
-        if name in self.differences:
-            assert self._codec is not None
-            return self._codec.packed(spec)
-        return spec if cast is None else replace(spec, dtype=cast)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
