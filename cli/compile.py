@@ -290,7 +290,7 @@ def _print(
     from fxpipe.codecs.accuracy_warnings import not_studied, used_by
     from fxpipe.errors import listed
     from fxpipe.inspection.batches import microbatch_lines, shape_lines
-    from fxpipe.inspection.codecs import codec_facts, codec_text
+    from fxpipe.inspection.codecs import codec_facts, codec_text, outer_facts, outer_text
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.inspection.subject import subject_of
     from fxpipe.inspection.tables import workers
@@ -339,6 +339,8 @@ def _print(
             f"updates wait for sums over replicas: with --schedule {name}, one update later, "
             f"{samples_of(plan) / seconds:.1f} samples/s"
         )
+    if outer := outer_facts(plan):
+        echo(outer_text(outer))
     if codecs := codec_facts(plan, build.costs):
         text = codec_text(codecs)
         if codecs["plain_seconds"] and codecs["seconds"]:
@@ -425,7 +427,7 @@ def _as_json(
 ) -> dict[str, Any]:
     plan = build.plan
     from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_facts
-    from fxpipe.inspection.codecs import codec_facts
+    from fxpipe.inspection.codecs import codec_facts, outer_facts
     from fxpipe.inspection.evaluation import evaluation_facts
     from fxpipe.observe.rates import samples_of
 
@@ -437,6 +439,7 @@ def _as_json(
         "microbatches": plan.microbatches,
         "dp": plan.dp,
         "outer": None if plan.outer is None else dataclasses.asdict(plan.outer),
+        "outer_step": outer_facts(plan),
         "microbatch_loss": microbatch_facts(plan),
         "shapes": shape_facts(plan),
         "padding": padding_facts(plan),

@@ -103,8 +103,11 @@ def print_workers(facts: Facts, console: Console) -> None:
         if w["buckets"]:
             print_text(console, _buckets(w, facts["build"]["replicas"][w["worker"]]))
     if facts["build"]["outer"]:
+        from fxpipe.inspection.codecs import outer_text
+
         outer, count = OuterSpec(**facts["build"]["outer"]), facts["build"]["replicas"][0]
-        print_text(console, f"{count} replicas of each worker train separately: {outer}")
+        sent = f"; {outer_text(step)}" if (step := facts["build"]["outer_step"]) else ""
+        print_text(console, f"{count} replicas of each worker train separately: {outer}{sent}")
     edited = [w["file"] for w in facts["workers"] if w["edited"]]
     if edited:
         print_text(console, f"* {', '.join(edited)}: edited since the compile", "bold yellow")

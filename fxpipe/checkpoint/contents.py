@@ -79,6 +79,7 @@ class OuterState(TypedDict):
     under_way: Count | None
     weights: Tensors
     begun: Tensors
+    memories: NotRequired[dict[str, Tensors]]  # of parameters, if a codec encodes what outer steps send
 
 
 class State(TypedDict):

@@ -11,6 +11,7 @@ from fxpipe.codecs.int4 import Int4
 from fxpipe.codecs.int8 import Int8
 from fxpipe.codecs.lossless import Bits, Int32
 from fxpipe.codecs.lowrank import LowRank
+from fxpipe.codecs.sparseloco import SparseLoCo
 from fxpipe.codecs.topk import TopK
 from fxpipe.errors import CodecError, near
 
@@ -26,6 +27,7 @@ CODECS: dict[str, type[Codec]] = {
         # A small part of the value now, and the rest in later messages: for gradients and differences of weights.
         TopK,  # the greatest values
         LowRank,  # the directions in which a matrix is greatest
+        SparseLoCo,  # the greatest of each chunk, in 14 bits each: for outer steps
         # The same bits when read back; the compiler chooses these by dtype.
         Bits,  # bool
         Int32,  # int64

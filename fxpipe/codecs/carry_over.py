@@ -10,25 +10,29 @@ import torch
 from torch import Tensor
 
 from fxpipe.codecs.blocks import float_refusal, in_range
-from fxpipe.codecs.codec import Codec, EdgeState
+from fxpipe.codecs.codec import OUTER, Codec, EdgeState
 from fxpipe.plan.spec import TensorSpec
 
 
 @dataclass(frozen=True)
 class CarryOver(Codec):
-    """Sends C(x + e), where e is what all earlier messages have left out: e ← x + e - decoded.
+    """Sends C(x + β·e), where e is what earlier messages have left out: e ← x + β·e - decoded, and β is 1 in most.
 
-    So the sum of what arrives differs from the exact sum only by the last e, however coarse C is. It suits values that
-    are added up: gradients, whose sum moves the weights, and differences of weights (not weights themselves: a decoded
-    value may be far from its x). An activation is read once, and no later message corrects it.
+    With β = 1 the sum of what arrives differs from the exact sum only by the last e, however coarse C is. It suits
+    values that are added up: gradients, whose sum moves the weights, and differences of weights (not weights
+    themselves: a decoded value may be far from its x). An activation is read once, and no later message corrects it.
 
     A message with a value that is not finite does not change the memory. Without a state, e is 0.
 
     Source: Seide et al., 1-bit SGD (2014); Karimireddy et al., Error Feedback Fixes SignSGD (arXiv 1901.09847). They
     call it error feedback, which in fxpipe means the correction of late steps.
+
+    Attributes:
+        carried: β, the share of what was left out that is added to the next message.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = ("gradient", "weights")
+    kinds: ClassVar[tuple[str, ...]] = ("gradient", "weights", OUTER)
+    carried: ClassVar[float] = 1.0
 
     def refusal(self, tensor: TensorSpec) -> str:
         if refusal := float_refusal(tensor):
@@ -45,7 +49,7 @@ class CarryOver(Codec):
         state = state or EdgeState()
         wanted = value.to(torch.float32, copy=True)
         if "left_out" in state.memory:
-            wanted += state.memory["left_out"]
+            wanted.add_(state.memory["left_out"], alpha=self.carried)
         packed, memory = self.compress(wanted, state)
         memory["left_out"] = wanted - self.decode(packed, value.shape, torch.float32)
         finite = (wanted - wanted).sum() == 0  # ∞ - ∞ is NaN

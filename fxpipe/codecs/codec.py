@@ -17,7 +17,10 @@ from fxpipe.plan.spec import TensorSpec
 from fxpipe.random_state import seed_of
 
 KINDS = ("input", "activation", "saved", "gradient", "weights")
-"""What a codec can be used for: the kinds of edges, and copies of weights."""
+"""The kinds of edges, and copies of weights."""
+
+OUTER = "outer"
+"""What replicas that train separately send in outer steps. Only a codec that is given for it packs it."""
 
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
@@ -64,12 +67,12 @@ class Codec(ABC):
     Attributes:
         name: in `--codec` and the emitted code; a Python identifier.
         lossless: whether values have the same bits when read back.
-        kinds: those of `KINDS` for which it makes sense.
+        kinds: those of `KINDS`, and `OUTER`, for which it makes sense.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
-    kinds: ClassVar[tuple[str, ...]] = KINDS
+    kinds: ClassVar[tuple[str, ...]] = (*KINDS, OUTER)
 
     @classmethod
     def of(cls, option: str) -> Codec:

@@ -1,4 +1,4 @@
-"""The codec of each kind of edge, as `--codec` says."""
+"""The codec of each kind of edge, of weight copies and of outer steps, as `--codec` says."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 from fxpipe.codecs import CODECS, codec
 from fxpipe.codecs.accuracy import HARMLESS
 from fxpipe.codecs.carry_over import CarryOver
-from fxpipe.codecs.codec import KINDS
+from fxpipe.codecs.codec import KINDS, OUTER
 from fxpipe.errors import CodecError, near
 from fxpipe.plan.spec import TensorSpec
 
 _WORDS = NONE, AUTO = "none", "auto"
+_NAMED = (*KINDS, OUTER)
 _LOSSLESS = {"bool": "bits", "int64": "int32"}
 _MILDER = {"int4": {"gradient": "int8", "weights": "int8"}}
 """If a codec is given for all kinds, these kinds get another: TAH-Quant's gradients need more bits than activations."""
@@ -20,11 +21,12 @@ _MILDER = {"int4": {"gradient": "int8", "weights": "int8"}}
 
 @dataclass(frozen=True)
 class Encoding:
-    """A codec for each kind of edge, and for copies of weights.
+    """A codec for each kind of edge, for copies of weights, and for outer steps.
 
     Attributes:
         input, activation, saved, gradient, weights: a codec's text; `none` to send values unchanged; '' allows only
             lossless codecs.
+        outer: the same for outer steps, for which '' is none.
         auto: the compile chooses the codecs, by the time that they save on the links and cost on the machines.
     """
 
@@ -36,13 +38,15 @@ class Encoding:
     saved: str = ""
     gradient: str = ""
     weights: str = ""
+    outer: str = ""
     auto: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Encoding:
         """Read `--codec`: `none`, `auto`, a codec for all kinds, or `activation=int4,gradient=int8`.
 
-        A codec for all kinds is used for the kinds that it supports, but with `int4` gradients and weights get `int8`.
+        A codec for all kinds is used for the kinds of edges and the copies of weights that it supports, but with `int4`
+        gradients and weights get `int8`. One that is only for outer steps is used for them.
         Codecs of a model file must be registered before.
 
         Raises:
@@ -55,8 +59,9 @@ class Encoding:
             if text.partition(":")[0] not in CODECS:
                 raise CodecError(f"there is no codec '{text}'{near(text, [*_WORDS, *CODECS])}", hint=_hint())
             chosen = codec(text)
+            kinds = [kind for kind in chosen.kinds if kind != OUTER] or chosen.kinds
             milder = _MILDER.get(chosen.name, {})
-            return cls._of({kind: milder.get(kind, chosen.text) for kind in chosen.kinds})
+            return cls._of({kind: milder.get(kind, chosen.text) for kind in kinds})
         codecs: dict[str, str] = {}
         problems: list[str] = []
         for item in text.split(","):
@@ -79,11 +84,11 @@ class Encoding:
         """The text that `parse` reads."""
         if self.auto:
             return AUTO
-        return ",".join(f"{kind}={asked}" for kind in KINDS if (asked := getattr(self, kind))) or NONE
+        return ",".join(f"{kind}={asked}" for kind in _NAMED if (asked := getattr(self, kind))) or NONE
 
     @property
     def asks(self) -> bool:
-        """Whether anything is to be packed; if not, every edge is sent unchanged."""
+        """Whether any edge or copy is to be packed; if not, every edge is sent unchanged."""
         return self.auto or any(getattr(self, kind) not in ("", NONE) for kind in KINDS)
 
     @property
@@ -104,13 +109,23 @@ class Encoding:
         """The codec of weight copies; '' if there is none."""
         return "" if self.weights == NONE else self.weights
 
+    @property
+    def of_outer(self) -> str:
+        """The codec of outer steps; '' if there is none."""
+        return "" if self.outer == NONE else self.outer
+
+    @staticmethod
+    def carries_over(text: str) -> bool:
+        """Whether a text is that of a codec that adds what a message leaves out to the next one."""
+        return text not in ("", NONE) and isinstance(codec(text), CarryOver)
+
     def check_scaled(self) -> None:
         """Refuse a codec that carries over gradients if the loss scale changes, as with float16: scales would be mixed.
 
         Raises:
             CodecError: the codec of gradients carries over.
         """
-        if self.gradient not in ("", NONE) and isinstance(codec(self.gradient), CarryOver):
+        if self.carries_over(self.gradient):
             raise CodecError(
                 f"{self.gradient} adds what it left out of one gradient to the next, and with --autocast fp16 the loss "
                 "scale may change between them",
@@ -145,17 +160,17 @@ def _pays(text: str, tensor: TensorSpec) -> bool:
 
 def _problems(kind: str, name: str) -> list[str]:
     """What is wrong with one KIND=CODEC."""
-    found = [] if kind in KINDS else [f"there is no kind of edge '{kind}'{near(kind, KINDS)}"]
+    found = [] if kind in _NAMED else [f"there is no kind of edge '{kind}'{near(kind, _NAMED)}"]
     if name == NONE:
         return found
     try:
         chosen = codec(name)
     except CodecError as error:
         return [*found, error.what]
-    if kind in KINDS and kind not in chosen.kinds:
-        found.append(f"{chosen.name} is only for {' and '.join(chosen.kinds)}, not for {kind}")
+    if kind in _NAMED and kind not in chosen.kinds:
+        found.append(f"{chosen.name} is only for {', '.join(chosen.kinds)}, not for {kind}")
     return found
 
 
 def _hint() -> str:
-    return f"kinds: {', '.join(KINDS)}; codecs: {', '.join([NONE, *CODECS])}; for all kinds also {AUTO}"
+    return f"kinds: {', '.join(_NAMED)}; codecs: {', '.join([NONE, *CODECS])}; for all kinds also {AUTO}"

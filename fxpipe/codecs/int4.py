@@ -22,7 +22,7 @@ from fxpipe.codecs.blocks import (
     steps_in,
     value_of,
 )
-from fxpipe.codecs.codec import Codec, EdgeState
+from fxpipe.codecs.codec import OUTER, Codec, EdgeState
 from fxpipe.plan.spec import TensorSpec
 
 TILE = 32
@@ -57,7 +57,7 @@ class Int4(Codec):
         return float_refusal(tensor)
 
     def keeps_state(self, kind: str) -> bool:
-        return kind == "gradient"
+        return kind in ("gradient", OUTER)
 
     def packed(self, tensor: TensorSpec) -> TensorSpec:
         return TensorSpec((block_count(tensor.shape, TILE) * (2 + TILE // 2),), (1,), "uint8")

@@ -22,7 +22,7 @@ from fxpipe.codecs.blocks import (
     steps_in,
     value_of,
 )
-from fxpipe.codecs.codec import Codec, EdgeState
+from fxpipe.codecs.codec import OUTER, Codec, EdgeState
 from fxpipe.plan.spec import TensorSpec
 
 BLOCK = 64
@@ -51,7 +51,7 @@ class Int8(Codec):
         return float_refusal(tensor)
 
     def keeps_state(self, kind: str) -> bool:
-        return kind == "gradient"
+        return kind in ("gradient", OUTER)
 
     def packed(self, tensor: TensorSpec) -> TensorSpec:
         return TensorSpec((block_count(tensor.shape, BLOCK) * (2 + BLOCK),), (1,), "uint8")

@@ -1,11 +1,14 @@
-"""Which edges codecs pack, how many bytes travel, and what that gains."""
+"""What codecs pack on edges and in outer steps, how many bytes travel, and what that gains."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from fxpipe.codecs import CODECS
+from fxpipe.codecs.outer_message import outer_bytes
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.planner.quantity import size
 
 
 def codec_facts(plan: Plan, costs: BuildCosts | None = None) -> dict[str, Any] | None:
@@ -38,3 +41,22 @@ def codec_text(facts: dict[str, Any]) -> str:
     share = facts["bytes"] / facts["plain_bytes"] if facts["plain_bytes"] else 1.0
     text = f"codecs: {', '.join(counts) or 'no edge'}; values take {share:.2f} of their bytes"
     return text + (f"; copies of weights as {facts['weights']} differences" if facts["weights"] else "")
+
+
+def outer_facts(plan: Plan) -> dict[str, float] | None:
+    """The bytes that all workers of a replica send in an outer step; None if there are none, or if only the model file
+    knows their codec."""
+    if plan.outer is None or (plan.outer.codec and plan.outer.codec.partition(":")[0] not in CODECS):
+        return None
+    return {
+        name: sum(outer_bytes(plan, worker, text) for worker in range(plan.workers))
+        for name, text in (("bytes", plan.outer.codec), ("plain_bytes", ""))
+    }
+
+
+def outer_text(facts: dict[str, float]) -> str:
+    """One line: `in an outer step each replica sends 1.2 MiB, …`."""
+    text = f"in an outer step each replica sends {size(facts['bytes'])}"
+    if not 0 < facts["bytes"] < facts["plain_bytes"]:
+        return text
+    return f"{text}, {facts['plain_bytes'] / facts['bytes']:.0f} times fewer bytes than without a codec"

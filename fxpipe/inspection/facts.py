@@ -14,6 +14,7 @@ from typing import Any
 import fxpipe
 from fxpipe.inspection.balance import balance_rows
 from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_facts
+from fxpipe.inspection.codecs import outer_facts
 from fxpipe.inspection.edges import edge_rows
 from fxpipe.inspection.evaluation import evaluation_facts
 from fxpipe.inspection.grid import grid_rows
@@ -126,6 +127,7 @@ def build_facts(subject: Subject) -> Facts:
         "ranks": plan.ranks,
         "replicas": list(plan.replicas),
         "outer": None if plan.outer is None else asdict(plan.outer),
+        "outer_step": outer_facts(plan),
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "policy": plan.policy,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -45,8 +45,15 @@ AUTO = "auto"
 OUTER = "diloco"
 """The only kind of outer steps."""
 
+OUTER_OPTIONS = ("every", "lr", "momentum", "delay")
+"""Each is an option `outer_…`."""
+
 DILOCO = OuterSpec(every=64, lr=0.7, momentum=0.9)
 """The outer steps of Douillard et al. 2023 (arXiv 2311.08105), which step after 500 updates, not 64."""
+
+SPARSELOCO = OuterSpec(every=64, lr=1.0, momentum=0.0)
+"""The outer steps of Sarfi et al. 2025 (arXiv 2508.15706), for codecs that carry over: their memory takes the place of
+momentum."""
 
 SCANNED = 8
 """How many batches are read for their shapes by default."""
@@ -72,12 +79,12 @@ def not_synchronous(schedule: str) -> ScheduleError:
 
 def options_like(plan: Plan) -> dict[str, Any]:
     """The compile options that another compile must share with a plan: its runs and checkpoints depend on them."""
-    outer = {} if plan.outer is None else {"outer": OUTER, **{f"outer_{n}": v for n, v in asdict(plan.outer).items()}}
+    outer = {f"outer_{name}": getattr(plan.outer, name) for name in OUTER_OPTIONS if plan.outer is not None}
     return {
         "schedule": "\n".join(plan.rows) if plan.schedule == NAME else plan.schedule,
         "policy": plan.policy,
         "dp": plan.dp,
-        **outer,
+        **({"outer": OUTER, **outer} if outer else {}),
         "replicas": plan.replicas if plan.crossing else (),
         "microbatches": plan.own_microbatches,
         "autocast": plan.autocast,
@@ -118,7 +125,7 @@ class CompileOptions:
         outer: 'diloco' lets replicas train independently, each on its share of every minibatch, and combines their
             weights in outer steps (`fxpipe/runtime/worker/outer_step.py`); None adds up gradients in every step.
         outer_every, outer_lr, outer_momentum: after how many updates an outer step comes, and the learning rate and
-            Nesterov momentum of its SGD; None takes `DILOCO`'s.
+            Nesterov momentum of its SGD; None takes `DILOCO`'s, or `SPARSELOCO`'s.
         outer_delay: 1 applies the result of an exchange one outer step later, so that nothing waits for it.
         replicas: the number of replicas for each worker, in place of `dp`; they share all microbatches. Only with a
             schedule that has one worker in each process and does not separate weight gradients.
@@ -154,7 +161,8 @@ class CompileOptions:
             evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
         accept_microbatch_loss: compile even if the microbatches give another loss than the whole batch.
         codec: what compresses values on links: 'none', a codec's name, 'auto' for int8 on only the edges whose links
-            the workers wait for, or one for each kind: 'activation=int4,gradient=int8,weights=int8'.
+            the workers wait for, or one for each kind: 'activation=int4,gradient=int8,weights=int8'. Outer steps have
+            the kind 'outer'.
         autocast: 'bf16' or 'fp16' captures the step under torch.autocast; no effect on a program that is already
             captured. With 'fp16' a run scales the loss, and the schedule has a flush.
         params: 'bf16' computes as `model.to(torch.bfloat16)` would, but for batch and instance norms, which keep
@@ -222,7 +230,8 @@ class CompileOptions:
         above=0,
         below=1000,
         metavar="RATE",
-        help="With --outer: learning rate of the step that applies an average. [default: 0.7]",
+        help="With --outer: learning rate of the step that applies an average. [default: 0.7; 1 if its codec "
+        "carries over what it leaves out]",
     )
     outer_momentum: float | None = option(
         None,
@@ -230,7 +239,8 @@ class CompileOptions:
         minimum=0,
         below=1,
         metavar="M",
-        help="With --outer: Nesterov momentum of the step that applies an average. [default: 0.9]",
+        help="With --outer: Nesterov momentum of the step that applies an average. [default: 0.9; 0 if its codec "
+        "carries over what it leaves out]",
     )
     outer_delay: int | None = option(
         None,
@@ -315,7 +325,7 @@ class CompileOptions:
         "none",
         metavar="NAME",
         help="Compress what workers send: none, bf16, fp16, int8, int4, auto, or by kind: "
-        "activation=int4,gradient=int8,weights=int8.",
+        "activation=int4,gradient=int8,weights=int8,outer=sparseloco.",
     )
     autocast: str | None = option(
         None, choices=("bf16", "fp16"), help="Run the step under torch.autocast; with fp16, runs scale the loss."
@@ -394,11 +404,16 @@ class CompileOptions:
         Raises:
             CutError: there are no replicas; or an option of outer steps is out of range, or given without outer steps.
         """
-        asked = {name: getattr(self, f"outer_{name}") for name in ("every", "lr", "momentum", "delay")}
+        asked = {name: getattr(self, f"outer_{name}") for name in OUTER_OPTIONS}
         given = {name: number for name, number in asked.items() if number is not None}
+        encoding = self.encoding
+        sent = encoding.of_outer
         if self.outer is None:
             if given:
                 raise CutError(f"outer_{min(given)} is given without --outer", hint=f"--outer {OUTER}")
+            if sent:
+                what = f"--codec {self.codec} is for outer steps, and there is no --outer"
+                raise CutError(what, hint=f"--outer {OUTER}")
             return None
         if self.dp == 1:
             what = "and there is one" if not self.replicas else "the same number for each worker"
@@ -413,7 +428,7 @@ class CompileOptions:
                 f"--outer and schedule '{self.schedule}': independent replicas have no sums that could be late",
                 hint="--schedule async",
             )
-        spec = replace(DILOCO, **given)
+        spec = replace(SPARSELOCO if encoding.carries_over(sent) else DILOCO, codec=sent, **given)
         rates = math.isfinite(spec.lr) and spec.lr > 0 and 0 <= spec.momentum < 1
         if spec.every < 1 or not rates or spec.delay not in (0, 1):
             raise CutError(

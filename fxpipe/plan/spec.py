@@ -386,22 +386,25 @@ class OuterSpec:
         every: the number of updates before each outer step.
         lr, momentum: of the outer step, which is one of SGD with Nesterov momentum.
         delay: how many outer steps later the result of an exchange is applied: 0 or 1.
+        codec: encodes what each replica sends (`fxpipe.codecs`), with its option; '' sends it as it is.
     """
 
     every: int
     lr: float
     momentum: float
     delay: int = 0
+    codec: str = ""
 
     @property
     def kept(self) -> int:
-        """How many times a replica stores the bytes of trained weights for outer steps: the common weights, the
-        momentum and, with a delay, the weights with which an exchange began."""
-        return 2 + self.delay
+        """How many times a replica stores the bytes of trained weights for outer steps, at most: the common weights,
+        the momentum, what a codec leaves out and, with a delay, this and the weights as an exchange began."""
+        return 1 + (self.momentum > 0) + self.delay + (1 + self.delay) * bool(self.codec)
 
     def __str__(self) -> str:
         late = ", one step late" if self.delay else ""
-        return f"outer steps every {self.every} updates (lr {self.lr:g}, momentum {self.momentum:g}{late})"
+        sent = f", sent as {self.codec}" if self.codec else ""
+        return f"outer steps every {self.every} updates (lr {self.lr:g}, momentum {self.momentum:g}{late}{sent})"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fxpipe.codecs.outer_message import outer_bytes
 from fxpipe.errors import BuildError
 from fxpipe.plan.cost_records import EdgeTiming, StageTime
 from fxpipe.plan.spec import BucketSpec, EdgeSpec, Phase, Plan
@@ -30,7 +31,7 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
 
     Raises:
         BuildError: the costs are empty.
-        CodecError: only the model file knows the codec of the weights, and it was not imported.
+        CodecError: only the model file knows the codec of the weights or of outer steps, and it was not imported.
     """
     if not costs.workers:
         raise BuildError("the build has no costs of its workers", hint="compile the model again")
@@ -98,7 +99,8 @@ def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibat
     are sent one after the other while the last microbatch's gradients are made; the last bucket is complete only at
     their end. If replicas share the update, the first round has gradients; the second has new weights, comes after the
     update, and is not hidden. If replicas train separately, it is the average cost of an outer step, which sums all
-    trained weights; with a delay, the minibatches up to the next outer step hide it.
+    trained weights, or sends what a codec makes of them to all replicas; with a delay, the minibatches up to the next
+    outer step hide it.
 
     Args:
         links: between the pipeline's ranks; links between replicas are assumed to be like the slowest of them.
@@ -112,13 +114,13 @@ def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibat
     replicas = plan.replicas_of(worker)
     bandwidth, latency = links.slowest(plan.ranks)
     if outer is not None:
-        size = 2 * (replicas - 1) / replicas * sum(p.tensor.bytes for p in plan.owned(worker) if p.trained)
-        waits = max(0.0, size / bandwidth + 2 * latency - outer.delay * outer.every * minibatch) if size else 0.0
+        size, rounds = outer_bytes(plan, worker, outer.codec), 1 if outer.codec else 2
+        waits = max(0.0, size / bandwidth + rounds * latency - outer.delay * outer.every * minibatch) if size else 0.0
         return waits / outer.every, 2 * size / outer.every
     if replicas == 1 or not buckets:
         return 0.0, 0.0
-    rounds = [_round(plan, bucket, replicas) / bandwidth + latency for bucket in buckets]
-    times, after = (rounds, sum(rounds)) if plan.sharded else ([2 * each for each in rounds], 0.0)
+    once = [_round(plan, bucket, replicas) / bandwidth + latency for bucket in buckets]
+    times, after = (once, sum(once)) if plan.sharded else ([2 * each for each in once], 0.0)
     copied = 4 * (replicas - 1) / replicas * sum(bucket.bytes for bucket in buckets)  # sent and received
     return max(times[-1], sum(times) - backward) + after, copied
 

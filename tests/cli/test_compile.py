@@ -188,6 +188,7 @@ def test_json(model: Path) -> None:
         "microbatches",
         "dp",
         "outer",
+        "outer_step",
         "microbatch_loss",
         "shapes",
         "padding",

@@ -39,6 +39,18 @@ def test_what_a_float_tensor_gets(text: str, codecs: list[str]) -> None:
     assert Encoding.parse(Encoding.parse(text).text) == Encoding.parse(text)
 
 
+def test_outer_steps_get_only_what_is_named_for_them() -> None:
+    """And a codec that is for nothing else; edges stay as they are."""
+    texts = ("int8", "topk:0.1", "outer=int8", "outer=none", "activation=int4,outer=topk:0.1", "sparseloco", "none")
+    found = {text: Encoding.parse(text).of_outer for text in texts}
+    assert found == dict(zip(texts, ["", "", "int8", "", "topk:0.1", "sparseloco:64", ""], strict=True))
+    for text in ("outer=int8", "sparseloco:8"):
+        assert not Encoding.parse(text).asks
+        assert of_all_kinds(text, tensor(64, 64)) == [""] * 5
+        assert of_all_kinds(text, tensor(4096, dtype=torch.int64)) == [""] * 5
+        assert Encoding.parse(Encoding.parse(text).text) == Encoding.parse(text)
+
+
 def test_truth_values_and_whole_numbers_lose_nothing() -> None:
     for text in ("bf16", "int4", "topk", "auto", "weights=int8", "bits"):
         assert of_all_kinds(text, tensor(4096, dtype=torch.bool)) == ["bits"] * 5
@@ -93,7 +105,7 @@ def test_what_is_asked() -> None:
             "activatoin=int4,saved=topk,gradient=lowrank:0,gradient=int8,x,weights=bf15",
             [
                 "no kind of edge 'activatoin', did you mean 'activation'",
-                "topk is only for gradient and weights, not for saved",
+                "topk is only for gradient, weights, outer, not for saved",
                 "'lowrank:0' has no rank",
                 "gradient has two codecs",
                 "'x' is not KIND=CODEC",
@@ -101,6 +113,9 @@ def test_what_is_asked() -> None:
             ],
         ),
         ("activation=auto", ["no codec 'auto'"]),
+        ("sparseloco:6", ["no number of values"]),
+        ("gradient=sparseloco", ["sparseloco is only for outer, not for gradient"]),
+        ("outer=lowrank,outter=int8", ["no kind of edge 'outter', did you mean 'outer'"]),
         ("token=int8", ["no kind of edge 'token'"]),
         ("activation=int8,", ["'' is not KIND=CODEC"]),
     ],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxpipe.codecs import CODECS, codec, without_codecs
 
-OF_FLOATS = ("bf16", "fp16", "int8", "int4", "topk:0.1", "lowrank:3")
+OF_FLOATS = ("bf16", "fp16", "int8", "int4", "topk:0.1", "lowrank:3", "sparseloco:8")
 SHAPES = ((1,), (63,), (64,), (65,), (7, 9), (3, 5, 11), (40, 50), (2, 1, 33))
 
 

@@ -62,7 +62,7 @@ class Case:
     rate: str = axis("constant", "falling", "epoch", "set")
     clip: bool = axis(False, True)
     average: bool = axis(False, True)
-    codec: str = axis("none", "bf16", "int8", "gradient=topk:0.2", "gradient=lowrank:2")
+    codec: str = axis("none", "bf16", "int8", "gradient=topk:0.2", "gradient=lowrank:2", "outer=sparseloco:8")
     recompute: str = axis("none", "full")
     precision: str = axis("float64", "bf16", slow=("fp16", "float32", "bfloat16", "params", "params16"))
     engine: str = axis("eager", slow=("onnxruntime", "inductor"))

@@ -20,7 +20,9 @@ from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import _pytree as pytree
 
-OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+OUTER = {"none": (0.7, 0.9), "outer=sparseloco:8": (1.0, 0.0)}
+"""Rates and momentum of outer steps."""
+CHUNK, SENT, CARRIED = 4096, 8, 0.95
 
 
 class Trained:
@@ -192,14 +194,19 @@ def _apart(case: Case) -> Outcome:
     first = Task(case).model()
     runs = [Trained(case, copy.deepcopy(first)) for _ in range(case.dp)]
     common = [p.detach().clone() for p in runs[0].parameters]
-    outer = SGD([nn.Parameter(c) for c in common], OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
+    rate, momentum = OUTER.get(case.codec, OUTER["none"])
+    outer = SGD([nn.Parameter(c) for c in common], rate, momentum, nesterov=momentum > 0)
+    left_out = [[torch.zeros_like(c) for c in common] for _ in runs]
     shared: list[Tensor] = outer.param_groups[0]["params"]
     begun: list[list[Tensor]] | None = None
     losses = []
 
     def apply(weights: list[list[Tensor]]) -> None:
         for place, parameter in enumerate(shared):
-            parameter.grad = torch.stack([parameter.detach() - own[place] for own in weights]).mean(0)
+            moved = [parameter.detach() - own[place] for own in weights]
+            if case.codec.startswith("outer=") and parameter.nbytes > 64:  # what is smaller is sent as it is
+                moved = [_sent(left_out[r], place, each) for r, each in enumerate(moved)]
+            parameter.grad = torch.stack(moved).mean(0)
         outer.step()
 
     def now() -> list[list[Tensor]]:
@@ -241,6 +248,23 @@ def _apart(case: Case) -> Outcome:
         apply(now())
         go_on(None)
     return _left(case, runs[0], losses)
+
+
+def _sent(left_out: list[Tensor], place: int, moved: Tensor) -> Tensor:
+    """What SparseLoCo sends of how far a replica has moved: of the greatest values of each chunk, sign and one of two
+    magnitudes."""
+    wanted = CARRIED * left_out[place] + moved
+    sent = torch.zeros_like(wanted)
+    chunks = -(-wanted.numel() // CHUNK)
+    size = 4 * -(-wanted.numel() // (4 * chunks))
+    for values, found in zip(wanted.view(-1).split(size), sent.view(-1).split(size), strict=True):
+        greatest = values.abs().argsort(descending=True)[:SENT]
+        greatest = greatest[values[greatest] != 0]
+        mean = values[greatest].abs().mean()
+        for part in (greatest[values[greatest].abs() >= mean], greatest[values[greatest].abs() < mean]):
+            found[part] = values[part].sign() * values[part].abs().mean().bfloat16().double()
+    left_out[place] = wanted - sent
+    return sent
 
 
 def _left(case: Case, run: Trained, losses: list[float]) -> Outcome:

@@ -79,6 +79,11 @@ RULES = [
         lambda case: case.replicas in APART_TRAINED and case.schedule == "async-late",
     ),
     Rule(
+        "a codec of outer steps, and no outer steps",
+        "--outer",
+        lambda case: case.codec.startswith("outer=") and case.replicas not in APART_TRAINED,
+    ),
+    Rule(
         "a loss scale without a flush",
         "fp16",
         lambda case: case.precision == "fp16" and not case.flushes,

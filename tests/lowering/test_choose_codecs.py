@@ -197,7 +197,7 @@ def test_the_planner_knows_what_is_small() -> None:
     [
         ("int9", "there is no codec 'int9', did you mean 'int8'"),
         ("activations=int8", "there is no kind of edge 'activations', did you mean 'activation'"),
-        ("activation=topk:0.1", "topk is only for gradient and weights, not for activation"),
+        ("activation=topk:0.1", "topk is only for gradient, weights, outer, not for activation"),
         ("gradient=topk:2", "has no fraction"),
         ("gradient=int8,gradient=int4", "gradient has two codecs"),
         ("int8:3", "codec 'int8' has no option"),

@@ -47,10 +47,10 @@ def check_alike(folder: Path, one: str, other: str, since: int) -> None:
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_run_that_ended_can_be_made_longer(tmp_path: Path, delay: int) -> None:
+@pytest.mark.parametrize(("delay", "codec"), [(0, "none"), (1, "none"), (0, "outer=int8"), (1, "outer=sparseloco:4")])
+def test_a_run_that_ended_can_be_made_longer(tmp_path: Path, delay: int, codec: str) -> None:
     """The last checkpoint is cut before the outer step that ends a run; going on for no step makes just that."""
-    compiled_file(tmp_path, "async", 2, 3, 1, outer_every=2, outer_delay=delay)
+    compiled_file(tmp_path, "async", 2, 3, 1, outer_every=2, outer_delay=delay, codec=codec)
     run_local(options(tmp_path, "whole"))
     run_local(options(tmp_path, "short", steps=5))
     step = str(step_of(tmp_path, "short", 5))
@@ -59,6 +59,23 @@ def test_a_run_that_ended_can_be_made_longer(tmp_path: Path, delay: int) -> None
     run_local(options(tmp_path, "ended", resume=step, steps=5))
     ends = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("short", "ended")]
     assert ends[0] == ends[1]
+
+
+def test_a_checkpoint_has_what_each_replica_left_out(tmp_path: Path) -> None:
+    """In float32, of each parameter, as of the last outer step that was made."""
+    compiled_file(tmp_path, "1f1b", 2, 2, 1, outer_every=2, outer_delay=1, codec="outer=sparseloco:4")
+    run_local(options(tmp_path, "whole"))
+    found = [
+        {name: value for name, value in _state(step_of(tmp_path, "whole", step), 0, replica).items() if "left" in name}
+        for step in (3, 4, 5)
+        for replica in (0, 1)
+    ]
+    assert found[0] == found[1] == {}, "the first exchange is under way"
+    assert set(found[2]) == {f"outer.memories.{name}.left_out" for name in ("a.weight", "b.weight")}
+    for name, value in found[2].items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, found[4][name])
+        assert not torch.equal(value, found[3][name])
 
 
 def test_a_loop_of_ones_own_saves_and_goes_on(tmp_path: Path) -> None:

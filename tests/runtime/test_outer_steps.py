@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import fxpipe as fxp
 from fxpipe.errors import CutError, NotFiniteError, RunError
+from fxpipe.inspection.codecs import outer_facts, outer_text
+from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import OuterSpec
@@ -71,10 +73,12 @@ def trained(build: fxp.Build, folder: Path, optimizer: Any, data: list[Any]) -> 
     return pipeline.run(data), pipeline.state_dict()
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_flush_is_an_outer_step_out_of_turn(tmp_path: Path, delay: int) -> None:
+@pytest.mark.parametrize(
+    ("delay", "codec"), [(0, "none"), (1, "none"), (1, "outer=sparseloco:8"), (0, "outer=lowrank:1")]
+)
+def test_a_flush_is_an_outer_step_out_of_turn(tmp_path: Path, delay: int, codec: str) -> None:
     """Of what was trained since the last one; one without any training changes nothing."""
-    compiled(network(), entropy, 2, 1, 2, outer_every=4, outer_delay=delay).save(tmp_path / "build")
+    compiled(network(), entropy, 2, 1, 2, outer_every=4, outer_delay=delay, codec=codec).save(tmp_path / "build")
     pipeline = pipeline_of(tmp_path / "build", sgd)
 
     def weights(replica: int) -> dict[str, Tensor]:
@@ -148,6 +152,48 @@ def test_a_plan_says_how_replicas_come_together(tmp_path: Path) -> None:
         check(replace(plan, outer=None))
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"codec": "outer=sparseloco"}, OuterSpec(64, 1.0, 0.0, 0, "sparseloco:64")),
+        ({"codec": "outer=topk:0.1,gradient=int8"}, OuterSpec(64, 1.0, 0.0, 0, "topk:0.1")),
+        (
+            {"codec": "sparseloco:8", "outer_momentum": 0.5},
+            OuterSpec(64, 1.0, 0.5, 0, "sparseloco:8"),
+        ),
+        ({"codec": "outer=int8"}, OuterSpec(64, 0.7, 0.9, 0, "int8")),
+        ({"codec": "int8"}, OuterSpec(64, 0.7, 0.9)),
+    ],
+)
+def test_codecs_of_outer_steps(asked: dict[str, Any], expected: OuterSpec) -> None:
+    assert CompileOptions(dp=2, outer="diloco", **asked).outer_spec == expected
+
+
+def test_a_build_like_another_has_its_outer_steps() -> None:
+    plan = compiled(network(), entropy, 2, 1, 2, outer_every=5, codec="outer=sparseloco:8").plan
+    assert plan.outer == OuterSpec(5, 1.0, 0.0, 0, "sparseloco:8")
+    assert CompileOptions(**options_like(plan)).outer_spec == plan.outer
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_run_sends_what_its_build_says(tmp_path: Path) -> None:
+    """Each replica its message to both others, in each of three outer steps; weights are those of one process."""
+    compiled_file(tmp_path, "1f1b", 1, 3, 1, outer_every=2, codec="outer=sparseloco:4")
+    asked = {"build": str(tmp_path / "build"), "steps": 5, "progress": False}
+    found = [run(RunOptions(**asked, out=str(tmp_path / run.__name__))) for run in (run_local, launched)]
+    plan = fxp.load(tmp_path / "build").plan
+    facts = outer_facts(plan)
+    assert facts is not None
+    for row in (*found[1]["workers"], *found[1]["replicas"]):
+        assert row["sent"]["outer"] == 3 * facts["bytes"]
+    # a, b and c: 128, 256 and 64 values, 11 bytes for 4; norm: as they are, and 64 bytes at least
+    assert facts["bytes"] == 2 * (3 * 64 + 5 * 64)
+    assert outer_text(facts) == "in an outer step each replica sends 1.0 KiB, 3 times fewer bytes than without a codec"
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run_local", "launched")]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("run", [run_local, pytest.param(launched, marks=[pytest.mark.slow, pytest.mark.multiproc])])
 def test_a_loss_of_any_replica_that_is_not_finite_ends_a_run(tmp_path: Path, run: Any) -> None:
     more = """
@@ -205,6 +251,7 @@ def test_replicas_that_read_other_batches_are_told_in_the_outer_step(tmp_path: P
     ("asked", "said"),
     [
         ({"outer_every": 4}, "outer_every is given without --outer"),
+        ({"codec": "outer=int8"}, "--codec outer=int8 is for outer steps, and there is no --outer"),
         ({"outer": "diloco"}, "outer steps need replicas, and there is one"),
         ({"outer": "fedavg", "dp": 2}, "outer='fedavg' is not one of diloco"),
         ({"outer": "diloco", "dp": 2, "outer_every": 0}, "outer steps are impossible with every=0"),

@@ -8,6 +8,7 @@ import pytest
 from cached import captured
 
 import fxpipe
+from fxpipe.codecs.outer_message import outer_message
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import TooLittleMemory
@@ -97,6 +98,13 @@ def test_replicas_that_train_apart_share_an_outer_step_out() -> None:
     assert exposed_sums(late, 0, links, 0.0, minibatch=whole / 10)[0] == 0
 
 
+def test_a_codec_sends_its_message_to_all_in_one_round() -> None:
+    plan, links = apart(0, codec="outer=int8").plan, Links(1e6, 0.25)
+    message = outer_message("int8", {p.name: p.tensor for p in plan.parameters if p.trained})
+    whole = exposed_sums(plan, 0, links, backward=99.0, minibatch=99.0)
+    assert whole == (pytest.approx((message.bytes / 1e6 + 0.25) / 10), 2 * message.bytes / 10)
+
+
 def test_a_slow_link_costs_them_a_step_in_many() -> None:
     """The forecast of a build: less than with sums in every step, and nothing where a delay hides it."""
     links = Links(1e8, 1e-3)
@@ -115,6 +123,8 @@ def test_what_outer_steps_keep_is_counted() -> None:
     memory = [build.costs.workers[0].memory_bytes for build in (one, apart(0), apart(1))]
     assert memory[1] >= memory[0] + 2 * trained
     assert memory[2] == memory[1] + trained
+    sparse = [apart(delay, codec="outer=sparseloco").costs.workers[0].memory_bytes for delay in (0, 1)]
+    assert sparse == [memory[1], memory[1] + 2 * trained], "what is left out takes the momentum's place"
 
 
 def least_room(**options: object) -> float:

@@ -32,7 +32,7 @@ def made_facts(
         "fxpipe": "0.1.0",
         "build": {
             "folder": "build", "model": name, "digest": "5d41402abc4b2a76b9719d911017c592", "workers": workers,
-            "ranks": workers, "replicas": [], "outer": None,
+            "ranks": workers, "replicas": [], "outer": None, "outer_step": None,
             "microbatches": 1, "schedule": "async", "policy": "spectrain", "autocast": None, "params": None,
             "codec": "none", "device": "cpu",
             "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional",

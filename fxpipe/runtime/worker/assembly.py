@@ -91,7 +91,7 @@ def open_worker(
         collective if plan.outer is None else None,
     )
     if plan.outer is not None and collective is not None:
-        store.outer = OuterStep(plan.outer, store.trained, collective, device)
+        store.outer = OuterStep(plan.outer, store.trained, collective, device, (options.seed, worker))
     store.updater.steps_per_epoch = options.steps_per_epoch
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
     if options.log_staleness and (collective is None or collective.replica == 0):  # one log is enough

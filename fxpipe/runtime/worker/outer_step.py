@@ -16,22 +16,32 @@ CoCoD-SGD, Shen et al. 2019, arXiv 1906.12043):
     w = c + (w − b)                          then the next exchange begins, with b = w
 
 Each update counts in exactly one g: c − b is the sum of a replica's H updates before the exchange.
+
+With a codec, each replica sends its c − w encoded, and all average what they decode of all replicas' messages. A codec
+that carries over keeps what it leaves out of each parameter, as float32. It is kept when the outer step is made: so an
+exchange that begins again after a checkpoint sends the same bytes.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.plan.spec import OuterSpec
+from fxpipe.codecs.codec import OUTER, EdgeState
+from fxpipe.codecs.outer_message import outer_message
+from fxpipe.plan.packing import contiguous_stride
+from fxpipe.plan.spec import OuterSpec, TensorSpec
 from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.worker.between_replicas import check_read_alike, start_comparison
 
 BATCHES = "batches"
+Memories = dict[str, dict[str, Tensor]]
+"""What a codec remembers of each parameter, by name."""
 
 
 class OuterStep:
@@ -41,9 +51,10 @@ class OuterStep:
         trained: the parameters that the worker trains, by name; live, with the common weights.
         collective: does the exchange.
         device: of the parameters.
+        place: the run's seed and the worker, for the codec's random numbers.
 
     Attributes:
-        spec: the interval, the delay and the rates.
+        spec: the interval, the delay, the rates and the codec.
     """
 
     def __init__(
@@ -52,8 +63,10 @@ class OuterStep:
         trained: Mapping[str, nn.Parameter],
         collective: Collective,
         device: torch.device | str,
+        place: tuple[object, ...] = (),
     ) -> None:
         self.spec = spec
+        self._place = (*place, "outer", collective.replica)
         self._collective, self._device = collective, device
         self._of_dtype: dict[str, dict[str, nn.Parameter]] = {}
         for name, parameter in trained.items():
@@ -64,6 +77,10 @@ class OuterStep:
             momentum = spec.momentum
             parameters = list(self._common.values())
             self._optimizer = torch.optim.SGD(parameters, spec.lr, momentum, nesterov=momentum > 0)
+        specs = {n: TensorSpec(p.shape, contiguous_stride(p.shape), str(p.dtype)[6:]) for n, p in trained.items()}
+        self._message = outer_message(spec.codec, specs) if spec.codec and specs else None
+        self._memories: Memories = {}
+        self._next_memories: Memories = {}  # when the exchange under way has ended
         self._since = 0  # the version at which the newest exchange began
         self._under_way: int | None = None  # the same, until it ends
         self._begun: dict[str, Tensor] = {}  # the weights when it began, if it has a delay
@@ -138,6 +155,7 @@ class OuterStep:
             "under_way": self._under_way,
             "weights": {} if self.all_same(version) else self._live(),
             "begun": dict(self._begun),
+            "memories": dict(self._memories),
         }
 
     def momentum(self) -> dict[str, Tensor]:
@@ -157,6 +175,10 @@ class OuterStep:
             return
         self._since, self._under_way = found["since"], found["under_way"]
         self._begun = {dtype: value.to(self._device) for dtype, value in found["begun"].items()}
+        self._memories = {
+            name: {key: value.to(self._device) for key, value in memory.items()}
+            for name, memory in found.get("memories", {}).items()
+        }
         for dtype, flat in found["weights"].items():
             self._put(dtype, flat)
         for dtype, value in momentum.items():
@@ -186,17 +208,42 @@ class OuterStep:
         self._since = self._under_way = version
 
     def _exchange(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        for dtype, flat in weights.items():
-            moved = self._common[dtype].detach() - flat
-            self._collective.start_sum((f"outer {dtype}", version), moved, self._collective.replicas)
+        moved = {dtype: self._common[dtype].detach() - flat for dtype, flat in weights.items()}
+        replicas = self._collective.replicas
+        if self._message is None:
+            for dtype, flat in moved.items():
+                self._collective.start_sum((f"outer {dtype}", version), flat, replicas)
+            return
+        values = {name: value for dtype, flat in moved.items() for name, value in self._parts(dtype, flat).items()}
+        states = {
+            name: EdgeState(dict(self._memories.get(name, {})), partial(tuple, (*self._place, version, name)))
+            for name in values
+        }
+        block = self._message.pack(values, states)
+        self._next_memories = {name: state.memory for name, state in states.items() if state.memory}
+        self._collective.start_gather((OUTER, version), block, [self._message.bytes] * replicas)
+
+    def _mean(self, version: int) -> dict[str, Tensor]:
+        """The mean over replicas of what an exchange sent, by dtype; waits for other replicas."""
+        if self._message is None:
+            return {dtype: self._collective.take((f"outer {dtype}", version)) for dtype in self._common}
+        found = {dtype: torch.zeros_like(common.detach()) for dtype, common in self._common.items()}
+        sums = {name: value for dtype, flat in found.items() for name, value in self._parts(dtype, flat).items()}
+        for block in self._collective.take((OUTER, version)).split(self._message.bytes):
+            for name, value in self._message.unpack(block).items():
+                sums[name] += value
+        for flat in found.values():
+            flat /= self._collective.replicas
+        self._memories, self._next_memories = self._next_memories, {}
+        return found
 
     def _finish(self) -> None:
         """Make the outer step whose exchange is in flight, if there is one."""
         if self._under_way is None:
             return
         version, self._under_way = self._under_way, None
-        for dtype, common in self._common.items():
-            common.grad = self._collective.take((f"outer {dtype}", version))
+        for dtype, mean in self._mean(version).items():
+            self._common[dtype].grad = mean
         self._check_batches(version)
         if self._optimizer is None:
             return
