@@ -299,6 +299,7 @@ def _print(
     from fxpipe.lowering.own_rounding import rounding_text
     from fxpipe.observe.rates import samples_of
     from fxpipe.schedule import of_plan
+    from fxpipe.schedule.graph import graph_text
     from fxpipe.simulator.forecast import late_instead
 
     plan = build.plan
@@ -315,7 +316,10 @@ def _print(
     )
     for line in (*microbatch_lines(plan), *shape_lines(plan)):
         echo(line)
-    if not of_plan(plan).synchronous:
+    schedule = of_plan(plan)
+    if text := graph_text(schedule.after):
+        echo(text)
+    if not schedule.synchronous:
         echo(f"staleness: {staleness}")
     if build.costs.partitions:
         *others, chosen = build.costs.partitions

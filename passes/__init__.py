@@ -28,6 +28,7 @@ from fxpipe.passes.whole_loss import WholeLoss
 
 from fxpipe.ir.transform import Pass
 from fxpipe.planner.cuts import Cuts
+from fxpipe.schedule.graph import Graph
 
 COMMAND = "fxpipe.compile(...)"
 """What the stages' headers name if no command made the build."""
@@ -69,7 +70,11 @@ def front_passes(
 
 
 def wiring_passes(
-    cuts: Cuts, weights_apart: bool = False, shape: int = 0, recompute: Recompute | None = None
+    cuts: Cuts,
+    weights_apart: bool = False,
+    shape: int = 0,
+    recompute: Recompute | None = None,
+    along: Graph | None = None,
 ) -> list[Pass]:
     """Program with costs in, program whose edges are known out: codecs can be chosen for them.
 
@@ -77,13 +82,14 @@ def wiring_passes(
         weights_apart: whether each stage makes weight gradients in a separate function.
         shape: the number of its batches' shape.
         recompute: chooses what backward computes again when memory is short; None for nothing.
+        along: the graph of the workers, as in `Comm`.
     """
     return [
         Cut(cuts),  # every node gets its worker
         *([Defer()] if weights_apart else []),  # before rematerialize and comm, which go by phases
         *([recompute] if recompute else []),  # after defer: what weight gradients read is kept for longer
         Rematerialize(),  # before comm: what is computed again is not sent
-        Comm(f"shape.{shape}:" if shape else ""),  # then values cross workers only through Send and Recv
+        Comm(f"shape.{shape}:" if shape else "", along),  # then values cross workers only through Send and Recv
     ]
 
 

@@ -15,6 +15,7 @@ from fxpipe.ir.pace import Gap, first_gap
 from fxpipe.ir.program import INFO, Level, NodeInfo, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import PHASES, EdgeKind, EdgeSpec, Phase
+from fxpipe.schedule.graph import Graph, chain, graph_of, handed_on_by, reach_of
 from fxpipe.task.batch import tensor_spec
 from fxpipe.torch_private import is_non_overlapping_and_dense_or_false
 
@@ -28,7 +29,9 @@ class Comm(Pass):
 
     A value goes from its worker to the nearest worker that reads it, and each reader sends on to the next what it
     received. So no worker sends a value twice in one direction, none receives what it does not use, and each boundary
-    between workers is crossed once: the links carry the least that the cuts allow.
+    between workers is crossed once: the links carry the least that the cuts allow. Workers with branches of the model
+    that do not read each other's values are an exception: the value's worker sends it to each of them, so that none
+    waits for another.
 
     It is sent when it exists or has arrived, and received where it is first needed, here or by a later reader. If a
     worker's forward reads it, its backward keeps what forward received. If only its backward reads it, it is received
@@ -40,12 +43,17 @@ class Comm(Pass):
     each receiver expands it again. A view of a weight is copied. A value in the CPU's memory, in a program for another
     device (random seeds of attention), travels on that device, and is copied back.
 
-    Neighbours that exchange no value in a phase get a token, one byte without meaning: without it the second would run
-    ahead of the first without bound (`fxpipe/ir/pace.py`). It leaves when the first is itself in step. An evaluation
-    needs none.
+    Which workers wait for which follows from the values that forwards send to forwards and backwards to backwards: the
+    graph of the workers (`fxpipe/schedule/graph.py`), mostly a chain. If one waits for another and receives no value
+    from it in a phase, it gets a token, one byte without meaning: without it, the sender would run ahead of its reader
+    without bound (`fxpipe/ir/pace.py`). It leaves when the sender is itself in step. An evaluation needs none.
 
     Fields:
         prefix: the start of every edge's name.
+        along: the graph to keep, () for the chain; None for the one that follows from the values.
+
+    Raises:
+        CutError: the values need an order that the given graph does not have.
 
     Before:  y = aten.mm.default(h, w2)  # w1       After:  h_send = send(h, to=1)  # w0
                                                             h_recv = recv(h_send, peer=0)  # w1
@@ -57,20 +65,22 @@ class Comm(Pass):
     provides: ClassVar[Level] = Level.WIRED
 
     prefix: str = ""
+    along: Graph | None = None
 
     def __call__(self, program: Program) -> Program:
         program = program.copy(level=Level.WIRED)
-        wiring = _Wiring(program, self.prefix)
+        wiring = _Wiring(program, self.prefix, self.along)
         for node in list(program.graph.nodes):
             wiring.wire(node)
         program = replace(program, wires=wiring.edges)
-        while gap := first_gap(program):
+        while gap := first_gap(program, wiring.along):
             wiring.pace(gap)
         return program
 
 
 class _Wiring:
-    def __init__(self, program: Program, prefix: str) -> None:
+    def __init__(self, program: Program, prefix: str, along: Graph | None) -> None:
+        assert program.cuts is not None
         self.graph = program.graph
         self.prefix = prefix
         self.device = program.device
@@ -84,6 +94,34 @@ class _Wiring:
         self.first = next(iter(program))
         backward = (n for n in program if info(n).phase != "F")
         self.turn = next(backward, program.graph.output_node())  # every forward is over before it
+        workers = program.cuts.workers
+        found = self._graph(workers)
+        self.along = found if along is None else along
+        self.reach = reach_of(self.along or chain(workers))
+        for later, firsts in enumerate(found or chain(workers)):
+            if missing := set(firsts) - self.reach[later]:
+                raise CutError(
+                    f"worker {later} waits for worker {min(missing)}, which it does not for batches of the first shape",
+                    hint="put a batch of this shape first, or pad the batches to one shape",
+                    page="batch-shapes",
+                )
+
+    def _graph(self, workers: int) -> Graph:
+        """The graph of the workers that follows from the values."""
+        orders, fed = set(), set()
+        for node in self.order:
+            home = self.place_of(node)
+            for user in node.users if home else ():
+                if home is None or user.op != "call_function" or (reader := info(user).worker) in (None, home[0]):
+                    continue
+                if home[1] == "F" == info(user).phase:
+                    if node.name in self.inputs:
+                        fed.add(reader)
+                    else:
+                        orders.add((home[0], reader))
+                elif home[1] == "B":
+                    orders.add((reader, home[0]))
+        return graph_of(orders, fed, workers)
 
     def place_of(self, node: fx.Node) -> _Place | None:
         """The worker and phase that a value comes from; None if every worker has it or none computes it."""
@@ -119,11 +157,19 @@ class _Wiring:
         if not stops:
             return
         self._refuse_sparse(node, home[0], stops[0][0])
-        sent, place = self._dense(self._unexpanded(self._on_device(node, home), home), home), home
+        made = self._dense(self._unexpanded(self._on_device(node, home), home), home)
+        by = handed_on_by(home[0], [worker for worker, _ in stops], self.reach, node.name in self.inputs)
+        needing = [list(users) for _, users in stops]  # what needs it here, or receives it from here
+        for i, source in reversed(list(enumerate(by))):
+            if source is not None:
+                needing[source] += needing[i]
+        arrived: list[tuple[fx.Node, _Place]] = []
         for i, (worker, users) in enumerate(stops):
-            waiting = [user for _, later in stops[i:] for user in later]
+            source = by[i]
+            sent, place = (made, home) if source is None else arrived[source]
+            waiting = needing[i]
             first = min(waiting, key=self._when)
-            hands_on = worker > place[0] and i + 1 < len(stops)
+            hands_on = worker > place[0] and i in by
             arrives: _Place = worker, "F" if hands_on else info(first).phase
             spec = EdgeSpec(
                 name=self.prefix + (node.name if alone else f"{node.name}:{worker}"),
@@ -137,7 +183,7 @@ class _Wiring:
             late = worker > place[0] and info(first).phase != "F"
             sent = self._edge(node, sent, spec, users, first if info(first).phase == arrives[1] else self.turn, late)
             info(sent).weight = arrives[1] != "F" and all(info(user).weight for user in waiting)
-            place = arrives
+            arrived.append((sent, arrives))
 
     def _edge(
         self, node: fx.Node, sent: fx.Node, spec: EdgeSpec, users: list[fx.Node], before: fx.Node, late: bool

@@ -48,6 +48,7 @@ def print_overview(facts: Facts, console: Console, depth: int | None = None, edg
 def print_header(facts: Facts, console: Console) -> None:
     """What the build is, and its forecast."""
     from fxpipe.inspection.evaluation import evaluation_text
+    from fxpipe.schedule.graph import graph_text
 
     build, forecast = facts["build"], facts["forecast"]
     count, parts = build["workers"], build["microbatches"]
@@ -63,6 +64,8 @@ def print_header(facts: Facts, console: Console) -> None:
     _line(console, [build["schedule"], build["policy"], minibatch])
     speeds = [f"speeds {', '.join(f'{speed:g}' for speed in build['speeds'])}"] if build["speeds"] else []
     _line(console, [f"cuts {build['cuts']}{efficiency}", f"times {build['costs']}", *speeds])
+    if text := graph_text(tuple(map(tuple, build["graph"]))):
+        print_text(console, text)
     named = build["settings"].items()
     given = [f"{name} {row['value']}{' (captured)' if row['captured'] else ''}" for name, row in named]
     if given or build["arguments"]:

@@ -27,6 +27,7 @@ from fxpipe.passes.analysis.summary import Traffic
 from fxpipe.planner.candidates import PINNED
 from fxpipe.policy import POLICIES
 from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.schedule.graph import graph_of_edges
 
 Facts = dict[str, Any]
 
@@ -138,6 +139,7 @@ def build_facts(subject: Subject) -> Facts:
         "torch": plan.torch,
         "samples": samples_of(plan),
         "loss_worker": plan.loss_worker,
+        "graph": [list(firsts) for firsts in graph_of_edges(plan.edges, plan.workers)],  # empty for a chain
         "cuts": cuts,
         "costs": "measured" if subject.measured else "computed",
         "speeds": [] if set(subject.costs.speeds) <= {1.0} else list(subject.costs.speeds),

@@ -92,7 +92,8 @@ class Emitter:
     ) -> tuple[Program, Build]:
         """The emitted program, and its build."""
         recompute = Recompute(choice.rooms) if choice.rooms else None
-        wiring = wiring_passes(choice.cuts, self.options.weights_apart, recompute=recompute)
+        along = () if self.reduce is not None and len(set(self.reduce.replicas)) > 1 else None
+        wiring = wiring_passes(choice.cuts, self.options.weights_apart, recompute=recompute, along=along)
         program = run_passes(self.program, wiring, observers, first=self.first)
         found = codecs(program.edges)
         encode = Encode(found, self.codec_times) if found else None

@@ -35,6 +35,7 @@ from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.spec import FUNCTIONS, Plan, StepSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
+from fxpipe.schedule.graph import graph_of_edges
 from fxpipe.task.batch import Batch, is_named
 from fxpipe.task.hooks import Loss
 from fxpipe.tracing.joint import NO_GRADIENT
@@ -138,7 +139,8 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     program = name_constants(program, f"shape.{number}", build.tensors)
     cuts, again = cuts_like(plan, program), again_like(plan, program)
     recompute = Recompute(known=again) if any(again) else None
-    wiring = wiring_passes(cuts, options.weights_apart, number, recompute)
+    along = graph_of_edges(plan.edges, plan.workers)
+    wiring = wiring_passes(cuts, options.weights_apart, number, recompute, along)
     program = run_passes(program, wiring, [lines], dumped_as=f"shape_{number}_")
     codecs = like(plan)(program.edges)
     emitting = emitting_passes(options.command, Encode(codecs) if codecs else None, number, Reduce.like(plan))

@@ -26,7 +26,8 @@ class SpecTrain(PredictingPolicy):
 
     The target is the moment one slot before worker 0 begins the minibatch's backward, if a forward takes as long as a
     backward: worker k is then ⌊k/2⌋ minibatches further. With M microbatches it is ⌊k/2⌋ microbatches further, so the
-    target of microbatch j is version m + ⌊(j + ⌊k/2⌋)/M⌋.
+    target of microbatch j is version m + ⌊(j + ⌊k/2⌋)/M⌋. If branches of the model run side by side, k is
+    `Schedule.level`.
 
     Before the first update there is no direction, and nothing is predicted.
 
@@ -37,5 +38,5 @@ class SpecTrain(PredictingPolicy):
     name: ClassVar[str] = "spectrain"
 
     def ahead(self, action: Action, version: int, owner: int, schedule: Schedule) -> int:
-        further = (action.microbatch + owner // 2) // schedule.microbatches
+        further = (action.microbatch + schedule.level(owner) // 2) // schedule.microbatches
         return action.minibatch + further - version

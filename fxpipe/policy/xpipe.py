@@ -24,6 +24,9 @@ class XPipe(PredictingPolicy):
         worker 0: F0@0     F0.1@0   ..       B0@0     F1@0+1   B0.1@0   F1.1@0+1 B1@1     ..       B1.1@1
         worker 1: ..       F0@0+1   B0@0     F0.1@0+1 B0.1@0   F1@1+1   B1@1     F1.1@1+1 B1.1@1
 
+    If branches of the model run side by side, N is the number of workers on the longest way through them, and k is
+    `Schedule.level`.
+
     On a single worker no weights are stale and nothing is predicted, unless the schedule makes updates late.
 
     Memory: two predicted copies of the weights, one for each phase in progress.
@@ -36,14 +39,14 @@ class XPipe(PredictingPolicy):
         return newest.lag(phase, reader, owner)
 
     def ahead(self, action: Action, version: int, owner: int, schedule: Schedule) -> int:
-        workers, microbatches = schedule.workers, schedule.microbatches
+        workers, microbatches, place = 1 + schedule.depths[0], schedule.microbatches, schedule.level(owner)
         if workers == 1:
             return action.minibatch - version
         if action.phase == "F":
-            late = ceil((workers - 1 - owner) / microbatches)
-            target = action.minibatch - late + _nearest((workers + microbatches - owner / 2 - 2) / microbatches)
+            late = ceil((workers - 1 - place) / microbatches)
+            target = action.minibatch - late + _nearest((workers + microbatches - place / 2 - 2) / microbatches)
         else:
-            target = action.minibatch + _nearest((microbatches + owner // 2 - 1) / microbatches)
+            target = action.minibatch + _nearest((microbatches + place // 2 - 1) / microbatches)
         return max(0, target - version)
 
 

@@ -1,7 +1,7 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
-action → merge → base → gpipe, one_f_one_b, asynchronous, n_f_one_b, zero_bubble, and, with several workers on a rank,
-table → interleaved, v_shaped; then replicas, order (the laws, and a run without computing anything)
+action → graph → merge → base → gpipe, one_f_one_b, asynchronous, n_f_one_b, zero_bubble, and, with several workers on
+a rank, table → interleaved, v_shaped; then replicas, order (the laws, and a run without computing anything)
 → versions (the weights that every action sees) → check (the verdict and the picture for users).
 """
 
@@ -18,6 +18,7 @@ from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import check, grid
 from fxpipe.schedule.csv_rows import ENDING, NAME, EndlessRows, RowsOfText, endless, from_csv, read_csv, to_csv
 from fxpipe.schedule.gpipe import GPipe
+from fxpipe.schedule.graph import graph_of_edges
 from fxpipe.schedule.interleaved import Interleaved
 from fxpipe.schedule.n_f_one_b import NForwardsOneBackward
 from fxpipe.schedule.one_f_one_b import OneFOneB
@@ -170,7 +171,7 @@ def schedule_text(text: str) -> str:
 
 def of_plan(plan: Plan, name: str | None = None) -> Schedule:
     """The schedule of a plan, or another one for its workers. If all workers have equally many replicas, it is the
-    schedule of one replica's pipeline; else of all.
+    schedule of one replica's pipeline; else of all. Its workers have the graph that the plan's edges enforce.
 
     Args:
         name: a name, a file (`….csv`), or the text of one.
@@ -184,9 +185,10 @@ def of_plan(plan: Plan, name: str | None = None) -> Schedule:
     else:
         made = of_text(name)
     placement = plan.placement or tuple(range(plan.workers))
+    graph = graph_of_edges(plan.edges, plan.workers)
     if made is None:
         named = make(name or plan.schedule, plan.workers, plan.own_microbatches, placement)
-        return with_replicas(named, plan.replicas)
+        return with_replicas(named, plan.replicas).along(graph)
     with_replicas(made, plan.replicas)
     for what, found, wanted in (
         ("ranks", made.ranks, plan.ranks),
@@ -203,7 +205,7 @@ def of_plan(plan: Plan, name: str | None = None) -> Schedule:
             f"the schedule has its stages on ranks {list(made.placement)}, the build has them on {list(placement)}",
             hint="compile the model for it: fxpipe compile MODEL --schedule FILE.csv",
         )
-    return made
+    return made.along(graph)
 
 
 __all__ = [

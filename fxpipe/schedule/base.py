@@ -13,7 +13,8 @@ from typing import ClassVar, TypeVar
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
-from fxpipe.schedule.merge import merged
+from fxpipe.schedule.graph import Graph, behind, chain
+from fxpipe.schedule.merge import merged, senders
 
 T = TypeVar("T")
 
@@ -40,6 +41,8 @@ class Schedule(ABC):
         replicas: how many each worker has, if the numbers differ (`fxpipe.schedule.replicas`). Else empty: equal
             numbers are independent pipelines, and this is the schedule of one of them.
         replica_of: the worker for whose replicas this schedule is; None for the schedule of all.
+        after: the graph of the workers, if it is no chain (`fxpipe.schedule.graph`). Workers with different numbers of
+            replicas are always a chain.
     """
 
     name: ClassVar[str]
@@ -53,6 +56,7 @@ class Schedule(ABC):
     placement: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
     replica_of: int | None = None
+    after: Graph = ()
 
     def __post_init__(self) -> None:
         for what in ("workers", "microbatches"):
@@ -105,11 +109,45 @@ class Schedule(ABC):
             return self
         return replace(self, microbatches=self.microbatches * self.replicas[self.replica_of], replica_of=None)
 
+    def along(self, graph: Graph) -> Schedule:
+        """The schedule for workers with this graph."""
+        return self if graph == self.after else replace(self, after=graph)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph of the workers, written out."""
+        return self.after or chain(self.workers)
+
+    @cached_property
+    def behind(self) -> Graph:
+        """For each worker, the workers that directly wait for it."""
+        return behind(self.graph)
+
+    def senders(self, worker: int, action: Action) -> tuple[Event, ...]:
+        """The actions on other workers whose messages an action waits for."""
+        return senders(worker, action, self.graph, self.behind)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """How many workers are after each one on the longest way to the last one; 0 for that one.
+
+        Worker 0 sends the batch to all workers that begin with it, so it counts as no further from the end than they.
+        """
+        found = [0] * self.workers
+        for worker in reversed(range(self.workers)):
+            found[worker] = max((1 + found[later] for later in self.behind[worker]), default=0)
+        found[0] = max(found)
+        return tuple(found)
+
+    def level(self, worker: int) -> int:
+        """By how many workers it is nearer to the last one than worker 0 is: in a chain, its own number."""
+        return self.depths[0] - self.depths[worker]
+
     def ahead(self, worker: int) -> int:
-        """How many forwards a worker does before its first backward: one for each worker after it; with replicas,
-        enough to keep all processes from its own on busy."""
+        """How many forwards a worker does before its first backward: one for each worker that is after it on the
+        longest way to the last one; with replicas, enough to keep all processes from its own on busy."""
         if not self.replicas:
-            return self.workers - 1 - worker
+            return self.depths[worker]
         turns = 1 if self.replica_of is None else self.replicas[self.replica_of]
         return (sum(self.replicas[worker:]) - 1) // turns
 
@@ -209,7 +247,8 @@ class Schedule(ABC):
     @cached_property
     def _merged(self) -> list[list[Event]]:
         """The rows of one minibatch, by rank."""
-        return merged([list(self.until(worker, 1)) for worker in range(self.workers)], self.placement)
+        rows = [list(self.until(worker, 1)) for worker in range(self.workers)]
+        return merged(rows, self.placement, self.senders)
 
     def until(self, worker: int, stop: int, start: int = 0) -> Iterator[Action]:
         """The finite schedule of minibatches [start, stop): the endless one without later minibatches.

@@ -58,8 +58,16 @@ def unreceived(schedule: Schedule) -> int:
         whole = schedule.of_all
         return unreceived_of_replica(schedule, _at_once(whole.until(0, _full(whole)), "B"))
     report = check(schedule, 2 if schedule.synchronous else 2 * schedule.filled_by + 2)
-    # A worker that has ended B of a microbatch has ended W of the one that many earlier.
-    return report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
+    # A worker that has ended B of a microbatch has ended W of the one that many earlier. In a chain, worker 0's B is
+    # the last of all. In another graph, a worker learns of a B on a branch next to its own where the branches meet: the
+    # next F there comes after that B, and all workers' next B after that F.
+    rounds = 2 if schedule.after else 1
+    return rounds * max(report.in_flight) + (max(report.held) if schedule.weights_apart else 0)
+
+
+def unread(schedule: Schedule) -> int:
+    """The same for blocks of weight copies, which later microbatches read: no reader's lag is longer."""
+    return unreceived(schedule) + (2 if schedule.after else 1) * schedule.workers * schedule.microbatches
 
 
 def _fullest(schedule: Schedule) -> list[tuple[int, int]]:

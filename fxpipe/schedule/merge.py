@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
-
-SENDER: dict[Phase, int] = {"F": -1, "B": 1}
-"""The worker whose action of the same microbatch an action waits for, relative to its own; W waits for none."""
+from fxpipe.schedule.graph import Graph
 
 _FIRST: dict[Phase, int] = {"B": 0, "F": 1, "W": 2}
 
 
-def sender(worker: int, action: Action, workers: int) -> Event | None:
-    """The action on another worker whose message an action waits for; None if there is none."""
-    step = SENDER.get(action.phase)
-    return (worker + step, action) if step and 0 <= worker + step < workers else None
+def senders(worker: int, action: Action, graph: Graph, behind: Graph) -> tuple[Event, ...]:
+    """The actions of the same microbatch on other workers whose messages an action waits for; W waits for none.
+
+    Args:
+        graph, behind: for each worker, those whose F its F waits for, and those whose B its B waits for. A worker's F
+            that waits for none needs the batch, which the F of worker 0 sends when it begins.
+    """
+    if action.phase == "F":
+        return tuple((first, action) for first in graph[worker] or ((0,) if worker else ()))
+    return tuple((later, action) for later in behind[worker]) if action.phase == "B" else ()
 
 
-def merged(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> list[list[Event]]:
+def merged(
+    rows: Sequence[Sequence[Action]], placement: Sequence[int], awaited: Callable[[int, Action], Iterable[Event]]
+) -> list[list[Event]]:
     """The rows of the ranks, given the rows of the workers, if every action takes one unit of time.
 
     A rank runs the action that can run first; of several, a backward, then a forward, then weight gradients, and in the
     same phase the later worker's. Actions that can never run, because rows deadlock, are left out.
+
+    Args:
+        awaited: the actions on other workers for which one waits.
     """
     found: list[list[Event]] = [[] for _ in range(max(placement) + 1)]
     place = [0] * len(rows)
@@ -36,7 +45,7 @@ def merged(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> list[l
                 for worker in range(len(rows))
                 if placement[worker] == rank and place[worker] < len(rows[worker])
             ]
-            ready = [event for event in ready if (of := sender(*event, len(rows))) is None or of in done]
+            ready = [event for event in ready if done.issuperset(awaited(*event))]
             if ready:
                 chosen = min(ready, key=lambda event: (_FIRST[event[1].phase], -event[0]))
                 row.append(chosen)

@@ -16,7 +16,6 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.merge import sender
 
 IDLE = ".."
 """The cell of a unit of time without an action."""
@@ -108,10 +107,12 @@ def play(
 ) -> list[TimedAction]:
     """Run the ranks' rows: yield the actions in an order in which each comes after all that it depends on.
 
-    F waits for the F of the previous worker, B for the B of the next worker, W for nothing on other workers, and all
-    for what `needs` adds. Edges of other kinds add nothing: a saved value, from any worker, is older than the backward
-    that reaches its reader. Every action starts as early as it can and takes one unit of time. Linear in the number of
-    dependencies.
+    F waits for the F of the workers before it, B for the B of the workers after it (`Schedule.graph`; in a chain these
+    are the previous and the next worker), W for nothing on other workers, and all for what `needs` adds. Edges of other
+    kinds add nothing: a saved value, from any worker, is older than the backward that reaches its reader. For from
+    every worker there is a way to the last one, which does F before B. A worker that begins with the batch starts at
+    the same time as worker 0 does. Every action starts as early as it can and takes one unit of time. Linear in the
+    number of dependencies.
 
     Raises:
         ScheduleError: the run deadlocks; the picture marks each waiting action.
@@ -127,13 +128,13 @@ def play(
         if place[rank] == len(rows[rank]):
             continue
         worker, action = rows[rank][place[rank]]
-        pipeline = sender(worker, action, schedule.workers)
-        after = (*((pipeline,) if pipeline else ()), *needs(worker, action))
+        after = (*schedule.senders(worker, action), *needs(worker, action))
         missing = next((event for event in after if event not in finished), None)
         if missing is not None:
             waiting[missing].append(rank)
             continue
-        time = max([clock[rank], *(finished[event] for event in after)])
+        fed = action.phase == "F" and not schedule.graph[worker]  # by the beginning of worker 0's forward
+        time = max([clock[rank], *(finished[event] - (fed and event == (0, action)) for event in after)])
         steps.append(TimedAction(worker, action, time, after))
         clock[rank] = finished[worker, action] = time + 1
         place[rank] += 1

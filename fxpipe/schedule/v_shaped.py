@@ -14,7 +14,8 @@ from typing import ClassVar
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
-from fxpipe.schedule.merge import sender
+from fxpipe.schedule.graph import behind, chain
+from fxpipe.schedule.merge import senders
 from fxpipe.schedule.table import Table
 
 
@@ -291,12 +292,14 @@ def _filled(rows: list[list[Event]], workers: int) -> list[list[Event]]:
     left = [deque(row) for row in rows]
     forwards = [sum(action.phase == "F" for _, action in row) for row in rows]
     done: set[Event] = set()
+    graph = chain(workers)
+    after = behind(graph)
 
     def ready(event: Event) -> bool:
         worker, action = event
         if action.phase == "W":
             return (worker, Action("B", 0, action.microbatch)) in done
-        return (awaited := sender(worker, action, workers)) is None or awaited in done
+        return done.issuperset(senders(worker, action, graph, after))
 
     while any(left):
         now: list[tuple[int, Event]] = []

@@ -28,8 +28,8 @@ class ZeroBubble(Schedule):
     depth: ClassVar[int]
 
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
-        ahead = min(self.microbatches, self.depth * (self.workers - 1 - worker))
-        late = min(self.microbatches, self.depth * worker)
+        ahead = min(self.microbatches, self.depth * self.ahead(worker))
+        late = min(self.microbatches, self.depth * self.level(worker))
         for minibatch in count(start):
             for microbatch in range(ahead):
                 yield Action("F", minibatch, microbatch)

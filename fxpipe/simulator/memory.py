@@ -31,8 +31,7 @@ from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.held_weights import held_weights
 from fxpipe.schedule.action import LOOKAHEAD, Action, Event
-from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.check import unreceived
+from fxpipe.schedule.check import unread, unreceived
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def filling(demand: Demand) -> int:
     schedule = demand.schedule
     once = 1 if schedule.synchronous else 3 * schedule.filling  # as `Versions` studies it
     blocks = any(demand.readers(worker) for worker in range(schedule.workers))
-    return once + (ceil(_slack(schedule) / schedule.microbatches) if blocks else 0) + 2
+    return once + (ceil(unread(schedule) / schedule.microbatches) if blocks else 0) + 2
 
 
 def memory_of(plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action]) -> list[ActionMemory]:
@@ -143,7 +142,7 @@ class _RowWalk:
         }
         self._receives = {phase: sum(part.received for part in parts) for phase, parts in self._parts.items()}
         self._unreceived = unreceived(demand.schedule)
-        self._slack = _slack(demand.schedule)
+        self._unread = unread(demand.schedule)
         self._last = next(reversed(self.parts)) if self.parts else "B"
         self._left: dict[tuple[int, int], float] = {}
         self._sums = self._closed = 0.0  # of this minibatch, and of earlier ones that are not updated yet
@@ -192,7 +191,7 @@ class _RowWalk:
             self._forwards += 1
             _received(self._sent, self._forwards - self._unreceived)
             _received(self._shared, self._forwards - self._unreceived)
-            _received(self._sent_blocks, self._forwards - self._slack)
+            _received(self._sent_blocks, self._forwards - self._unread)
         return ActionMemory(action, before, most, self._now() + weights.after + posted)
 
     def _posted(self, place: int) -> float:
@@ -205,11 +204,6 @@ class _RowWalk:
         sent = sum(size for _, size in self._sent) + sum(size for _, size in self._sent_blocks)
         sent += sum(size for _, size, key in self._shared if key not in self._left)
         return self._fixed + self._sums + self._closed + sum(self._left.values()) + self._waiting + sent
-
-
-def _slack(schedule: Schedule) -> int:
-    """As `unreceived`, for blocks of weight copies: no reader's lag is longer."""
-    return unreceived(schedule) + schedule.workers * schedule.microbatches
 
 
 def _received(sent: deque[Any], before: int) -> None:

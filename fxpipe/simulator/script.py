@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -78,7 +77,7 @@ def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Sc
             steps.setdefault((copy.reader, phase), []).append(
                 _ScriptStep(0.0, BEFORE_ALL, Point(0.0, weights, False, lags))
             )
-    for m in (*scenario.messages, *tokens(scenario)):
+    for m in (*scenario.messages, *tokens(scenario, schedule)):
         value = channel(m.src, m.dst, m.bytes, schedule.microbatches * minibatches, m.turn)
         steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, m.places[1], Point(0.0, value)))
         steps.setdefault((m.src, m.src_phase), []).append(_ScriptStep(m.made, m.places[0], Point(0.0, value, True)))
@@ -101,14 +100,20 @@ def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Sc
     ]
 
 
-def tokens(scenario: Scenario) -> Iterator[Message]:
-    """Empty messages that keep the pipeline's order between neighbours that exchange no others."""
+def tokens(scenario: Scenario, schedule: Schedule) -> Iterator[Message]:
+    """Empty messages that keep the pipeline's order between workers that exchange no others.
+
+    A worker that begins with the batch gets it at the beginning of worker 0's forward, which costs nothing here.
+    """
     ordered = {(m.src, m.dst) for m in scenario.messages if m.src_phase == m.dst_phase != "W"}
-    for before, behind in pairwise(range(len(scenario.workers))):
-        if (before, behind) not in ordered:
-            yield Message(before, "F", behind, "F", 0.0)
-        if (behind, before) not in ordered:
-            yield Message(behind, "B", before, "B", 0.0)
+    for worker, firsts in enumerate(schedule.graph):
+        if worker and not firsts and (0, worker) not in ordered:
+            yield Message(0, "F", worker, "F", 0.0, made=0.0)
+        for before in firsts:
+            if (before, worker) not in ordered:
+                yield Message(before, "F", worker, "F", 0.0)
+            if (worker, before) not in ordered:
+                yield Message(worker, "B", before, "B", 0.0)
 
 
 class _ScriptStep(NamedTuple):

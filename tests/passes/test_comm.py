@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+import towers
 from cached import captured, cuts, lowered
-from fxpipe.passes import default_passes
+from fxpipe.passes import default_passes, wiring_passes
 from fxpipe.passes.comm import Comm
+from fxpipe.passes.cost import Cost
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.units import Units
@@ -20,13 +23,15 @@ from torch.nn import functional as F
 from two_layers import two_layers
 
 import fxpipe
-from fxpipe.errors import VerifyError
+from fxpipe.build.build import Build
+from fxpipe.errors import CutError, VerifyError
 from fxpipe.ir import wire
 from fxpipe.ir.law import verify
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
+from fxpipe.schedule import of_plan
 
 
 class Core(nn.Module):
@@ -178,3 +183,74 @@ def test_what_is_in_the_cpus_memory_crosses_on_the_programs_device() -> None:
         else:
             (back,) = node.users
             assert back.meta["val"].device.type == "cpu"
+
+
+def of_towers(workers: int, frozen: bool = False, **options: Any) -> Build:
+    """A build of two towers, cut where they begin."""
+    torch.manual_seed(0)
+    at = towers.CUTS[2:5:2] if workers == 3 else towers.CUTS[1:5]
+    options = {"cost": "analytic", "schedule": "1f1b", "microbatches": 2, "forward_at": at} | options
+    return fxpipe.compile(towers.Towers(frozen), towers.loss, towers.batch_of(4), workers=workers, **options)
+
+
+def test_workers_with_towers_do_not_wait_for_each_other() -> None:
+    """Worker 0 sends the right tower its part of the batch before it computes anything."""
+    plan = of_towers(3).plan
+    between = {(edge.src, edge.src_phase, edge.dst, edge.dst_phase, edge.kind) for edge in plan.edges}
+    assert between == {
+        (0, "F", 1, "F", "input"),
+        (0, "F", 2, "F", "input"),
+        (0, "F", 2, "F", "activation"),
+        (1, "F", 2, "F", "activation"),
+        (2, "B", 0, "B", "gradient"),
+        (2, "B", 1, "B", "gradient"),
+    }
+    assert of_plan(plan).after == ((), (), (0, 1))
+    forward, _ = functions(of_towers(3).files["stage_0.py"])
+    calls = [line for line in forward if "comm." in line or "aten." in line]
+    assert 'comm.send("batch_1"' in calls[0]
+
+
+def test_each_tower_may_have_several_workers() -> None:
+    plan = of_towers(5).plan
+    assert of_plan(plan).after == ((), (0,), (), (2,), (1, 3))
+    assert not tokens(plan)
+
+
+def test_a_frozen_tower_gets_a_token_and_a_program_without_it_breaks_the_law() -> None:
+    """Without it, the worker with the frozen tower would run ahead of the head without bound."""
+    plan = of_towers(3, frozen=True).plan
+    assert (tokens(plan), of_plan(plan).after) == (["pace_B_1"], ((), (), (0, 1)))
+    program = fxpipe.capture(towers.Towers(frozen=True), towers.loss, towers.batch_of(2))
+    program = run_passes(program, [Fold(), Units()])
+    at = [next(i for i, unit in enumerate(program.units) if unit.startswith(name)) for name in ("right.0", "head")]
+    program = run_passes(
+        program, [Cost(), *wiring_passes(Cuts((0, *at, len(program.units)), (0, *at, len(program.units))))]
+    )
+    wires = {name: edge for name, edge in program.wires.items() if edge.kind != "token"}
+    for node in reversed(program.graph.nodes):
+        if node.name.startswith("pace_"):
+            program.graph.erase_node(node)
+    with pytest.raises(VerifyError, match="nothing makes B of worker 1 wait for B of worker 2"):
+        verify(dataclasses.replace(program, wires=wires))
+
+
+def test_workers_with_unequal_replicas_stay_a_chain() -> None:
+    plan = of_towers(3, microbatches=4, replicas=(2, 1, 1)).plan
+    assert (of_plan(plan).after, tokens(plan)) == ((), ["pace_B_0"])
+
+
+def test_a_shape_whose_values_need_another_order_is_refused() -> None:
+    """Small batches alone go from the left tower into the right one."""
+
+    class Sometimes(towers.Towers):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            left = self.left(x)
+            return self.head(left, self.right(y + left[:, :3] if len(x) < 4 else y))
+
+    shapes = [towers.batch_of(4), towers.batch_of(2)]
+    options = {"workers": 3, "cost": "analytic", "schedule": "1f1b", "microbatches": 1}
+    with pytest.raises(CutError, match="worker 1 waits for worker 0, which it does not for batches of the first"):
+        fxpipe.compile(
+            Sometimes(), towers.loss, shapes[0], shapes=shapes[1:], forward_at=("right.0", "head"), **options
+        )

@@ -39,7 +39,7 @@ def made_facts(
             "efficiency": 0.95, "costs": "measured", "speeds": [],
             "links": {"bandwidth": "3000000000.0", "latency": "5e-05", "copy": 3.3e-10}, "optimizer_bytes": 1.0,
             "edited": [], "stale": [], "settings": {}, "arguments": [],
-            "evaluation": None, "passes": [], "microbatch_loss": None,
+            "evaluation": None, "graph": [], "passes": [], "microbatch_loss": None,
             "shapes": [{"files": [f"stage_{k}.py" for k in range(workers)], "batch": {}}],
             "padding": [],
         },

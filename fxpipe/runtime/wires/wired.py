@@ -23,7 +23,7 @@ from fxpipe.plan.urgency import turn_of
 from fxpipe.runtime.wires.addresses import NOTES, Addresses, Channel, ReplicaSeat, Way
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.check import unreceived
+from fxpipe.schedule.check import unread, unreceived
 
 Waiting = tuple[int, Cause]
 """The worker that waits, and what for."""
@@ -95,6 +95,7 @@ class WiredTransport(Transport):
         in_flight: how many microbatches may be in flight. When a worker ends an action of microbatch q, all messages of
             microbatch q − in_flight have been received.
         seat: the replica of the worker; None if there is one.
+        weights_in_flight: as `in_flight`, for weight copies.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class WiredTransport(Transport):
         microbatches: int,
         in_flight: int,
         seat: ReplicaSeat | None = None,
+        weights_in_flight: int = 0,
     ) -> None:
         self.worker = worker
         self._seat = seat or ReplicaSeat(worker)
@@ -120,7 +122,7 @@ class WiredTransport(Transport):
         self._posted: dict[tuple[Any, ...], Receive] = {}
         self._sent: deque[_Sent] = deque()
         self._sent_weights: deque[_Sent] = deque()
-        self._slack = in_flight + plan.workers * microbatches  # no reader's lag reaches further
+        self._weights_in_flight = weights_in_flight
         self._now = 0
         self._loss_channel = ("loss", plan.loss_worker, 0)
         self._loss_worker = plan.loss_worker
@@ -136,7 +138,8 @@ class WiredTransport(Transport):
             schedule: of one replica.
         """
         own, seat = schedule.microbatches, ReplicaSeat(worker, replica, plan.replicas)
-        transport = WiredTransport(plan, worker, wires, addresses, plan.all_edges, own, unreceived(schedule), seat)
+        most, weights = unreceived(schedule), unread(schedule)
+        transport = WiredTransport(plan, worker, wires, addresses, plan.all_edges, own, most, seat, weights)
         transport.set_order(*(of_shape.edges for of_shape in plan.of_shapes))
         return transport
 
@@ -250,7 +253,7 @@ class WiredTransport(Transport):
         if phase == "F":
             self._now = minibatch * self._microbatches + microbatch + 1
             self._reap(self._sent, self._now - self._in_flight)
-            self._reap(self._sent_weights, self._now - self._slack)
+            self._reap(self._sent_weights, self._now - self._weights_in_flight)
 
     def begin(self, minibatch: int) -> None:
         """Set the first minibatch of this worker."""
