@@ -191,6 +191,9 @@ def _best_possible(row: Json) -> str | None:
 
 def _print_partition(profile: Profile, partition: Partition, title: str) -> None:
     """A row for each worker; if workers have replicas, for one of them."""
+    from fxpipe.planner.branches import graph_of_cuts
+    from fxpipe.schedule.graph import graph_text
+
     bounds = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
     rows, idle = [], []
     for k, load in enumerate(partition.loads):
@@ -209,6 +212,8 @@ def _print_partition(profile: Profile, partition: Partition, title: str) -> None
     columns += [Column(f"{kind} from", kind, TEXT) for kind in bounds if kind != "W" or partition.mode == "three-way"]
     echo(title)
     print_columns(ShownTable([*columns, *LOADS], rows), stdout_console(), whole=True)
+    if not partition.replicas and (text := graph_text(graph_of_cuts(profile, partition.cuts))):
+        echo(text)
     echo(f"nothing to do for worker{'s' if len(idle) > 1 else ''} {', '.join(idle)}\n" if idle else "")
 
 

@@ -105,20 +105,21 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
         CutError: nothing fits into memory.
     """
     from fxpipe.lowering.choose_codecs import PLAIN, WORTH, ratios_of
-    from fxpipe.planner.advice import advised_partitions
+    from fxpipe.planner.branches import graph_of_cuts
+    from fxpipe.search.side_by_side import planned_side_by_side
     from fxpipe.simulator.of_partition import scenario_of_partition
     from fxpipe.simulator.simulate import simulate, steady_minibatches
 
     counted = replace(options, microbatches=subject.microbatches)
     setting = counted.setting(subject.device, subject.optimizer)
     found: dict[str, TimedPartition] = {}
-    schedule = setting.schedule_of(options.stages)
     asked = options.encoding
     for encoding in (PLAIN, *asked.candidates) if asked.auto else (asked,):
         packed = replace(setting, ratios=ratios_of(encoding))
         for profile, wanted in subject.profiles(modes):
-            for mode, partition in advised_partitions(profile, packed, options.stages, wanted, say).items():
+            for mode, partition in planned_side_by_side(profile, packed, options.stages, wanted, say).items():
                 say(f"{mode}: simulating")
+                schedule = setting.schedule_of(options.stages).along(graph_of_cuts(profile, partition.cuts))
                 scenario = scenario_of_partition(profile, partition, packed.workers(options.stages), schedule)
                 simulation = simulate(schedule, scenario, steady_minibatches(schedule))
                 seconds = simulation.seconds_per_minibatch

@@ -9,12 +9,13 @@ from fxpipe.errors import CutError, near
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.passes.recompute import LEAST, Room
-from fxpipe.planner.advice import advised_partitions
+from fxpipe.planner.branches import graph_of_cuts
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
 from fxpipe.schedule.check import moments
+from fxpipe.search.side_by_side import planned_side_by_side
 
 WORTH = 0.02
 """How much faster distinct forward and backward cuts must be than shared ones to be worth their messages."""
@@ -52,7 +53,7 @@ def choose_cuts(
     if options.planned:
         found = known or _planned(profile, options, setting)
         best = found[-1]
-        return Choice(best.cuts, found, _rooms(best, options, setting))
+        return Choice(best.cuts, found, _rooms(profile, best, options, setting))
     cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)
     count = len(program.units)
     if (cuts.workers, cuts.forward[-1]) != (options.stages, count):
@@ -63,17 +64,19 @@ def choose_cuts(
     _refuse_parted_buffers(program.units, profile, cuts.forward)
     if not options.recomputes:
         return Choice(cuts)
-    priced = of_cuts(profile, setting.workers(options.stages), cuts)
-    return Choice(cuts, rooms=_rooms(priced, options, setting))
+    graph = () if options.replicas else graph_of_cuts(profile, cuts)
+    priced = of_cuts(profile, setting.workers(options.stages, graph=graph), cuts)
+    return Choice(cuts, rooms=_rooms(profile, priced, options, setting))
 
 
-def _rooms(partition: Partition, options: CompileOptions, setting: Setting) -> tuple[Room, ...]:
+def _rooms(profile: Profile, partition: Partition, options: CompileOptions, setting: Setting) -> tuple[Room, ...]:
     """How much each worker's memory leaves for the values that it keeps between actions."""
     if not options.recomputes:
         return ()
     if options.recompute == "full":
         return (LEAST,) * options.stages
-    schedule = setting.schedule_of(options.stages)
+    graph = () if options.replicas else graph_of_cuts(profile, partition.cuts)
+    schedule = setting.schedule_of(options.stages).along(graph)
     memory = setting.workers(options.stages).memory
     return tuple(
         Room(memory[k] - (load.memory - load.values), moments(schedule, k)) for k, load in enumerate(partition.loads)
@@ -90,7 +93,7 @@ def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tup
     widest = "bidirectional" if options.cuts == "auto" else str(options.cuts)
     if options.replicas and not options.kind.synchronous and options.cuts == "auto":
         widest = "same"  # other cuts would need copies of weights, which such a run refuses (`fxpipe.policy.recipe`)
-    found = advised_partitions(profile, setting, options.stages, ("same", widest))
+    found = planned_side_by_side(profile, setting, options.stages, ("same", widest))
     chosen = found[widest]
     if options.cuts == "auto" and "same" in found:
         least = max(WORTH, profile.noise(options.stages))

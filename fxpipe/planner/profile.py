@@ -13,6 +13,8 @@ unit has several outputs with different readers, use `activations` and `gradient
     "activations": [{"unit": "blocks.0", "bytes": 4096, "readers": ["blocks.1", "head"]}, ...]
     "gradients":   [{"unit": "head", "bytes": 4096, "readers": ["blocks.1"]}, ...]
 
+An activation with `"batch": true` is the batch's own: it belongs to the first unit, and no reader waits for that unit.
+
 `no_forward_cut` has units before which forward must not be cut, each with the reason (a buffer that is updated).
 `device` is the device of the times. `pipedream` reads PipeDream's published profiles.
 """
@@ -24,13 +26,20 @@ import heapq
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fxpipe.errors import FxpipeError, ProfileError, near
 from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.typed_json import Malformed, convert, explained, parse
+
+Pairs = NDArray[np.int64]
+"""Positions of units: two in each row."""
 
 MOST = 1e30
 """Times and sizes are below this, so that sums stay finite."""
@@ -110,11 +119,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Value:
-    """A value that one unit makes and others read: positions, and bytes."""
+    """A value that one unit makes and others read: positions, and bytes.
+
+    Attributes:
+        batch: it is the batch's own, which worker 0 has from the start; its producer is unit 0.
+    """
 
     producer: int
     bytes: float
     readers: tuple[int, ...]
+    batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,17 @@ class Profile:
     device: str = ""
     spread: float = 0.0
     doubt: float = 0.0
+
+    @cached_property
+    def reads(self) -> tuple[Pairs, Pairs, Pairs]:
+        """Who reads what others make: (unit, later reader) for activations, the readers of the batch's own values, and
+        (earlier reader, unit) for gradients."""
+        own = [(v.producer, reader) for v in self.activations if not v.batch for reader in v.readers]
+        batch = [reader for v in self.activations if v.batch for reader in v.readers]
+        sums = [(reader, v.producer) for v in self.gradients for reader in v.readers]
+        pairs = (np.array(sorted(set(some)), dtype=np.int64).reshape(-1, 2) for some in (own, sums))
+        forward, backward = pairs
+        return forward, np.unique(np.array(batch, dtype=np.int64)), backward
 
     def noise(self, workers: int) -> float:
         """How far a worker's time may be off, as a share of it, if `workers` share the work."""
@@ -164,7 +189,9 @@ class Profile:
 
         def rows(values: Sequence[Value]) -> list[dict[str, Any]]:
             return [
-                {"unit": names[v.producer], "bytes": v.bytes, "readers": [names[r] for r in v.readers]} for v in values
+                {"unit": names[v.producer], "bytes": v.bytes, "readers": [names[r] for r in v.readers]}
+                | ({"batch": True} if v.batch else {})
+                for v in values
             ]
 
         body = {
@@ -221,6 +248,7 @@ class _ValueJson:
     unit: str
     bytes: float
     readers: tuple[str, ...]
+    batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -280,6 +308,10 @@ def _profile(file: _ProfileJson) -> Profile:
     rank = {name: i for i, name in enumerate(units)}
     order = in_order(units, outputs, rank)
     activations = tuple(located(outputs, order))
+    if batch := [row for row in file.activations or () if row.batch]:
+        others = [row for row in file.activations or () if not row.batch]
+        own = [dataclasses.replace(v, batch=True) for v in located(_outputs(batch, units, "activations"), order)]
+        activations = tuple(in_turn([*own, *located(_outputs(others, units, "activations"), order)]))
     if file.gradients is None:
         gradients = backward_values([units[n] for n in order], activations)
     else:

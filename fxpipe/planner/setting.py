@@ -15,6 +15,7 @@ from fxpipe.policy import make as make_policy
 from fxpipe.policy.costs import seconds_per_owned_byte
 from fxpipe.schedule import Schedule, from_csv, make, with_replicas
 from fxpipe.schedule.check import moments
+from fxpipe.schedule.graph import Graph
 
 MOMENTUM = 1.0
 """The default bytes of optimizer state for each byte of weights: SGD with momentum."""
@@ -94,8 +95,8 @@ class Setting:
         """The memory of each of `ranks` ranks; empty without limit."""
         return _for(ranks, self.memory)
 
-    def workers(self, count: int, replicas: tuple[int, ...] = ()) -> Workers:
-        """`count` workers, each with its number of `replicas`, or with one process.
+    def workers(self, count: int, replicas: tuple[int, ...] = (), graph: Graph = ()) -> Workers:
+        """`count` workers, each with its number of `replicas`, or with one process; a chain, or with this graph.
 
         There may be more or fewer workers than speeds and memories only if these are all equal. Replicas need that,
         too.
@@ -104,7 +105,7 @@ class Setting:
             ScheduleError, PolicyError: an unknown name.
             CutError: speeds, memories, links or replicas for another number of workers.
         """
-        schedule = self.schedule_of(count)
+        schedule = self.schedule_of(count).along(graph)
         if not replicas and len(self.replicas) == count:
             replicas = self.replicas
         if replicas:

@@ -16,8 +16,8 @@ class Versions:
     """The version of each owner's weights that every action on every worker sees.
 
     A version is a number of updates. An action sees the owner's updates that *happen before* it: by program order on a
-    worker, F after the F of the previous worker, B after the B of the next worker; an update is part of the action that
-    ends its minibatch. Timing plays no part, so every run sees the same.
+    worker, F after the F of the workers before it, B after the B of the workers after it (`Schedule.graph`, mostly a
+    chain); an update is part of the action that ends its minibatch. Timing plays no part, so every run sees the same.
 
     A schedule with a flush adds one more order: a worker's actions of a minibatch come after all workers' updates of
     the minibatch before. If updates are part of B, the pipeline's messages enforce this. If they are part of W, which

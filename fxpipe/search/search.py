@@ -18,10 +18,8 @@ from fxpipe.search.candidate import Candidate, Question, Sized, candidates, coun
 from fxpipe.search.climb import climb
 from fxpipe.search.plans import Found, Plans
 from fxpipe.search.reasons import TIE, complexity, reason
+from fxpipe.search.side_by_side import SIMULATIONS, between_branches
 from fxpipe.search.simulated_plan import Judge, SimulatedPlan
-
-SIMULATIONS = 150
-"""At most this many plans are simulated to improve one kind of cuts of one schedule and number of microbatches."""
 
 STARTS = 3
 """From how many plans they are improved."""
@@ -156,6 +154,9 @@ class _Planning:
             except (TooLittleMemory, PolicyError) as error:
                 self._refuse(own[-1], error)
         trials = [judge.trial(found[judge.candidate.mode]) for judge, found in planned]
+        if self.sized.fixed is None:
+            pairs = zip(planned, trials[:], strict=True)
+            trials += [more for (judge, _), trial in pairs for more in between_branches(judge, trial)]
         return [*trials, *self._borrowed(planned, trials)]
 
     def _planned(self, own: Sequence[Candidate]) -> list[tuple[Judge, Found]]:

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 
+from fxpipe.planner.branches import graph_of_cuts
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
-from fxpipe.planner.partition import Partition, of_all_cuts
+from fxpipe.planner.partition import Partition, of_all_cuts, of_cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Workers
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.costs import delay
 from fxpipe.schedule import Schedule
+from fxpipe.schedule.graph import Graph
 from fxpipe.schedule.versions import versions_of
 from fxpipe.search.candidate import Candidate, Question, Sized
 from fxpipe.simulator.of_partition import scenario_of_partition
@@ -34,6 +36,7 @@ class SimulatedPlan:
 
     Attributes:
         setting: the schedule, its policy, and what it was planned for.
+        graph: of its workers.
     """
 
     candidate: Candidate
@@ -42,6 +45,7 @@ class SimulatedPlan:
     partition: Partition
     scenario: Scenario
     simulation: Simulation
+    graph: Graph = ()
 
     @property
     def seconds(self) -> float:
@@ -74,7 +78,7 @@ class SimulatedPlan:
     @cached_property
     def schedule(self) -> Schedule:
         """Its schedule."""
-        return self.setting.schedule_of(len(self.partition.loads))
+        return self.setting.schedule_of(len(self.partition.loads)).along(self.graph)
 
     @cached_property
     def staleness(self) -> int:
@@ -141,12 +145,21 @@ class Judge:
         profile = sized.profile(candidate.schedule, candidate.mode)
         return Judge(candidate, sized, setting, profile, setting.workers(len(placement)))
 
+    def workers_of(self, cuts: Cuts) -> Workers:
+        """The workers, with the graph that they have with these cuts, so that they hold what that needs."""
+        graph = graph_of_cuts(self.profile, cuts)
+        return self.setting.workers(self.workers.count, graph=graph) if graph else self.workers
+
     def trial(self, partition: Partition) -> SimulatedPlan:
         """The trial of a partition that fits."""
-        schedule = self.setting.schedule_of(self.workers.count)
+        graph = graph_of_cuts(self.profile, partition.cuts)
+        schedule = self.setting.schedule_of(self.workers.count).along(graph)
+        if graph:
+            priced = of_cuts(self.profile, self.workers_of(partition.cuts), partition.cuts, mode=partition.mode)
+            partition = replace(priced, lower_bound=min(partition.lower_bound, priced.bottleneck))
         scenario = scenario_of_partition(self.profile, partition, self.workers, schedule)
         simulation = simulate(schedule, scenario, steady_minibatches(schedule))
-        return SimulatedPlan(self.candidate, self.sized, self.setting, partition, scenario, simulation)
+        return SimulatedPlan(self.candidate, self.sized, self.setting, partition, scenario, simulation, graph)
 
     def of_cuts(self, cuts: Sequence[Cuts]) -> Iterator[SimulatedPlan | None]:
         """The trials of other cuts, each when it is asked for; None if they do not fit into memory."""

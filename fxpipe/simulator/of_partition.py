@@ -15,6 +15,7 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Ratios, Workers
 from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.graph import handed_on_by, reach_of
 from fxpipe.schedule.versions import versions_of
 from fxpipe.simulator.scenario import Message, Scenario, WeightCopy
 
@@ -34,7 +35,7 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
     """
     return Scenario(
         workers=tuple(_time(profile, partition, workers, k, schedule) for k in range(workers.count)),
-        messages=tuple(_Messages(profile, partition, workers.ratios, schedule.runs_in("W")).all()),
+        messages=tuple(_Messages(profile, partition, workers.ratios, schedule).all()),
         weight_copies=tuple(_weight_copies(profile, partition, schedule, workers.ratios.weights)),
         links=workers.links,
         placement=schedule.placement,
@@ -57,13 +58,15 @@ def _time(profile: Profile, partition: Partition, workers: Workers, k: int, sche
 class _Messages:
     """Combines the values between each two workers into messages, by phase and by the time when they are made.
 
-    Args:
+    Attributes:
         weights_phase: the phase that makes weight gradients: W, or B if they are not separate.
     """
 
-    def __init__(self, profile: Profile, partition: Partition, ratios: Ratios, weights_phase: Phase) -> None:
+    def __init__(self, profile: Profile, partition: Partition, ratios: Ratios, schedule: Schedule) -> None:
         self.profile = profile
-        self.weights_phase = weights_phase
+        self.weights_phase = schedule.runs_in("W")
+        self.chain = not schedule.after
+        self.reach = reach_of(schedule.graph)
         self.ratios = ratios
         self.cuts = partition.cuts
         self.forward = list(accumulate((u.forward_ms for u in profile.units), initial=0.0))
@@ -110,18 +113,22 @@ class _Messages:
             self.found[part] = (before[0] + size, max(before[1], made), min(before[2], needed))
 
     def _value(self, value: Value, chain: Phase, forward: bool) -> None:
-        """A value that is sent from reader to reader: each forwards it when it has arrived."""
+        """A value that is sent from reader to reader: each forwards it when it has arrived (`handed_on_by`)."""
         owner = self.owner[chain]
-        source = owner[value.producer]
-        made = self._share(source, value.producer + 1) if forward else 1.0
-        for target in sorted({owner[reader] for reader in value.readers}, reverse=not forward):
+        home = owner[value.producer]
+        starts = value.batch and not self.chain  # known when worker 0 begins
+        made_at_home = 0.0 if starts else self._share(home, value.producer + 1) if forward else 1.0
+        targets = sorted({owner[reader] for reader in value.readers} - {home}, reverse=not forward)
+        by = handed_on_by(home, targets, self.reach, value.batch)
+        arrived: list[tuple[int, float]] = []
+        for target, before in zip(targets, by, strict=True):
+            source, made = (home, made_at_home) if before is None else arrived[before]
             needed = 0.0
             if forward:
                 needed = self._share(target, min(r for r in value.readers if owner[r] == target))
             ratio = self.ratios.activation if forward else self.ratios.gradient
             self._add((source, chain, target, chain), ratio * value.bytes, made, needed)
-            if target != source:
-                source, made = target, needed if forward else 1.0
+            arrived.append((target, needed if forward else 1.0))
 
     def _saved(self) -> None:
         """Saved values, what recomputation needs, and gradients that W reads from B on another worker."""

@@ -81,7 +81,7 @@ class _Profiler:
             readers = _units(n for n in node.users if is_call_of(n, "F") and n not in self.anywhere)
             later = tuple(sorted(r for r in readers if r > unit))
             if later:
-                yield Value(unit, size_of(value(node)), later)
+                yield Value(unit, size_of(value(node)), later, batch=node.op != "call_function")
 
     def _gradients(self) -> Iterable[Value]:
         for node in self.nodes:

@@ -1,0 +1,84 @@
+"""The planner's cuts, moved to the borders of branches where that gains something, for a schedule that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import isfinite
+
+from fxpipe.planner.advice import advised_partitions
+from fxpipe.planner.branches import borders, cut_at
+from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts, partitions
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.setting import Setting
+from fxpipe.search.candidate import Candidate, Sized
+from fxpipe.search.climb import climb
+from fxpipe.search.simulated_plan import Judge, SimulatedPlan
+
+SIMULATIONS = 150
+"""At most this many plans are simulated to improve one kind of cuts of one schedule and number of microbatches."""
+
+WORTH = 0.02
+"""How much slower cuts may be for which weights are less stale."""
+
+
+def planned_side_by_side(
+    profile: Profile,
+    setting: Setting,
+    count: int,
+    modes: Sequence[str],
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Partition]:
+    """Like `advised_partitions`, or better: partitions whose workers run branches side by side.
+
+    The planner minimises the slowest worker's cost, which does not depend on the order in which workers wait. With a
+    flush, what counts is the simulated time, which is shorter if the pipeline fills along several branches at once.
+    Without one, what counts is the number of workers that a microbatch passes, which is how old weights are. Either way
+    fewer microbatches are in flight, so that a partition may fit only with its branches side by side.
+
+    Raises:
+        TooLittleMemory: nothing fits; the hint has the memory and the number of workers that would be enough.
+    """
+    short: TooLittleMemory | None = None
+    places = borders(profile, count) if 1 < count <= len(profile.units) else ()
+    schedule = setting.schedule_of(count)
+    try:
+        found = advised_partitions(profile, setting, count, modes, say)
+    except TooLittleMemory as error:
+        if not places:
+            raise
+        found, short = partitions(profile, replace(setting, memory=()).workers(count), modes, say), error
+    if not places or schedule.several or schedule.replicas:
+        if short is not None:
+            raise short
+        return found
+    better = {}
+    for mode, partition in found.items():
+        say(f"{mode}: cutting between branches")
+        candidate, sized = Candidate(setting.schedule, setting.microbatches, mode), Sized(setting, profile, profile)
+        judge = Judge(candidate, sized, setting, profile, setting.workers(count))
+        first = judge.trial(partition)
+        trials = [*([first] if short is None else []), *between_branches(judge, first)]
+        if not trials:
+            continue
+        if schedule.synchronous:
+            best = climb(judge, trials, SIMULATIONS)
+        else:
+            fastest = min(trial.seconds for trial in trials)
+            near = [trial for trial in trials if trial.seconds <= fastest * (1 + WORTH)]
+            best = min(near, key=lambda trial: trial.schedule.depths[0])
+        better[mode] = best.partition
+    if short is not None and modes[-1] not in better:
+        raise short
+    return better
+
+
+def between_branches(judge: Judge, trial: SimulatedPlan) -> list[SimulatedPlan]:
+    """Trials with cuts at the borders of branches, near those of a trial and others, as far as they fit."""
+    places = borders(judge.profile, judge.workers.count) if judge.workers.count > 1 else ()
+    found = []
+    for cuts in dict.fromkeys(cut_at(judge.profile, places, trial.partition.cuts)) if places else ():
+        priced = of_cuts(judge.profile, judge.workers_of(cuts), cuts, mode=trial.candidate.mode)
+        if isfinite(priced.bottleneck):
+            found.append(judge.trial(replace(priced, lower_bound=trial.partition.lower_bound)))
+    return found
