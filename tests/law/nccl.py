@@ -4,19 +4,25 @@
 - An exchange of replicas is a kernel, too: it is over when all replicas have launched theirs.
 - What travels is on the device.
 - A communicator has no tags: both ends must launch their messages in one order.
-- Before every action the device may wait for all its kernels (an allocation, a kernel that is loaded, a callback that
-  synchronises). If one waits for a process that waits for this one, that would never return.
+- All streams share one hardware queue: a kernel starts when all is over that its process has launched before it, and so
+  does an action. This is the worst case: with more queues, or where the whole device waits (an allocation, a loaded
+  kernel, a callback that synchronises), a kernel waits only for some of these. So an order of launches that blocks no
+  process here blocks none on any device.
+- At the end of a run all kernels are over.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from typing import Any
 
 import pretended_streams
@@ -26,6 +32,7 @@ from torch import Tensor
 from fxpipe.runtime.process import world
 from fxpipe.runtime.wires import processes, replica_group
 from fxpipe.runtime.wires.group import group_among
+from fxpipe.runtime.wires.nccl_lines import Agreement
 from fxpipe.runtime.wires.replica_group import ReplicaProcess
 from fxpipe.runtime.wires.shared_memory import SWITCH
 from fxpipe.runtime.worker.executor import Executor
@@ -33,6 +40,7 @@ from fxpipe.runtime.worker.executor import Executor
 PATIENCE = 8
 """Seconds after which a kernel is taken to wait for a process that waits for this one."""
 
+LEFT = "a kernel of NCCL was launched, and never ended"
 STUCK = "the device waits for a kernel of NCCL, which waits for another process"
 OTHER = "the ends of a communicator have launched different messages"
 ELSEWHERE = "NCCL refuses what is not on the device"
@@ -43,38 +51,73 @@ MOST = 2
 device = torch.device("cpu")
 """Of the run."""
 
-kernels: list[Kernel] = []
-"""Those launched on this process's device since it last waited for all of them."""
+queues = 1
+"""Hardware queues of a device."""
+
+COMPUTE = 0
+"""The stream of a worker's actions."""
+
+streams = itertools.count(1)
+"""All others: one for each communicator."""
+
+launching = threading.Lock()
+last: dict[int, Future[Any]] = {}
+"""What was last launched into each queue."""
+
+errors: list[BaseException] = []
+"""Those of kernels."""
 
 
 class Kernel:
-    """A send or a receive that was launched, and goes on whatever the process does.
+    """What is launched on a stream: it starts when all is over that its queue has before it.
 
     Args:
-        end: returns when it is over.
+        run: returns when it is over.
     """
 
-    def __init__(self, end: Callable[[], Any]) -> None:
-        self._end = end
-        self._found: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        kernels.append(self)
+    def __init__(self, stream: int, run: Callable[[], Any]) -> None:
+        self._over: Future[Any] = Future()
+        before = _launched(stream, self._over)
+        threading.Thread(target=self._run, args=(before, run), daemon=True).start()
 
     def wait(self) -> Any:
-        """Wait until it is over; what it has made."""
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive(), STUCK
-        if self._error is not None:
-            raise self._error
-        return self._found
+        """Have the compute stream go on after it; what it has made."""
+        compute(self._over)
+        return self._over.result()
 
-    def _run(self) -> None:
+    def _run(self, before: list[Future[Any]], run: Callable[[], Any]) -> None:
+        wait(before)
         try:
-            self._found = self._end()
+            self._over.set_result(run())
         except BaseException as error:
-            self._error = error
+            errors.append(error)
+            self._over.set_exception(error)
+
+
+def compute(*kernels: Future[Any]) -> None:
+    """Wait for these kernels on the compute stream, and for what its queue has before that."""
+    over: Future[Any] = Future()
+    before = _launched(COMPUTE, over)
+    missing = wait([*before, *kernels], PATIENCE).not_done
+    over.set_result(None)
+    if missing:
+        _broken(STUCK)
+
+
+def finish() -> None:
+    """At the end of a run: all kernels are over, also those that nothing has waited for."""
+    if wait(last.values(), PATIENCE).not_done:
+        _broken(LEFT)
+    if errors:
+        raise errors[0]
+
+
+def _launched(stream: int, over: Future[Any]) -> list[Future[Any]]:
+    """Put a kernel into the queue of its stream; what it has to wait for."""
+    with launching:
+        before = last.get(stream % queues)
+        last[stream % queues] = over
+    return [] if before is None else [before]
 
 
 class Communicator:
@@ -82,29 +125,34 @@ class Communicator:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._streams: defaultdict[int, int] = defaultdict(lambda: next(streams))
         self._launched: Counter[int] = Counter()
 
     def send(self, tensors: list[Tensor], place: int, tag: int) -> Kernel:
         size, data = (tensor.cpu() for tensor in _named(tensors))
         group, there = self._group, self._tag(tag)
-        work = [group.send([size], place, there), group.recv([torch.zeros(1)], place, there + 1)]
-        work.append(group.send([data], place, there + 2))
-        return Kernel(lambda: [each.wait() for each in work])
+
+        def run() -> None:
+            work = [group.send([size], place, there), group.recv([torch.zeros(1)], place, there + 1)]
+            work.append(group.send([data], place, there + 2))
+            for each in work:
+                each.wait()
+
+        return Kernel(self._streams[tag], run)
 
     def recv(self, tensors: list[Tensor], place: int, tag: int) -> Kernel:
         expected, data = _named(tensors)
-        there, size = self._tag(tag), torch.empty_like(expected)
-        work = [self._group.recv([size], place, there), self._group.send([torch.zeros(1)], place, there + 1)]
+        group, there, size = self._group, self._tag(tag), torch.empty_like(expected)
 
-        def end() -> None:
-            for each in work:
+        def run() -> None:
+            for each in (group.recv([size], place, there), group.send([torch.zeros(1)], place, there + 1)):
                 each.wait()
             if int(size) != int(expected):
                 _broken(OTHER)
-            self._group.recv([here := data.cpu()], place, there + 2).wait()
+            group.recv([here := data.cpu()], place, there + 2).wait()
             data.copy_(here)
 
-        return Kernel(end)
+        return Kernel(self._streams[tag], run)
 
     def _tag(self, tag: int) -> int:
         self._launched[tag] += 1
@@ -184,9 +232,13 @@ def use(wires: str, fault: str = "") -> None:
 
 
 def plant(fault: str) -> None:
-    """Have this process break one of NCCL's rules; '': none."""
-    if fault:
-        FAULTS[fault]()
+    """Have this process break one of NCCL's rules; '': none. 'two orders/32' does with 32 hardware queues."""
+    global queues
+    name, _, number = fault.partition("/")
+    if name:
+        FAULTS[name]()
+    if number:
+        queues = int(number)
 
 
 def _take_place() -> None:
@@ -202,8 +254,7 @@ def _take_place() -> None:
 
     def guarded(execute: Callable[..., Any]) -> Callable[..., Any]:
         def then(executor: Executor, *given: Any) -> Any:
-            while kernels:
-                kernels.pop().wait()
+            compute()
             return execute(executor, *given)
 
         return then
@@ -216,36 +267,17 @@ def _take_place() -> None:
 
     def of_replicas(members: list[int], backend: str) -> Any:
         group = group_among(members, "gloo")
-        return group and Replicas(group)
+        return Replicas(group) if group is not None and backend == "nccl" else group
 
-    def on_stream(make: Callable[..., None]) -> Callable[..., None]:
-        def made(process: ReplicaProcess, *given: Any) -> None:
-            make(process, *given)
-            process._on_stream = True
+    stream = next(streams)
 
-        return made
-
-    stream: list[Kernel] = []
-
-    def begin(self: ReplicaProcess, worker: int, key: Any, run: Any, flat: Tensor, taken: bool = True) -> None:
-        """As on a stream: the worker goes on, and the kernels of exchanges follow each other."""
-        before = stream.pop() if stream else None
-
-        def follow() -> Tensor:
-            if before is not None:
-                before._thread.join()
-            with torch.no_grad():
-                return self._counted((worker, key[0]), run, flat)
-
-        stream.append(Kernel(follow))
-        if taken:
-            self._begun[worker, key] = stream[-1].wait
+    def launch(self: ReplicaProcess, run: Callable[[Tensor], Tensor], flat: Tensor) -> Callable[[], Tensor]:
+        return Kernel(stream, lambda: torch.no_grad()(run)(flat)).wait
 
     world.common_backend = backend
     processes.group_among = among
     replica_group.group_among = of_replicas
-    ReplicaProcess.__init__ = on_stream(ReplicaProcess.__init__)  # type: ignore[method-assign]
-    ReplicaProcess.begin = begin  # type: ignore[method-assign]
+    ReplicaProcess._launch = launch  # type: ignore[method-assign]
     Executor.execute = guarded(Executor.execute)  # type: ignore[method-assign]
 
 
@@ -256,7 +288,8 @@ def _at_once() -> None:
     def launched(way: str) -> Callable[..., Any]:
         def launch(self: Any, data: Tensor) -> Kernel:
             group, place = self._communicator._group, self._communicator._place
-            return getattr(group, way)([data], place, self._tag)
+            notes = self._agreement._below or self._agreement._above
+            return getattr(group, way)([data], place, notes._tag)
 
         return launch
 
@@ -265,15 +298,37 @@ def _at_once() -> None:
 
 
 def _any_order() -> None:
-    """Receives of a communicator are launched as their lines come to them."""
-    direction = processes.Communicator
-    receive = direction.receive
+    """Messages are launched as their lines come to them."""
+    _late()
+    agree = Agreement.__init__
 
-    def in_any_order(self: Any, data: Tensor, number: int) -> Any:
+    def without_lock(self: Any, lock: Any, *given: Any) -> None:
+        agree(self, nullcontext(), *given)  # type: ignore[arg-type]
+
+    Agreement.__init__ = without_lock  # type: ignore[method-assign]
+
+
+def _two_orders() -> None:
+    """The messages of a communicator have one order, those of several have not."""
+    _late()
+    connect = processes.ProcessWires._connect_two
+
+    def with_own_lock(self: Any, *given: Any) -> None:
+        self.launching = threading.Lock()
+        connect(self, *given)
+
+    processes.ProcessWires._connect_two = with_own_lock  # type: ignore[method-assign]
+
+
+def _late() -> None:
+    """Messages begin some time after they were agreed on."""
+    begin = processes.Communicator.begin
+
+    def later(self: Any, *given: Any) -> Any:
         time.sleep(random.random() / 50)
-        return receive(self, data, self._begun)
+        return begin(self, *given)
 
-    direction.receive = in_any_order  # type: ignore[method-assign]
+    processes.Communicator.begin = later  # type: ignore[method-assign]
 
 
 def _from_the_cpu() -> None:
@@ -302,9 +357,38 @@ def _other_place() -> None:
     ReplicaProcess.begin = later  # type: ignore[method-assign]
 
 
+def _sums_at_once() -> None:
+    """Replicas do not agree on exchanges, which two of four processes launch later than the others among messages."""
+    late = os.environ.get("RANK") in ("1", "2")
+    make = ReplicaProcess.__init__
+
+    def launch(ready: Callable[[], None], begin: Callable[[], Any]) -> Any:
+        time.sleep(late / 10)
+        return begin()
+
+    def made(self: Any, *given: Any) -> None:
+        make(self, *given)
+        self._agreement.launch = launch
+
+    ReplicaProcess.__init__ = made  # type: ignore[method-assign]
+
+
+def _left_over() -> None:
+    """At the end a process launches a receive that has no send."""
+
+    def close(self: Any) -> None:
+        communicator = next(iter(self._lines.values()))._communicator
+        communicator.begin("recv", torch.zeros(1, dtype=torch.uint8, device=device))
+
+    processes.ProcessWires.close = close  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "at once": _at_once,
     "any order": _any_order,
+    "two orders": _two_orders,
     "from the CPU": _from_the_cpu,
     "other place": _other_place,
+    "sums at once": _sums_at_once,
+    "left over": _left_over,
 }

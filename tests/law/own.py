@@ -93,4 +93,5 @@ if __name__ == "__main__":
     for port, options in json.loads(sys.argv[2]):
         os.environ["MASTER_PORT"] = str(port)
         loop(RunOptions.from_json(options), int(os.environ["RANK"]))
+    nccl.finish()
     end_process(0)

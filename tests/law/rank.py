@@ -21,4 +21,5 @@ if __name__ == "__main__":
         summary = join(RunOptions.from_json(options))
         if summary is not None:
             (folder / f"summary_{number}.json").write_text(json.dumps(summary))
+    nccl.finish()
     end_process(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pretended_device
 import pytest
-from nccl import ELSEWHERE, OTHER, STUCK
+from nccl import ELSEWHERE, LEFT, OTHER, STUCK
 from try_case import tried
 
 GPT = "model=gpt cuts=later schedule=async microbatches=4 processes=nccl"
@@ -19,8 +19,11 @@ needs_device = pytest.mark.skipif(bool(pretended_device.LACKS), reason=pretended
     ("case", "fault", "found"),
     [
         (GPT, "at once", STUCK),
-        (GPT, "any order", OTHER),
-        (REPLICAS, "other place", STUCK),
+        (GPT, "any order/32", OTHER),
+        (GPT, "two orders", STUCK),
+        (REPLICAS, "other place", OTHER),
+        (REPLICAS, "sums at once", STUCK),
+        (GPT, "left over", LEFT),
         pytest.param(SEEDS, "from the CPU", ELSEWHERE, marks=needs_device),
     ],
 )
@@ -28,6 +31,15 @@ def test_a_broken_rule_is_found(case: str, fault: str, found: str) -> None:
     code, text = tried(case, fault)
     assert code != 0
     assert found in text
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("case", "fault"), [(GPT, "at once/32"), (GPT, "two orders/32")])
+def test_what_breaks_no_rule_is_not_found(case: str, fault: str) -> None:
+    """With a hardware queue for each stream no kernel waits for one of another stream: only the one queue finds it."""
+    code, text = tried(case, fault)
+    assert code == 0, text
 
 
 @pytest.mark.slow

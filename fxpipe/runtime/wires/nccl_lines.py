@@ -1,16 +1,19 @@
-"""Messages over NCCL: each begins once both ends are ready for it.
+"""Kernels of NCCL, which all processes launch in one order, and the messages that are such kernels.
 
-NCCL's sends and receives are kernels: except for a few small messages, each runs until the other one has run, too.
-Everything that waits for the whole device waits for them: loading a kernel, an allocation, `torch.cuda.synchronize` in
-a user's callback. A worker that launches one before the other end is ready may block there while the other end waits
-for this worker. So the ends first exchange notes over gloo:
+A send, a receive or a sum of NCCL is a kernel that runs until the other processes have launched theirs, too. Whatever
+waits for the whole device waits for it: loading a kernel, an allocation, `torch.cuda.synchronize` in a user's callback.
+And other kernels may wait for it, since streams share the hardware queues of a device. So a kernel must not be launched
+before all processes are ready for it, and NCCL demands that all processes launch their kernels in the same order. They
+first agree by notes over gloo:
 
-    receiver: its memory is free      ─ ready →
-                                      ← go, 7th ─      sender: its value is made
-    receive, after the 6th                             send
+    lower rank: its value is made, or its memory free        higher rank: the same
+                                            ← ready ─
+    takes its lock                          ─ go →            takes its lock
+    launches                                ← go ─            launches
 
-The messages of a line keep their order. All lines from one process to another share a communicator, in which both ends
-must begin messages in one order: the sender's, which its notes say.
+A process has one lock for all its kernels. While it holds the lock it waits only for locks of higher ranks, so no
+processes wait for each other in a circle. And all locks of a kernel are held at some moment, which gives its place in
+the order.
 """
 
 from __future__ import annotations
@@ -18,13 +21,75 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class Notes:
+    """Notes without content, to and from one other process.
+
+    Args:
+        group: over gloo.
+        process: its rank in the group.
+        tag: which nothing else has.
+    """
+
+    def __init__(self, group: Any, process: int, tag: int) -> None:
+        self._group, self._process, self._tag = group, process, tag
+
+    def send(self) -> None:
+        self._group.send([torch.zeros(1)], self._process, self._tag).wait()
+
+    def receive(self) -> None:
+        self._group.recv([torch.zeros(1)], self._process, self._tag).wait()
+
+
+class Agreement:
+    """Launches kernels that some processes have in common, when all of them are ready, in the order of all kernels.
+
+    Args:
+        lock: of this process.
+        notes: the group in which they agree, over gloo.
+        members: their ranks in it, in rising order.
+        own: this process's.
+        tag: of the notes, which nothing else has.
+    """
+
+    def __init__(self, lock: threading.Lock, notes: Any, members: Sequence[int], own: int, tag: int) -> None:
+        place = members.index(own)
+        self._lock = lock
+        self._below = Notes(notes, members[place - 1], tag) if place else None
+        self._above = Notes(notes, members[place + 1], tag) if place + 1 < len(members) else None
+
+    def launch(self, ready: Callable[[], None], begin: Callable[[], Any]) -> Any:
+        """Launch a kernel; returns what `begin` returns.
+
+        Args:
+            ready: waits until this process is ready.
+            begin: launches it.
+
+        Raises:
+            Exception: any error of these; from gloo if another process is gone.
+        """
+        below, above = self._below, self._above
+        ready()
+        if above is not None:
+            above.receive()  # all above are ready
+        if below is not None:
+            below.send()
+            below.receive()  # all below hold their locks
+        with self._lock:
+            if above is not None:
+                above.send()
+                above.receive()  # all above hold their locks
+            if below is not None:
+                below.send()
+            return begin()
 
 
 class Communicator:
@@ -37,36 +102,21 @@ class Communicator:
 
     def __init__(self, group: Any, place: int) -> None:
         self._group, self._place = group, place
-        self._begun = 0
-        self._turn = threading.Condition()
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
-    def send(self, data: Tensor, say: Callable[[int], int]) -> Any:
-        """Begin to send, after saying which message of the communicator it is."""
-        with self._turn:
-            say(self._begun)
-            self._begun += 1
-            return self._group.send([data], self._place, 0)
-
-    def receive(self, data: Tensor, number: int) -> Any:
-        """Begin to receive a message of the communicator, after all before it.
+    def begin(self, way: str, data: Tensor) -> Any:
+        """Begin to `send` or `recv` a message, unless an earlier one could not begin: the other end may have begun it.
 
         Raises:
-            BaseException: what ended one of these.
+            Exception: why a message could not begin.
         """
-        with self._turn:
-            self._turn.wait_for(lambda: self._begun == number or self._error is not None)
-            if self._error is not None:
-                raise self._error
-            self._begun += 1
-            self._turn.notify_all()
-            return self._group.recv([data], self._place, 0)
-
-    def fail(self, error: BaseException) -> None:
-        """A message could not begin, so that no later one can."""
-        with self._turn:
-            self._error = self._error or error
-            self._turn.notify_all()
+        if self._error is not None:
+            raise self._error
+        try:
+            return getattr(self._group, way)([data], self._place, 0)
+        except Exception as error:
+            self._error = error
+            raise
 
 
 class Meeting:
@@ -76,8 +126,8 @@ class Meeting:
         begin: waits for the other end, and begins.
     """
 
-    def __init__(self, communicator: Communicator, begin: Callable[[], Any]) -> None:
-        self._communicator, self._begin = communicator, begin
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self._begin = begin
         self._work: Future[Any] = Future()
 
     def meet(self) -> None:
@@ -85,7 +135,6 @@ class Meeting:
         try:
             self._work.set_result(self._begin())
         except Exception as error:
-            self._communicator.fail(error)
             self._work.set_exception(error)
 
     def wait(self) -> None:
@@ -103,73 +152,53 @@ class NcclLine:
     A thread holds the meetings while the worker computes.
 
     Args:
-        notes: the group of all processes, over gloo.
-        process: the rank of the other process in it.
-        tag: of the notes, which nothing else has.
+        agreement: of the two processes, with notes of this line.
     """
 
-    def __init__(self, communicator: Communicator, notes: Any, process: int, tag: int, device: torch.device) -> None:
-        self._communicator = communicator
-        self._notes, self._process, self._tag = notes, process, tag
-        self._device = device
+    def __init__(self, communicator: Communicator, agreement: Agreement, device: torch.device) -> None:
+        self._communicator, self._agreement, self._device = communicator, agreement, device
         self._meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
         threading.Thread(target=_run, args=(self._meetings, device), name="fxpipe line", daemon=True).start()
         weakref.finalize(self, self._meetings.put, None)
 
     def send(self, data: Tensor) -> Meeting:
         """Send bytes; they must not change before the meeting is over."""
-        made, hear, say, communicator = self._mark(), self._note("recv"), self._note("send"), self._communicator
-
-        def begin() -> Any:
-            hear(0)
-            made()
-            return communicator.send(data, say)
-
-        return self._put(begin)
+        return self._put("send", data)
 
     def receive(self, data: Tensor) -> Meeting:
         """Receive into memory that only this message uses."""
-        free, hear, say, communicator = self._mark(), self._note("recv"), self._note("send"), self._communicator
+        return self._put("recv", data)
 
-        def begin() -> Any:
-            free()
-            say(0)
-            return communicator.receive(data, hear(0))
-
-        return self._put(begin)
-
-    def _put(self, begin: Callable[[], Any]) -> Meeting:
-        meeting = Meeting(self._communicator, begin)
+    def _put(self, way: str, data: Tensor) -> Meeting:
+        communicator, agreement, ready = self._communicator, self._agreement, mark(self._device)
+        meeting = Meeting(lambda: agreement.launch(ready, lambda: communicator.begin(way, data)))
         self._meetings.put(meeting)
         return meeting
 
-    def _note(self, way: str) -> Callable[[int], int]:
-        """Returns a function that exchanges a number with the other end."""
-        exchange, process, tag = getattr(self._notes, way), self._process, self._tag
 
-        def call(number: int) -> int:
-            note = torch.tensor([number])
-            exchange([note], process, tag).wait()
-            return int(note)
+def mark(device: torch.device) -> Callable[[], None]:
+    """Returns a function that waits for what the calling thread has launched on the device so far."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event.synchronize
 
-        return call
 
-    def _mark(self) -> Callable[[], None]:
-        """Returns a function that waits for what the calling thread has launched on the device so far."""
-        if self._device.type != "cuda":
-            return lambda: None
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        return event.synchronize
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """In a new thread: inside, its current stream is one that nothing else uses, for NCCL's kernels to wait for."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 def _run(meetings: queue.SimpleQueue[Meeting | None], device: torch.device) -> None:
     """Hold meetings in order, until None. It has no reference to the line, which ends with its last user."""
-    on_cuda = device.type == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(device)
-    # NCCL's kernels wait for the current stream, so make it one on which nothing is computed.
-    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
+    with own_stream(device):
         while (meeting := meetings.get()) is not None:
             meeting.meet()
             del meeting  # its memory is the worker's

@@ -11,6 +11,7 @@ A process may have several workers: their messages to each other stay in the pro
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -26,7 +27,7 @@ from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.group import group_among, peers
-from fxpipe.runtime.wires.nccl_lines import Communicator, NcclLine
+from fxpipe.runtime.wires.nccl_lines import Agreement, Communicator, NcclLine
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
 from fxpipe.runtime.wires.peer_memory import PeerReceiver, PeerSender
@@ -71,6 +72,7 @@ class ProcessWires:
     Attributes:
         name: how messages travel: 'gloo', 'nccl', 'shared memory', 'peer memory', or 'gloo and shared memory'.
         carriers: what carries them in each direction of the plan.
+        launching: the lock with which this process launches kernels of NCCL (see `nccl_lines`).
     """
 
     shares = True
@@ -93,6 +95,7 @@ class ProcessWires:
         self.ordered = backend == "nccl"
         self.staged = backend == "gloo" and device.type != "cpu"
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
+        self.launching = threading.Lock()
         self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by channel and the process at the other end
         self._outboxes: dict[int, Outbox] = {}
         self._on_cpu, self._shared = device.type == "cpu", NONE
@@ -214,4 +217,5 @@ class ProcessWires:
             notes = dist.group.WORLD
         communicator = Communicator(group, both.index(other))
         for channel in channels:
-            self._lines[channel, other] = NcclLine(communicator, notes, other, self._tags[channel], self.device)
+            agreement = Agreement(self.launching, notes, both, self.rank, self._tags[channel])
+            self._lines[channel, other] = NcclLine(communicator, agreement, self.device)

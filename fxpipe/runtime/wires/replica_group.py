@@ -6,7 +6,8 @@ replicas share a worker's update, the two halves are separate exchanges. A sum o
 over gloo it is gloo's own sum.
 
 Over gloo a thread of the process does this while the worker computes, except for exchanges that are one call of the
-group: gloo has its own threads for these. Over NCCL the calls are put on a stream.
+group: gloo has its own threads for these. Over NCCL the thread puts the calls on a stream, when all replicas are ready
+(`nccl_lines`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
 from fxpipe.runtime.wires.group import group_among, means_lost, peers
+from fxpipe.runtime.wires.nccl_lines import Agreement, mark, own_stream
 
 _SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
 """Dtypes for which gloo's sum of two has the same bits as torch's."""
+
+Job = Callable[[], Callable[[], Tensor]]
+"""Does or launches an exchange; what it returns waits for the result on the device."""
 
 
 def replica_group(plan: Plan, process: int, backend: str) -> Any:
@@ -48,6 +53,7 @@ class ReplicaProcess:
         device: of the vectors.
         staged: the group cannot carry the device's tensors: they go through the CPU's memory.
         name: of this process, in errors.
+        agreement: of the replicas, over NCCL; else None.
 
     Attributes:
         sent: the bytes sent to other processes, by worker and what was exchanged.
@@ -61,17 +67,17 @@ class ReplicaProcess:
         device: torch.device,
         staged: bool,
         name: str,
+        agreement: Agreement | None = None,
     ) -> None:
         self.replica, self.replicas = replica, replicas
         self.sent: Counter[tuple[int, str]] = Counter()
         self._now = (0, "")
         self._others = [j for j in range(replicas) if j != replica]
         self._group, self._device, self._staged, self._name = group, device, staged, name
-        self._on_stream = device.type == "cuda" and not staged
-        self._stream = torch.cuda.Stream(device) if self._on_stream else None
+        self._agreement = agreement
         self._not_taken: Any = None  # the last call that has no result on this replica
         self._begun: dict[tuple[int, Key], Callable[[], Tensor]] = {}  # functions that wait for a result
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Tensor], Future[Tensor]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[Callable[[], Tensor]]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def of_worker(self, worker: int) -> WorkerCollective:
@@ -80,7 +86,7 @@ class ReplicaProcess:
 
     def start_sum(self, worker: int, key: Key, flat: Tensor, divisor: int) -> None:
         """Begin to add up a worker's vector over the replicas, and divide the sum."""
-        if self._on_stream or self.replicas != 2 or flat.dtype not in _SUMMED_BY_GLOO:
+        if self._agreement is not None or self.replicas != 2 or flat.dtype not in _SUMMED_BY_GLOO:
             self.begin(worker, key, partial(self.sum, divisor=divisor), flat)
             return
         flat = flat.cpu() if self._staged else flat
@@ -92,7 +98,7 @@ class ReplicaProcess:
     def start_copy(self, worker: int, key: Key, flat: Tensor) -> None:
         """Begin to send replica 0's vector to the others."""
         taken = self.replica > 0
-        if self._on_stream:
+        if self._agreement is not None:
             self.begin(worker, key, self.copy, flat, taken)
             return
         self.sent[worker, key[0]] += 0 if taken else flat.nbytes * (self.replicas - 1)
@@ -107,23 +113,17 @@ class ReplicaProcess:
     def begin(self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor, taken: bool = True) -> None:
         """Begin an exchange of a worker; `taken` says whether its result will be used here."""
         run = partial(self._counted, (worker, key[0]), run)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                flat.record_stream(self._stream)
-                found = run(flat)
-                event = torch.cuda.Event()
-                event.record(self._stream)
-            if taken:
-                self._begun[worker, key] = partial(self._on_device, found, event)
-            return
-        result: Future[Tensor] = Future()
+        result: Future[Callable[[], Tensor]] = Future()
         if taken:
-            self._begun[worker, key] = lambda: result.result().to(self._device)
+            self._begun[worker, key] = lambda: result.result()()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fxpipe-replicas", daemon=True)
             self._thread.start()
-        self._jobs.put((partial(run, flat.cpu() if self._staged else flat), result))
+        if self._agreement is not None:
+            job = partial(self._agreement.launch, mark(self._device), partial(self._launch, run, flat))
+        else:
+            job = partial(self._exchanged, run, flat.cpu() if self._staged else flat)
+        self._jobs.put((job, result))
 
     def result(self, worker: int, key: Key) -> Tensor:
         """Wait for the result.
@@ -188,7 +188,7 @@ class ReplicaProcess:
         give, take = [_bytes(part) for part in given], [_bytes(part) for part in taken]
         self.sent[self._now] += sum(give[j].numel() for j in self._others)
         with self._talk():
-            if self._on_stream:
+            if self._agreement is not None:
                 give[self.replica] = take[self.replica] = give[self.replica][:0]
                 self._group.alltoall(take, give).wait()
                 return
@@ -201,6 +201,19 @@ class ReplicaProcess:
         with self._talk():
             work.wait()
         return (result.div_(divisor) if divisor > 1 else result).to(self._device)
+
+    def _exchanged(self, run: Callable[[Tensor], Tensor], flat: Tensor) -> Callable[[], Tensor]:
+        found = run(flat)
+        return lambda: found.to(self._device)
+
+    def _launch(self, run: Callable[[Tensor], Tensor], flat: Tensor) -> Callable[[], Tensor]:
+        """Put an exchange on the current stream. Returns a function whose caller's stream waits for the result."""
+        stream = torch.cuda.current_stream(self._device)
+        flat.record_stream(stream)
+        found = run(flat)
+        event = torch.cuda.Event()
+        event.record(stream)
+        return partial(self._on_device, found, event)
 
     def _on_device(self, found: Tensor, event: Any) -> Tensor:
         stream = torch.cuda.current_stream(self._device)
@@ -228,13 +241,14 @@ class ReplicaProcess:
     def _work(self) -> None:
         """Run begun exchanges in order. After an error run no more: the replicas may have begun different ones."""
         failed: Exception | None = None
-        with torch.no_grad():
+        with torch.no_grad(), own_stream(self._device):
             while (job := self._jobs.get()) is not None:
                 run, result = job
                 try:
                     if failed is not None:
                         raise failed
-                    result.set_result(run())
+                    with self._talk():
+                        result.set_result(run())
                 except Exception as error:
                     failed = error
                     result.set_exception(error)

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.wires.nccl_lines import Communicator, Meeting, NcclLine
+from fxpipe.runtime.wires.nccl_lines import Agreement, Communicator, Meeting, NcclLine
 
-CPU = torch.device("cpu")
 LOCK = threading.Lock()
 
 
@@ -40,7 +39,7 @@ class Group:
         return Done()
 
     def recv(self, data: list[Tensor], source: int, tag: int) -> Done:
-        self.log.append(("receive", len(data[0])))
+        self.log.append(("recv", len(data[0])))
         letter = self.letter("received", (source, self.own, tag))
         return Done(lambda: data[0].copy_(letter.result(timeout=10)))
 
@@ -53,19 +52,24 @@ class Group:
 
 
 class Ends:
-    """The two ends of lines in one direction."""
+    """The two ends of lines in one direction: the sender is 0, and has the lower rank."""
 
     def __init__(self, lines: int = 1) -> None:
         letters: Any = defaultdict(list)
         self.log: list[tuple[str, int]] = []
         notes: Any = defaultdict(list)
         groups = [Group(own, letters, self.log) for own in range(2)]
-        told = [Group(own, notes, []) for own in range(2)]
-        directions = [Communicator(groups[own], 1 - own) for own in range(2)]
+        self.notes = [Group(own, notes, []) for own in range(2)]
+        self.locks = [threading.Lock() for _ in range(2)]
+        ends = [Communicator(groups[own], 1 - own) for own in range(2)]
         self.lines = [
-            [NcclLine(directions[own], told[own], 1 - own, tag, CPU) for own in range(2)] for tag in range(lines)
+            [NcclLine(ends[own], self.agreement(own, tag), torch.device("cpu")) for own in range(2)]
+            for tag in range(lines)
         ]
         self.source, self.target = self.lines[0]
+
+    def agreement(self, own: int, tag: int) -> Agreement:
+        return Agreement(self.locks[own], self.notes[own], range(2), own, tag)
 
 
 def settled(ends: Ends) -> list[tuple[str, int]]:
@@ -83,7 +87,7 @@ def test_neither_end_begins_alone(first: str) -> None:
     meetings.append(begin.pop()())
     for meeting in meetings:
         meeting.wait()
-    assert sorted(ends.log) == [("receive", 5), ("send", 5)]
+    assert sorted(ends.log) == [("recv", 5), ("send", 5)]
     assert memory.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -98,32 +102,73 @@ def test_messages_keep_their_order() -> None:
     assert all(torch.equal(a, b) for a, b in zip(sent, memory, strict=True))
 
 
-def test_lines_begin_their_messages_in_the_order_of_the_sender() -> None:
+def test_both_ends_begin_the_messages_of_all_lines_in_one_order() -> None:
     ends = Ends(lines=8)
     sent = [torch.full((size,), size, dtype=torch.uint8) for size in range(1, 9)]
     memory = [torch.zeros_like(one) for one in sent]
     meetings = [line[1].receive(one) for line, one in zip(ends.lines, memory, strict=True)]
-    settled(ends)
-    order = [3, 7, 0, 5, 1, 6, 2, 4]
-    for number in order:
-        meetings.append(ends.lines[number][0].send(sent[number]))
-        meetings[-1].wait()
+    meetings += [line[0].send(one) for line, one in zip(ends.lines, sent, strict=True)]
     for meeting in meetings:
         meeting.wait()
-    sizes = [number + 1 for number in order]
-    assert [[size for way, size in ends.log if way == mine] for mine in ("send", "receive")] == [sizes, sizes]
+    begun = [[size for way, size in ends.log if way == mine] for mine in ("send", "recv")]
+    assert begun[0] == begun[1]
+    assert sorted(begun[0]) == [*range(1, 9)]
     assert all(torch.equal(a, b) for a, b in zip(sent, memory, strict=True))
 
 
-def test_no_message_of_a_direction_waits_for_one_that_failed() -> None:
-    ends = Ends(lines=2)
-    meeting = ends.lines[1][1].receive(torch.zeros(2, dtype=torch.uint8))
-    ends.lines[0][1]._communicator._begun = -1  # another message is to begin first
-    ends.lines[1][0].send(torch.zeros(2, dtype=torch.uint8))
-    settled(ends)
-    ends.lines[0][1]._communicator.fail(RuntimeError("gloo"))
-    with pytest.raises(RuntimeError, match="gloo"):
+@pytest.mark.parametrize("end", [0, 1])
+def test_neither_end_begins_while_one_of_them_begins_another(end: int) -> None:
+    ends = Ends()
+    with ends.locks[end]:
+        meetings = [ends.source.send(torch.ones(1)), ends.target.receive(torch.zeros(1))]
+        assert settled(ends) == []
+    for meeting in meetings:
         meeting.wait()
+
+
+def test_several_processes_begin_together() -> None:
+    notes: Any = defaultdict(list)
+    locks, log = [threading.Lock() for _ in range(3)], []
+    ready = [threading.Event() for _ in range(3)]
+
+    def launch(own: int) -> None:
+        agreement = Agreement(locks[own], Group(own, notes, []), range(3), own, 0)
+        agreement.launch(lambda: assert_set(ready[own]), lambda: log.append([lock.locked() for lock in locks]))
+
+    threads = [threading.Thread(target=launch, args=(own,), daemon=True) for own in range(3)]
+    for thread in threads:
+        thread.start()
+    for own in (2, 0):
+        ready[own].set()
+    time.sleep(0.1)
+    assert log == []
+    assert not any(lock.locked() for lock in locks)  # none is held by a process that waits for another's device
+    ready[1].set()
+    for thread in threads:
+        thread.join(10)
+    assert len(log) == 3
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+def test_no_message_begins_after_one_that_could_not() -> None:
+    ends = Ends(lines=2)
+    first, second = ends.lines
+    begin = first[1]._communicator._group.recv
+
+    def lost(*given: object) -> Done:
+        raise RuntimeError("out of memory")
+
+    first[1]._communicator._group.recv = lost
+    first[0].send(torch.zeros(2, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        first[1].receive(torch.zeros(2, dtype=torch.uint8)).wait()
+    first[1]._communicator._group.recv = begin
+    second[0].send(torch.zeros(2, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        second[1].receive(torch.zeros(2, dtype=torch.uint8)).wait()
 
 
 def test_an_error_is_met_by_who_waits() -> None:
@@ -132,7 +177,7 @@ def test_an_error_is_met_by_who_waits() -> None:
     def lost(*given: object) -> Done:
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 
-    ends.source._notes.recv = lost
+    ends.notes[0].recv = lost
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         ends.source.send(torch.zeros(1, dtype=torch.uint8)).wait()
 
