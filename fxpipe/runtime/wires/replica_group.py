@@ -252,6 +252,7 @@ class ReplicaProcess:
                 except Exception as error:
                     failed = error
                     result.set_exception(error)
+                del job, run, result  # their memory is the worker's
 
 
 class WorkerCollective(Collective):
