@@ -32,7 +32,7 @@ from torch import Tensor
 from fxpipe.runtime.process import world
 from fxpipe.runtime.wires import processes, replica_group
 from fxpipe.runtime.wires.group import group_among
-from fxpipe.runtime.wires.nccl_lines import Agreement
+from fxpipe.runtime.wires.nccl_lines import JointLaunch
 from fxpipe.runtime.wires.replica_group import ReplicaProcess
 from fxpipe.runtime.wires.shared_memory import SWITCH
 from fxpipe.runtime.worker.executor import Executor
@@ -300,12 +300,12 @@ def _at_once() -> None:
 def _any_order() -> None:
     """Messages are launched as their lines come to them."""
     _late()
-    agree = Agreement.__init__
+    agree = JointLaunch.__init__
 
     def without_lock(self: Any, lock: Any, *given: Any) -> None:
         agree(self, nullcontext(), *given)  # type: ignore[arg-type]
 
-    Agreement.__init__ = without_lock  # type: ignore[method-assign]
+    JointLaunch.__init__ = without_lock  # type: ignore[method-assign]
 
 
 def _two_orders() -> None:

@@ -54,7 +54,7 @@ def promised(plan: Plan, costs: BuildCosts) -> tuple[float, ...]:
     return tuple(found)
 
 
-class _Mark(NamedTuple):
+class _AtBeat(NamedTuple):
     """What a process has done at a beat; nanoseconds."""
 
     step: int
@@ -72,7 +72,7 @@ class Windows:
     def clear(self) -> None:
         """Begin a new window."""
         self._beats: list[int | None] = [None] * self._ranks
-        self._marks: list[_Mark | None] = [None] * self._ranks
+        self._marks: list[_AtBeat | None] = [None] * self._ranks
         self._samples: list[list[tuple[float, float]]] = [[] for _ in range(self._ranks)]
 
     def add(self, signs: Sequence[Signs]) -> Window | None:
@@ -81,7 +81,7 @@ class Windows:
             before, self._beats[rank] = self._beats[rank], one.beat
             if before in (None, one.beat):  # the step is of now, but how busy it was is of the last beat
                 continue
-            mark, last = _Mark(one.step, one.status.busy, one.status.now), self._marks[rank]
+            mark, last = _AtBeat(one.step, one.status.busy, one.status.now), self._marks[rank]
             if one.phase != "training" or not mark.step:
                 self._marks[rank] = None
             elif last is None:

@@ -23,7 +23,7 @@ from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.exchange import AgreedStop, Exchange, FolderExchange, StoreExchange, read_offset
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.nccl_lines import Agreement
+from fxpipe.runtime.wires.nccl_lines import JointLaunch
 from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires, Turns
 from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
@@ -136,7 +136,7 @@ class AmongProcesses(World):
         notes = replica_group(plan, process, "gloo") if self.name == "nccl" else None
         if group is not None:
             count, name = plan.replicas_of(plan.hosted(rank)[0]), process_name(process, plan.mesh)
-            agreement = notes and Agreement(self._wires.launching, notes, range(count), replica, 0)
+            agreement = notes and JointLaunch(self._wires.launching, notes, range(count), replica, 0)
             self._others = ReplicaProcess(group, replica, count, self.device, self._wires.staged, name, agreement)
         self.name, self.carriers = self._wires.name, self._wires.carriers
 

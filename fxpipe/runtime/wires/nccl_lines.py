@@ -49,7 +49,7 @@ class Notes:
         self._group.recv([torch.zeros(1)], self._process, self._tag).wait()
 
 
-class Agreement:
+class JointLaunch:
     """Launches kernels that some processes have in common, when all of them are ready, in the order of all kernels.
 
     Args:
@@ -155,7 +155,7 @@ class NcclLine:
         agreement: of the two processes, with notes of this line.
     """
 
-    def __init__(self, communicator: Communicator, agreement: Agreement, device: torch.device) -> None:
+    def __init__(self, communicator: Communicator, agreement: JointLaunch, device: torch.device) -> None:
         self._communicator, self._agreement, self._device = communicator, agreement, device
         self._meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
         threading.Thread(target=_run, args=(self._meetings, device), name="fxpipe line", daemon=True).start()

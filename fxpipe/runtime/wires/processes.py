@@ -27,7 +27,7 @@ from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.group import group_among, peers
-from fxpipe.runtime.wires.nccl_lines import Agreement, Communicator, NcclLine
+from fxpipe.runtime.wires.nccl_lines import Communicator, JointLaunch, NcclLine
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
 from fxpipe.runtime.wires.peer_memory import PeerReceiver, PeerSender
@@ -217,5 +217,5 @@ class ProcessWires:
             notes = dist.group.WORLD
         communicator = Communicator(group, both.index(other))
         for channel in channels:
-            agreement = Agreement(self.launching, notes, both, self.rank, self._tags[channel])
+            agreement = JointLaunch(self.launching, notes, both, self.rank, self._tags[channel])
             self._lines[channel, other] = NcclLine(communicator, agreement, self.device)

@@ -29,7 +29,7 @@ from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
 from fxpipe.runtime.wires.group import group_among, means_lost, peers
-from fxpipe.runtime.wires.nccl_lines import Agreement, mark, own_stream
+from fxpipe.runtime.wires.nccl_lines import JointLaunch, mark, own_stream
 
 _SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
 """Dtypes for which gloo's sum of two has the same bits as torch's."""
@@ -67,7 +67,7 @@ class ReplicaProcess:
         device: torch.device,
         staged: bool,
         name: str,
-        agreement: Agreement | None = None,
+        agreement: JointLaunch | None = None,
     ) -> None:
         self.replica, self.replicas = replica, replicas
         self.sent: Counter[tuple[int, str]] = Counter()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.wires.nccl_lines import Agreement, Communicator, Meeting, NcclLine
+from fxpipe.runtime.wires.nccl_lines import Communicator, JointLaunch, Meeting, NcclLine
 
 LOCK = threading.Lock()
 
@@ -68,8 +68,8 @@ class Ends:
         ]
         self.source, self.target = self.lines[0]
 
-    def agreement(self, own: int, tag: int) -> Agreement:
-        return Agreement(self.locks[own], self.notes[own], range(2), own, tag)
+    def agreement(self, own: int, tag: int) -> JointLaunch:
+        return JointLaunch(self.locks[own], self.notes[own], range(2), own, tag)
 
 
 def settled(ends: Ends) -> list[tuple[str, int]]:
@@ -132,7 +132,7 @@ def test_several_processes_begin_together() -> None:
     ready = [threading.Event() for _ in range(3)]
 
     def launch(own: int) -> None:
-        agreement = Agreement(locks[own], Group(own, notes, []), range(3), own, 0)
+        agreement = JointLaunch(locks[own], Group(own, notes, []), range(3), own, 0)
         agreement.launch(lambda: assert_set(ready[own]), lambda: log.append([lock.locked() for lock in locks]))
 
     threads = [threading.Thread(target=launch, args=(own,), daemon=True) for own in range(3)]
