@@ -86,6 +86,16 @@ def test_unet_finds_the_discs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+def test_two_towers_run_side_by_side_and_find_their_pairs(tmp_path: Path) -> None:
+    verified = compiled("two_towers.py", tmp_path / "build", "-n", "4", "--cost", "analytic")
+    assert max(verified["gradients"].values()) < 1e-5
+    assert "side by side: workers 0 → 1 → 3, 2 → 3" in fxpipe("inspect", tmp_path / "build").out
+    summary = fxpipe("run", tmp_path / "build", "--steps", "100", "--out", tmp_path / "out", "--json").json
+    assert summary["evaluation"]["found"] > 0.7  # 0.03 by chance
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
 def test_nanogpt_learns_by_its_recipe(tmp_path: Path) -> None:
     compiled("nanogpt.py", tmp_path / "build", "-n", "2")
     run = ("run", tmp_path / "build", "--steps", "100", "--eval-every", "50", "--json")
