@@ -47,6 +47,7 @@ def check_alike(folder: Path, one: str, other: str, since: int) -> None:
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("delay", "codec"), [(0, "none"), (1, "none"), (0, "outer=int8"), (1, "outer=sparseloco:4")])
 def test_a_run_that_ended_can_be_made_longer(tmp_path: Path, delay: int, codec: str) -> None:
     """The last checkpoint is cut before the outer step that ends a run; going on for no step makes just that."""
@@ -61,6 +62,7 @@ def test_a_run_that_ended_can_be_made_longer(tmp_path: Path, delay: int, codec: 
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_what_each_replica_left_out(tmp_path: Path) -> None:
     """In float32, of each parameter, as of the last outer step that was made."""
     compiled_file(tmp_path, "1f1b", 2, 2, 1, outer_every=2, outer_delay=1, codec="outer=sparseloco:4")
