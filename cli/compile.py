@@ -141,9 +141,9 @@ def compile_command(
     device (--device-spec), and the speed of the links between workers. --cuts auto cuts forward and backward at
     different places where that gains more than 2%.
 
-    --schedule is 1f1b, async, async-late, dualpipev, gpipe, interleaved, nf1b, v-half, v-min, zb-h1, zb-h2, zb-v, one
-    that the model file registers, or a file in torch's format. auto takes the schedule and the number of microbatches
-    that are fastest in the simulator, and prints what the next three lose and why.
+    --schedule is 1f1b, async, async-late, dualpipev, gpipe, interleaved, nf1b, v-half, v-min, wpipe, zb-h1, zb-h2,
+    zb-v, one that the model file registers, or a file in torch's format. auto takes the schedule and the number of
+    microbatches that are fastest in the simulator, and prints what the next three lose and why.
 
     --policy is for schedules whose forwards miss updates: 2bw, latest, lwp, pipeoptim, spectrain, stash, vertical,
     xgrad (which others take, too), xpipe, or one that the model file registers. Switches follow it, as in

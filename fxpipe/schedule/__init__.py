@@ -1,7 +1,7 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
 action → graph → merge → base → gpipe, one_f_one_b, asynchronous, n_f_one_b, zero_bubble, and, with several workers on
-a rank, table → interleaved, v_shaped; then replicas, order (the laws, and a run without computing anything)
+a rank, table → interleaved, v_shaped, wpipe; then replicas, order (the laws, and a run without computing anything)
 → versions (the weights that every action sees) → check (the verdict and the picture for users).
 """
 
@@ -25,11 +25,12 @@ from fxpipe.schedule.one_f_one_b import OneFOneB
 from fxpipe.schedule.replicas import with_replicas
 from fxpipe.schedule.v_shaped import DualPipeV, VHalf, VMin, ZeroBubbleV
 from fxpipe.schedule.versions import Versions
+from fxpipe.schedule.wpipe import WPipe
 from fxpipe.schedule.zero_bubble import ZeroBubbleH1, ZeroBubbleH2
 
 _KINDS: tuple[type[Schedule], ...] = (
     *(GPipe, OneFOneB, Async, AsyncLate, NForwardsOneBackward, ZeroBubbleH1, ZeroBubbleH2),
-    *(Interleaved, ZeroBubbleV, VHalf, VMin, DualPipeV),
+    *(Interleaved, WPipe, ZeroBubbleV, VHalf, VMin, DualPipeV),
 )
 SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in _KINDS}
 _WORDS = (NAME, "auto")
@@ -222,6 +223,7 @@ __all__ = [
     "VHalf",
     "VMin",
     "Versions",
+    "WPipe",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
     "ZeroBubbleV",

@@ -82,7 +82,7 @@ class Schedule(ABC):
                 f"schedule '{self.name}' of {self.workers} workers cannot run on ranks {list(self.placement)}",
                 hint="every worker has a rank, every rank from 0 on a worker, and worker 0 is on rank 0",
             )
-        if self.several and not self.synchronous:
+        if self.several and not self.synchronous and self.usual_virtual == 1:  # whose updates would not take turns
             raise self.one_worker_on_each_rank(str(list(self.placement)))
 
     @classmethod
@@ -227,7 +227,7 @@ class Schedule(ABC):
         if ranks < 1 or (virtual is not None and virtual < 1):
             raise ScheduleError(f"a pipeline cannot have {virtual or 1} workers on each of {ranks} ranks")
         count = virtual or cls.usual_virtual
-        if count > 1 and not cls.synchronous:
+        if count > 1 and not cls.synchronous and cls.usual_virtual == 1:
             raise cls.one_worker_on_each_rank(str(count))
         return tuple(range(ranks)) * count
 

@@ -120,8 +120,11 @@ def endless(schedule: Schedule) -> EndlessRows:
     """A schedule without a flush as rows, checked by the laws.
 
     Raises:
-        ScheduleError: a worker does not soon repeat the same actions, or the rows break a law.
+        ScheduleError: a worker does not soon repeat the same actions, or the rows break a law; or a rank has several
+            workers.
     """
+    if schedule.several:
+        raise schedule.one_worker_on_each_rank(str(list(schedule.placement)))
     period = len(schedule.phases) * schedule.microbatches
     lines = []
     for worker in range(schedule.workers):

@@ -9,10 +9,10 @@ from typing import Any
 STEPS = 7
 """Minibatches of a run: more than an epoch, and enough for predictions on the first of four workers."""
 
-SEVERAL = dict.fromkeys(("1f1b*2", "zb-h1*2", "interleaved", "zb-v", "v-half", "v-min", "dualpipev", "csv"), 2)
+SEVERAL = dict.fromkeys(("1f1b*2", "zb-h1*2", "interleaved", "wpipe", "zb-v", "v-half", "v-min", "dualpipev", "csv"), 2)
 """Schedules with so many workers in each process."""
 
-WITHOUT_FLUSH = ("async", "async-late", "nf1b")
+WITHOUT_FLUSH = ("async", "async-late", "nf1b", "wpipe")
 APART = ("zb-h1", "zb-h2", "zb-h1*2", "zb-v", "v-half", "v-min", "dualpipev", "csv")
 """Schedules with weight gradients as actions of their own."""
 
@@ -50,8 +50,8 @@ class Case:
                       slow=("gpt-dropout", "attention-dropout"))  # fmt: skip
     workers: int = axis(2, 3, 4, 1)
     cuts: str = axis("same", "later", "earlier", "random", "planned", "three-way")
-    schedule: str = axis("1f1b", "gpipe", "async", "async-late", "nf1b", "zb-h1", "zb-h1*2", "interleaved", "zb-v",
-                         "csv", slow=("1f1b*2", "zb-h2", "v-min", "v-half", "dualpipev"))  # fmt: skip
+    schedule: str = axis("1f1b", "gpipe", "async", "async-late", "nf1b", "wpipe", "zb-h1", "zb-h1*2", "interleaved",
+                         "zb-v", "csv", slow=("1f1b*2", "zb-h2", "v-min", "v-half", "dualpipev"))  # fmt: skip
     microbatches: int = axis(2, 1, 4)
     replicas: str = axis("one", "two", "2,1", "shard", "outer", "delayed", slow=("1,2",))
     policy: str = axis("default", "latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim+keep", "xpipe",

@@ -138,18 +138,17 @@ def _papers(case: Case) -> Outcome:
     task = Task(case)
     model = task.model()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    late, turn = int(case.schedule == "async-late"), case.microbatches if case.schedule == "nf1b" else 1
+    late = int(case.schedule == "async-late")
     policy = papers.Policy(case.policy, case.workers, case.microbatches, late)
     forward, backward = ([bisect.bisect_right(at, place) for place in range(LAYERS)] for at in places(case))
     layers = []
     for place in range(LAYERS):
-        ahead = min(2, turn) * (case.workers - 1 - backward[place])
-        delay = -(-ahead // case.microbatches) + late
+        delay = papers.missed(case.schedule, backward[place], case.workers, case.microbatches) + late
         first = papers.Layer(state[f"layers.{place}.0.weight"], state[f"layers.{place}.0.bias"])
         rules = tuple(_rule(case, kind) for kind in ("weight", "bias"))
         feedback = delay if "+ef" in case.policy else 0
         layers.append(papers.Trained([first], [rules], feedback, "+brake" in case.policy))  # type: ignore[list-item]
-    losses = papers.train(policy, layers, forward, backward, cycled(task.train_data(), STEPS), turn)
+    losses = papers.train(policy, layers, forward, backward, cycled(task.train_data(), STEPS), case.schedule)
     for place, layer in enumerate(layers):
         state[f"layers.{place}.0.weight"], state[f"layers.{place}.0.bias"] = layer.history[-1]
     model.load_state_dict(state)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -276,17 +275,39 @@ def _nearest(x: Fraction) -> int:
 # ── The pipeline ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def order(k: int, workers: int, count: int, turn: int = 1) -> Iterator[tuple[str, int]]:
-    """1F1B without a flush: N−1−k forwards ahead, then one forward, one backward; flat microbatches.
+def order(schedule: str, k: int, workers: int, microbatches: int, count: int) -> list[tuple[str, int]]:
+    """What worker k does with `count` flat microbatches: the order of forwards and backwards.
 
-    Args:
-        turn: how many forwards, and then backwards, take turns: nF1B's, with two forwards ahead for each hop.
+    - `async`: N−1−k forwards ahead, then one forward, one backward.
+    - `nf1b`: M + 2(N−1−k) forwards, then the M backwards of a minibatch and M forwards take turns.
+    - `wpipe`: 1F1B within each minibatch, of half as many workers; the first half does it with the forwards of the next
+      minibatch and the backwards of this one.
     """
-    forwards = iter(range(count))
-    yield from (("F", i) for i in islice(forwards, min(2, turn) * (workers - 1 - k)))
+    forwards, backwards = ([(phase, i) for i in range(count)] for phase in "FB")
+    turn, ahead, half = 1, workers - 1 - k, workers // 2
+    if schedule == "wpipe":
+        row: list[tuple[str, int]] = []
+        begun, early = 0, microbatches * (k < half)
+        for i, backward in enumerate(backwards):
+            upto = i - i % microbatches + early + min(microbatches, i % microbatches + half - k % half)
+            row += [*forwards[begun:upto], backward]
+            begun = upto
+        return row
+    if schedule == "nf1b":
+        turn, ahead = microbatches, min(2, microbatches) * ahead
+    row = forwards[:ahead]
     for first in range(0, count, turn):
-        yield from (("F", i) for i in islice(forwards, turn))
-        yield from (("B", i) for i in range(first, first + turn))
+        row += forwards[first + ahead : first + ahead + turn] + backwards[first : first + turn]
+    return row
+
+
+def missed(schedule: str, k: int, workers: int, microbatches: int) -> int:
+    """How many updates of its weights a forward of worker k misses at most, where none is late."""
+    done = most = 0
+    for phase, i in order(schedule, k, workers, microbatches, 3 * workers * microbatches):
+        most = max(most, i // microbatches - done // microbatches) if phase == "F" else most
+        done += phase == "B"
+    return most
 
 
 def train(
@@ -295,12 +316,12 @@ def train(
     forward: Sequence[int],
     backward: Sequence[int],
     batches: Sequence[tuple[Tensor, Tensor]],
-    turn: int = 1,
+    schedule: str = "async",
 ) -> list[float]:
     """Train a chain whose layer l is computed on worker forward[l] and owned, with its backward, by backward[l].
 
     Args:
-        turn: as `order` has it.
+        schedule: as `order` knows it.
 
     Returns:
         The loss of each minibatch; `layers` have all versions.
@@ -320,7 +341,7 @@ def train(
     sent: dict[tuple[str, int, Part], list[int]] = {}
     waiting: list[list[dict[int, Layer]]] = [[] for _ in range(n)]
     sums: list[dict[int, list[Layer]]] = [{} for _ in range(n)]
-    rows = [list(order(k, n, len(keys), turn)) for k in range(n)]
+    rows = [order(schedule, k, n, count, len(keys)) for k in range(n)]
 
     def weights(phase: str, key: Part, k: int, place: int) -> Layer:
         owner = backward[place]

@@ -44,6 +44,8 @@ def _of_first(case: Case) -> int:
 
 def _ahead(case: Case) -> int:
     """How many forwards of later microbatches the first worker does before the first backward."""
+    if case.schedule == "wpipe":
+        return 0
     return (case.workers - 1) * (min(2, case.microbatches) if case.schedule == "nf1b" else 1)
 
 

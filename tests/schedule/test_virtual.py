@@ -19,6 +19,7 @@ from fxpipe.schedule import (
     Versions,
     VHalf,
     VMin,
+    WPipe,
     ZeroBubbleV,
     check,
     grid,
@@ -60,6 +61,37 @@ def test_the_pictures(kind: type[Schedule], picture: str) -> None:
 @pytest.mark.parametrize("kind", [Interleaved, *V])
 def test_the_picture_stands_in_the_docstring(kind: type[Schedule]) -> None:
     assert indent(grid(on(kind, 2, 2), 1), "    ") in (inspect.getdoc(kind) or "")
+
+
+def test_wpipe_in_its_docstring() -> None:
+    for line in grid(on(WPipe, 2, 2), 3).splitlines():
+        assert f"    {line[: 8 + 14 * 7].rstrip()} …" in (inspect.getdoc(WPipe) or "")
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_wpipe_in_closed_form(ranks: int, microbatches: int) -> None:
+    """The first group misses one update in forwards, all else none. With enough microbatches no rank waits."""
+    versions = Versions(on(WPipe, ranks, microbatches))
+    for worker in range(2 * ranks):
+        for j in range(microbatches):
+            assert versions.lag("F", worker, worker, j) == (worker < ranks)
+            assert versions.lag("B", worker, worker, j) == 0
+    for backward in (1, 2):
+        times = (StageTime(1, backward),) * (2 * ranks)
+        found = simulate(versions.schedule, Scenario(times, placement=versions.schedule.placement), 20)
+        steady = (found.finished[-5] - found.finished[-10]) / 5
+        assert steady == 2 * microbatches * (1 + backward) * max(1, ranks + 1 - microbatches)
+
+
+def test_workers_of_a_rank_have_made_as_many_updates_when_the_first_has_made_one() -> None:
+    """`training_loop` relies on it."""
+    schedule = on(WPipe, 3, 4)
+    for rank in range(3):
+        made = dict.fromkeys(schedule.hosted(rank), 0)
+        for worker, action in schedule.row_until(rank, 5):
+            if schedule.updated_by(action) is not None:
+                made[worker] += 1
+                assert worker != rank or len({*made.values()}) == 1
 
 
 @pytest.mark.parametrize("kind", [ZeroBubbleV, DualPipeV])
@@ -179,6 +211,9 @@ def test_merged_rows_do_what_they_can() -> None:
         ("1f1b", 3, (0, 2, 2), "cannot run on ranks"),
         ("1f1b", 3, (0, 1), "cannot run on ranks"),
         ("async", 4, (0, 1, 0, 1), "has one worker on each rank"),
+        ("wpipe", 4, (0, 1, 1, 0), "has two workers on each rank"),
+        ("wpipe", 3, (), "has two workers on each rank"),
+        ("wpipe", 2, (0, 1), "has two workers on each rank"),
         ("zb-v", 4, (0, 1, 0, 1), "has its workers on ranks 0, 1, …, 1, 0"),
         ("zb-v", 3, (), "has its workers on ranks 0, 1, …, 1, 0"),
         ("interleaved", 4, (0, 1, 1, 0), "has its workers on ranks 0, 1, …, 0, 1"),

@@ -2,12 +2,15 @@
 
 If updates are late, the last one is made after the row's end.
 
-If a process has several workers, their schedule has a flush: all of them end a minibatch before any begins the next.
+If a process has several workers and their schedule a flush, all of them end a minibatch before any begins the next.
 What must wait for other workers, or belongs to the process, is done in between. So all processes do it in one order,
 and none waits for what another would only do later:
 
     rank 0:  … 2:B7 0:B7 │ announce 2, announce 0, settle 0, settle 2 │ on_step, checkpoint, evaluation │ 0:F8 …
     rank 1:  … 3:B7 1:B7 │ announce 3, announce 1, settle 1, settle 3 │ …
+
+Without a flush each worker's update follows its last action. Worker 0's process does the rest when its first worker has
+updated: by then all of the process have made as many updates, since the first comes last (`wpipe`).
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ def train(
         observers: follow the row.
     """
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
-    first, several = executors[0], len(executors) > 1
+    first = executors[0]
+    together = len(executors) > 1 and first.schedule.synchronous
     remote_loss = plan.loss_worker != 0
     leaves: list[tuple[Any, ...]] = []
     losses: dict[int, ToCpu] = {}
@@ -91,7 +95,7 @@ def train(
     for observer in observers:  # before receives are posted: observers may end the run here
         observer.between(executors)
     for event in posted(coming, expect, LOOKAHEAD * len(executors)):
-        if not several or event is None or event[1].minibatch != ended:
+        if not together or event is None or event[1].minibatch != ended:
             for executor in reversed(executors):
                 executor.announce()
             for executor in executors:

@@ -14,7 +14,7 @@ from fxpipe.schedule.action import LOOKAHEAD
 CASES = [
     (name, kind.usual_placement(ranks, virtual), count)
     for name, kind in SCHEDULES.items()
-    for virtual in {kind.usual_virtual, 2 if kind.synchronous else 1}
+    for virtual in {kind.usual_virtual, 2 if kind.synchronous else kind.usual_virtual}
     for ranks in (1, 2, 3, 5)
     for count in (1, 2, 4, 8)
 ]
