@@ -219,13 +219,14 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
                     raise
                 options, mesh = moves.moved(), moves.plan.mesh
             except FxpipeError as error:
-                again, used_up = (
-                    isinstance(error, RESTARTED) and not requests.asked,
-                    len(restarts) == options.max_restarts,
-                )
+                again = isinstance(error, RESTARTED) and not requests.asked
+                used_up = len(restarts) == options.max_restarts
                 if again and used_up and moves is not None and options.on_loss == REPLAN:
                     options = moves.without_one(error, furthest.step, requests)
                     ranks, mesh = moves.plan.processes, moves.plan.mesh
+                    continue
+                if moves is not None and not requests.asked and (before := moves.back(error)) is not None:
+                    options, mesh = before, moves.plan.mesh
                     continue
                 if not again or used_up:
                     if furthest.step:

@@ -107,6 +107,7 @@ class Moves:
                 self._start = time.monotonic() - self._begun
                 if self.rows and self.rows[-1]["seconds"] is None:
                     self.rows[-1]["seconds"] = self._start
+                    self._forget(self._before[0].build)
             return
         if not self.asked and self.options.rebalance:
             try:
@@ -130,6 +131,21 @@ class Moves:
         assert self._compile is not None
         build, self._compile = self._compile, None
         return self._go_on(build, f"speeds {numbers(self._tried)}", self._tried, self._gain)
+
+    def back(self, error: FxpipeError) -> RunOptions | None:
+        """The workers could not begin under the new cuts: the options with which they go on under the earlier ones.
+
+        Returns:
+            None if this is not why the run has ended.
+        """
+        if not self.rows or self.rows[-1]["seconds"] is not None or self.rows[-1]["gain"] is None:
+            return None
+        warn(f"{error}\n  so the run goes on under the cuts before, and makes no other moves")
+        self._forget(self.options.build)
+        self.rows.pop()
+        before, self.plan, self._costs, self._work = self._before
+        self.options = newest_options(dataclasses.replace(before, rebalance=False), before.out)
+        return self.options
 
     def without_one(self, error: FxpipeError, furthest: int, requests: StopRequests) -> RunOptions:
         """A worker was lost: the options with which one fewer go on from the newest checkpoint.
@@ -262,13 +278,17 @@ class Moves:
         row |= {"before": units_of(before), "after": units_of(plan), "gain": gain, "seconds": None}
         self.rows.append(row)
         say(move_text(row))
-        used, self.options, self.plan = Path(self.options.build), options, plan
+        self._before = self.options, before, self._costs, self._work
+        self.options, self.plan = options, plan
         self._costs = read_costs(build.folder, plan) or BuildCosts()
         work = promised(plan, self._costs)
         self._work = tuple(one * self._total / sum(work) for one in work)
-        if used.parent.name == REBALANCED and str(used) != self._built:
-            shutil.rmtree(used, ignore_errors=True)
         return options
+
+    def _forget(self, build: str) -> None:
+        """Remove a build that this run has made and needs no more."""
+        if Path(build).parent == Path(str(self.options.out)) / REBALANCED and build != self._built:
+            shutil.rmtree(build, ignore_errors=True)
 
 
 def _check(options: RunOptions, plan: Plan, costs: BuildCosts | None) -> None:
