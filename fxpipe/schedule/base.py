@@ -131,11 +131,15 @@ class Schedule(ABC):
     def depths(self) -> tuple[int, ...]:
         """How many workers are after each one on the longest way to the last one; 0 for that one.
 
-        Worker 0 sends the batch to all workers that begin with it, so it counts as no further from the end than they.
+        Worker 0 sends the batch to all workers that begin with it, so it counts as no nearer to the end than they.
+        Without a flush, no worker counts as nearer to the end than the next: a forward waits for the note of the
+        previous worker's, if gradients are clipped by the norm of all (`fxpipe/runtime/worker/update_notes.py`).
         """
         found = [0] * self.workers
         for worker in reversed(range(self.workers)):
             found[worker] = max((1 + found[later] for later in self.behind[worker]), default=0)
+        if not self.synchronous:
+            return tuple(max(found[worker:]) for worker in range(self.workers))
         found[0] = max(found)
         return tuple(found)
 

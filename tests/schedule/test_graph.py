@@ -157,7 +157,7 @@ def _knowledge(schedule: Schedule, steps: list[TimedAction]) -> dict[tuple[int, 
 @given(graphs())
 def test_workers_are_as_far_ahead_as_their_longest_way(graph: Graph) -> None:
     workers = len(graph) or 2
-    schedule = make("async", workers).along(graph)
+    schedule = make("1f1b", workers).along(graph)
 
     def longest(worker: int) -> int:
         return max((1 + longest(later) for later in range(workers) if worker in schedule.graph[later]), default=0)
@@ -165,3 +165,33 @@ def test_workers_are_as_far_ahead_as_their_longest_way(graph: Graph) -> None:
     assert [schedule.ahead(worker) for worker in range(1, workers)] == [longest(worker) for worker in range(1, workers)]
     assert schedule.ahead(0) == max(longest(worker) for worker in range(workers))
     assert [schedule.depths[worker] for worker in (0, workers - 1)] == [schedule.filled_by - 1, 0]
+    without = make("async", workers).along(graph)
+    assert without.depths == tuple(max(schedule.depths[worker:]) for worker in range(workers))
+
+
+def test_without_a_flush_no_worker_is_less_far_ahead_than_the_next() -> None:
+    """Else one would wait for a note of the other's backward, and that one for a note of its forward."""
+    graph: Graph = ((), (0,), (), (2,), (1, 3))
+    assert [make("1f1b", 5).along(graph).ahead(worker) for worker in range(5)] == [2, 1, 2, 1, 0]
+    assert [make("async", 5).along(graph).ahead(worker) for worker in range(5)] == [2, 2, 2, 1, 0]
+
+
+@given(graphs(), st.sampled_from(KNOWING), st.integers(1, 3))
+def test_notes_from_worker_to_worker_do_not_deadlock(graph: Graph, name: str, microbatches: int) -> None:
+    """Notes go through all workers in their order, whatever the graph. With a flush, a worker goes on after a minibatch
+    when all have ended it. Without one, a note goes up after a minibatch's backwards, and another one down with its
+    first forward."""
+    schedule = make(name, len(graph) or 2, microbatches).along(graph)
+    rows = read(schedule, 6)
+    previous = {(of, action): row[place - 1][1] for row in rows for place, (of, action) in enumerate(row) if place}
+
+    def needs(worker: int, action: Action) -> list[tuple[int, Action]]:
+        found, before = [], previous.get((worker, action))
+        if before is not None and schedule.ends(before):
+            others = range(schedule.workers) if schedule.synchronous else range(worker + 1, schedule.workers)
+            found += [(other, before) for other in others]
+        if worker and not schedule.synchronous and (action.phase, action.microbatch) == ("F", 0):
+            found.append((worker - 1, action))
+        return found
+
+    assert len(play(schedule, rows, needs)) == sum(map(len, rows))

@@ -35,7 +35,7 @@ def every(profile: Profile, setting: Setting, workers: int) -> list[Partition]:
     return [of_cuts(profile, setting.workers(workers), Cuts(at, at)) for at in cuts]
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     st.sampled_from([(2, 2), (3, 3), (2, 1, 2), (3, 2)]),
     st.integers(2, 4),
