@@ -40,6 +40,7 @@ class Case:
         batches: 'plain' ones hold numbers that the loss is multiplied with, others in each batch, and what no step
             reads: names, more or fewer of them, and a tensor of any length.
         stop: the run saves checkpoints, and another goes on from the one after so many steps. 0: neither.
+        moved: the run that goes on does so under other cuts.
         processes: a worker in each, as torchrun starts them, with messages through shared memory or pretended
             devices' memory, over gloo, or by NCCL's rules.
         own: trained call by call, by a loop of the user's own.
@@ -70,6 +71,7 @@ class Case:
     shapes: str = axis("one", "last", "new", "padded")
     batches: str = axis("tensors", "plain")
     stop: int = axis(0, 2, 4)
+    moved: bool = axis(False, True)
     processes: str = axis("", "shared", "gloo", "nccl", "peer")
     own: bool = axis(False, True)
     device: str = axis("cpu", slow=("pretended",))

@@ -26,7 +26,9 @@ if __name__ == "__main__":
 from case import AXES, SEVERAL, SLOW, WITHOUT_FLUSH, Case, of_text
 from judge import PINNED, references
 from own import possible
+from product import places
 from refused import refusals
+from task import Task
 
 QUICK = Path(__file__).parent / "quick.txt"
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -79,11 +81,31 @@ def exists(case: Case) -> bool:
     copies = case.cuts not in PINNED or case.model == "lstm"  # of weights, or none
     planned = case.unequal and case.schedule == "async" and copies
     own = case.own and not possible(case)
+    moved = case.moved and not movable(case)
     elsewhere = case.device != "cpu" and (case.engine != "eager" or case.processes == "shared")
     impossible = (
-        own or case.workers % several or padded or smaller or unequal or eager_fails or too_many or case.total > 4
+        own
+        or moved
+        or case.workers % several
+        or padded
+        or smaller
+        or unequal
+        or eager_fails
+        or too_many
+        or case.total > 4
     )
     return not (impossible or masks or uneven or many or double or kernel or planned or elsewhere)
+
+
+def movable(case: Case) -> bool:
+    """Whether a run may go on under other cuts without a change of a bit: no edge rounds values, no worker draws random
+    numbers of its own, units keep their replicas and these have one state, and the scheduler has the same groups."""
+    plain = case.flushes and case.codec == "none" and not Task(case).draws
+    alike = case.replicas in ("one", "two", "shard") and not (
+        case.optimizer == "two" and case.rate in ("falling", "epoch")
+    )
+    other = case.cuts in PINNED and places(case) != places(case, moved=True)
+    return plain and alike and bool(case.stop) and other
 
 
 def pairs_of(case: Case) -> set[Pair]:
@@ -104,7 +126,12 @@ def seconds(case: Case) -> float:
     shapes = {"new": 1.0, "last": 0.9}.get(case.shapes, 0)
     searched = 1.3 * (case.cuts == "three-way" and case.workers > 2)
     processes = bool(case.processes) * (0.4 + 0.1 * case.total)
-    more = 1.2 * (case.stop > 0) + 0.9 * (case.precision != "float64") + 0.5 * (case.evaluation != "none")
+    more = (
+        1.2 * (case.stop > 0)
+        + 0.6 * case.moved
+        + 0.9 * (case.precision != "float64")
+        + 0.5 * (case.evaluation != "none")
+    )
     return 0.3 + 1.5 * case.model.startswith("gpt") + shapes + searched + processes + more
 
 

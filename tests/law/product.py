@@ -150,10 +150,14 @@ def compiled(case: Case, folder: Path) -> None:
     asked = compile_options(case)
     with redirect_stderr(StringIO()), captured_once():
         build_model(load_task(path), ModelOptions(), asked, CostOptions()).build.save(folder / "build", model_file=path)
+        if case.moved:
+            asked = compile_options(case, moved=True)
+            moved = build_model(load_task(path), ModelOptions(), asked, CostOptions())
+            moved.build.save(folder / "moved", model_file=path)
 
 
-def compile_options(case: Case) -> CompileOptions:
-    """What the case asks of a compile."""
+def compile_options(case: Case, moved: bool = False) -> CompileOptions:
+    """What the case asks of a compile; `moved` with the cuts under which a run goes on."""
     asked: dict[str, Any] = {
         "workers": case.ranks,
         "schedule": _rows(case) if case.schedule == "csv" else case.schedule.removesuffix("*2"),
@@ -169,7 +173,7 @@ def compile_options(case: Case) -> CompileOptions:
         "scan": 2 if case.shapes == "new" else 8,
         "accept_optimizer_per_worker": True,
         "accept_microbatch_loss": case.model == "lstm",
-        **_cuts(case),
+        **_cuts(case, moved),
     }
     if case.unequal:
         ones = [1] * (case.ranks - 1)
@@ -203,7 +207,7 @@ def _text(rows: list[list[str]]) -> str:
     return "\n".join(",".join(row) for row in rows)
 
 
-def _cuts(case: Case) -> dict[str, Any]:
+def _cuts(case: Case, moved: bool) -> dict[str, Any]:
     if case.cuts == "planned":
         return {"links": FAST}
     if case.cuts == "three-way":
@@ -211,15 +215,17 @@ def _cuts(case: Case) -> dict[str, Any]:
     if case.cuts == "random":
         program = units_of(case.model, case.precision, case.parts, case.batch, case.batches, case.device)
         return {"cuts": legal_cuts(program, case.workers, f"{case.model}/{case.workers}"), "split_backward": True}
-    paths, (forward, backward) = MODELS[case.model].paths, places(case)
+    paths, (forward, backward) = MODELS[case.model].paths, places(case, moved)
     return {"forward_at": tuple(paths[a] for a in forward), "backward_at": tuple(paths[a] for a in backward)}
 
 
-def places(case: Case) -> tuple[list[int], list[int]]:
-    """Before which of the model's paths forward and backward are cut, where the case pins both."""
+def places(case: Case, moved: bool = False) -> tuple[list[int], list[int]]:
+    """Before which of the model's paths forward and backward are cut, where the case pins both; `moved`: as far ahead
+    as they can be."""
     count, shift = len(MODELS[case.model].paths), {"same": 0, "later": 1, "earlier": -1}[case.cuts]
     last = count - case.workers
     at = [min(1 + (k * (count - 2)) // case.workers, last + k) for k in range(1, case.workers)]
+    at = [1 + k for k in range(len(at))] if moved else at
     return at, [min(max(a + shift, 1 + k), last + k + 1) for k, a in enumerate(at)]
 
 
@@ -266,7 +272,8 @@ def runs_of(case: Case, folder: Path) -> list[RunOptions]:
     first = run_options(case, folder, "stopped", checkpoint_every=str(case.stop), keep=STEPS)
     saved = folder / "stopped" / "checkpoints" / f"step-{case.stop}"
     more = {"eval_every": first.eval_every, "new_shapes": first.new_shapes}
-    return [first, RunOptions(first.build, out=str(folder / "out"), steps=STEPS, threads=1, resume=str(saved), **more)]
+    build = str(folder / "moved") if case.moved else first.build
+    return [first, RunOptions(build, out=str(folder / "out"), steps=STEPS, threads=1, resume=str(saved), **more)]
 
 
 def run_here(options: RunOptions) -> Outcome:
