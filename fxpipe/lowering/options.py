@@ -230,8 +230,7 @@ class CompileOptions:
         above=0,
         below=1000,
         metavar="RATE",
-        help="With --outer: learning rate of the step that applies an average. [default: 0.7; 1 if its codec "
-        "carries over what it leaves out]",
+        help="With --outer: learning rate of the step. [default: 0.7, or 1 with a codec that carries over]",
     )
     outer_momentum: float | None = option(
         None,
@@ -239,8 +238,7 @@ class CompileOptions:
         minimum=0,
         below=1,
         metavar="M",
-        help="With --outer: Nesterov momentum of the step that applies an average. [default: 0.9; 0 if its codec "
-        "carries over what it leaves out]",
+        help="With --outer: Nesterov momentum of the step. [default: 0.9, or 0 with a codec that carries over]",
     )
     outer_delay: int | None = option(
         None,
@@ -325,7 +323,7 @@ class CompileOptions:
         "none",
         metavar="NAME",
         help="Compress what workers send: none, bf16, fp16, int8, int4, auto, or by kind: "
-        "activation=int4,gradient=int8,weights=int8,outer=sparseloco.",
+        "activation=int4,gradient=int8,outer=sparseloco.",
     )
     autocast: str | None = option(
         None, choices=("bf16", "fp16"), help="Run the step under torch.autocast; with fp16, runs scale the loss."

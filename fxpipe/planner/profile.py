@@ -29,17 +29,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import FxpipeError, ProfileError, near
 from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
-Pairs = NDArray[np.int64]
-"""Positions of units: two in each row."""
+if TYPE_CHECKING:
+    from fxpipe.planner.sums_over_runs import Places
 
 MOST = 1e30
 """Times and sizes are below this, so that sums stay finite."""
@@ -153,9 +150,11 @@ class Profile:
     doubt: float = 0.0
 
     @cached_property
-    def reads(self) -> tuple[Pairs, Pairs, Pairs]:
-        """Who reads what others make: (unit, later reader) for activations, the readers of the batch's own values, and
-        (earlier reader, unit) for gradients."""
+    def reads(self) -> tuple[Places, Places, Places]:
+        """Who reads what others make: a row (unit, later reader) for each activation, the readers of the batch's own
+        values, and a row (earlier reader, unit) for each gradient."""
+        import numpy as np  # --help must be instant
+
         own = [(v.producer, reader) for v in self.activations if not v.batch for reader in v.readers]
         batch = [reader for v in self.activations if v.batch for reader in v.readers]
         sums = [(reader, v.producer) for v in self.gradients for reader in v.readers]

@@ -101,7 +101,7 @@ def test_a_build_without_it_loads(build: fxpipe.Build, tmp_path: Path) -> None:
     costs = json.loads((tmp_path / "costs.json").read_text())
     del costs["format"]  # an earlier fxpipe's, in milliseconds
     (tmp_path / "costs.json").write_text(json.dumps(costs))
-    with pytest.raises(BuildError, match=r"costs\.json cannot be read: its format is not 6"):
+    with pytest.raises(BuildError, match=r"costs\.json cannot be read: its format is not 7"):
         fxpipe.load(tmp_path)
     (tmp_path / "costs.json").unlink()
     assert fxpipe.load(tmp_path).workers == ()
