@@ -96,6 +96,17 @@ def test_two_towers_run_side_by_side_and_find_their_pairs(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+def test_vision_and_language_run_side_by_side_and_answer(tmp_path: Path) -> None:
+    cuts = ("--fp-cut", "language", "--fp-cut", "joint", "--bp-cut", "language", "--bp-cut", "joint")
+    verified = compiled("vision_language.py", tmp_path / "build", "-n", "3", "--cost", "analytic", *cuts)
+    assert max(verified["gradients"].values()) < 1e-5
+    assert "side by side: workers 0 → 2, 1 → 2" in fxpipe("inspect", tmp_path / "build").out
+    summary = fxpipe("run", tmp_path / "build", "--steps", "300", "--out", tmp_path / "out", "--json").json
+    assert summary["evaluation"]["right"] > 0.9  # 0.25 by chance
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
 def test_nanogpt_learns_by_its_recipe(tmp_path: Path) -> None:
     compiled("nanogpt.py", tmp_path / "build", "-n", "2")
     run = ("run", tmp_path / "build", "--steps", "100", "--eval-every", "50", "--json")

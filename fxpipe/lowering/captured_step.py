@@ -97,7 +97,7 @@ def _chosen(
         late = _late(step.options)
         return _late_warned(
             step,
-            f"the batch stays whole, so that forwards miss {late} updates; "
+            f"the batch stays whole, so that forwards miss up to {late} updates; "
             f"{'several' if decided is None else decided.count} microbatches are not possible: {error.what}",
             "--microbatches says what can be done about it",
         )
@@ -107,14 +107,14 @@ def _chosen(
     if step.options.count < without.count:
         return _late_warned(
             step,
-            f"{_pieces(step.options.count)}, so that forwards miss {late} updates; {without.count} microbatches do "
-            f"not divide the last, smaller batch of an epoch ({last})",
+            f"{_pieces(step.options.count)}, so that forwards miss up to {late} updates; {without.count} microbatches "
+            f"do not divide the last, smaller batch of an epoch ({last})",
             f"drop_last=True gives {without.count}",
         )
     return _late_warned(
         step,
-        f"{_pieces(step.options.count)}, so that forwards miss {late} updates; its samples cannot be cut into about "
-        f"{options.workers} equal microbatches",
+        f"{_pieces(step.options.count)}, so that forwards miss up to {late} updates; its samples cannot be cut into "
+        f"about {options.workers} equal microbatches",
         f"with a batch size that is a multiple of {options.workers}, they miss 1",
     )
 

@@ -93,5 +93,5 @@ def check_shares(policy: Policy) -> None:
         return
     raise PolicyError(
         f"policy '{policy}' {what}; with --shard optimizer each has only its own share",
-        hint="use policy latest or stash, or a synchronous schedule, or compile without --shard",
+        hint="use policy latest or stash, also with a synchronous schedule, or compile without --shard",
     )

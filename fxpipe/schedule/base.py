@@ -90,7 +90,7 @@ class Schedule(ABC):
         """The error of a schedule that has only one worker on each rank."""
         return ScheduleError(
             f"schedule '{cls.name}' has one worker on each rank, not {asked}",
-            hint="for several stages on a rank, use --schedule interleaved, zb-v, or another one with a flush",
+            hint="for several stages on a rank, use --schedule wpipe, or one with a flush: interleaved, zb-v",
         )
 
     def of_worker(self, worker: int) -> Schedule:
