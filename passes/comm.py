@@ -238,7 +238,7 @@ class _Wiring:
         if after is None:  # at the start of the phase
             calls = (n for n in self.graph.nodes if n.op == "call_function" and info(n).phase in (gap.phase, "B"))
             after = next(calls, self.graph.output_node()).prev
-        name = f"pace_{gap.phase}_{gap.dst}"
+        name = f"pace_{gap.phase}_{gap.src}_{gap.dst}"
         options: dict[str, Any] = {"dtype": torch.uint8, "device": torch.device(self.device)}
         with self.graph.inserting_after(after):
             token = self.graph.create_node("call_function", torch.ops.aten.zeros.default, ([1],), options, name=name)

@@ -85,24 +85,24 @@ def test_where_values_pass_between_all_neighbours_there_is_no_token(name: str) -
 def test_a_worker_with_nothing_to_do_hands_tokens_on() -> None:
     count = len(numbered("function").units)
     build = lowered("function", workers=3, cuts=Cuts((0, 5, 5, count), (0, 5, 5, count)))
-    assert tokens(build.plan) == ["pace_F_1", "pace_F_2", "pace_B_1", "pace_B_0"]
+    assert tokens(build.plan) == ["pace_F_0_1", "pace_F_1_2", "pace_B_2_1", "pace_B_1_0"]
     forward, backward = functions(build.files["stage_1.py"])
     make = 'aten.zeros.default([1], dtype=torch.uint8, device=torch.device("cpu"))'
     assert forward == [
-        'pace_F_1 = comm.recv("pace_F_1")',
-        "del pace_F_1",
-        f"pace_F_2 = {make}",
-        'comm.send("pace_F_2", pace_F_2)',
-        "del pace_F_2",
+        'pace_F_0_1 = comm.recv("pace_F_0_1")',
+        "del pace_F_0_1",
+        f"pace_F_1_2 = {make}",
+        'comm.send("pace_F_1_2", pace_F_1_2)',
+        "del pace_F_1_2",
         "return None, (), []",
     ]
     assert backward == [
         "saved.clear()",
-        'pace_B_1 = comm.recv("pace_B_1")',
-        "del pace_B_1",
-        f"pace_B_0 = {make}",
-        'comm.send("pace_B_0", pace_B_0)',
-        "del pace_B_0",
+        'pace_B_2_1 = comm.recv("pace_B_2_1")',
+        "del pace_B_2_1",
+        f"pace_B_1_0 = {make}",
+        'comm.send("pace_B_1_0", pace_B_1_0)',
+        "del pace_B_1_0",
         "return ()",
     ]
     assert functions(build.files["stage_0.py"])[0][-4:-1] != forward[2:5], "worker 0 sends it before it computes"
@@ -115,7 +115,7 @@ def test_a_token_leaves_as_soon_as_its_sender_is_in_step() -> None:
     build = lowered("function", workers=3, cuts=Cuts((0, count, count, count), (0, 9, 9, count), (0, 9, count, count)))
     _, backward = functions(build.files["stage_1.py"])
     token, product = (next(i for i, line in enumerate(backward) if what in line) for what in ("send(", "torch.mm("))
-    assert "pace_B_0" in backward[token]
+    assert "pace_B_1_0" in backward[token]
     assert token < product
 
 
@@ -123,12 +123,12 @@ def test_a_wired_program_without_its_tokens_breaks_the_law() -> None:
     count = len(numbered("function").units)
     program = run_passes(captured("function")[2], default_passes(Cuts((0, 5, count), (0, 0, count))))
     verify(program)
-    node = next(n for n in program if n.name.startswith("pace_B_0"))
-    assert node.name == "pace_B_0"
+    node = next(n for n in program if n.name.startswith("pace_B_1_0"))
+    assert node.name == "pace_B_1_0"
     doomed = [next(iter(next(iter(node.users)).users)), next(iter(node.users)), node]
     for gone in doomed:
         program.graph.erase_node(gone)
-    wires = {name: edge for name, edge in program.wires.items() if edge.name != "pace_B_0"}
+    wires = {name: edge for name, edge in program.wires.items() if edge.name != "pace_B_1_0"}
     with pytest.raises(VerifyError, match="nothing makes B of worker 0 wait for B of worker 1"):
         verify(dataclasses.replace(program, wires=wires))
 
@@ -155,7 +155,7 @@ def test_a_value_sent_before_its_sender_is_in_step_does_not_pace() -> None:
     build = fxpipe.lower(program, workers=3, cost="analytic", cuts=Cuts((0, 2, 5, count), (0, 2, 5, count)))
     forward, _ = functions(build.files["stage_1.py"])
     messages = [line.split('"')[1] for line in forward if "comm." in line]
-    assert messages == ["mm", "first_addmm", "pace_F_2"]
+    assert messages == ["mm", "first_addmm", "pace_F_1_2"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -220,7 +220,7 @@ def test_each_tower_may_have_several_workers() -> None:
 def test_a_frozen_tower_gets_a_token_and_a_program_without_it_breaks_the_law() -> None:
     """Without it, the worker with the frozen tower would run ahead of the head without bound."""
     plan = of_towers(3, frozen=True).plan
-    assert (tokens(plan), of_plan(plan).after) == (["pace_B_1"], ((), (), (0, 1)))
+    assert (tokens(plan), of_plan(plan).after) == (["pace_B_2_1"], ((), (), (0, 1)))
     program = fxpipe.capture(towers.Towers(frozen=True), towers.loss, towers.batch_of(2))
     program = run_passes(program, [Fold(), Units()])
     at = [next(i for i, unit in enumerate(program.units) if unit.startswith(name)) for name in ("right.0", "head")]
@@ -237,7 +237,7 @@ def test_a_frozen_tower_gets_a_token_and_a_program_without_it_breaks_the_law() -
 
 def test_workers_with_unequal_replicas_stay_a_chain() -> None:
     plan = of_towers(3, microbatches=4, replicas=(2, 1, 1)).plan
-    assert (of_plan(plan).after, tokens(plan)) == ((), ["pace_B_0"])
+    assert (of_plan(plan).after, tokens(plan)) == ((), ["pace_B_1_0"])
 
 
 def test_a_shape_whose_values_need_another_order_is_refused() -> None:
@@ -254,3 +254,25 @@ def test_a_shape_whose_values_need_another_order_is_refused() -> None:
         fxpipe.compile(
             Sometimes(), towers.loss, shapes[0], shapes=shapes[1:], forward_at=("right.0", "head"), **options
         )
+
+
+def test_a_worker_may_wait_for_tokens_of_two() -> None:
+    """Both towers are after a trunk that is not trained, to which no gradient goes."""
+
+    class Trunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = nn.Linear(4, 4).requires_grad_(False)
+            self.left, self.right, self.head = towers.tower(4), towers.tower(4), towers.Head()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = self.trunk(x)
+            left = self.left(x)
+            return self.head(left, self.right(x))
+
+    batch, at = towers.batch_of(4), ["left", "right", "head"]
+    build = fxpipe.compile(
+        Trunk(), towers.loss, batch, workers=4, forward_at=at, backward_at=at, schedule="1f1b", cost="analytic"
+    )
+    assert tokens(build.plan) == ["pace_B_2_0", "pace_B_1_0"]
+    assert compare_with_eager(build, Trunk(), towers.loss, batch).largest < 1e-5
