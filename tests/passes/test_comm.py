@@ -270,9 +270,8 @@ def test_a_worker_may_wait_for_tokens_of_two() -> None:
             left = self.left(x)
             return self.head(left, self.right(x))
 
-    batch, at = towers.batch_of(4), ["left", "right", "head"]
-    build = fxpipe.compile(
-        Trunk(), towers.loss, batch, workers=4, forward_at=at, backward_at=at, schedule="1f1b", cost="analytic"
-    )
+    model, batch, at = Trunk(), towers.batch_of(4), ["left", "right", "head"]
+    options: dict[str, Any] = {"forward_at": at, "backward_at": at, "schedule": "1f1b", "cost": "analytic"}
+    build = fxpipe.compile(model, towers.loss, batch, workers=4, **options)
     assert tokens(build.plan) == ["pace_B_2_0", "pace_B_1_0"]
-    assert compare_with_eager(build, Trunk(), towers.loss, batch).largest < 1e-5
+    assert compare_with_eager(build, model, towers.loss, batch).largest < 1e-5
