@@ -305,10 +305,10 @@ def connected(
             senders[other] = ends[0](rank, device)
             with _said(refused, (one, other)):
                 senders[other].send(_TRIAL, message)
-    given = gathered({other: sender.handles for other, sender in senders.items()}, rank, ranks)
-    sent = {way for each in gathered(list(refused), rank, ranks) for way in each}
+    sent = {other: sender.handles for other, sender in senders.items() if (rank, other) not in refused}
+    given = gathered(sent, rank, ranks)
     for one, other in shared:
-        if other == rank and (one, other) not in sent:
+        if other == rank and rank in given[one]:
             with _said(refused, (one, other)):
                 receivers[one] = ends[1](rank, given[one][rank], device)
                 receivers[one].wait((_TRIAL, 1))
