@@ -40,6 +40,7 @@ from fxpipe.runtime.wires.doors import prepare_meeting
 from fxpipe.runtime.wires.exchange import gathered
 from fxpipe.runtime.wires.group import close_group, leave_after, open_group, peers, place_of_process
 from fxpipe.runtime.wires.processes import ProcessWires
+from fxpipe.runtime.wires.run_folder import RunFolder
 from fxpipe.typed_json import read
 
 Transport = Literal[
@@ -70,6 +71,9 @@ ALL = 8
 
 PATIENCE = timedelta(minutes=10)
 """How long a process waits for another."""
+
+SAID = "said"
+"""The text in the folder of `measure_links` that says how many pairs are measured."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ def measure_links(workers: int = 2, total: int = NEAR, say: Callable[[str], None
         command = [sys.executable, "-P", "-m", "fxpipe.measure.links", folder, str(total)]
         processes: list[subprocess.Popen[bytes]] = []
         codes: list[int | None] = [None]
-        said, progress = "", exchange / "said"
+        said, progress = "", RunFolder(exchange)
         try:
             for rank in range(workers):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
@@ -170,7 +174,7 @@ def measure_links(workers: int = 2, total: int = NEAR, say: Callable[[str], None
             while None in codes and not any(codes):
                 time.sleep(0.05)
                 codes = [process.poll() for process in processes]
-                before, said = said, progress.read_text() if progress.exists() else ""
+                before, said = said, progress.read(SAID) or ""
                 if said != before:
                     say(said)
         finally:
@@ -190,7 +194,7 @@ def main(folder: Path, total: int) -> None:
 
     def say(text: str) -> None:
         if rank == 0:
-            (folder / "said").write_text(text)
+            RunFolder(folder).write(SAID, text)
 
     try:
         report = measure_group(total, say, folder)
