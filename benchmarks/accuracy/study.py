@@ -32,8 +32,8 @@ ALONE: Method = (SYNCHRONOUS, 1, 1)
 CONTENDERS = ("spectrain+ef", "spectrain", "latest", "2bw+predict+ef")
 OTHERS = ("2bw+predict", "2bw", "latest+ef", "stash", "pipeoptim", "lwp")
 WHOLE = ("spectrain", "spectrain+ef", "latest", "stash", "pipeoptim", "lwp")
-BRAKED = ("spectrain+brake",)
-METHODS = (*CONTENDERS, *OTHERS, *BRAKED)
+NEWER = ("spectrain+brake", "xgrad")
+METHODS = (*CONTENDERS, *OTHERS, *NEWER)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ FULL = Study(
         Grid(FEW_SIXTEEN, _at(CONTENDERS[2:], 16, 16), seeds=(0,)),
         Grid(THIRTY_TWO, _at(CONTENDERS[2:], 32, 32), seeds=(0,)),
         Grid(FOUR, (*_at(WHOLE, 8, 1), *_at(("2bw",), 8, 8))),
-        Grid(TWO, (*_at(BRAKED, 8, 8), *_at(BRAKED, 4, 1))),
+        Grid(TWO, (*_at(NEWER, 8, 8), *_at(NEWER, 4, 1))),
     ),
     (
         CodecGrid(CODED, "spectrain", (8, 4), like=(MAIN, ("spectrain", 8, 8))),
