@@ -411,7 +411,7 @@ class CompileOptions:
                 raise CutError(f"outer_{min(given)} is given without --outer", hint=f"--outer {OUTER}")
             if sent:
                 what = f"--codec {self.codec} is for outer steps, and there is no --outer"
-                raise CutError(what, hint=f"--outer {OUTER}")
+                raise CutError(what, hint=f"fxpipe compile with --outer {OUTER}; fxpipe plan has no outer steps")
             return None
         if self.dp == 1:
             what = "and there is one" if not self.replicas else "the same number for each worker"
